@@ -1,0 +1,1 @@
+"""Bytes, files and offsets: aligned buffers and direct reads by a small pool of threads. Knows nothing of tensors."""

@@ -1,0 +1,21 @@
+"""What zinfer raises for users' mistakes and broken inputs; programmers' errors are assertions."""
+
+
+class ZinferError(Exception):
+    """Root of every error that zinfer raises on purpose."""
+
+
+class ConfigError(ZinferError, ValueError):
+    """A configuration key or value cannot be used; the message names its full path."""
+
+
+class CheckpointError(ZinferError, ValueError):
+    """A checkpoint folder or file cannot be used; the message names the file and what is wrong in it."""
+
+
+class PlanError(ZinferError, ValueError):
+    """The memory budgets cannot hold the work; the message says how much is needed."""
+
+
+class JobError(ZinferError):
+    """A batch job cannot start or go on: unusable input, or an output that belongs to another job."""
