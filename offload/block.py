@@ -1,0 +1,128 @@
+"""Blocks and slabs: what one streaming unit consists of, and where each of its bytes lies.
+
+A slab holds a block's tensors back to back, each at a multiple of 256 bytes, in the order of the checkpoint file, so
+that neighbours in the file stay neighbours in the slab and move in one copy.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from zinfer.nvme.aligned import align_up
+
+SLAB_ALIGNMENT_BYTES: Final = 256
+
+
+class Tier(Enum):
+    """Where a block's slab lives between uses, and what that costs."""
+
+    DEVICE = "device"
+    """Resident: device memory of the slab, for good; moves nothing."""
+    HOST = "host"
+    """Host memory of the slab, for good (pinned where the budget allows); one host-to-device copy a use."""
+    DISK = "disk"
+    """No memory of its own; one read and one host-to-device copy a use."""
+
+
+@dataclass(frozen=True)
+class SlabTensor:
+    """One tensor of a slab: ``offset`` and ``nbytes`` are bytes within the slab."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    def view(self, slab: torch.Tensor) -> torch.Tensor:
+        """The tensor over the slab's bytes (uint8), sharing their memory."""
+        return slab[self.offset : self.end].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Home:
+    """The tier that owns a block's slab; ``pinned`` tells whether a HOST slab is registered with CUDA."""
+
+    tier: Tier
+    pinned: bool = False
+
+
+@dataclass(frozen=True)
+class SlabLayout:
+    """The tensors of a slab; equal layouts share their views of a slot."""
+
+    tensors: tuple[SlabTensor, ...]
+
+    @classmethod
+    def pack(cls, specs: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> "SlabLayout":
+        """Lay out ``(name, dtype, shape)`` one after the other, each aligned to 256 bytes."""
+        tensors: list[SlabTensor] = []
+        offset = 0
+        for name, dtype, shape in specs:
+            tensors.append(SlabTensor(name, dtype, shape, offset))
+            offset = align_up(tensors[-1].end, SLAB_ALIGNMENT_BYTES)
+        return cls(tuple(tensors))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size of the slab, rounded up to the alignment."""
+        return align_up(max((tensor.end for tensor in self.tensors), default=0), SLAB_ALIGNMENT_BYTES)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all tensors."""
+        return sum(prod(tensor.shape) for tensor in self.tensors)
+
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.nn.Parameter]:
+        """Tensors by name over ``buffer`` (uint8, at least ``nbytes`` long), in the form that modules hold."""
+        return {tensor.name: torch.nn.Parameter(tensor.view(buffer), requires_grad=False) for tensor in self.tensors}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Bytes of a checkpoint file and their place in a slab; elements are cast when the two dtypes differ.
+
+    A tensor may consist of several extents: stacking and concatenating along the first axis are pure placement.
+    """
+
+    file: Path
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    slab_offset: int
+    slab_dtype: torch.dtype
+
+    @property
+    def slab_nbytes(self) -> int:
+        return self.nbytes // self.dtype.itemsize * self.slab_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Block:
+    """The streaming unit: a name for messages, the slab's layout, and the extents that fill it from disk.
+
+    ``index`` is the block's place in the model's order. ``extents`` is empty for a module that was handed over in
+    memory: such a block has no home on disk.
+    """
+
+    index: int
+    name: str
+    layout: SlabLayout
+    extents: tuple[Extent, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes

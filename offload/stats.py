@@ -1,0 +1,35 @@
+"""What a run moved and waited for."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RunStats:
+    """Counters since the engine was made.
+
+    Attributes:
+        bytes_read_disk: bytes that reads delivered, alignment margins and the loading of homes included.
+        bytes_to_device: bytes copied into device slots and resident slabs.
+        streamed_bytes_per_pass: bytes that one walk over all blocks copies to the device.
+        disk_bytes_per_pass: the part of them whose home is the disk.
+        pinned_bytes: host memory registered with CUDA, now.
+        host_bytes: host memory of slabs and staging slots, pinned or not, now.
+        device_bytes: device memory of resident slabs and slots, now.
+        blocks_by_home: number of blocks by tier: DEVICE, HOST, DISK.
+        stall_s: seconds that compute waited, by cause: disk (reads), host (copies between host buffers),
+            link (copies to the device).
+        passes: walks over all blocks.
+        wall_s: seconds inside forward and generate calls.
+    """
+
+    bytes_read_disk: int = 0
+    bytes_to_device: int = 0
+    streamed_bytes_per_pass: int = 0
+    disk_bytes_per_pass: int = 0
+    pinned_bytes: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+    blocks_by_home: dict[str, int] = field(default_factory=dict)
+    stall_s: dict[str, float] = field(default_factory=dict)
+    passes: int = 0
+    wall_s: float = 0.0

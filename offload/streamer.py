@@ -1,0 +1,192 @@
+"""Keeps the blocks of a model moving towards the device: `prefetch`, `wait`, `release`.
+
+[Note: lifetime of a slot]
+A slot is free, filling, ready, or held. `prefetch` takes a free slot and starts a move into it (filling, then ready);
+`wait` makes the compute stream wait for the move's event and hands out the views (held); `release` records the event
+after which the slot may be overwritten and frees it. The next move into the slot waits for that event on the copy
+stream, so the host never waits for the device here.
+
+One thread drives a streamer; the mover threads only run moves. The synchronous twin runs each move inside `wait`.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from zinfer.offload.block import Block, Tier
+from zinfer.offload.order import AccessOrder
+from zinfer.offload.slots import DeviceSlots, Slot, StagingRing
+from zinfer.offload.source import Source
+from zinfer.offload.stream import CopyStream, Event
+
+
+@dataclass(eq=False)
+class _Move:
+    """A block on its way into a slot; ``arrived`` yields the event after which the slot is ready."""
+
+    block: Block
+    slot: Slot
+    arrived: "Future[Event]" = field(default_factory=Future)
+    loaded_at_s: float = 0.0
+
+
+class Streamer:
+    """Streams blocks through device slots, guessing ahead.
+
+    Args:
+        blocks: the streamed blocks in the model's order.
+        sources: where each block's slab comes from, by block index.
+        stream: the copy stream of the device.
+        slots: device slots, each large enough for any of the blocks.
+        staging: staging slots, each large enough for any source that needs one; empty if none does.
+        synchronous: move nothing ahead of its use (the twin that the pipeline is checked against).
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        sources: Mapping[int, Source],
+        stream: CopyStream,
+        slots: DeviceSlots,
+        staging: StagingRing,
+        *,
+        synchronous: bool = False,
+    ) -> None:
+        self._blocks = {block.index: block for block in blocks}
+        self._sources = sources
+        self._stream = stream
+        self._slots = slots
+        self._staging = staging
+        self._synchronous = synchronous
+        self._order = AccessOrder([block.index for block in blocks])
+        self._moves: dict[int, _Move] = {}
+        self._held: dict[int, _Move] = {}
+        self._movers = ThreadPoolExecutor(max(1, len(staging.slots), len(slots)), thread_name_prefix="zinfer-move")
+        self._stall_s = {"disk": 0.0, "host": 0.0, "link": 0.0}
+        self._lock = threading.Lock()
+        self.bytes_moved = 0
+
+    def prefetch(self, block: Block) -> None:
+        """Start moving a block into a free slot and return; nothing to do if it is on its way or there."""
+        if block.index in self._moves or block.index in self._held:
+            return
+        move = _Move(block, self._slots.take())
+        self._moves[block.index] = move
+        source = self._sources[block.index]
+        if self._synchronous or not (source.staging_bytes or self._stream.copies_block):
+            self._run(move, source)
+        else:
+            self._movers.submit(self._run, move, source)
+
+    def wait(self, block: Block) -> dict[str, torch.nn.Parameter]:
+        """Make the compute stream wait for the block; returns its tensors by name, valid until `release`.
+
+        Raises whatever the move failed with, such as DiskReadError; the streamer stays usable.
+        """
+        assert block.index not in self._held, f"block {block.name} is in use already"
+        begin_s = time.perf_counter()
+        if block.index not in self._moves:
+            self._make_room()
+            self.prefetch(block)
+        self._order.use(block.index)
+        self._look_ahead()
+        move = self._moves.pop(block.index)
+        try:
+            self._stream.join(self._arrival(move, begin_s))
+        except BaseException:
+            self._give_back(move)
+            raise
+        self._held[block.index] = move
+        return move.slot.views(block.layout)
+
+    def release(self, block: Block) -> None:
+        """Let the block's slot be overwritten once the compute so far is done, and move the next block into it."""
+        move = self._held.pop(block.index)
+        move.slot.vacant = self._stream.mark_compute()
+        self._slots.put(move.slot)
+        self._look_ahead()
+
+    def holds(self, block: Block) -> bool:
+        """Whether the block is in use, between `wait` and `release`."""
+        return block.index in self._held
+
+    def begin_pass(self) -> None:
+        """Release what an aborted pass (an exception, Ctrl-C) left held."""
+        for move in list(self._held.values()):
+            self.release(move.block)
+
+    def stall_s(self) -> dict[str, float]:
+        """Seconds that compute waited so far, by cause: disk, host, link."""
+        self._stall_s["link"] += self._stream.take_stall_s()
+        return dict(self._stall_s)
+
+    def close(self) -> None:
+        """Wait for the moves under way and stop the threads; the slots may be freed after."""
+        self._movers.shutdown(wait=True)
+        for move in self._moves.values():
+            if move.arrived.exception() is None:
+                move.arrived.result().synchronize()
+        self._moves.clear()
+
+    def _look_ahead(self) -> None:
+        if self._synchronous:
+            return
+        for index in self._order.ahead(len(self._slots)):
+            if not self._slots.num_free:
+                return
+            self.prefetch(self._blocks[index])
+
+    def _make_room(self) -> None:
+        """Free a slot for a block that nobody expected: the farthest guess gives way."""
+        if self._slots.num_free:
+            return
+        if not self._moves:
+            raise RuntimeError(f"all {len(self._slots)} device slots are in use at once; raise zinfer.num_slots")
+        _, guess = self._moves.popitem()
+        self._give_back(guess)
+
+    def _give_back(self, move: _Move) -> None:
+        """Free the slot of a move whose bytes nobody will use; if it failed, nobody waits for the failure either."""
+        if move.arrived.exception() is None:
+            move.slot.vacant = move.arrived.result()
+        self._slots.put(move.slot)
+
+    def _run(self, move: _Move, source: Source) -> None:
+        try:
+            move.arrived.set_result(self._move(move, source))
+        except BaseException as failure:  # whoever waits for the block gets it
+            move.arrived.set_exception(failure)
+
+    def _move(self, move: _Move, source: Source) -> Event:
+        staging = self._staging.take() if source.staging_bytes else None
+        sent: Event | None = None
+        try:
+            if staging is not None:
+                source.load(staging.memory)
+            move.loaded_at_s = time.perf_counter()
+            if move.slot.vacant is not None:
+                self._stream.after(move.slot.vacant)
+            source.send(self._stream, move.slot.buffer, staging.memory if staging else None)
+            sent = self._stream.mark()
+            with self._lock:
+                self.bytes_moved += source.wire_bytes
+        finally:
+            if staging is not None:
+                self._staging.put(staging, sent)
+        if self._synchronous:
+            sent.synchronize()
+        return sent
+
+    def _arrival(self, move: _Move, begin_s: float) -> Event:
+        """The move's event, and the account of how long the host has waited for it since ``begin_s``."""
+        event = move.arrived.result()
+        end_s = time.perf_counter()
+        source = self._sources[move.block.index]
+        loading_s = min(max(move.loaded_at_s - begin_s, 0.0), end_s - begin_s)
+        self._stall_s["disk" if source.tier is Tier.DISK else "host"] += loading_s
+        self._stall_s["link"] += end_s - begin_s - loading_s
+        return event
