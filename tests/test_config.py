@@ -1,0 +1,299 @@
+"""Resolving whole configurations: the four patterns, aliases, contradictions, real configurations."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zinfer.config import Aio, Memory, Offload, Settings, Streaming, resolve_settings
+from zinfer.errors import ConfigError
+
+OPT_CPU: dict[str, Any] = {
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_prefetch_bucket_size": 2 * 7168 * 7168,
+        "stage3_param_persistence_threshold": 7168,
+        "stage3_max_live_parameters": 2 * 7168 * 7168,
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 7168 * 7168,
+        "sub_group_size": 1e9,
+    },
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
+    "steps_per_print": 2000,
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+NVME: dict[str, Any] = {
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_live_parameters": 1e9,
+        "offload_param": {
+            "device": "nvme",
+            "nvme_path": "/local_nvme",
+            "pin_memory": False,
+            "buffer_count": 8,
+            "buffer_size": 0.9 * 12288**2,
+            "max_in_cpu": 0,
+        },
+    },
+    "aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 4, "single_submit": False, "overlap_events": True},
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.999]}},
+    "gradient_accumulation_steps": 1,
+}
+INFERENCE: dict[str, Any] = {
+    "dtype": "bf16",
+    "tensor_parallel": {"tp_size": 1, "enabled": True},
+    "replace_with_kernel_inject": False,
+    "replace_method": "auto",
+    "enable_cuda_graph": False,
+    "moe": {"ep_size": 1, "moe_experts": [1], "type": "standard"},
+    "quant": {"enabled": False, "weight": {"num_bits": 8}},
+    "zero": {"stage": 3, "offload_param": {"device": "cpu"}},
+    "max_tokens": 4096,
+    "min_tokens": 16,
+    "base_dir": "/models",
+    "checkpoint": "opt-30b",
+    "zinfer": {"max_device_memory": "24GB", "max_host_memory": "200GiB"},
+}
+
+
+def _refusal(config: dict[str, Any] | None = None, /, **kwargs: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        resolve_settings(config, kwargs)
+    assert isinstance(refused.value, ValueError)
+    return str(refused.value)
+
+
+def test_nothing_gives_the_defaults() -> None:
+    assert resolve_settings() == resolve_settings(None, {}) == resolve_settings({}) == Settings()
+
+
+def test_config_kwargs_and_both_say_the_same() -> None:
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    expected = Settings(dtype=torch.float16, offload=Offload(device="cpu"))
+    assert resolve_settings({"dtype": "fp16", "zero": zero}) == expected
+    assert resolve_settings(kwargs={"dtype": torch.half, "zero": zero}) == expected
+    assert (
+        resolve_settings({"dtype": "half", "zero_optimization": zero}, {"dtype": torch.half, "zero": zero}) == expected
+    )
+    halves = resolve_settings({"zero": {"stage": 3}}, {"dtype": "fp16", "zero": {"offload_param": {"device": "cpu"}}})
+    assert halves == expected
+
+
+def test_auto_and_none_leave_the_word_to_the_other_source() -> None:
+    for silent in ("auto", None):
+        assert resolve_settings({"max_out_tokens": silent}, {"max_out_tokens": 7}).max_out_tokens == 7
+        assert resolve_settings({"max_out_tokens": 7}, {"max_tokens": silent}).max_out_tokens == 7
+        assert resolve_settings({"zero": silent, "aio": {"block_size": silent}}) == Settings()
+
+
+def test_a_key_given_twice_with_different_values() -> None:
+    assert _refusal({"dtype": "fp16"}, dtype=torch.float32) == (
+        'dtype is given twice with different values: dtype = "fp16" (config) '
+        "and dtype = torch.float32 (keyword arguments); keep one of them"
+    )
+    assert _refusal({"zero": {"stage": 3}}, zero_optimization={"stage": 0}) == (
+        "zero_optimization.stage is given twice with different values: zero.stage = 3 (config) "
+        "and zero_optimization.stage = 0 (keyword arguments); keep one of them"
+    )
+    assert "train_batch_size = 1 (config) and train_batch_size = 2 (key" in _refusal(
+        {"train_batch_size": 1}, train_batch_size=2
+    )
+
+
+def test_own_keys_may_stand_alone_as_keyword_arguments_only() -> None:
+    own = {"max_device_memory": "24GB", "num_slots": 3, "synchronous": True, "device": "cpu"}
+    expected = Settings(num_slots=3, synchronous=True, device="cpu", memory=Memory(max_device_memory=24 * 10**9))
+    assert resolve_settings({"zinfer": own}) == expected
+    assert resolve_settings(kwargs=own) == expected
+    assert resolve_settings(kwargs={"zinfer": own}) == expected
+    assert resolve_settings({"zinfer": own}, own) == expected
+    assert _refusal(zinfer=own, num_slots=3) == "zinfer.num_slots and num_slots are the same key; keep one of them"
+    assert _refusal({"num_slots": 3}) == "unknown key num_slots; it belongs in zinfer.num_slots"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"zero_optimization": {"offload_param": {"devise": "cpu"}}},
+            "unknown key zero_optimization.offload_param.devise; did you mean zero_optimization.offload_param.device?",
+        ),
+        ({"zero": {"offload_parm": {}}}, "unknown key zero.offload_parm; did you mean zero.offload_param?"),
+        ({"dtpye": "fp16"}, "unknown key dtpye; did you mean dtype?"),
+        ({"enable-cuda-graphs": True}, "unknown key enable-cuda-graphs; did you mean enable_cuda_graph?"),
+        ({"stage": 3}, "unknown key stage; it belongs in zero_optimization.stage"),
+        (
+            {"aio": {"nvme_path": "/x"}},
+            "unknown key aio.nvme_path; it belongs in zero_optimization.offload_param.nvme_path",
+        ),
+        ({"offload_params": {}}, "unknown key offload_params; did you mean zero_optimization.offload_param?"),
+        ({"quant": {"enabeld": False}}, "unknown key quant.enabeld; did you mean quant.enabled?"),
+        ({"zinfer": {"max_gpu_mem": 1}}, "unknown key zinfer.max_gpu_mem; "),
+        ({"xyzzy": 1}, "unknown key xyzzy; remove it; zinfer.config.triage.KEYS lists what is known"),
+        (
+            {"checkpoint_config": {"qqq": 1}},
+            "unknown key checkpoint_config.qqq; known there: base_dir, checkpoint_dir, ",
+        ),
+        ({"aio": {3: 1}}, "aio.3: keys must be text"),
+    ],
+)
+def test_unknown_keys_name_their_path_and_what_was_meant(config: dict[str, Any], message: str) -> None:
+    assert _refusal(config).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme"}}},
+            'zero_optimization.stage = 2 contradicts zero_optimization.offload_param.device = "nvme": parameters are '
+            "offloaded at stage 3 only; set zero_optimization.stage to 3, or zero_optimization.offload_param.device "
+            'to "none"',
+        ),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled = true (config) contradicts bf16.ena"),
+        (
+            {"dtype": "fp32", "bf16": {"enabled": True}},
+            'dtype = "fp32" (config) contradicts bf16.enabled = true (config)',
+        ),
+        (
+            {"aio": {"thread_count": 4, "intra_op_parallelism": 8}},
+            "aio.thread_count = 4 (config) contradicts aio.intra_op_parallelism = 8 (config): ",
+        ),
+        (
+            {"checkpoint": "a", "checkpoint_config": {"checkpoint_dir": "b"}},
+            'checkpoint_config.checkpoint_dir = "b" (config) contradicts checkpoint = "a" (config): ',
+        ),
+        (
+            {"zero": {"cpu_offload_param": True, "offload_param": {"device": "nvme"}}},
+            "zero.cpu_offload_param = true (config) contradicts zero.offload_param.device = ",
+        ),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens = 9 is more than max_tokens = 8; "),
+    ],
+)
+def test_contradictions_name_both_sides(config: dict[str, Any], message: str) -> None:
+    assert _refusal(config).startswith(message)
+
+
+def test_agreeing_spellings_are_fine() -> None:
+    assert resolve_settings({"aio": {"thread_count": 4, "intra_op_parallelism": 4}}).aio == Aio(intra_op_parallelism=4)
+    assert (
+        resolve_settings({"dtype": "half", "fp16": {"enabled": True}, "bf16": {"enabled": False}}).dtype is torch.half
+    )
+    assert resolve_settings({"zero": {"stage": 3, "cpu_offload_param": True}}).offload == Offload(device="cpu")
+    assert resolve_settings({"zero": {"stage": 0, "offload_param": {"device": "none"}}}).offload.device == "none"
+    for stage in range(4):
+        assert resolve_settings({"zero": {"stage": stage}}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"tensor_parallel": {"tp_size": 2}},
+            "tensor_parallel.tp_size = 2 is not available yet: splitting layers over",
+        ),
+        ({"tp": {"tp_size": 2}}, "tp.tp_size = 2 is not available yet: "),
+        ({"quant": {"weight": {"num_bits": 4}}}, 'quant = {"weight": {"num_bits": 4}} is not available yet: quantized'),
+        (
+            {"quantization_setting": (True, 8)},
+            "quantization_setting = [true, 8] is not available yet: quantized weights",
+        ),
+        ({"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 4}}}}, "weight_quantization = "),
+        ({"moe": True}, "moe = true is not available yet: "),
+        ({"moe": {"enabled": True}}, 'moe = {"enabled": true} is not available yet: '),
+        ({"replace_with_kernel_inject": True}, "replace_with_kernel_inject = true is not available yet: replacing"),
+        ({"injection_policy": {int: ("a",)}}, "injection_policy = {<class 'int'>: ('a',)} is not available yet: "),
+        ({"aio": {"use_gds": True}}, "aio.use_gds = true is not available yet: reading from disk straight into"),
+        (
+            {"checkpoint": {"type": "BLOOM", "checkpoints": []}},
+            'checkpoint = {"type": "BLOOM", "checkpoints": []} is not',
+        ),
+        ({"checkpoint": "ds_inference.json"}, 'checkpoint = "ds_inference.json" is not available yet: '),
+    ],
+)
+def test_what_is_not_available_yet_is_refused(kwargs: dict[str, Any], message: str) -> None:
+    refusal = _refusal(**kwargs)
+    assert refusal.startswith(message)
+    assert "; remove it or set it to " in refusal
+
+
+def test_a_refused_feature_says_which_value_is_fine() -> None:
+    assert _refusal(mp_size=2).endswith("; remove it or set it to 1")
+    assert _refusal(use_triton=True).endswith("; remove it or set it to false")
+    assert _refusal(quant={"enabled": True}).endswith('; remove it or set it to {"enabled": false}')
+    assert _refusal(save_mp_checkpoint_path="/x").endswith("; remove it or set it to null")
+
+
+def test_checkpoint_is_joined_to_its_folder() -> None:
+    assert resolve_settings({"checkpoint": "a", "base_dir": ""}).checkpoint == Path("a")
+    assert resolve_settings({"checkpoint": "a"}, {"base_dir": Path("/m")}).checkpoint == Path("/m/a")
+    assert resolve_settings({"ckpt_config": {"checkpoint_dir": "a", "base_dir": "/m"}}).checkpoint == Path("/m/a")
+    alone = resolve_settings({"base_dir": "/m"})
+    assert alone.checkpoint is None
+    assert [ignored.path for ignored in alone.without_effect] == ["base_dir"]
+    training = resolve_settings({"checkpoint": {"tag_validation": "Warn", "load_universal": False}})
+    assert training.checkpoint is None
+    assert [ignored.path for ignored in training.without_effect] == ["checkpoint"]
+
+
+def test_opt_offloaded_to_host_memory() -> None:
+    settings = resolve_settings(OPT_CPU)
+    assert settings.dtype is torch.float16
+    assert settings.offload == Offload(device="cpu", pin_memory=True)
+    assert settings.streaming == Streaming(
+        prefetch_bucket_size=102760448, max_live_parameters=102760448, param_persistence_threshold=7168
+    )
+    assert [ignored.path for ignored in settings.without_effect] == [
+        "zero_optimization.overlap_comm",
+        "zero_optimization.contiguous_gradients",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.sub_group_size",
+        "fp16.loss_scale",
+        "fp16.initial_scale_power",
+        "steps_per_print",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "wall_clock_breakdown",
+    ]
+
+
+def test_nvme_offload_with_aio() -> None:
+    settings = resolve_settings(NVME)
+    assert settings.dtype is torch.bfloat16
+    assert settings.offload == Offload(
+        device="nvme",
+        nvme_path=Path("/local_nvme"),
+        pin_memory=False,
+        buffer_count=8,
+        buffer_size=135895449,
+        max_in_cpu=0,
+    )
+    assert settings.aio == Aio(block_size=2**20, queue_depth=8, intra_op_parallelism=4)
+    assert settings.streaming == Streaming(prefetch_bucket_size=0, max_live_parameters=10**9)
+    assert [ignored.path for ignored in settings.without_effect] == ["optimizer", "gradient_accumulation_steps"]
+
+
+def test_init_inference_dict() -> None:
+    settings = resolve_settings(INFERENCE, {"keep_module_on_host": True})
+    assert settings.dtype is torch.bfloat16
+    assert (settings.min_out_tokens, settings.max_out_tokens) == (16, 4096)
+    assert settings.checkpoint == Path("/models/opt-30b")
+    assert settings.offload.device == "cpu"
+    assert settings.memory == Memory(max_device_memory=24 * 10**9, max_host_memory=200 * 2**30)
+    ignored = [ignored.path for ignored in settings.without_effect]
+    assert ignored == ["tensor_parallel.enabled", "replace_method", "keep_module_on_host"]
+
+
+@pytest.mark.parametrize("config", [OPT_CPU, NVME, INFERENCE], ids=["opt", "nvme", "inference"])
+def test_real_configurations_are_left_as_they_were(config: dict[str, Any]) -> None:
+    before = deepcopy(config)
+    resolve_settings(config)
+    assert config == before

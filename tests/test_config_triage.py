@@ -1,0 +1,272 @@
+"""The table of keys: complete against DeepSpeed's surface, consistent in itself and with the settings' defaults."""
+
+import re
+from contextlib import suppress
+from copy import deepcopy
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from zinfer.config import Settings, resolve_settings
+from zinfer.config.key import Key, Status
+from zinfer.config.triage import BY_NAME, BY_PATH, KEYS
+from zinfer.errors import ConfigError
+
+SECTIONS = {
+    "tensor_parallel": ["tp"],
+    "checkpoint_config": ["ckpt_config"],
+    "zero_optimization": ["zero"],
+    "zero_optimization.offload_param": [],
+    "aio": [],
+    "fp16": [],
+    "bf16": [],
+    "zinfer": [],
+}
+HONOURED = {
+    "dtype": [],
+    "checkpoint": [],
+    "base_dir": [],
+    "max_out_tokens": ["max_tokens"],
+    "min_out_tokens": ["min_tokens"],
+    "zero_optimization.stage": [],
+    "zero_optimization.offload_param.device": [],
+    "zero_optimization.offload_param.nvme_path": [],
+    "zero_optimization.offload_param.pin_memory": [],
+    "zero_optimization.offload_param.buffer_count": [],
+    "zero_optimization.offload_param.buffer_size": [],
+    "zero_optimization.offload_param.max_in_cpu": [],
+    "zero_optimization.stage3_prefetch_bucket_size": ["prefetch_bucket_size"],
+    "zero_optimization.stage3_max_live_parameters": ["max_live_parameters"],
+    "zero_optimization.stage3_param_persistence_threshold": ["param_persistence_threshold"],
+    "zero_optimization.stage3_model_persistence_threshold": ["model_persistence_threshold"],
+    "zero_optimization.stage3_max_reuse_distance": ["max_reuse_distance"],
+    "aio.block_size": [],
+    "aio.queue_depth": [],
+    "aio.intra_op_parallelism": [],
+    "aio.single_submit": [],
+    "aio.overlap_events": [],
+    "aio.thread_count": [],
+    "fp16.enabled": [],
+    "bf16.enabled": [],
+    "zinfer.max_device_memory": [],
+    "zinfer.max_host_memory": [],
+    "zinfer.max_pinned_memory": [],
+    "zinfer.num_slots": [],
+    "zinfer.synchronous": [],
+    "zinfer.device": [],
+}
+NOT_YET = {
+    "tensor_parallel.tp_size": [],
+    "tensor_parallel.mpu": [],
+    "tensor_parallel.tp_group": [],
+    "mp_size": [],
+    "mpu": [],
+    "training_mp_size": [],
+    "replace_with_kernel_inject": ["kernel_inject"],
+    "enable_cuda_graph": [],
+    "use_triton": [],
+    "triton_autotune": [],
+    "quant": [],
+    "quant.activation": [],
+    "quant.weight": [],
+    "quant.qkv": [],
+    "quant.q_bits": [],
+    "quant.q_type": [],
+    "quant.q_groups": [],
+    "quantization_setting": [],
+    "moe": [],
+    "moe.enabled": [],
+    "moe.ep_size": [],
+    "moe.moe_experts": ["num_experts"],
+    "moe.type": [],
+    "ep_size": [],
+    "ep_group": [],
+    "moe_type": [],
+    "save_mp_checkpoint_path": [],
+    "injection_policy": ["injection_dict"],
+    "injection_policy_tuple": [],
+    "zero_optimization.zero_hpz_partition_size": [],
+    "zero_optimization.zero_quantized_weights": [],
+    "zero_optimization.leaf_module": [],
+    "aio.use_gds": [],
+    "weight_quantization": [],
+    "weight_quantization.post_init_quant": [],
+    "weight_quantization.quantized_initialization": [],
+    "weight_quantization.quantized_initialization.num_bits": [],
+    "weight_quantization.quantized_initialization.group_size": [],
+    "weight_quantization.quantized_initialization.group_dim": [],
+    "weight_quantization.quantized_initialization.symmetric": [],
+}
+NO_EFFECT = {
+    "tensor_parallel.tp_grain_size": [],
+    "tensor_parallel.enabled": [],
+    "replace_method": [],
+    "set_empty_params": [],
+    "keep_module_on_host": [],
+    "return_tuple": [],
+    "transposed_mode": [],
+    "triangular_masking": ["tm"],
+    "config": ["args"],
+    "zero_optimization.overlap_comm": [],
+    "zero_optimization.contiguous_gradients": [],
+    "zero_optimization.reduce_bucket_size": [],
+    "zero_optimization.sub_group_size": [],
+    "zero_optimization.offload_optimizer": [],
+    "zero_optimization.round_robin_gradients": [],
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": [],
+    "train_batch_size": [],
+    "train_micro_batch_size_per_gpu": [],
+    "steps_per_print": [],
+    "wall_clock_breakdown": [],
+    "optimizer": [],
+    "scheduler": [],
+    "gradient_accumulation_steps": [],
+    "gradient_clipping": [],
+    "gradient_predivide_factor": [],
+}
+EXPECTED = [
+    *((path, Status.HONOURED, aliases) for path, aliases in (SECTIONS | HONOURED).items()),
+    *((path, Status.NOT_YET, aliases) for path, aliases in NOT_YET.items()),
+    *((path, Status.NO_EFFECT, aliases) for path, aliases in NO_EFFECT.items()),
+]
+
+
+def _document(path: str, value: Any) -> Any:
+    """A configuration of one key."""
+    for name in reversed(path.split(".") if path else []):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize(("path", "status", "aliases"), EXPECTED, ids=[path for path, _, _ in EXPECTED])
+def test_every_key_of_deepspeed_is_triaged(path: str, status: Status, aliases: list[str]) -> None:
+    key = BY_PATH[path]
+    assert key.status is status
+    assert key.is_section == (path in BY_NAME)
+    assert set(aliases) <= set(key.aliases)
+    assert all(BY_NAME[key.parent][alias] is key for alias in aliases)
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.path)
+def test_rows_are_consistent(key: Key) -> None:
+    assert key.reason
+    assert BY_PATH[key.path] is key
+    assert all(BY_NAME[key.parent][name] is key for name in (key.name, *key.aliases))
+    if key.parent:
+        assert BY_PATH[key.parent].is_section
+    if key.same_as is not None:
+        assert BY_PATH[key.same_as].status is key.status
+    if key.status is Status.HONOURED and not key.is_section:
+        assert key.parse is not None
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.field], ids=lambda key: key.path)
+def test_table_and_settings_agree_on_defaults(key: Key) -> None:
+    assert key.field is not None
+    assert reduce(getattr, key.field.split("."), Settings()) == key.default
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.status is Status.NO_EFFECT], ids=lambda key: key.path)
+def test_a_key_without_effect_is_listed_whatever_it_holds(key: Key) -> None:
+    settings = resolve_settings(_document(key.path, {"anything": [1, {"nested": True}]}))
+    assert [(ignored.path, ignored.reason) for ignored in settings.without_effect] == [(key.path, key.reason)]
+
+
+@pytest.mark.parametrize("value", [None, False, "auto", {}, [], ""])
+@pytest.mark.parametrize("key", [key for key in KEYS if key.status is Status.NOT_YET], ids=lambda key: key.path)
+def test_a_missing_feature_may_be_declined(key: Key, value: object) -> None:
+    assert resolve_settings(_document(key.path, value)) == Settings()
+    for idle in key.idle:
+        assert resolve_settings(_document(key.path, idle)) == Settings()
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.status is Status.NOT_YET], ids=lambda key: key.path)
+def test_a_missing_feature_is_refused_by_name(key: Key) -> None:
+    with pytest.raises(ValueError, match=r"is not available yet: .*; remove it or set it to ") as refused:
+        resolve_settings(_document(key.path, 7))
+    assert str(refused.value).startswith(key.path.split(".")[0])
+    assert key.reason in str(refused.value)
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.aliases], ids=lambda key: key.path)
+def test_an_alias_beside_its_key_is_refused(key: Key) -> None:
+    for alias in key.aliases:
+        both = _document(key.parent, {key.name: None, alias: None})
+        prefix = f"{key.parent}." if key.parent else ""
+        message = f"{prefix}{key.name} and {prefix}{alias} are the same key; keep one of them"
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+            resolve_settings(both)
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.status is Status.HONOURED], ids=lambda key: key.path)
+def test_a_letter_too_many_is_understood(key: Key) -> None:
+    message = f"unknown key {key.path}x; did you mean {key.path}?"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        resolve_settings(_document(f"{key.path}x", 1))
+
+
+WORDS = ["auto", "cpu", "nvme", "cuda", "none", "fp16", "24GB", "folder", "standard"]
+VALUES: list[Any] = [
+    *("", None, True, False, torch.float16, 0, 1, 3, 8, 0.5, 1e9, -1),
+    *([1], [], {}, {"enabled": False}, {"enabled": True, "num_bits": 8}, {"lr": [0.1]}),
+    *WORDS,
+]
+
+
+def _is_usable(key: Key, value: Any) -> bool:
+    """Whether a configuration of this key alone is accepted."""
+    try:
+        resolve_settings(_document(key.path, value))
+    except ConfigError:
+        return False
+    return True
+
+
+def _sections(path: str, values: dict[str, list[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """Random contents of a section, made of its known keys under any of their names."""
+    contents = {
+        key.path: _sections(key.path, values)
+        if key.path in BY_NAME and key.status is Status.HONOURED
+        else st.sampled_from(values[key.path]).map(deepcopy)
+        for key in BY_NAME[path].values()
+    }
+    chosen = st.lists(st.sampled_from(sorted(BY_NAME[path])), max_size=6, unique=True)
+    return chosen.flatmap(
+        lambda names: st.fixed_dictionaries({name: contents[BY_NAME[path][name].path] for name in names})
+    )
+
+
+ANYTHING = _sections("", dict.fromkeys(BY_PATH, VALUES))
+USABLE = _sections("", {path: [value for value in VALUES if _is_usable(key, value)] for path, key in BY_PATH.items()})
+
+
+@hypothesis_settings(deadline=None)
+@given(ANYTHING, ANYTHING)
+def test_neither_mapping_is_changed_and_nothing_but_config_errors_leave(
+    config: dict[str, Any], kwargs: dict[str, Any]
+) -> None:
+    before = deepcopy((config, kwargs))
+    with suppress(ConfigError):
+        resolve_settings(config, kwargs)
+    assert (config, kwargs) == before
+
+
+@hypothesis_settings(deadline=None)
+@given(USABLE)
+def test_usable_keys_are_refused_together_only_where_they_contradict(config: dict[str, Any]) -> None:
+    before = deepcopy(config)
+    try:
+        settings = resolve_settings(config)
+    except ConfigError as refused:
+        if not re.search("contradicts|are the same key|is more than", str(refused)):
+            raise
+    else:
+        assert resolve_settings(kwargs=config) == settings
+        assert resolve_settings(config, config) == settings
+        assert len({settings, resolve_settings(deepcopy(config))}) == 1
+    assert config == before

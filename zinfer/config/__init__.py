@@ -1,0 +1,6 @@
+"""DeepSpeed-style configuration: every key is honoured, refused, or listed as without effect; none is silently lost."""
+
+from zinfer.config.resolve import resolve_settings
+from zinfer.config.settings import Aio, Ignored, Memory, Offload, Settings, Streaming
+
+__all__ = ["Aio", "Ignored", "Memory", "Offload", "Settings", "Streaming", "resolve_settings"]

@@ -1,0 +1,100 @@
+"""From a configuration to settings: the four patterns of `init_inference`, and what keys may say together."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zinfer.config.reading import Given, Reading, merge, read
+from zinfer.config.settings import Aio, Ignored, Memory, Offload, Settings, Streaming
+from zinfer.config.source import config_source, kwargs_source
+from zinfer.errors import ConfigError
+
+STAGE = "zero_optimization.stage"
+OFFLOAD_DEVICE = "zero_optimization.offload_param.device"
+
+
+def resolve_settings(
+    config: str | os.PathLike[str] | Mapping[str, object] | None = None,
+    kwargs: Mapping[str, object] | None = None,
+) -> Settings:
+    """The settings that `init_inference(model, config, **kwargs)` states. Neither mapping is changed.
+
+    `config` is a dict, or the path of a JSON file, of DeepSpeed's inference keys, of its training-style sections
+    (`zero_optimization`, `aio`, `fp16` ...) or of both; zinfer's own keys lie under "zinfer", and may stand alone among
+    `kwargs`. "auto" and None mean the default. A key in both must have one meaning. What every key becomes is in
+    `zinfer.config.triage.KEYS`; those given without effect are listed in the result.
+
+    Raises:
+        ConfigError: an unreadable file, an unknown key, an unusable value, a feature that is not available yet, or
+            keys that contradict each other. The message names the key's full path and the remedy.
+    """
+    reading = merge(read(config_source(config)), read(kwargs_source(kwargs)))
+    given = reading.given
+    _check_offload(given)
+    _check_lengths(given)
+    fields: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for item in given.values():
+        if item.key.field is not None:
+            section, _, name = item.key.field.rpartition(".")
+            fields[section][name] = item.value
+    fields[""] |= {"dtype": _dtype(given), "checkpoint": _checkpoint(given), "without_effect": _without_effect(reading)}
+    return Settings(
+        **fields[""],
+        offload=Offload(**fields["offload"]),
+        aio=Aio(**fields["aio"]),
+        streaming=Streaming(**fields["streaming"]),
+        memory=Memory(**fields["memory"]),
+    )
+
+
+def _check_offload(given: Mapping[str, Given]) -> None:
+    stage, device = given.get(STAGE), given.get(OFFLOAD_DEVICE)
+    if stage is not None and device is not None and device.value != "none" and stage.value != 3:
+        raise ConfigError(
+            f"{stage} contradicts {device}: parameters are offloaded at stage 3 only; "
+            f'set {stage.written} to 3, or {device.written} to "none"'
+        )
+
+
+def _check_lengths(given: Mapping[str, Given]) -> None:
+    least, most = given.get("min_out_tokens"), given.get("max_out_tokens")
+    if least is not None and most is not None and least.value > most.value:
+        raise ConfigError(f"{least} is more than {most}; lower the one or raise the other")
+
+
+def _dtype(given: Mapping[str, Given]) -> torch.dtype | None:
+    """The one dtype that `dtype`, `fp16.enabled` and `bf16.enabled` agree on."""
+    stated: list[tuple[Given, torch.dtype]] = []
+    if "dtype" in given:
+        stated.append((given["dtype"], given["dtype"].value))
+    for path, dtype in (("fp16.enabled", torch.float16), ("bf16.enabled", torch.bfloat16)):
+        if path in given and given[path].value:
+            stated.append((given[path], dtype))
+    for (first, ours), (second, theirs) in pairwise(stated):
+        if ours != theirs:
+            raise ConfigError(
+                f"{first} ({first.source.label}) contradicts {second} ({second.source.label}): "
+                "weights have one dtype; keep one of them"
+            )
+    return stated[0][1] if stated else None
+
+
+def _checkpoint(given: Mapping[str, Given]) -> Path | None:
+    if "checkpoint" not in given:
+        return None
+    checkpoint: Path = given["checkpoint"].value
+    return given["base_dir"].value / checkpoint if "base_dir" in given else checkpoint
+
+
+def _without_effect(reading: Reading) -> tuple[Ignored, ...]:
+    ignored = [Ignored(path, given.reason) for path, given in reading.ignored.items()]
+    if "base_dir" in reading.given and "checkpoint" not in reading.given:
+        ignored.append(Ignored("base_dir", "a checkpoint is joined to it, and the configuration names none"))
+    return tuple(ignored)

@@ -1,0 +1,84 @@
+"""What a configuration resolves to: small frozen objects. Nothing here reads, checks or converts anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where the parameters live. `device` None means that the configuration does not say."""
+
+    device: Literal["none", "cpu", "nvme"] | None = None
+    nvme_path: Path | None = None
+    """Folder of converted stores. The original safetensors files are read where they lie and need no path."""
+    pin_memory: bool = True
+    buffer_count: int | None = None
+    buffer_size: int | None = None
+    """Elements, a hint: a larger tensor works."""
+    max_in_cpu: int | None = None
+    """Most elements whose home is host memory."""
+
+
+@dataclass(frozen=True)
+class Aio:
+    """How the disk is read. None means that the reader chooses."""
+
+    block_size: int | None = None
+    """Bytes of one request."""
+    queue_depth: int | None = None
+    intra_op_parallelism: int | None = None
+    """Threads that read one slab."""
+    single_submit: bool = False
+    overlap_events: bool = True
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Depth and residency of the stream, in elements; None means that the planner chooses."""
+
+    prefetch_bucket_size: int | None = None
+    max_live_parameters: int | None = None
+    param_persistence_threshold: int | None = None
+    model_persistence_threshold: int | None = None
+    max_reuse_distance: int | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Budgets in bytes; None means what the machine has."""
+
+    max_device_memory: int | None = None
+    max_host_memory: int | None = None
+    max_pinned_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A key that was given and changes nothing here, with the reason."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A whole configuration, checked. `dtype` None means the checkpoint's own."""
+
+    dtype: torch.dtype | None = None
+    max_out_tokens: int | None = None
+    """Most tokens of a sequence, input and new ones together; None means the model's positions."""
+    min_out_tokens: int = 1
+    num_slots: int | None = None
+    synchronous: bool = False
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    checkpoint: Path | None = None
+    offload: Offload = field(default_factory=Offload)
+    aio: Aio = field(default_factory=Aio)
+    streaming: Streaming = field(default_factory=Streaming)
+    memory: Memory = field(default_factory=Memory)
+    without_effect: tuple[Ignored, ...] = ()

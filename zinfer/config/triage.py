@@ -1,0 +1,273 @@
+"""The table of every key that DeepSpeed's inference and ZeRO-Inference know, with what becomes of it here. The reader,
+the error messages and the documentation all follow from it; a key that is not in it is an error.
+
+Read off DeepSpeed 0.19: `inference/config.py`, `runtime/config.py`, `runtime/zero/config.py`.
+"""
+
+from __future__ import annotations
+
+from zinfer.config import values
+from zinfer.config.key import Key, honoured, no_effect, not_yet, parts, section
+
+QUANTIZED = "quantized weights"
+SEVERAL_GPUS = "splitting layers over several GPUs"
+EXPERT_PARALLEL = "spreading experts over several GPUs"
+KERNELS = "replacing modules by fused kernels"
+ONE_GPU = "says how several GPUs share or exchange parameters; one GPU runs here"
+TRAINING = "steers training; nothing is trained here"
+GRADIENTS = "concerns gradients; inference has none"
+OPTIMIZER = "concerns the optimizer; inference has none"
+LOSS_SCALE = "concerns the scaling of the loss; inference has none"
+SAVING = "concerns saving trained weights; nothing is saved here"
+REPORTS = "switches a report of DeepSpeed's training engine; the engine's stats() tell what was moved and waited for"
+DATA = "steers the loading of training data; nothing is trained here"
+MODULES_KEPT = "concerns DeepSpeed's replaced layers; transformers' own modules run here"
+
+
+def _streaming(name: str, reason: str) -> Key:
+    return honoured(f"zero_optimization.stage3_{name}", values.elements, reason, name, field=f"streaming.{name}")
+
+
+_ZERO = "zero_optimization"
+_OFFLOAD = "zero_optimization.offload_param"
+
+_INFERENCE: tuple[Key, ...] = (
+    honoured("dtype", values.dtype, "dtype of weights and compute; by default the checkpoint's own", field="dtype"),
+    honoured(
+        "max_out_tokens",
+        values.count(1),
+        "most tokens of a sequence, input and new ones together, checked before any compute",
+        "max_tokens",
+        field="max_out_tokens",
+    ),
+    honoured(
+        "min_out_tokens",
+        values.count(1),
+        "tokens that must at least be possible",
+        "min_tokens",
+        field="min_out_tokens",
+        default=1,
+    ),
+    honoured("checkpoint", values.checkpoint, "folder of the checkpoint", field="checkpoint"),
+    honoured("base_dir", values.folder_or_empty, "folder that a relative checkpoint is joined to"),
+    section("checkpoint_config", "the checkpoint, as a section", "ckpt_config"),
+    honoured(
+        "checkpoint_config.checkpoint_dir", values.checkpoint_folder, "folder of the checkpoint", same_as="checkpoint"
+    ),
+    honoured("checkpoint_config.base_dir", values.folder_or_empty, "folder that it is joined to", same_as="base_dir"),
+    not_yet("checkpoint_config.save_mp_checkpoint_path", "saving a split checkpoint"),
+    not_yet("save_mp_checkpoint_path", "saving a split checkpoint"),
+    section("tensor_parallel", "tensor parallelism", "tp"),
+    not_yet("tensor_parallel.tp_size", SEVERAL_GPUS, idle=(1,)),
+    not_yet("tensor_parallel.autotp_size", SEVERAL_GPUS, idle=(0, 1)),
+    *parts("tensor_parallel", SEVERAL_GPUS, "mpu", "tp_group", "partition_config", "preset_model"),
+    *no_effect("tensor_parallel", "says how layers are split; none is split over one GPU", "enabled", "tp_grain_size"),
+    *no_effect("tensor_parallel", ONE_GPU, "tp_overlap_comm"),
+    *no_effect("", "says how finely layers are split; none is split over one GPU", "tp_grain_size"),
+    not_yet("mp_size", SEVERAL_GPUS, idle=(1,)),
+    not_yet("training_mp_size", "checkpoints that training has split", idle=(1,)),
+    not_yet("mpu", SEVERAL_GPUS),
+    not_yet("replace_with_kernel_inject", KERNELS, "kernel_inject", idle=(False,)),
+    not_yet("injection_policy", KERNELS, "injection_dict"),
+    not_yet("injection_policy_tuple", KERNELS),
+    not_yet("enable_cuda_graph", "replaying CUDA graphs", idle=(False,)),
+    not_yet("use_triton", "Triton kernels", idle=(False,)),
+    not_yet("triton_autotune", "Triton kernels", idle=(False,)),
+    not_yet("quantization_setting", QUANTIZED),
+    not_yet("quant", QUANTIZED, idle=({"enabled": False},), is_section=True),
+    *parts("quant", QUANTIZED, "enabled", "num_bits", "q_bits", "q_type", "q_groups"),
+    *(not_yet(f"quant.{part}", QUANTIZED, is_section=True) for part in ("activation", "weight", "qkv")),
+    *parts("quant.activation", QUANTIZED, "enabled", "num_bits", "q_bits", "q_type", "q_groups"),
+    *parts("quant.weight", QUANTIZED, "enabled", "num_bits", "q_bits", "q_type", "q_groups"),
+    *parts("quant.weight", QUANTIZED, "quantized_initialization", "post_init_quant"),
+    *parts("quant.qkv", QUANTIZED, "enabled"),
+    not_yet("moe", EXPERT_PARALLEL, idle=({"enabled": False},), is_section=True),
+    *parts("moe", EXPERT_PARALLEL, "enabled", "ep_mp_group"),
+    not_yet("moe.ep_size", EXPERT_PARALLEL, idle=(1,)),
+    not_yet("moe.moe_experts", EXPERT_PARALLEL, "num_experts", idle=([1], (1,), 1)),
+    not_yet("moe.type", EXPERT_PARALLEL, idle=("standard",)),
+    not_yet("moe.ep_group", EXPERT_PARALLEL, "expert_group"),
+    not_yet("ep_size", EXPERT_PARALLEL, idle=(1,)),
+    not_yet("ep_group", EXPERT_PARALLEL, "expert_group"),
+    not_yet("ep_mp_group", EXPERT_PARALLEL, "expert_mp_group"),
+    not_yet("moe_experts", EXPERT_PARALLEL, idle=([1], (1,), 1)),
+    not_yet("moe_type", EXPERT_PARALLEL, idle=("standard",)),
+    *no_effect("", "chose among ways to replace layers of which DeepSpeed kept one", "replace_method"),
+    *no_effect("", MODULES_KEPT, "return_tuple", "transposed_mode"),
+    *no_effect("", "the model's own attention knows its mask", "triangular_masking|tm"),
+    *no_effect("", "no model is moved to the device as a whole; the homes of its blocks decide", "keep_module_on_host"),
+    *no_effect("", "modules are always built empty, and their weights stream", "set_empty_params"),
+    *no_effect("", "the checkpoint's own config.json describes the model", "config|args"),
+)
+
+_ZERO_INFERENCE: tuple[Key, ...] = (
+    section(_ZERO, "ZeRO-Inference", "zero"),
+    honoured(f"{_ZERO}.stage", values.count(0, 3), "3 where parameters are offloaded, else any"),
+    section(_OFFLOAD, "home of the parameters"),
+    honoured(
+        f"{_OFFLOAD}.device",
+        values.choice("none", "cpu", "nvme"),
+        "home of the parameters: device, host memory or disk",
+        field="offload.device",
+    ),
+    honoured(
+        f"{_OFFLOAD}.nvme_path",
+        values.path,
+        "folder of converted stores; original safetensors are read where they lie",
+        field="offload.nvme_path",
+    ),
+    honoured(
+        f"{_OFFLOAD}.pin_memory",
+        values.flag,
+        "host memory is page-locked; false: only the staging slots are",
+        field="offload.pin_memory",
+        default=True,
+    ),
+    honoured(f"{_OFFLOAD}.buffer_count", values.count(1), "a hint: staging slots", field="offload.buffer_count"),
+    honoured(f"{_OFFLOAD}.buffer_size", values.elements, "a hint: elements a slot", field="offload.buffer_size"),
+    honoured(f"{_OFFLOAD}.max_in_cpu", values.elements, "most elements in host memory", field="offload.max_in_cpu"),
+    honoured(
+        f"{_ZERO}.cpu_offload_param",
+        values.cpu_if_true,
+        'old spelling of offload_param {"device": "cpu"}',
+        same_as=f"{_OFFLOAD}.device",
+    ),
+    honoured(
+        f"{_ZERO}.cpu_offload_use_pin_memory",
+        values.flag,
+        "old spelling of offload_param.pin_memory",
+        same_as=f"{_OFFLOAD}.pin_memory",
+    ),
+    _streaming("prefetch_bucket_size", "elements fetched ahead of use"),
+    _streaming("max_live_parameters", "most elements on the device at once"),
+    _streaming("param_persistence_threshold", "parameters of fewer elements stay on the device"),
+    _streaming("model_persistence_threshold", "most elements that stay on the device so"),
+    _streaming("max_reuse_distance", "parameters used again within so many elements are kept"),
+    not_yet(f"{_ZERO}.zero_hpz_partition_size", "secondary partitions over several GPUs", idle=(1, 0)),
+    not_yet(f"{_ZERO}.zero_quantized_weights", QUANTIZED, idle=(False,)),
+    not_yet(f"{_ZERO}.zero_quantized_nontrainable_weights", QUANTIZED, idle=(False,)),
+    not_yet(f"{_ZERO}.leaf_module", "choosing the streaming unit; a transformer layer is one"),
+    *no_effect(_ZERO, GRADIENTS, "contiguous_gradients", "reduce_scatter", "reduce_bucket_size"),
+    *no_effect(_ZERO, GRADIENTS, "round_robin_gradients", "zero_quantized_gradients", "zeropp_loco_param"),
+    *no_effect(_ZERO, GRADIENTS, "overlap_comm", "use_multi_rank_bucket_allreduce"),
+    *no_effect(_ZERO, OPTIMIZER, "offload_optimizer", "sub_group_size", "cpu_offload", "load_from_fp32_weights"),
+    *no_effect(_ZERO, OPTIMIZER, "zenflow", "legacy_stage1", "elastic_checkpoint"),
+    *no_effect(_ZERO, OPTIMIZER, "save_muon_momentum_buffer_in_memory"),
+    *no_effect(_ZERO, ONE_GPU, "allgather_partitions", "allgather_bucket_size", "allgather_size"),
+    *no_effect(_ZERO, ONE_GPU, "stage3_use_all_reduce_for_fetch_params|use_all_reduce_for_fetch_params"),
+    *no_effect(_ZERO, ONE_GPU, "stage3_allgather_sequential|allgather_sequential"),
+    *no_effect(_ZERO, ONE_GPU, "mics_shard_size", "mics_hierarchical_params_gather"),
+    *no_effect(_ZERO, SAVING, "stage3_gather_16bit_weights_on_model_save|gather_16bit_weights_on_model_save"),
+    *no_effect(_ZERO, SAVING, "stage3_gather_fp16_weights_on_model_save|gather_fp16_weights_on_model_save"),
+    *no_effect(_ZERO, TRAINING, "ignore_unused_parameters", "memory_efficient_linear", "pipeline_loading_checkpoint"),
+    *no_effect(_ZERO, REPORTS, "log_trace_cache_warnings", "enable_sanity_checks"),
+    *no_effect(
+        _ZERO,
+        "a whole transformer layer is streamed at once here",
+        "stage3_module_granularity_threshold|module_granularity_threshold",
+    ),
+    *no_effect(
+        _ZERO,
+        "parameters are never partitioned while the model is built; checkpoint files are read in place",
+        "stage3_partition_stream_chunk_size|partition_stream_chunk_size",
+        "override_module_apply",
+    ),
+    section("aio", "how the disk is read"),
+    honoured("aio.block_size", values.count(1), "bytes of one request", field="aio.block_size"),
+    honoured("aio.queue_depth", values.count(1), "requests in flight", field="aio.queue_depth"),
+    honoured(
+        "aio.intra_op_parallelism",
+        values.count(1),
+        "threads that read one slab",
+        field="aio.intra_op_parallelism",
+    ),
+    honoured("aio.thread_count", values.count(1), "old spelling", same_as="aio.intra_op_parallelism"),
+    honoured(
+        "aio.single_submit", values.flag, "requests are handed over singly", field="aio.single_submit", default=False
+    ),
+    honoured(
+        "aio.overlap_events",
+        values.flag,
+        "new requests are made while others are under way",
+        field="aio.overlap_events",
+        default=True,
+    ),
+    not_yet("aio.use_gds", "reading from disk straight into device memory", idle=(False,)),
+    not_yet("weight_quantization", QUANTIZED, idle=({},), is_section=True),
+    *parts("weight_quantization", QUANTIZED, "enabled", "num_bits", "q_type", "q_groups", "post_init_quant"),
+    not_yet("weight_quantization.quantized_initialization", QUANTIZED, is_section=True),
+    *parts(
+        "weight_quantization.quantized_initialization", QUANTIZED, "num_bits", "group_size", "group_dim", "symmetric"
+    ),
+)
+
+_PRECISION: tuple[Key, ...] = (
+    section("fp16", "half precision"),
+    honoured("fp16.enabled", values.flag, "true sets dtype to fp16", default=False),
+    *no_effect("fp16", LOSS_SCALE, "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
+    *no_effect("fp16", LOSS_SCALE, "consecutive_hysteresis", "min_loss_scale"),
+    *no_effect("fp16", TRAINING, "auto_cast", "fp16_master_weights_and_grads", "fused_mode"),
+    section("bf16", "bfloat16 precision", "bfloat16"),
+    honoured("bf16.enabled", values.flag, "true sets dtype to bf16", default=False),
+    *no_effect("bf16", GRADIENTS, "immediate_grad_update", "check_grad_overflow"),
+    *no_effect("bf16", OPTIMIZER, "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+)
+
+_TRAINING: tuple[Key, ...] = (
+    *no_effect("", "training batches; generation takes its own", "train_batch_size"),
+    *no_effect("", "training batches; generation takes its own", "train_micro_batch_size_per_gpu"),
+    *no_effect("", OPTIMIZER, "optimizer", "scheduler", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    *no_effect("", GRADIENTS, "gradient_accumulation_steps", "managed_gradient_accumulation", "gradient_clipping"),
+    *no_effect("", GRADIENTS, "gradient_predivide_factor", "gradient_allreduce_op", "gradient_accumulation_dtype"),
+    *no_effect("", GRADIENTS, "prescale_gradients", "sparse_gradients", "data_types"),
+    *no_effect("", REPORTS, "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "timers"),
+    *no_effect("", REPORTS, "flops_profiler", "comms_logger", "log_level"),
+    *no_effect("", REPORTS, "tensorboard", "wandb", "csv_monitor", "comet", "trackio"),
+    *no_effect(
+        "", ONE_GPU, "communication_data_type", "seq_parallel_comm_data_type|seq_parallel_communication_data_type"
+    ),
+    *no_effect("", ONE_GPU, "disable_allgather", "sequence_parallel_size", "use_data_before_expert_parallelism"),
+    *no_effect("", TRAINING, "amp", "torch_autocast", "activation_checkpointing", "progressive_layer_drop"),
+    *no_effect("", TRAINING, "eigenvalue", "elasticity", "autotuning", "pipeline", "hybrid_engine", "expert_parallel"),
+    *no_effect("", TRAINING, "compression_training", "quantize_training", "sparse_attention", "vocabulary_size"),
+    *no_effect("", TRAINING, "graph_harvesting", "compile"),
+    *no_effect("", DATA, "data_efficiency", "curriculum_learning", "dataloader_drop_last"),
+    *no_effect("", SAVING, "nebula", "datastates"),
+)
+
+_ZINFER: tuple[Key, ...] = (
+    section("zinfer", "zinfer's own keys; as keyword arguments they may also stand alone"),
+    *(
+        honoured(f"zinfer.max_{kind}_memory", values.size_bytes, reason, field=f"memory.max_{kind}_memory")
+        for kind, reason in (
+            ("device", 'most device memory, in bytes or as "24GB"'),
+            ("host", "most host memory, pinned included"),
+            ("pinned", "most page-locked host memory"),
+        )
+    ),
+    honoured("zinfer.num_slots", values.count(1), "device slots that blocks stream through", field="num_slots"),
+    honoured(
+        "zinfer.synchronous",
+        values.flag,
+        "every copy is waited for: slow, for comparison",
+        field="synchronous",
+        default=False,
+    ),
+    honoured(
+        "zinfer.device",
+        values.choice("auto", "cuda", "cpu"),
+        "where the model computes",
+        field="device",
+        default="auto",
+    ),
+)
+
+KEYS: tuple[Key, ...] = (*_INFERENCE, *_ZERO_INFERENCE, *_PRECISION, *_TRAINING, *_ZINFER)
+
+BY_PATH: dict[str, Key] = {key.path: key for key in KEYS}
+
+BY_NAME: dict[str, dict[str, Key]] = {"": {}}
+"""The keys of each section by name and alias; the section is named by its path, the top by nothing."""
+for _key in KEYS:
+    for _name in (_key.name, *_key.aliases):
+        BY_NAME.setdefault(_key.parent, {})[_name] = _key

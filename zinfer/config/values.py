@@ -1,0 +1,179 @@
+"""Parsers of single values. Each takes what the user wrote and returns what the settings hold, or raises `Unusable`
+(the value is wrong) or `NotAvailable` (it is right, and asks for a feature that is missing). They know no paths: the
+reader adds them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Integral, Real
+from pathlib import Path
+
+import torch
+
+Parser = Callable[[object], object]
+
+UNIT_BYTES = {
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
+}
+SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?b)?", re.IGNORECASE)
+SIZE_EXPECTED = 'a positive number of bytes, or one with a unit such as "24GB", "1.5GB" or "512MiB"'
+
+DTYPES = {
+    **dict.fromkeys(("fp16", "half", "float16", "torch.float16", "torch.half"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp32", "float", "float32", "torch.float32", "torch.float"), torch.float32),
+}
+QUANTIZED_DTYPES = ("int8", "torch.int8", "int4", "uint8", "torch.uint8")
+TRAINING_CHECKPOINT_KEYS = {"tag_validation", "load_universal", "use_node_local_storage", "parallel_write", "writer"}
+
+
+class Unusable(ValueError):
+    """The value cannot be read; the text says what is expected."""
+
+
+class NotAvailable(ValueError):
+    """The value asks for something that is missing; the text says what, `instead` says what can be written."""
+
+    def __init__(self, what: str, instead: str) -> None:
+        super().__init__(what)
+        self.instead = instead
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Returned by a parser for a value that is legitimate and changes nothing here."""
+
+    reason: str
+
+
+def flag(value: object) -> bool:
+    """True or false."""
+    if isinstance(value, bool):
+        return value
+    raise Unusable("true or false")
+
+
+def count(minimum: int, maximum: int | None = None) -> Parser:
+    """A parser of whole numbers; 3.0 is one, 3.5 is not."""
+    limits = f"from {minimum} to {maximum}" if maximum is not None else f"of at least {minimum}"
+
+    def parse(value: object) -> int:
+        number = _finite(value)
+        if number is None or number != math.floor(number) or number < minimum:
+            raise Unusable(f"a whole number {limits}")
+        if maximum is not None and number > maximum:
+            raise Unusable(f"a whole number {limits}")
+        return math.floor(number)
+
+    return parse
+
+
+def elements(value: object) -> int:
+    """A number of elements; fractions, as in `0.9 * hidden**2`, are rounded down."""
+    number = _finite(value)
+    if number is None or number < 0:
+        raise Unusable("a number of elements, 0 or more")
+    return math.floor(number)
+
+
+def size_bytes(value: object) -> int:
+    """Bytes: a number, or text with a decimal (GB) or binary (GiB) unit; a fraction of a byte is rounded down.
+
+    A bare letter ("24G") is refused, for it means both.
+    """
+    if isinstance(value, str):
+        match = SIZE.fullmatch(value.strip())
+        if match is None:
+            raise Unusable(SIZE_EXPECTED)
+        num_bytes: int = math.floor(Fraction(match[1]) * UNIT_BYTES[(match[2] or "b").lower()])
+    else:
+        number = _finite(value)
+        if number is None or number != math.floor(number):
+            raise Unusable(SIZE_EXPECTED)
+        num_bytes = math.floor(number)
+    if num_bytes < 1:
+        raise Unusable(SIZE_EXPECTED)
+    return num_bytes
+
+
+def path(value: object) -> Path:
+    """A path of the file system."""
+    if isinstance(value, (str, os.PathLike)) and (text := os.fspath(value)) and isinstance(text, str):
+        return Path(text)
+    raise Unusable("a path, as text")
+
+
+def folder_or_empty(value: object) -> Path | None:
+    """A path; the empty one, which is DeepSpeed's default, says nothing."""
+    return None if value == "" else path(value)
+
+
+def choice(*names: str) -> Parser:
+    """A parser of one of the given words."""
+
+    def parse(value: object) -> str:
+        if isinstance(value, str) and value in names:
+            return value
+        raise Unusable("one of " + ", ".join(show(name) for name in names))
+
+    return parse
+
+
+def dtype(value: object) -> torch.dtype:
+    """A floating-point torch dtype or its name."""
+    name = str(value).lower() if isinstance(value, (str, torch.dtype)) else ""
+    if name in QUANTIZED_DTYPES:
+        raise NotAvailable("quantized weights", '"fp16", "bf16" or "fp32"')
+    if name not in DTYPES:
+        raise Unusable('a torch dtype, "fp16", "bf16" or "fp32"')
+    return DTYPES[name]
+
+
+def checkpoint_folder(value: object) -> Path:
+    """The folder of a checkpoint."""
+    folder = path(value)
+    if folder.suffix == ".json":
+        raise NotAvailable("a file that describes checkpoint files", "the path of the checkpoint's folder")
+    return folder
+
+
+def checkpoint(value: object) -> Path | NoEffect:
+    """The folder of a checkpoint; also the section of the same name with which DeepSpeed steers training."""
+    if not isinstance(value, Mapping):
+        return checkpoint_folder(value)
+    if set(value) <= TRAINING_CHECKPOINT_KEYS:
+        return NoEffect("says how training checkpoints are written and validated; none is written here")
+    raise NotAvailable("a description of checkpoint files", "the path of the checkpoint's folder")
+
+
+def cpu_if_true(value: object) -> str | None:
+    """The old spelling of `offload_param.device`: true is "cpu", false says nothing."""
+    return "cpu" if flag(value) else None
+
+
+def show(value: object) -> str:
+    """The value as JSON has it where it can be JSON, else its representation, shortened."""
+    if value is None or isinstance(value, (str, bool, int, float, list, tuple, dict)):
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError):
+            text = repr(value)
+    else:
+        text = str(value) if isinstance(value, torch.dtype) else repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _finite(value: object) -> Fraction | None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    if isinstance(value, Integral):
+        return Fraction(int(value))
+    return Fraction(float(value)) if math.isfinite(value) else None
