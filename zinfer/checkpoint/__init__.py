@@ -1,0 +1,7 @@
+"""A checkpoint on disk: where it lies, which tensors it holds, and at which bytes; no weight is read here."""
+
+from zinfer.checkpoint.checkpoint import Checkpoint
+from zinfer.checkpoint.folder import resolve_folder
+from zinfer.checkpoint.header import Header, TensorEntry, read_header
+
+__all__ = ["Checkpoint", "Header", "TensorEntry", "read_header", "resolve_folder"]

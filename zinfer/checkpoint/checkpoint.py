@@ -1,0 +1,148 @@
+"""A model's checkpoint as one set of named tensors, gathered from its safetensors headers; it reads no weights.
+
+Which files count follows transformers' `_get_resolved_checkpoint_files`: the one that config.json names in
+`transformers_weights`, else model.safetensors, else model.safetensors.index.json. Beyond it, a folder with neither is
+the union of its model*.safetensors, or of every *.safetensors unless that would mix models. Adapters are no models.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zinfer.checkpoint.faults import listed, shorten, unreadable
+from zinfer.checkpoint.folder import CONFIG_NAME, INDEX_SUFFIX, resolve_folder
+from zinfer.checkpoint.header import Header, TensorEntry, read_header
+from zinfer.checkpoint.json_text import JsonFault, parse_object
+from zinfer.checkpoint.shards import loose_files
+from zinfer.checkpoint.weight_index import check_file_name, read_weight_map
+from zinfer.errors import CheckpointError
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model" + INDEX_SUFFIX
+EXPLICIT_KEY = "transformers_weights"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where every tensor of a model lies. `tensors` goes by file, then by offset; `nbytes` is their sum.
+
+    An index decides what is loaded: a tensor that a shard holds and the index does not name is a spare and left out.
+    """
+
+    folder: Path
+    tensors: Mapping[str, TensorEntry]
+    files: tuple[Path, ...]
+    nbytes: int
+    _fingerprint: str = field(repr=False)
+
+    @property
+    def config_path(self) -> Path:
+        return self.folder / CONFIG_NAME
+
+    def fingerprint(self) -> str:
+        """Identifies the model without reading its weights.
+
+        SHA-256 over config.json and each file's name, size and header, as they were when the checkpoint was opened. Two
+        fine-tunes of one model, saved alike, differ only in their weights and so share a fingerprint.
+        """
+        return self._fingerprint
+
+    @classmethod
+    def open(cls, model: str | os.PathLike[str]) -> "Checkpoint":
+        """Reads config.json, the index and the headers of the model that `resolve_folder` finds.
+
+        Raises:
+            CheckpointError: anything missing, malformed, contradictory or unreadable; it names file and tensor.
+        """
+        folder = resolve_folder(model)
+        try:
+            config = (folder / CONFIG_NAME).read_bytes()
+            headers, tensors = _gathered(folder, config)
+        except OSError as error:
+            raise unreadable(error.filename or folder, error) from error
+        if not tensors:
+            raise CheckpointError(f"{folder}: its safetensors hold no tensor: download the weights again")
+        files = tuple(header.file for header in headers)
+        nbytes = sum(entry.nbytes for entry in tensors.values())
+        return cls(folder, tensors, files, nbytes, _fingerprint(folder, config, headers))
+
+
+def _gathered(folder: Path, config: bytes) -> tuple[list[Header], dict[str, TensorEntry]]:
+    weights = _explicit_file(folder, config) or _default_file(folder)
+    if weights is None:
+        return _union(loose_files(folder))
+    if weights.name.endswith(INDEX_SUFFIX):
+        return _indexed(folder, weights)
+    return _union([weights])
+
+
+def _explicit_file(folder: Path, config: bytes) -> Path | None:
+    """The weights file that the config names itself, if it does."""
+    path = folder / CONFIG_NAME
+    try:
+        name = parse_object(config, lenient=True).get(EXPLICIT_KEY)
+    except JsonFault as fault:
+        where = "" if fault.position is None else f" at byte {fault.position}"
+        raise CheckpointError(f"{path}:{where} {fault}: download it again") from fault
+    if name is None:
+        return None
+    if not isinstance(name, str) or not name.endswith((".safetensors", INDEX_SUFFIX)):
+        raise CheckpointError(f"{path}: {EXPLICIT_KEY} is {name!r}, not a safetensors file or its index: correct it")
+    check_file_name(name, f"{path}: {EXPLICIT_KEY}")
+    if not (folder / name).is_file():
+        raise CheckpointError(f"{path}: {EXPLICIT_KEY} names {name!r}, which is not in the folder: download it")
+    return folder / name
+
+
+def _default_file(folder: Path) -> Path | None:
+    return next((path for path in (folder / SINGLE_NAME, folder / INDEX_NAME) if path.is_file()), None)
+
+
+def _indexed(folder: Path, index: Path) -> tuple[list[Header], dict[str, TensorEntry]]:
+    """What the index names, from the shards it names; those lie relative to `folder`, as transformers has it."""
+    weight_map = read_weight_map(index)
+    paths = {name: folder / name for name in sorted(set(weight_map.values()))}
+    absent = [name for name, path in paths.items() if not path.is_file()]
+    if absent:
+        num_tensors = sum(file_name in absent for file_name in weight_map.values())
+        raise CheckpointError(
+            f"{index}: missing shard {listed(absent)} ({num_tensors} tensors lie there): download it into {folder}"
+        )
+    headers = {name: read_header(path) for name, path in paths.items()}
+    for tensor, file_name in weight_map.items():
+        if tensor not in headers[file_name].tensors:
+            raise CheckpointError(
+                f"{index}: tensor {shorten(tensor)} should lie in {file_name}, whose header does not have it: "
+                "index and shards are of different versions, download both again"
+            )
+    tensors = {
+        tensor: entry
+        for name, header in headers.items()
+        for tensor, entry in header.tensors.items()
+        if weight_map.get(tensor) == name
+    }
+    return list(headers.values()), tensors
+
+
+def _union(files: list[Path]) -> tuple[list[Header], dict[str, TensorEntry]]:
+    headers = [read_header(path) for path in files]
+    tensors: dict[str, TensorEntry] = {}
+    for header in headers:
+        for name, entry in header.tensors.items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{header.file}: tensor {shorten(name)} lies in {tensors[name].file.name} too, and no index says "
+                    f"which counts: keep the files of one model in the folder, or add its {INDEX_NAME}"
+                )
+            tensors[name] = entry
+    return headers, tensors
+
+
+def _fingerprint(folder: Path, config: bytes, headers: list[Header]) -> str:
+    digest = hashlib.sha256(hashlib.sha256(config).digest())
+    for header in headers:
+        name = header.file.relative_to(folder).as_posix()
+        digest.update(f"{name}\0{header.file_bytes}\0{header.sha256}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()

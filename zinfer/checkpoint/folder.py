@@ -1,0 +1,127 @@
+"""Finds the folder of a model: a path, a folder of the Hugging Face cache, or a hub name that is in that cache.
+
+It looks only at this machine and never downloads. What it returns holds a config.json and safetensors files (or their
+index); everything else is refused with what to do about it.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import NoReturn
+
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
+
+from zinfer.checkpoint.faults import listed, shorten, unreadable
+from zinfer.errors import CheckpointError
+
+CONFIG_NAME = "config.json"
+SAFETENSORS_SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+CACHED_REPO_PREFIX = "models--"
+HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
+
+
+def resolve_folder(model: str | os.PathLike[str]) -> Path:
+    """Returns the absolute folder that holds the model's config.json and safetensors files.
+
+    Args:
+        model: a model folder; a `models--org--name` folder of a Hugging Face cache (its `refs/main` decides, else its
+            only snapshot) or one of its snapshots; or a hub name, looked up in the cache that `HF_HUB_CACHE` or
+            `HF_HOME` sets.
+
+    Raises:
+        CheckpointError: nothing there, not a model folder, weights in another format, or a name not in the cache.
+    """
+    name = os.fspath(model)
+    try:
+        path = Path(name).expanduser().absolute()
+        if path.is_dir():
+            return _checked(_snapshot(path) if _is_cached_repo(path) else path)
+        if path.exists():
+            _refuse_file(path)
+        return _checked(_cached(name))
+    except OSError as error:
+        raise unreadable(error.filename or name, error) from error
+
+
+def _is_cached_repo(path: Path) -> bool:
+    return (path / "snapshots").is_dir() and not (path / CONFIG_NAME).exists()
+
+
+def _snapshot(repo: Path) -> Path:
+    """The snapshot that `refs/main` names, else the only one (huggingface_hub writes refs and snapshots so)."""
+    revisions = sorted(entry.name for entry in (repo / "snapshots").iterdir() if entry.is_dir())
+    main = repo / "refs" / "main"
+    download = f"run `hf download {_hub_name(repo)}`"
+    if main.is_file():
+        revision = main.read_text(encoding="utf-8", errors="replace").strip()
+        if revision not in revisions:
+            raise CheckpointError(f"{repo}: refs/main names {shorten(revision)}, which has no snapshot: {download}")
+    elif not revisions:
+        raise CheckpointError(f"{repo}: a cache folder without any snapshot: {download}")
+    elif len(revisions) > 1:
+        raise CheckpointError(
+            f"{repo}: no refs/main and {len(revisions)} snapshots: pass one of them as a folder, "
+            f"snapshots/<revision>: {listed(revisions)}"
+        )
+    else:
+        revision = revisions[0]
+    return repo / "snapshots" / revision
+
+
+def _hub_name(repo: Path) -> str:
+    return repo.name.removeprefix(CACHED_REPO_PREFIX).replace("--", "/")
+
+
+def _cached(name: str) -> Path:
+    """The snapshot of hub name `name`; no folder of that name exists here."""
+    no_folder = f"{name!r}: no such folder"
+    if Path(name).is_absolute() or name.startswith((".", "~")):
+        raise CheckpointError(f"{no_folder}: pass the folder that holds {CONFIG_NAME}, or a hub name such as org/name")
+    if not HUB_NAME.fullmatch(name) or "--" in name or ".." in name:
+        raise CheckpointError(f"{no_folder}, and not a hub name such as org/name either: check the spelling")
+    # Read at each call: the module holds what HF_HUB_CACHE and HF_HOME say.
+    repo = Path(constants.HF_HUB_CACHE).absolute() / repo_folder_name(repo_id=name, repo_type="model")
+    if not repo.is_dir():
+        raise CheckpointError(
+            f"{no_folder}, and not in the Hugging Face cache at {repo.parent}: zinfer does not download, "
+            f"run `hf download {name}` first"
+        )
+    if not (repo / "snapshots").is_dir():
+        raise CheckpointError(f"{repo}: a cache folder without any snapshot: run `hf download {name}`")
+    return _snapshot(repo)
+
+
+def _checked(folder: Path) -> Path:
+    names = sorted(entry.name for entry in folder.iterdir())
+    if not names:
+        raise CheckpointError(f"{folder}: an empty folder: pass the folder that holds {CONFIG_NAME} and *.safetensors")
+    if not any(name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for name in names):
+        _refuse_weightless(folder, names)
+    if not (folder / CONFIG_NAME).is_file():
+        dangling = " (a link to a file that is gone)" if (folder / CONFIG_NAME).is_symlink() else ""
+        raise CheckpointError(
+            f"{folder}: no {CONFIG_NAME}{dangling} beside the weights: download it from where the weights came"
+        )
+    return folder
+
+
+def _refuse_weightless(folder: Path, names: list[str]) -> NoReturn:
+    others = [name for name in names if name.endswith(OTHER_WEIGHT_SUFFIXES)]
+    if others:
+        raise CheckpointError(
+            f"{folder}: no safetensors, only {listed(others)}: convert them, with transformers' "
+            "`from_pretrained(folder).save_pretrained(new_folder)`"
+        )
+    if CONFIG_NAME in names:
+        raise CheckpointError(f"{folder}: a {CONFIG_NAME} but no *.safetensors: download the weights into it")
+    holds = f"it holds {listed(names)}"
+    raise CheckpointError(f"{folder}: not a model folder, no {CONFIG_NAME} and no *.safetensors, {holds}: pass another")
+
+
+def _refuse_file(path: Path) -> NoReturn:
+    if path.name.endswith(OTHER_WEIGHT_SUFFIXES):
+        raise CheckpointError(f"{path}: a file in another format: convert the model to safetensors and pass its folder")
+    raise CheckpointError(f"{path}: a file, not a model folder: pass the folder that holds {CONFIG_NAME}")
