@@ -1,0 +1,67 @@
+"""Engines for tests, with their blocks forced into chosen homes through the memory budgets, as a user would."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+import zinfer
+from zinfer.checkpoint import Checkpoint
+from zinfer.cut import cut_model
+from zinfer.model import build_meta_model
+from zinfer.offload.block import Block
+from zinfer.offload.source import plan_reads
+from zinfer.weights import match_weights
+
+HOMES = ("resident", "host", "disk", "mixed")
+
+
+def blocks_of(folder: Path) -> list[Block]:
+    checkpoint = Checkpoint.open(folder)
+    model = build_meta_model(checkpoint)
+    return [block.block for block in cut_model(model, match_weights(model, checkpoint))]
+
+
+def config_for(folder: Path, homes: str, num_slots: int, device: str) -> dict[str, object]:
+    """A configuration whose budgets leave no other placement than ``homes`` for all blocks, embeddings included."""
+    blocks = blocks_of(folder)
+    largest = max(block.nbytes for block in blocks)
+    staging = max(plan_reads(block.extents).staging_bytes for block in blocks)
+    budgets: dict[str, object] = {"device": device, "num_slots": num_slots}
+    offload = {"resident": "none", "host": "cpu", "disk": "nvme", "mixed": "none"}[homes]
+    if homes != "resident":
+        budgets["max_device_memory"] = num_slots * largest
+    if homes == "mixed":
+        small = sum(block.nbytes for block in blocks if block.nbytes < largest / 2)
+        budgets["max_device_memory"] = num_slots * largest + small
+        budgets["max_host_memory"] = num_slots * max(staging, largest) + largest
+    return {"zero_optimization": {"offload_param": {"device": offload}}, "zinfer": budgets}
+
+
+@contextmanager
+def engine_for(
+    folder: Path, homes: str, num_slots: int = 2, device: str = "cpu", **extra: object
+) -> Iterator[zinfer.InferenceEngine]:
+    engine = zinfer.init_inference(folder, config_for(folder, homes, num_slots, device), **extra)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def drop_page_cache(folder: Path) -> None:
+    """Write the folder's files out and take them off the page cache."""
+    for path in folder.iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def distinct_tokens(tokens: torch.Tensor) -> int:
+    """Fewest distinct tokens of any row [rows, tokens]: 1 would make equality say nothing."""
+    return min(len(set(row.tolist())) for row in tokens)

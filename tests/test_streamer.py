@@ -1,0 +1,180 @@
+"""Whatever the order of use, the number of slots, the homes and the delays: between `wait` and `release` a block's
+tensors hold its own bytes."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from streams import late_stream
+
+from zinfer.nvme.reader import DiskReadError, Reader
+from zinfer.offload.block import Block, Extent, Home, SlabLayout, Tier
+from zinfer.offload.homes import Homes
+from zinfer.offload.host_memory import HostBuffer
+from zinfer.offload.order import AccessOrder
+from zinfer.offload.slots import DeviceSlots, StagingRing
+from zinfer.offload.streamer import Streamer
+
+SHAPES = (("weight", (37, 11)), ("bias", (5,)), ("norm", (64,)))
+HOMES = ("disk", "host", "pinned")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bytes that differ everywhere, starting at an odd offset for good measure."""
+    path = tmp_path_factory.mktemp("blocks") / "blocks.bin"
+    values = torch.arange(400_000, dtype=torch.int32)
+    path.write_bytes(b"\x07" * 11 + values.numpy().tobytes())
+    return path
+
+
+def home(kind: str, device: str) -> Home:
+    """Pinned memory exists beside a CUDA device only."""
+    return Home(Tier.DISK) if kind == "disk" else Home(Tier.HOST, pinned=kind == "pinned" and device == "cuda")
+
+
+def make_blocks(file: Path, count: int) -> list[Block]:
+    """Blocks of int32 tensors, each over the next bytes of the file; the tensors of a block lie apart."""
+    blocks, offset = [], 11
+    for index in range(count):
+        layout = SlabLayout.pack((name, torch.int32, shape) for name, shape in SHAPES)
+        extents = []
+        for tensor in layout.tensors:
+            extents.append(Extent(file, offset, tensor.nbytes, torch.int32, tensor.offset, torch.int32))
+            offset += tensor.nbytes + 4 * (index % 3)
+        blocks.append(Block(index, f"block {index}", layout, tuple(extents)))
+    return blocks
+
+
+def expected(block: Block, data: bytes) -> dict[str, torch.Tensor]:
+    return {
+        tensor.name: torch.frombuffer(
+            bytearray(data[extent.offset : extent.offset + extent.nbytes]), dtype=torch.int32
+        ).view(tensor.shape)
+        for tensor, extent in zip(block.layout.tensors, block.extents, strict=True)
+    }
+
+
+@contextmanager
+def streaming(
+    blocks: Sequence[Block], homes: Sequence[str], num_slots: int, device: str, seed: int, *, synchronous: bool = False
+) -> Iterator[Streamer]:
+    stream = late_stream(device, seed)
+    reader = Reader(num_threads=3, block_bytes=4096)
+    filled = Homes(blocks, [home(kind, device) for kind in homes], reader, stream)
+    largest = max((source.staging_bytes for source in filled.sources.values()), default=0)
+    staging = StagingRing([HostBuffer(largest, pin=stream.needs_pinned) for _ in range(num_slots if largest else 0)])
+    size = max(block.nbytes for block in blocks)
+    slots = DeviceSlots(torch.empty(size, dtype=torch.uint8, device=stream.device) for _ in range(num_slots))
+    streamer = Streamer(blocks, filled.sources, stream, slots, staging, synchronous=synchronous)
+    try:
+        yield streamer
+    finally:
+        streamer.close()
+        reader.close()
+        staging.close()
+        filled.close()
+
+
+def use(streamer: Streamer, block: Block, data: bytes, compute_s: float) -> None:
+    """Wait, compute for a while, compare, release."""
+    views = streamer.wait(block)
+    time.sleep(compute_s)
+    for name, want in expected(block, data).items():
+        assert torch.equal(views[name].cpu(), want), f"{block.name}.{name} held other bytes"
+    streamer.release(block)
+
+
+@given(
+    homes=st.lists(st.sampled_from(HOMES), min_size=1, max_size=7),
+    num_slots=st.integers(1, 4),
+    seed=st.integers(0, 10_000),
+    synchronous=st.booleans(),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_block_in_use_holds_its_own_bytes(
+    file: Path, device: str, homes: list[str], num_slots: int, seed: int, synchronous: bool, data: st.DataObject
+) -> None:
+    blocks = make_blocks(file, len(homes))
+    uses = data.draw(st.lists(st.sampled_from(range(len(homes))), max_size=12)) + 2 * list(range(len(homes)))
+    contents = file.read_bytes()
+    with streaming(blocks, homes, num_slots, device, seed, synchronous=synchronous) as streamer:
+        for index in uses:
+            use(streamer, blocks[index], contents, compute_s=0.0005 * (seed % 3))
+        assert streamer.bytes_moved >= len(uses) * min(
+            sum(extent.nbytes for extent in block.extents) for block in blocks
+        )
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("num_slots", [2, 3, 4])
+@pytest.mark.parametrize("kind", HOMES)
+def test_every_pass_moves_every_block_once(file: Path, device: str, num_blocks: int, num_slots: int, kind: str) -> None:
+    blocks = make_blocks(file, num_blocks)
+    contents = file.read_bytes()
+    num_slots = min(num_slots, num_blocks)
+    with streaming(blocks, [kind] * num_blocks, num_slots, device, seed=1) as streamer:
+        for _ in range(3):
+            for block in blocks:
+                use(streamer, block, contents, compute_s=0)
+        streamer.close()
+        per_block = streamer._sources[0].wire_bytes
+        # 3 passes, and what was moved ahead for the next one
+        assert streamer.bytes_moved == (3 * num_blocks + num_slots) * per_block
+
+
+def test_held_blocks_of_an_aborted_pass_are_let_go(file: Path, device: str) -> None:
+    blocks = make_blocks(file, 5)
+    contents = file.read_bytes()
+    with streaming(blocks, ["disk", "host", "disk", "pinned", "disk"], 2, device, seed=2) as streamer:
+        streamer.wait(blocks[0])
+        streamer.wait(blocks[1])
+        with pytest.raises(RuntimeError, match=r"all 2 device slots are in use at once; raise zinfer\.num_slots"):
+            streamer.wait(blocks[3])
+        streamer.begin_pass()
+        for block in blocks:
+            use(streamer, block, contents, compute_s=0)
+
+
+def test_a_failed_read_reaches_the_waiter_and_the_streamer_goes_on(tmp_path: Path, file: Path, device: str) -> None:
+    short = tmp_path / "short.bin"
+    short.write_bytes(file.read_bytes())
+    blocks = make_blocks(short, 4)
+    contents = short.read_bytes()
+    with streaming(blocks, ["disk"] * 4, 2, device, seed=3) as streamer:
+        use(streamer, blocks[0], contents, compute_s=0)
+        end = blocks[3].extents[0].offset + 8
+        with short.open("r+b") as opened:
+            opened.truncate(end)
+        use(streamer, blocks[1], contents, compute_s=0)
+        use(streamer, blocks[2], contents, compute_s=0)
+        with pytest.raises(DiskReadError, match=rf"short\.bin: reading at byte \d+: the file ends after {end} bytes"):
+            streamer.wait(blocks[3])
+        with short.open("r+b") as opened:
+            opened.seek(end)
+            opened.write(contents[end:])
+        for block in blocks:
+            use(streamer, block, contents, compute_s=0)
+
+
+def test_mixed_orders_are_learned() -> None:
+    """A block with two uses a pass (tied embedding and head) is foreseen both times."""
+    order = AccessOrder([0, 1, 2])
+    for block in [0, 1, 2, 0] * 2:
+        order.use(block)
+    assert order.ahead(1) == [0], "after the head comes the next pass's embedding, which is the same block"
+    order.use(0)
+    assert order.ahead(2) == [1, 2], "after the embedding come the layers"
+
+
+def test_the_first_order_is_the_models() -> None:
+    order = AccessOrder([0, 1, 2, 3])
+    assert order.ahead(2) == []
+    order.use(2)
+    assert order.ahead(3) == [3, 0, 1]

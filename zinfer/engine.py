@@ -1,0 +1,163 @@
+"""`init_inference` and `InferenceEngine`: a model that runs as transformers wrote it while its weights stream."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from zinfer.checkpoint import Checkpoint
+from zinfer.config import Settings, resolve_settings
+from zinfer.cut import cut_model
+from zinfer.errors import ConfigError
+from zinfer.machine import find_limits
+from zinfer.model import build_meta_model, report_device
+from zinfer.offload.stats import RunStats
+from zinfer.offload.stream import CopyStream, open_stream
+from zinfer.planner import Plan, make_plan
+from zinfer.runtime import Runtime, open_reader
+from zinfer.sequence_length import check_length
+from zinfer.weights import load_buffers, match_weights
+
+
+def init_inference(
+    model: str | os.PathLike[str] | nn.Module,
+    config: str | os.PathLike[str] | Mapping[str, object] | None = None,
+    **kwargs: object,
+) -> "InferenceEngine":
+    """Make an engine that runs ``model`` within the memory budgets.
+
+    Args:
+        model: a checkpoint folder, a Hugging Face cache folder, a hub name that is in the cache, or a transformers
+            module: one with its weights in memory (they are taken over, block by block), or one on the meta device
+            together with ``checkpoint=``.
+        config: DeepSpeed-style settings: a dict, or the path of a JSON file. Never changed.
+        kwargs: the same keys; a key given twice with different values is an error.
+
+    Raises:
+        ConfigError: a key or value cannot be used.
+        CheckpointError: the checkpoint is incomplete, damaged, or not a causal language model.
+        PlanError: a memory budget is too small.
+    """
+    settings = resolve_settings(config, kwargs)
+    return InferenceEngine(model, settings)
+
+
+class InferenceEngine(nn.Module):
+    """A model whose weights stream while it runs; made by `init_inference`.
+
+    Attributes:
+        module: the transformers module; its streamed parameters are meta tensors between uses.
+        settings: the resolved configuration.
+        plan: homes, buffers and bytes.
+        device: where it computes.
+
+    One thread at a time: concurrent calls of `generate` and `forward` wait for each other.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str] | nn.Module, settings: Settings, stream: CopyStream | None = None
+    ) -> None:
+        """As `init_inference`, with settings that are resolved already; ``stream`` replaces the device's own."""
+        super().__init__()
+        limits = find_limits(settings)
+        self.settings = settings
+        self.device = limits.device
+        self.module, checkpoint = _find_model(model, settings)
+        weights = match_weights(self.module, checkpoint) if checkpoint else {}
+        blocks = cut_model(self.module, weights)
+        layers = [block.block.index for block in blocks if block.is_layer]
+        self.plan: Plan = make_plan([block.block for block in blocks], layers, limits, settings)
+        load_buffers(self.module, weights)
+        report_device(self.module, self.device)
+        self._lock = threading.RLock()
+        self._wall_s = 0.0
+        self._runtime: Runtime | None = Runtime(
+            self.module,
+            blocks,
+            self.plan,
+            stream or open_stream(self.device),
+            open_reader(settings.aio),
+            synchronous=settings.synchronous,
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward; tensors among the arguments are moved to the device. No gradients."""
+        with self._call():
+            return self.module(*self._moved(args), **self._moved(kwargs))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own `generate`: same arguments, same result.
+
+        Raises:
+            ValueError: input and new tokens together exceed `max_out_tokens` or the model's positions; checked before
+                any compute.
+        """
+        with self._call():
+            args, kwargs = self._moved(args), self._moved(kwargs)
+            check_length(self.module, args, kwargs, self.settings.max_out_tokens)
+            return self.module.generate(*args, **kwargs)
+
+    def stats(self) -> RunStats:
+        """Bytes moved, memory taken and stalls since the engine was made."""
+        with self._lock:
+            return self._running().stats(self._wall_s)
+
+    def destroy(self) -> None:
+        """Stop the threads and give back memory and files; the engine cannot be used after. May be called again."""
+        with self._lock:
+            if self._runtime is not None:
+                runtime, self._runtime = self._runtime, None
+                runtime.close()
+
+    def _running(self) -> Runtime:
+        if self._runtime is None:
+            raise RuntimeError("this engine was destroyed; make a new one with zinfer.init_inference")
+        return self._runtime
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        with self._lock, torch.no_grad():
+            self._running()
+            begin_s = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._wall_s += time.perf_counter() - begin_s
+
+    def _moved(self, value: Any) -> Any:
+        """Tensors on the device, inside the containers that transformers passes around."""
+        if isinstance(value, torch.Tensor):
+            return value.to(self.device)
+        if isinstance(value, Mapping):
+            return {key: self._moved(item) for key, item in value.items()}
+        if isinstance(value, tuple):
+            return tuple(self._moved(item) for item in value)
+        return value
+
+
+def _find_model(
+    model: str | os.PathLike[str] | nn.Module, settings: Settings
+) -> tuple[PreTrainedModel, Checkpoint | None]:
+    """The module tree, and the checkpoint that holds its weights unless they are in memory."""
+    if not isinstance(model, nn.Module):
+        if settings.checkpoint is not None:
+            raise ConfigError(f"checkpoint: the model is given as a folder ({model}) already; remove one of the two")
+        checkpoint = Checkpoint.open(model)
+        return build_meta_model(checkpoint, settings.dtype), checkpoint
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"model: a {type(model).__name__} is not a transformers model; pass one, or a folder")
+    module = model.eval().requires_grad_(False)
+    if settings.dtype is not None:
+        module = module.to(settings.dtype)
+    if settings.checkpoint is not None:
+        return module, Checkpoint.open(settings.checkpoint)
+    on_meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if on_meta:
+        raise ConfigError(f"model: {on_meta[0]} is on the meta device; say where its weights are: checkpoint=FOLDER")
+    return module, None

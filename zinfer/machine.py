@@ -1,0 +1,59 @@
+"""What this machine lends a run: the device, and the memory budgets where the configuration states none."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import psutil
+import torch
+
+from zinfer.config import Settings
+from zinfer.errors import ConfigError
+
+# Shares of what is free that weights may take; the rest is for activations, the KV cache and the host's own needs.
+_DEVICE_SHARE: Final = 0.8
+_HOST_SHARE: Final = 0.8
+_CPU_SHARE: Final = 0.4  # on a CPU run device and host memory are the same memory
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """Budgets in bytes. ``device_bytes`` holds slots and resident slabs; ``host_bytes`` host slabs and staging slots,
+    of which ``pinned_bytes`` may be pinned."""
+
+    device: torch.device
+    device_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+
+
+def choose_device(settings: Settings) -> torch.device:
+    """The device that the configuration asks for; ``auto`` takes CUDA where there is one.
+
+    Raises:
+        ConfigError: CUDA is asked for and torch sees no device.
+    """
+    available = torch.cuda.is_available()
+    if settings.device == "cuda" and not available:
+        raise ConfigError('zinfer.device is "cuda", but torch sees no CUDA device; set it to "auto" or "cpu"')
+    if settings.device == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def find_limits(settings: Settings) -> MachineLimits:
+    """The stated budgets, and shares of what is free now for those that are not stated."""
+    device = choose_device(settings)
+    free_host = psutil.virtual_memory().available
+    if device.type == "cuda":
+        free_device, _ = torch.cuda.mem_get_info(device)
+        device_bytes, host_bytes = int(free_device * _DEVICE_SHARE), int(free_host * _HOST_SHARE)
+    else:
+        device_bytes = host_bytes = int(free_host * _CPU_SHARE)
+    memory = settings.memory
+    host_bytes = host_bytes if memory.max_host_memory is None else memory.max_host_memory
+    return MachineLimits(
+        device,
+        device_bytes if memory.max_device_memory is None else memory.max_device_memory,
+        host_bytes,
+        host_bytes if memory.max_pinned_memory is None else memory.max_pinned_memory,
+    )

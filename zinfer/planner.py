@@ -1,0 +1,237 @@
+"""Decides, before anything is loaded, where each block lives and which buffers stream the rest. Needs no GPU.
+
+A pure function of the blocks, the machine's limits and the settings: it goes through the possible placements from the
+best to the poorest and takes the first that the budgets hold. Blocks outside the layers (embeddings, norms, head)
+become resident first: they are small and used in every pass. Without `offload_param.device` layers fill the device,
+then the host, then stay on disk; ``cpu`` keeps them off the device, ``nvme`` off the host as well.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+from typing import Final
+
+from zinfer.config import Settings
+from zinfer.errors import PlanError
+from zinfer.machine import MachineLimits
+from zinfer.offload.block import Block, Home, Tier
+from zinfer.offload.source import plan_reads
+
+_DEFAULT_NUM_SLOTS: Final = 2
+_MOST_NUM_SLOTS: Final = 8  # what the hints of DeepSpeed's keys may ask for
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Homes by block index, the buffers, and the bytes of each kind of memory that they take for the whole run.
+
+    ``slot_bytes`` and ``staging_bytes`` are of one slot; ``streamed_bytes`` is what one pass moves to the device.
+    """
+
+    homes: tuple[Home, ...]
+    num_slots: int
+    slot_bytes: int
+    num_staging: int
+    staging_bytes: int
+    device_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+    streamed_bytes: int
+
+    def num_blocks(self, tier: Tier) -> int:
+        return sum(home.tier is tier for home in self.homes)
+
+    def __str__(self) -> str:
+        homes = ", ".join(f"{self.num_blocks(tier)} {tier.name}" for tier in Tier)
+        slots = f"{self.num_slots} slots of {_size(self.slot_bytes)}"
+        memory = f"{_size(self.device_bytes)} device, {_size(self.host_bytes)} host ({_size(self.pinned_bytes)} pinned)"
+        return f"blocks {homes}; {slots}; {_size(self.streamed_bytes)} streamed a pass; memory {memory}"
+
+
+def make_plan(blocks: Sequence[Block], layers: Iterable[int], limits: MachineLimits, settings: Settings) -> Plan:
+    """Place every block.
+
+    Args:
+        blocks: all blocks in the model's order.
+        layers: indices of those that are transformer layers.
+        limits: budgets in bytes.
+        settings: `offload`, `streaming` and `num_slots` are read.
+
+    Raises:
+        PlanError: a budget is too small; the message says for what, and how much is needed.
+    """
+    return _Planner(tuple(blocks), frozenset(layers), limits, settings).plan()
+
+
+@dataclass(frozen=True)
+class _HostSide:
+    """One way to keep the streamed blocks: which of them in host memory, which of those pinned, and the staging."""
+
+    hosted: frozenset[int]
+    pinned: frozenset[int]
+    num_staging: int
+    staging_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+
+
+@dataclass(frozen=True)
+class _Planner:
+    blocks: tuple[Block, ...]
+    layers: frozenset[int]
+    limits: MachineLimits
+    settings: Settings
+
+    def plan(self) -> Plan:
+        resident = self._choose_resident()
+        streamed = [block for block in self.blocks if block.index not in resident]
+        host = self._choose_host_side(streamed)
+        homes = tuple(self._home(block.index, resident, host) for block in self.blocks)
+        return Plan(
+            homes=homes,
+            num_slots=min(self._num_slots, len(streamed)),
+            slot_bytes=max((block.nbytes for block in streamed), default=0),
+            num_staging=host.num_staging,
+            staging_bytes=host.staging_bytes,
+            device_bytes=self._device_bytes(resident),
+            host_bytes=host.host_bytes,
+            pinned_bytes=host.pinned_bytes,
+            streamed_bytes=sum(block.nbytes for block in streamed),
+        )
+
+    @staticmethod
+    def _home(index: int, resident: frozenset[int], host: _HostSide) -> Home:
+        if index in resident:
+            return Home(Tier.DEVICE)
+        return Home(Tier.HOST, index in host.pinned) if index in host.hosted else Home(Tier.DISK)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self.limits.device.type == "cuda"
+
+    @cached_property
+    def _num_slots(self) -> int:
+        """As stated, else from the depth that DeepSpeed's keys hint at: elements ahead and elements alive."""
+        if self.settings.num_slots is not None:
+            return self.settings.num_slots
+        hints = self.settings.streaming
+        largest = max((self.blocks[index].layout.numel for index in self.layers), default=1)
+        num_slots = _DEFAULT_NUM_SLOTS
+        if hints.prefetch_bucket_size is not None:
+            num_slots = 1 + max(1, ceil(hints.prefetch_bucket_size / largest))
+        if hints.max_live_parameters is not None:
+            num_slots = min(num_slots, max(1, hints.max_live_parameters // largest))
+        return min(num_slots, _MOST_NUM_SLOTS)
+
+    def _choose_resident(self) -> frozenset[int]:
+        budget = self.limits.device_bytes
+        needed: list[int] = []
+        for resident in self._resident_choices():
+            needed.append(self._device_bytes(resident))
+            if needed[-1] <= budget:
+                return resident
+        largest = max(self.blocks, key=lambda block: block.nbytes)
+        raise PlanError(
+            f"zinfer.max_device_memory is {_size(budget)}, too small to stream through {self._num_slots} slots: "
+            f"the largest block, {largest.name}, takes {_size(largest.nbytes)}. At least {min(needed)} bytes "
+            f"({_size(min(needed))}) are needed; raise it, or lower zinfer.num_slots"
+        )
+
+    def _resident_choices(self) -> Iterator[frozenset[int]]:
+        """Sets of resident blocks, best first."""
+        outer = sorted(set(range(len(self.blocks))) - self.layers, key=lambda index: self.blocks[index].nbytes)
+        layers = sorted(self.layers)
+        if self._layers_may_stay:
+            for count in range(len(layers), 0, -1):
+                yield frozenset([*outer, *_spread(layers, count)])
+        for count in range(len(outer), -1, -1):
+            yield frozenset(outer[:count])
+
+    @property
+    def _layers_may_stay(self) -> bool:
+        """Whether layers may be resident: not offloaded, or within the distance and number that DeepSpeed keeps."""
+        if self.settings.offload.device in (None, "none"):
+            return True
+        hints = self.settings.streaming
+        if hints.max_reuse_distance is None or hints.max_live_parameters is None:
+            return False
+        numel = sum(self.blocks[index].layout.numel for index in self.layers)
+        return numel <= min(hints.max_reuse_distance, hints.max_live_parameters)
+
+    def _device_bytes(self, resident: frozenset[int]) -> int:
+        streamed = [block.nbytes for block in self.blocks if block.index not in resident]
+        slots = min(self._num_slots, len(streamed)) * max(streamed, default=0)
+        return slots + sum(self.blocks[index].nbytes for index in resident)
+
+    def _choose_host_side(self, streamed: list[Block]) -> _HostSide:
+        fewest = sum(not block.extents for block in streamed)  # blocks that came in memory cannot live on disk
+        most = fewest if self.settings.offload.device == "nvme" else len(streamed)
+        most_numel = self.settings.offload.max_in_cpu
+        for count in range(most, fewest - 1, -1):
+            side = self._host_side(streamed, self._hosted(streamed, count))
+            numel = sum(self.blocks[index].layout.numel for index in side.hosted)
+            if side.host_bytes <= self.limits.host_bytes and (most_numel is None or numel <= most_numel or not count):
+                break
+        else:
+            raise PlanError(
+                f"zinfer.max_host_memory is {_size(self.limits.host_bytes)}; at least {side.host_bytes} bytes "
+                f"({_size(side.host_bytes)}) are needed: {_size(side.staging_bytes)} in each of {side.num_staging} "
+                f"staging slots, and the weights that cannot be read from disk"
+            )
+        if side.pinned_bytes > self.limits.pinned_bytes:
+            raise PlanError(
+                f"zinfer.max_pinned_memory is {_size(self.limits.pinned_bytes)}; the staging slots alone need "
+                f"{side.pinned_bytes} bytes ({_size(side.pinned_bytes)})"
+            )
+        return side
+
+    @staticmethod
+    def _hosted(streamed: list[Block], count: int) -> frozenset[int]:
+        """Blocks for host memory: those that came in memory, and others spread evenly among the ones on disk."""
+        fixed = [block.index for block in streamed if not block.extents]
+        free = [block.index for block in streamed if block.extents]
+        return frozenset([*fixed, *_spread(free, count - len(fixed))])
+
+    def _host_side(self, streamed: list[Block], hosted: frozenset[int]) -> _HostSide:
+        on_disk = [block for block in streamed if block.index not in hosted]
+        wants_pinned = self._on_cuda and self.settings.offload.pin_memory
+        slab_bytes = sum(self.blocks[index].nbytes for index in hosted)
+        all_pinned = wants_pinned and slab_bytes <= self.limits.pinned_bytes and not on_disk
+        staged = [plan_reads(block.extents).staging_bytes for block in on_disk]
+        if self._on_cuda and not all_pinned:
+            staged += [self.blocks[index].nbytes for index in hosted]
+        staging_bytes = max(staged, default=0)
+        num_staging = min(self.settings.offload.buffer_count or self._num_slots, len(streamed)) if staging_bytes else 0
+        staging_total = num_staging * staging_bytes
+        room = self.limits.pinned_bytes - staging_total
+        pinned = frozenset(self._fitting(sorted(hosted), room) if wants_pinned else ())
+        return _HostSide(
+            hosted,
+            pinned,
+            num_staging,
+            staging_bytes,
+            slab_bytes + staging_total,
+            (staging_total if self._on_cuda else 0) + sum(self.blocks[index].nbytes for index in pinned),
+        )
+
+    def _fitting(self, indices: list[int], room: int) -> Iterator[int]:
+        for index in indices:
+            room -= self.blocks[index].nbytes
+            if room < 0:
+                return
+            yield index
+
+
+def _spread(items: Sequence[int], count: int) -> list[int]:
+    """``count`` of the items, as evenly apart as can be."""
+    return [items[place * len(items) // count] for place in range(count)]
+
+
+def _size(nbytes: int) -> str:
+    """Bytes in decimal units."""
+    value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.2f} {units[0]}"
