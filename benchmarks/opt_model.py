@@ -1,0 +1,34 @@
+"""Random OPT models in host memory, of any shape, made quickly: the work that all streaming figures are taken on."""
+
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+
+def opt_config(num_layers: int, hidden_size: int) -> OPTConfig:
+    """OPT's own proportions (Zhang et al. 2022, table 1): heads of 128, a feed-forward four times as wide."""
+    return OPTConfig(
+        hidden_size=hidden_size,
+        ffn_dim=4 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 128,
+        word_embed_proj_dim=hidden_size,
+        vocab_size=50272,
+        max_position_embeddings=2048,
+    )
+
+
+def random_opt(num_layers: int, hidden_size: int, dtype: torch.dtype, device: str, seed: int = 0) -> OPTForCausalLM:
+    """A model on the CPU with matrices of standard deviation 0.02, drawn on ``device``."""
+    with torch.device("meta"):
+        model = OPTForCausalLM(opt_config(num_layers, hidden_size))
+    model = model.to(dtype).to_empty(device="cpu")
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            drawn = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+            parameter.data.copy_(drawn)
+        else:
+            parameter.data.fill_(1 if "norm" in name and name.endswith("weight") else 0)
+    model.tie_weights()
+    model.generation_config.eos_token_id = None
+    return model.eval().requires_grad_(False)
