@@ -249,9 +249,10 @@ def test_opt_offloaded_to_host_memory() -> None:
     assert settings.dtype is torch.float16
     assert settings.offload == Offload(device="cpu", pin_memory=True)
     assert settings.streaming == Streaming(
-        prefetch_bucket_size=102760448, max_live_parameters=102760448, param_persistence_threshold=7168
+        prefetch_bucket_size=102760448, max_live_parameters=102760448
     )
     assert [ignored.path for ignored in settings.without_effect] == [
+        "zero_optimization.stage3_param_persistence_threshold",
         "zero_optimization.overlap_comm",
         "zero_optimization.contiguous_gradients",
         "zero_optimization.reduce_bucket_size",
@@ -270,15 +271,20 @@ def test_nvme_offload_with_aio() -> None:
     assert settings.dtype is torch.bfloat16
     assert settings.offload == Offload(
         device="nvme",
-        nvme_path=Path("/local_nvme"),
         pin_memory=False,
         buffer_count=8,
-        buffer_size=135895449,
         max_in_cpu=0,
     )
     assert settings.aio == Aio(block_size=2**20, queue_depth=8, intra_op_parallelism=4)
     assert settings.streaming == Streaming(prefetch_bucket_size=0, max_live_parameters=10**9)
-    assert [ignored.path for ignored in settings.without_effect] == ["optimizer", "gradient_accumulation_steps"]
+    assert [ignored.path for ignored in settings.without_effect] == [
+        "zero_optimization.offload_param.nvme_path",
+        "zero_optimization.offload_param.buffer_size",
+        "aio.single_submit",
+        "aio.overlap_events",
+        "optimizer",
+        "gradient_accumulation_steps",
+    ]
 
 
 def test_init_inference_dict() -> None:

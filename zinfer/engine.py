@@ -21,7 +21,7 @@ from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, open_stream
 from zinfer.planner import Plan, make_plan
 from zinfer.runtime import Runtime, open_reader
-from zinfer.sequence_length import check_length
+from zinfer.sequence_length import check_length, check_room
 from zinfer.weights import load_buffers, match_weights
 
 
@@ -69,6 +69,7 @@ class InferenceEngine(nn.Module):
         self.settings = settings
         self.device = limits.device
         self.module, checkpoint = _find_model(model, settings)
+        check_room(self.module, settings.min_out_tokens)
         weights = match_weights(self.module, checkpoint) if checkpoint else {}
         blocks = cut_model(self.module, weights)
         layers = [block.block.index for block in blocks if block.is_layer]

@@ -121,7 +121,8 @@ class _Planner:
         if hints.prefetch_bucket_size is not None:
             num_slots = 1 + max(1, ceil(hints.prefetch_bucket_size / largest))
         if hints.max_live_parameters is not None:
-            num_slots = min(num_slots, max(1, hints.max_live_parameters // largest))
+            # Two slots at least: what DeepSpeed counts here is parameters, and one layer of them is one slot.
+            num_slots = min(num_slots, max(_DEFAULT_NUM_SLOTS, hints.max_live_parameters // largest))
         return min(num_slots, _MOST_NUM_SLOTS)
 
     def _choose_resident(self) -> frozenset[int]:

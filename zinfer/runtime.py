@@ -1,6 +1,7 @@
 """The running machinery of one model: its blocks in their homes, the streamer between them, hooks on the modules."""
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import nn
@@ -18,10 +19,12 @@ from zinfer.offload.stream import CopyStream
 from zinfer.offload.streamer import Streamer
 from zinfer.planner import Plan
 
+_MOST_NUM_THREADS: Final = 64
+
 
 def open_reader(aio: Aio) -> Reader:
-    """A reader with the configuration's block size and as many threads as it asks for requests at once."""
-    num_threads = (aio.queue_depth or 1) * (aio.intra_op_parallelism or 1)
+    """A reader with the configuration's block size and a thread for each request that it wants under way."""
+    num_threads = min((aio.queue_depth or 1) * (aio.intra_op_parallelism or 1), _MOST_NUM_THREADS)
     stated = aio.queue_depth is not None or aio.intra_op_parallelism is not None
     return Reader(
         num_threads=num_threads if stated else DEFAULT_NUM_THREADS,

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zinfer.errors import ConfigError
+
 
 def max_positions(model: nn.Module) -> int | None:
     """Tokens that the model has positions for; None where its config states no such limit."""
@@ -15,6 +17,19 @@ def max_positions(model: nn.Module) -> int | None:
     text = config.get_text_config()
     value = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     return int(value) if value else None
+
+
+def check_room(model: nn.Module, min_out_tokens: int) -> None:
+    """Refuse a model without positions for the tokens that the configuration counts on.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    positions = max_positions(model)
+    if positions is not None and min_out_tokens > positions:
+        raise ConfigError(
+            f"min_out_tokens is {min_out_tokens}, but the model has positions for {positions} tokens; lower it"
+        )
 
 
 def check_length(

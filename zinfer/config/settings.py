@@ -14,12 +14,8 @@ class Offload:
     """Where the parameters live. `device` None means that the configuration does not say."""
 
     device: Literal["none", "cpu", "nvme"] | None = None
-    nvme_path: Path | None = None
-    """Folder of converted stores. The original safetensors files are read where they lie and need no path."""
     pin_memory: bool = True
     buffer_count: int | None = None
-    buffer_size: int | None = None
-    """Elements, a hint: a larger tensor works."""
     max_in_cpu: int | None = None
     """Most elements whose home is host memory."""
 
@@ -33,8 +29,6 @@ class Aio:
     queue_depth: int | None = None
     intra_op_parallelism: int | None = None
     """Threads that read one slab."""
-    single_submit: bool = False
-    overlap_events: bool = True
 
 
 @dataclass(frozen=True)
@@ -43,8 +37,6 @@ class Streaming:
 
     prefetch_bucket_size: int | None = None
     max_live_parameters: int | None = None
-    param_persistence_threshold: int | None = None
-    model_persistence_threshold: int | None = None
     max_reuse_distance: int | None = None
 
 

@@ -110,12 +110,7 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
         "home of the parameters: device, host memory or disk",
         field="offload.device",
     ),
-    honoured(
-        f"{_OFFLOAD}.nvme_path",
-        values.path,
-        "folder of converted stores; original safetensors are read where they lie",
-        field="offload.nvme_path",
-    ),
+    *no_effect(_OFFLOAD, "the original safetensors files are read where they lie", "nvme_path"),
     honoured(
         f"{_OFFLOAD}.pin_memory",
         values.flag,
@@ -124,7 +119,7 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
         default=True,
     ),
     honoured(f"{_OFFLOAD}.buffer_count", values.count(1), "a hint: staging slots", field="offload.buffer_count"),
-    honoured(f"{_OFFLOAD}.buffer_size", values.elements, "a hint: elements a slot", field="offload.buffer_size"),
+    *no_effect(_OFFLOAD, "slots are sized to the blocks, so that no tensor is too large", "buffer_size"),
     honoured(f"{_OFFLOAD}.max_in_cpu", values.elements, "most elements in host memory", field="offload.max_in_cpu"),
     honoured(
         f"{_ZERO}.cpu_offload_param",
@@ -140,8 +135,12 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
     ),
     _streaming("prefetch_bucket_size", "elements fetched ahead of use"),
     _streaming("max_live_parameters", "most elements on the device at once"),
-    _streaming("param_persistence_threshold", "parameters of fewer elements stay on the device"),
-    _streaming("model_persistence_threshold", "most elements that stay on the device so"),
+    *no_effect(
+        _ZERO,
+        "weights outside the layers stay on the device wherever the budget holds them, whatever their size",
+        "stage3_param_persistence_threshold|param_persistence_threshold",
+        "stage3_model_persistence_threshold|model_persistence_threshold",
+    ),
     _streaming("max_reuse_distance", "parameters used again within so many elements are kept"),
     not_yet(f"{_ZERO}.zero_hpz_partition_size", "secondary partitions over several GPUs", idle=(1, 0)),
     not_yet(f"{_ZERO}.zero_quantized_weights", QUANTIZED, idle=(False,)),
@@ -173,8 +172,13 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
         "override_module_apply",
     ),
     section("aio", "how the disk is read"),
-    honoured("aio.block_size", values.count(1), "bytes of one request", field="aio.block_size"),
-    honoured("aio.queue_depth", values.count(1), "requests in flight", field="aio.queue_depth"),
+    honoured("aio.block_size", values.multiple(4096), "bytes of one request", field="aio.block_size"),
+    honoured(
+        "aio.queue_depth",
+        values.count(1),
+        "requests in flight, times intra_op_parallelism; each is a thread, 64 at most",
+        field="aio.queue_depth",
+    ),
     honoured(
         "aio.intra_op_parallelism",
         values.count(1),
@@ -182,16 +186,7 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
         field="aio.intra_op_parallelism",
     ),
     honoured("aio.thread_count", values.count(1), "old spelling", same_as="aio.intra_op_parallelism"),
-    honoured(
-        "aio.single_submit", values.flag, "requests are handed over singly", field="aio.single_submit", default=False
-    ),
-    honoured(
-        "aio.overlap_events",
-        values.flag,
-        "new requests are made while others are under way",
-        field="aio.overlap_events",
-        default=True,
-    ),
+    *no_effect("aio", "each reading thread has one request under way at a time", "single_submit", "overlap_events"),
     not_yet("aio.use_gds", "reading from disk straight into device memory", idle=(False,)),
     not_yet("weight_quantization", QUANTIZED, idle=({},), is_section=True),
     *parts("weight_quantization", QUANTIZED, "enabled", "num_bits", "q_type", "q_groups", "post_init_quant"),

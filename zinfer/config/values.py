@@ -76,6 +76,18 @@ def count(minimum: int, maximum: int | None = None) -> Parser:
     return parse
 
 
+def multiple(unit: int) -> Parser:
+    """A parser of whole multiples of `unit`, 0 not among them."""
+
+    def parse(value: object) -> int:
+        number = _finite(value)
+        if number is None or number < unit or number % unit:
+            raise Unusable(f"a multiple of {unit}")
+        return int(number)
+
+    return parse
+
+
 def elements(value: object) -> int:
     """A number of elements; fractions, as in `0.9 * hidden**2`, are rounded down."""
     number = _finite(value)
@@ -102,13 +114,6 @@ def size_bytes(value: object) -> int:
     if num_bytes < 1:
         raise Unusable(SIZE_EXPECTED)
     return num_bytes
-
-
-def path(value: object) -> Path:
-    """A path of the file system."""
-    if isinstance(value, (str, os.PathLike)) and (text := os.fspath(value)) and isinstance(text, str):
-        return Path(text)
-    raise Unusable("a path, as text")
 
 
 def folder_or_empty(value: object) -> Path | None:
