@@ -116,6 +116,13 @@ def size_bytes(value: object) -> int:
     return num_bytes
 
 
+def path(value: object) -> Path:
+    """A path of the file system."""
+    if isinstance(value, (str, os.PathLike)) and (text := os.fspath(value)) and isinstance(text, str):
+        return Path(text)
+    raise Unusable("a path, as text")
+
+
 def folder_or_empty(value: object) -> Path | None:
     """A path; the empty one, which is DeepSpeed's default, says nothing."""
     return None if value == "" else path(value)
