@@ -17,6 +17,7 @@ from zinfer.errors import PlanError
 from zinfer.machine import MachineLimits
 from zinfer.offload.block import Block, Home, Tier
 from zinfer.offload.source import plan_reads
+from zinfer.units import human_bytes
 
 _DEFAULT_NUM_SLOTS: Final = 2
 _MOST_NUM_SLOTS: Final = 8  # what the hints of DeepSpeed's keys may ask for
@@ -44,9 +45,10 @@ class Plan:
 
     def __str__(self) -> str:
         homes = ", ".join(f"{self.num_blocks(tier)} {tier.name}" for tier in Tier)
-        slots = f"{self.num_slots} slots of {_size(self.slot_bytes)}"
-        memory = f"{_size(self.device_bytes)} device, {_size(self.host_bytes)} host ({_size(self.pinned_bytes)} pinned)"
-        return f"blocks {homes}; {slots}; {_size(self.streamed_bytes)} streamed a pass; memory {memory}"
+        slots = f"{self.num_slots} slots of {human_bytes(self.slot_bytes)}"
+        host = f"{human_bytes(self.host_bytes)} host ({human_bytes(self.pinned_bytes)} pinned)"
+        memory = f"{human_bytes(self.device_bytes)} device, {host}"
+        return f"blocks {homes}; {slots}; {human_bytes(self.streamed_bytes)} streamed a pass; memory {memory}"
 
 
 def make_plan(blocks: Sequence[Block], layers: Iterable[int], limits: MachineLimits, settings: Settings) -> Plan:
@@ -134,9 +136,9 @@ class _Planner:
                 return resident
         largest = max(self.blocks, key=lambda block: block.nbytes)
         raise PlanError(
-            f"zinfer.max_device_memory is {_size(budget)}, too small to stream through {self._num_slots} slots: "
-            f"the largest block, {largest.name}, takes {_size(largest.nbytes)}. At least {min(needed)} bytes "
-            f"({_size(min(needed))}) are needed; raise it, or lower zinfer.num_slots"
+            f"zinfer.max_device_memory is {human_bytes(budget)}, too small to stream through {self._num_slots} slots: "
+            f"the largest block, {largest.name}, takes {human_bytes(largest.nbytes)}. At least {min(needed)} bytes "
+            f"({human_bytes(min(needed))}) are needed; raise it, or lower zinfer.num_slots"
         )
 
     def _resident_choices(self) -> Iterator[frozenset[int]]:
@@ -176,14 +178,14 @@ class _Planner:
                 break
         else:
             raise PlanError(
-                f"zinfer.max_host_memory is {_size(self.limits.host_bytes)}; at least {side.host_bytes} bytes "
-                f"({_size(side.host_bytes)}) are needed: {_size(side.staging_bytes)} in each of {side.num_staging} "
-                f"staging slots, and the weights that cannot be read from disk"
+                f"zinfer.max_host_memory is {human_bytes(self.limits.host_bytes)}; at least {side.host_bytes} bytes "
+                f"({human_bytes(side.host_bytes)}) are needed: {human_bytes(side.staging_bytes)} in each of "
+                f"{side.num_staging} staging slots, and the weights that cannot be read from disk"
             )
         if side.pinned_bytes > self.limits.pinned_bytes:
             raise PlanError(
-                f"zinfer.max_pinned_memory is {_size(self.limits.pinned_bytes)}; the staging slots alone need "
-                f"{side.pinned_bytes} bytes ({_size(side.pinned_bytes)})"
+                f"zinfer.max_pinned_memory is {human_bytes(self.limits.pinned_bytes)}; the staging slots alone need "
+                f"{side.pinned_bytes} bytes ({human_bytes(side.pinned_bytes)})"
             )
         return side
 
@@ -227,12 +229,3 @@ class _Planner:
 def _spread(items: Sequence[int], count: int) -> list[int]:
     """``count`` of the items, as evenly apart as can be."""
     return [items[place * len(items) // count] for place in range(count)]
-
-
-def _size(nbytes: int) -> str:
-    """Bytes in decimal units."""
-    value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
-    while value >= 1000 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.2f} {units[0]}"

@@ -1,0 +1,224 @@
+"""The `zinfer` command in this process: its exit codes and what it says."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs_support import ResidentEngine, letters_model, prompt_rows, read_rows, write_rows
+from typer.testing import CliRunner, Result
+
+import zinfer.jobs.job
+from zinfer.cli import app
+from zinfer.jobs.manifest import manifest_path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return letters_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "in.jsonl", prompt_rows(6))
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def zinfer_run(model: Path, prompts: Path, output: Path, *options: str) -> Result:
+    paths = ["--model", str(model), "--input", str(prompts), "--output", str(output)]
+    return CliRunner().invoke(app, ["run", *paths, "--device", "cpu", "--max-new-tokens", "4", *options])
+
+
+def config_file(folder: Path, content: dict[str, Any]) -> str:
+    path = folder / "ds.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_a_job_that_is_done_exits_0_with_a_table(model: Path, prompts: Path, output: Path, tmp_path: Path) -> None:
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
+    result = zinfer_run(model, prompts, output, "--config", config_file(tmp_path, config))
+    assert result.exit_code == 0, result.output
+    assert "6 done, 0 failed" in result.stdout
+    assert len(read_rows(output)) == 6
+    assert result.stderr.count("without effect: train_batch_size (") == 1
+    assert "plan: blocks" in result.stderr
+    numbers = {
+        name: int(re.search(rf"{name}\s+│\s+([\d,]+)", result.stdout)[1].replace(",", ""))  # type: ignore[index]
+        for name in ("passes", "bytes_read_disk", "bytes_to_device")
+    }
+    weights_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    assert numbers["passes"] >= 4
+    assert numbers["bytes_read_disk"] > numbers["passes"] * weights_bytes / 2
+
+
+def test_a_job_with_failed_rows_exits_3(model: Path, output: Path, tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}, "{"])
+    for skipped in ("", ", 2 of them before this run"):
+        result = zinfer_run(model, prompts, output)
+        assert result.exit_code == 3
+        assert f"1 done, 1 failed{skipped}" in result.stdout
+
+
+def without_shard(model: Path) -> None:
+    min(model.glob("*.safetensors")).unlink()
+
+
+def with_bad_header(model: Path) -> None:
+    file = min(model.glob("*.safetensors"))
+    file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without_shard, "missing shard"),
+        (with_bad_header, "model-00001-of"),
+        (lambda model: (model / "config.json").unlink(), "config.json"),
+        (lambda model: (model / "tokenizer.json").unlink(), "put the model's tokenizer files into the folder"),
+        (lambda model: (model / "tokenizer.json").write_text("{"), "has no tokenizer that loads"),
+    ],
+)
+def test_an_unusable_model_exits_2(
+    tmp_path: Path, prompts: Path, output: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    model = letters_model(tmp_path / "model")
+    damage(model)
+    result = zinfer_run(model, prompts, output)
+    assert result.exit_code == 2, result.output
+    assert "zinfer: error: " in result.stderr
+    assert message in result.stderr
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimisation": {}}, "unknown key zero_optimisation"),
+        ({"zinfer": {"device": "cuda"}}, "zinfer.device is given twice with different values"),
+        ({"zinfer": {"max_device_memory": "1kB"}}, "zinfer.max_device_memory is"),
+    ],
+)
+def test_an_unusable_config_exits_2(
+    model: Path, prompts: Path, output: Path, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    result = zinfer_run(model, prompts, output, "--config", config_file(tmp_path, config))
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert not output.exists()
+
+
+def test_unusable_files_exit_2(model: Path, prompts: Path, output: Path, tmp_path: Path) -> None:
+    twice = write_rows(tmp_path / "twice.jsonl", [{"id": "a", "prompt": "p"}, {"id": "a", "prompt": "p"}])
+    empty = write_rows(tmp_path / "empty.jsonl", [])
+    output.write_text("a stranger's\n")
+    for path, target, message in (
+        (twice, tmp_path / "new", "lines 1 and 2 both have the id 'a'"),
+        (empty, tmp_path / "new", "holds no row"),
+        (tmp_path / "gone", tmp_path / "new", "does not exist"),
+        (prompts, output, "has no manifest"),
+        (prompts, tmp_path / "no" / "folder", "No such file or directory"),
+    ):
+        result = zinfer_run(model, path, target)
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
+    assert output.read_text() == "a stranger's\n"
+
+
+def test_another_job_needs_restart(model: Path, prompts: Path, output: Path) -> None:
+    assert zinfer_run(model, prompts, output).exit_code == 0
+    refused = zinfer_run(model, prompts, output, "--batch-size", "2")
+    assert refused.exit_code == 2
+    assert "settings.batch_size: 32 in the manifest, 2 now" in refused.stderr
+    assert zinfer_run(model, prompts, output, "--batch-size", "2", "--restart").exit_code == 0
+    assert json.loads(manifest_path(output).read_text())["settings"]["batch_size"] == 2
+
+
+@pytest.mark.parametrize("option", [["--max-new-tokens", "0"], ["--batch-size", "0"], ["--device", "tpu"], ["--frob"]])
+def test_unusable_options_exit_2(model: Path, prompts: Path, output: Path, option: list[str]) -> None:
+    assert zinfer_run(model, prompts, output, *option).exit_code == 2
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_a_batch_keeps_the_rows(
+    model: Path, prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+) -> None:
+    class Signalled(ResidentEngine):
+        def generate(self, **kwargs: Any) -> Any:
+            if self.calls == 2:
+                os.kill(os.getpid(), number)
+            return super().generate(**kwargs)
+
+    former = signal.getsignal(number)
+    monkeypatch.setattr(zinfer.jobs.job, "_init_inference", Signalled)
+    result = zinfer_run(model, prompts, output, "--batch-size", "2")
+    assert result.exit_code == code
+    assert f"{number.name}: stopped. The rows in {output} are kept; run the same command again" in result.stderr
+    assert len(read_rows(output)) == 4
+    assert signal.getsignal(number) is former
+    monkeypatch.undo()
+    result = zinfer_run(model, prompts, output, "--batch-size", "2")
+    assert "6 done, 0 failed, 4 of them before this run" in result.stdout
+
+
+def test_a_disk_that_fails_in_the_middle_exits_1(
+    model: Path, prompts: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = letters_model(tmp_path / "model")
+    make = zinfer.jobs.job._init_inference
+
+    def truncating(*args: Any, **options: Any) -> Any:
+        engine = make(*args, **options)
+        for file in copy.glob("*.safetensors"):
+            os.truncate(file, 4096)
+        return engine
+
+    monkeypatch.setattr(zinfer.jobs.job, "_init_inference", truncating)
+    config = config_file(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
+    result = zinfer_run(copy, prompts, output, "--config", config)
+    assert result.exit_code == 1, result.output
+    assert re.search(
+        r"DiskReadError: .*model-0000\d-of-\d+\.safetensors: reading at byte \d+: .* \(errno \d+, E", result.stderr
+    )
+    assert "run the same command again to go on" in result.stderr
+
+
+def test_a_failing_engine_shows_its_traceback(
+    model: Path, prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(ResidentEngine):
+        def generate(self, **kwargs: Any) -> Any:
+            raise RuntimeError("boom")
+
+    monkeypatch.setattr(zinfer.jobs.job, "_init_inference", Failing)
+    result = zinfer_run(model, prompts, output)
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr
+    assert 'raise RuntimeError("boom")' in result.stderr
+    assert "zinfer: error: rows 'row-0' to 'row-5': RuntimeError: boom" in result.stderr
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from zinfer.cli import app; "
+        "results = [CliRunner().invoke(app, [option]) for option in ('--help', '--version')]; "
+        "print([result.exit_code for result in results], results[1].output, end=''); "
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"\[0, 0\] zinfer \d+\.\d+\.\d+\n\[\]\n", child.stdout)
+
+
+def test_the_package_runs_as_a_module() -> None:
+    child = subprocess.run([sys.executable, "-m", "zinfer", "--version"], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"zinfer \d+\.\d+\.\d+\n", child.stdout)

@@ -1,0 +1,135 @@
+"""The real command, killed in every way: the rows that it leaves at last are those of an undisturbed run."""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from jobs_support import letters_model, prompt_rows, read_rows, write_rows
+
+NUM_ROWS = 200
+STREAMED = '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}'
+
+
+class Command:
+    """`zinfer run` on one input and one output, in processes of its own."""
+
+    def __init__(self, folder: Path, output: str) -> None:
+        self.folder = folder
+        self.device = folder.name
+        self.output = folder / output
+
+    def start(self, limit_bytes: int | None = None) -> "subprocess.Popen[str]":
+        def limit() -> None:
+            if limit_bytes is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+
+        options = ["--input", "in.jsonl", "--output", self.output.name, "--config", "ds.json", "--batch-size", "8"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "zinfer", "run", "--model", "model", *options, "--device", self.device],
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=limit,
+        )
+
+    def size_bytes(self) -> int:
+        return self.output.stat().st_size if self.output.exists() else -1
+
+    def end(self, process: "subprocess.Popen[str]", number: signal.Signals, when: Callable[[], bool]) -> str:
+        """Sends the signal to the process group once `when` holds; returns what stderr said."""
+        while not when():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.001)
+        os.killpg(process.pid, number)
+        return process.communicate(timeout=60)[1]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A model, an input and a config, in a folder named for the device that the job is to use."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    folder = tmp_path_factory.mktemp("job") / str(request.param)
+    folder.mkdir()
+    letters_model(folder / "model", num_layers=4)
+    write_rows(folder / "in.jsonl", prompt_rows(NUM_ROWS))
+    (folder / "ds.json").write_text(STREAMED)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> bytes:
+    """The output of an undisturbed run."""
+    command = Command(folder, "whole.jsonl")
+    process = command.start()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"{NUM_ROWS} done, 0 failed" in out
+    assert [row["id"] for row in read_rows(command.output)] == [f"row-{number}" for number in range(NUM_ROWS)]
+    return command.output.read_bytes()
+
+
+def test_a_job_that_is_killed_again_and_again_writes_the_same_bytes(folder: Path, whole: bytes) -> None:
+    command = Command(folder, "killed.jsonl")
+    process = command.start()
+    command.end(process, signal.SIGKILL, lambda: command.size_bytes() >= 0)
+    assert command.size_bytes() <= 0, "killed while loading"
+    places = sorted(random.Random(7).sample(range(len(whole) * 9 // 10), 3))
+    for place in places:
+        process = command.start()
+        command.end(process, signal.SIGKILL, lambda place=place: command.size_bytes() > place)  # type: ignore[misc]
+        assert process.returncode == -signal.SIGKILL
+        kept = command.output.read_bytes()
+        assert whole.startswith(kept)
+        assert place < len(kept) < len(whole)
+    with command.output.open("ab") as file:
+        file.write(whole[len(kept) :][:9])
+    process = command.start()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "dropped a torn last line of 9 bytes" in err
+    assert f"{NUM_ROWS} done, 0 failed, {kept.count(chr(10).encode())} of them before this run" in out
+    assert command.output.read_bytes() == whole
+
+
+def test_signals_full_disks_and_second_writers_keep_the_rows(folder: Path, whole: bytes) -> None:
+    command = Command(folder, "ended.jsonl")
+    process = command.start()
+    said = command.end(process, signal.SIGINT, lambda: command.size_bytes() > 0)
+    assert process.returncode == 130, said
+    assert "SIGINT: stopped. The rows in ended.jsonl are kept; run the same command again to go on." in said
+    limit_bytes = len(whole) // 2
+    process = command.start(limit_bytes)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1, said
+    assert "output ended.jsonl cannot be written: File too large" in said
+    assert limit_bytes - 1000 < command.size_bytes() <= limit_bytes
+    kept_bytes = command.size_bytes()
+    process = command.start()
+    while command.size_bytes() == kept_bytes:
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGSTOP)
+    second = command.start()
+    _, refusal = second.communicate(timeout=120)
+    assert second.returncode == 2, refusal
+    assert "ended.jsonl is being written by another process" in refusal
+    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGCONT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    assert whole.startswith(command.output.read_bytes())
+    process = command.start()
+    assert process.wait(timeout=120) == 0
+    assert command.output.read_bytes() == whole

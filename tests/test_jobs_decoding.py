@@ -1,0 +1,207 @@
+"""Decoding a batch: every row as if it were alone, by its own settings."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs_support import CHAT_TEMPLATE, EOS, ResidentEngine, letters_model, letters_tokenizer
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from zinfer.errors import JobError
+from zinfer.jobs.decoding import Completion, complete, left_padded
+from zinfer.jobs.failure import UnusableInput
+from zinfer.jobs.prompts import Prompt, PromptMaker, Room
+from zinfer.jobs.rows import BadRow, Row
+from zinfer.jobs.sampling import Sampling, draw
+from zinfer.jobs.stopping import RowStops
+
+TOKENIZER = letters_tokenizer(chat_template=None)
+MAKER = PromptMaker(TOKENIZER, Room(128, "the model's positions"), 131, 12)
+TEXTS = ("a", "hello you", "zinfer streams", "the quick brown fox jumps")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> ResidentEngine:
+    return ResidentEngine(str(letters_model(tmp_path_factory.mktemp("model"))))
+
+
+def prompt(text: str, **fields: Any) -> Prompt:
+    made = MAKER.prompt(Row(id=fields.pop("id", text), prompt=text, **fields), 1)
+    assert isinstance(made, Prompt)
+    return made
+
+
+def run(engine: ResidentEngine, *prompts: Prompt) -> list[Completion]:
+    return complete(engine, prompts, TOKENIZER, lambda num_running: None)
+
+
+def test_greedy_rows_equal_transformers_own(engine: ResidentEngine) -> None:
+    prompts = [prompt(text) for text in TEXTS]
+    input_ids, attention_mask = left_padded([prompt.token_ids for prompt in prompts], 1)
+    expected = engine.generate(input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=12, do_sample=False)
+    completions = run(engine, *prompts)
+    new_tokens = expected[:, input_ids.shape[1] :].tolist()
+    for completion, tokens in zip(completions, new_tokens, strict=True):
+        number = tokens.index(2) + 1 if 2 in tokens else len(tokens)
+        assert list(completion.token_ids) == tokens[:number]
+    assert len({token for tokens in new_tokens for token in tokens}) >= 6
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": 1.3}, {"temperature": 2.0, "top_k": 20, "top_p": 0.9, "seed": 5}]
+)
+def test_a_row_does_not_depend_on_its_neighbours(engine: ResidentEngine, fields: dict[str, Any]) -> None:
+    mixed = [
+        prompt(TEXTS[0], temperature=3.0),
+        prompt(TEXTS[1], **fields, max_new_tokens=9),
+        prompt(TEXTS[2]),
+        prompt(TEXTS[3], temperature=0.7, stop=("e",)),
+    ]
+    together = run(engine, *mixed)
+    for number, row in enumerate(mixed):
+        assert run(engine, row)[0].record() == together[number].record()
+    assert run(engine, *reversed(mixed))[::-1] == together
+
+
+def test_each_row_has_its_own_number_of_new_tokens(engine: ResidentEngine) -> None:
+    completions = run(engine, *(prompt(f"p{number}", max_new_tokens=number) for number in (1, 7, 3)))
+    assert [len(completion.token_ids) for completion in completions] == [1, 7, 3]
+    assert {completion.finish_reason for completion in completions} == {"length"}
+
+
+def test_seeds_decide_and_default_to_the_id(engine: ResidentEngine) -> None:
+    def tokens(row_id: str, **fields: Any) -> tuple[int, ...]:
+        return run(engine, prompt("abc", id=row_id, temperature=3.0, **fields))[0].token_ids
+
+    assert tokens("x") == tokens("x")
+    assert tokens("x") != tokens("y")
+    assert tokens("x", seed=1) == tokens("y", seed=1)
+    assert tokens("x", seed=1) != tokens("x", seed=2)
+    assert len(tokens("x", seed=2**64 - 1)) == 12
+
+
+def test_temperature_zero_is_greedy(engine: ResidentEngine) -> None:
+    assert run(engine, prompt("abc", temperature=0.0, seed=3))[0].text == run(engine, prompt("abc"))[0].text
+
+
+def test_a_stop_string_cuts_the_text_and_keeps_the_tokens(engine: ResidentEngine) -> None:
+    whole = run(engine, prompt("hello you"))[0]
+    assert len(whole.token_ids) == 12
+    stop = whole.text[4:7]
+    end = next(num for num in range(13) if stop in TOKENIZER.decode(whole.token_ids[:num], skip_special_tokens=True))
+    stopped, free = run(engine, prompt("hello you", stop=("never there", stop)), prompt("a"))
+    assert stopped.text == whole.text[: whole.text.index(stop)]
+    assert stopped.token_ids == whole.token_ids[:end]
+    assert stopped.finish_reason == "stop"
+    assert len(free.token_ids) == 12
+
+
+def test_an_end_token_is_kept_as_token_and_left_out_of_the_text() -> None:
+    stops = RowStops([prompt("a"), prompt("b", stop=(EOS,)), prompt("c")], [7], TOKENIZER, lambda num_running: None)
+    for newest in ([5, 5, 5], [7, 2, 6], [9, 9, 6]):
+        done = stops(torch.tensor([[token] for token in newest]), None)
+    assert done.tolist() == [True, True, False]
+    assert [row.token_ids for row in stops.rows] == [[5, 7], [5, 2], [5, 6, 6]]
+    assert [stops.text_of(row) for row in stops.rows] == ['"', '"', '"##']
+
+
+def test_progress_counts_the_rows_that_still_run() -> None:
+    counts: list[int] = []
+    stops = RowStops([prompt("a", max_new_tokens=1), prompt("b", max_new_tokens=3)], [], TOKENIZER, counts.append)
+    for _ in range(3):
+        stops(torch.tensor([[5], [5]]), None)
+    assert counts == [2, 1, 1]
+
+
+SETTINGS = [
+    Sampling(1.0, 0, 1.0),
+    Sampling(0.5, 7, 1.0),
+    Sampling(1.7, 0, 0.6),
+    Sampling(2.0, 30, 0.8),
+    Sampling(1.0, 0, 1e-9),
+]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_the_distribution_is_that_of_transformers_warpers(sampling: Sampling) -> None:
+    scores_V = 3 * torch.randn(100, generator=torch.Generator().manual_seed(1)).float()
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    expected = torch.softmax(warpers(torch.zeros(1, 1, dtype=torch.long), scores_V[None])[0].double(), 0)
+    num_draws = 4000
+    tokens = torch.tensor([draw(scores_V, sampling, number / num_draws) for number in range(num_draws)])
+    # Evenly spaced quantiles give each token its probability to within one draw.
+    assert (torch.bincount(tokens, minlength=100) / num_draws - expected).abs().max() <= 1.01 / num_draws + 1e-6
+
+
+def test_the_last_quantile_draws_a_token_that_is_allowed() -> None:
+    scores_V = torch.tensor([0.0, 1.0, -math.inf, -math.inf])
+    assert draw(scores_V, Sampling(1.0, 0, 1.0), math.nextafter(1.0, 0.0)) == 1
+
+
+def test_logits_that_are_no_numbers_end_the_job(engine: ResidentEngine) -> None:
+    weight = engine.module.lm_head.weight
+    kept = weight[5, 5].item()
+    weight.data[5, 5] = math.nan
+    try:
+        with pytest.raises(JobError, match=r"logits are not finite numbers in rows \['a', 'b'\]"):
+            run(engine, prompt("a"), prompt("b"))
+    finally:
+        weight.data[5, 5] = kept
+
+
+def bad(**fields: Any) -> str:
+    made = MAKER.prompt(Row(id=1, **fields), 1)
+    assert isinstance(made, BadRow)
+    return made.message
+
+
+def test_rows_that_do_not_fit_are_told_the_numbers() -> None:
+    assert "the prompt has 128 tokens, which leaves no room for new ones within 128 (the model's positions)" in bad(
+        prompt="a" * 128
+    )
+    message = bad(prompt="a" * 120)
+    assert "the prompt's 120 tokens and 12 new ones are more than 128 (the model's positions)" in message
+    assert "ask for at most 8 new tokens" in message
+    assert prompt("a" * 120, max_new_tokens=8).max_new_tokens == 8
+
+
+def test_the_configurations_limit_may_only_be_tighter() -> None:
+    assert Room.least(128, 64) == Room(64, "max_out_tokens")
+    assert Room.least(128, 256) == Room(128, "the model's positions")
+    assert Room.least(None, None) is None
+
+
+def test_an_empty_prompt_begins_with_bos() -> None:
+    assert prompt("").token_ids == (0,)
+    tokenizer = letters_tokenizer()
+    tokenizer.bos_token = None
+    made = PromptMaker(tokenizer, None, 131, 4).prompt(Row(id=1, prompt=""), 3)
+    assert made == BadRow(1, "line 3: prompt: it has no tokens, and the tokenizer has no bos token to begin with")
+
+
+def test_a_tokenizer_of_another_model_is_noticed() -> None:
+    made = PromptMaker(TOKENIZER, None, 50, 4).prompt(Row(id=1, prompt="~"), 3)
+    assert isinstance(made, BadRow)
+    assert "the tokenizer gives token 97, but the model's vocabulary ends at 49" in made.message
+
+
+def test_messages_go_through_the_chat_template() -> None:
+    messages = ({"role": "user", "content": "hi"},)
+    tokenizer = letters_tokenizer(chat_template=CHAT_TEMPLATE)
+    made = PromptMaker(tokenizer, None, 131, 4).prompt(Row(id=1, messages=messages), 1)
+    assert isinstance(made, Prompt)
+    assert tokenizer.decode(made.token_ids) == "user:hi;reply:"
+    refused = PromptMaker(tokenizer, None, 131, 4).prompt(Row(id=1, messages=({"role": "tool", "content": ""},)), 1)
+    assert refused == BadRow(1, "line 1: messages: the chat template refuses them: no tools here")
+    assert "has no chat template; give 'prompt' instead" in bad(messages=messages)
+
+
+def test_no_model_folder_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(UnusableInput, match="has no tokenizer that loads"):
+        PromptMaker.from_folder(tmp_path, None, 131, 4)

@@ -1,0 +1,254 @@
+"""The output file and its manifest: whole rows only, whatever breaks, and never another's file."""
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs_support import read_rows, write_rows
+
+from zinfer.errors import JobError
+from zinfer.jobs.failure import UnusableInput
+from zinfer.jobs.index import RowIndex, scan_input
+from zinfer.jobs.manifest import Manifest, manifest_path, read_manifest, write_manifest
+from zinfer.jobs.output import OutputFile, RowState, encode_row
+
+MANIFEST = Manifest(
+    model={"fingerprint": "f"},
+    input={"sha256": "s", "size_bytes": 9},
+    settings={"batch_size": 4},
+    versions={"torch": "2"},
+    began="2026-01-02T03:04:05",
+)
+ROWS: list[dict[str, Any]] = [
+    {"id": "a", "token_ids": [1]},
+    {"id": 2, "error": "line 2: bad"},
+    {"id": "c", "token_ids": []},
+]
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> RowIndex:
+    rows: list[dict[str, Any]] = [
+        {"id": "a", "prompt": "p"},
+        {"id": 2, "prompt": "p"},
+        {"id": "c", "prompt": "p"},
+        {"id": "d", "prompt": "p"},
+    ]
+    return scan_input(write_rows(tmp_path / "in.jsonl", rows))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def written(path: Path) -> Path:
+    with OutputFile(path) as out:
+        out.begin(MANIFEST)
+        out.append(ROWS)
+    return path
+
+
+def states(path: Path, index: RowIndex) -> list[int]:
+    with OutputFile(path) as out:
+        out.refuse_unless(MANIFEST)
+        return list(out.resume(index).states)
+
+
+def test_rows_come_back(path: Path, index: RowIndex) -> None:
+    assert states(written(path), index) == [RowState.DONE, RowState.FAILED, RowState.DONE, RowState.MISSING]
+    assert read_rows(path) == ROWS
+
+
+def test_lines_are_compact_utf8_that_any_reader_takes() -> None:
+    assert encode_row({"id": "ü", "error": "\ud800 \n"}) == '{"id":"ü","error":"\\ud800 \\n"}\n'.encode()
+
+
+@pytest.mark.parametrize("tail", [b'{"id":"d","tok', b"\0\0\0\0", b'{"id":"d","token_ids":[1]}'])
+def test_a_torn_last_line_is_dropped(path: Path, index: RowIndex, tail: bytes) -> None:
+    whole = written(path).read_bytes()
+    path.write_bytes(whole + tail)
+    with OutputFile(path) as out:
+        resumed = out.resume(index)
+        assert resumed.torn_bytes == len(tail)
+        out.append([{"id": "d", "token_ids": [5]}])
+    assert path.read_bytes() == whole + b'{"id":"d","token_ids":[5]}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"\n", "line 4 holds no JSON"),
+        (b"[1]\n", "line 4 holds no row with an id"),
+        (b'{"id":"d"}\n', "line 4 holds neither a completion nor an error"),
+        (b'{"id":"e","error":""}\n', "line 4 holds the id 'e', which the input does not have"),
+        (b'{"id":"a","error":""}\n', "line 4 holds an id that an earlier line has already"),
+    ],
+)
+def test_a_line_that_the_job_cannot_have_written_is_refused(
+    path: Path, index: RowIndex, line: bytes, message: str
+) -> None:
+    changed = written(path).read_bytes() + line
+    path.write_bytes(changed)
+    with pytest.raises(UnusableInput, match=re.escape(message)), OutputFile(path) as out:
+        out.resume(index)
+    assert path.read_bytes() == changed
+
+
+def test_another_job_is_refused_and_the_differences_are_listed(path: Path) -> None:
+    written(path)
+    now = replace(MANIFEST, model={"fingerprint": "g"}, settings={"batch_size": 8, "dtype": "float32"})
+    with pytest.raises(UnusableInput) as caught, OutputFile(path) as out:
+        out.refuse_unless(now)
+    assert "\n  model.fingerprint: f in the manifest, g now" in str(caught.value)
+    assert "\n  settings.batch_size: 4 in the manifest, 8 now" in str(caught.value)
+    assert "\n  settings.dtype: absent in the manifest, float32 now" in str(caught.value)
+    assert "--restart" in str(caught.value)
+    assert read_rows(path) == ROWS
+
+
+def test_other_versions_of_the_software_are_no_other_job(path: Path) -> None:
+    assert MANIFEST.differences(replace(MANIFEST, versions={"torch": "3"})) == []
+
+
+def test_a_strangers_file_is_never_touched(path: Path) -> None:
+    path.write_text("precious\n")
+    with OutputFile(path) as out:
+        with pytest.raises(UnusableInput, match="exists and has no manifest"):
+            out.refuse_unless(MANIFEST)
+        with pytest.raises(UnusableInput, match=r"left as it is \(with --restart too\)"):
+            out.begin(MANIFEST)
+    assert path.read_text() == "precious\n"
+    assert not manifest_path(path).exists()
+
+
+def test_beginning_again_discards_the_former_rows(path: Path, index: RowIndex) -> None:
+    written(path)
+    with OutputFile(path) as out:
+        out.begin(MANIFEST)
+    assert states(path, index) == [RowState.MISSING] * 4
+
+
+def test_a_file_that_was_never_begun_leaves_nothing(path: Path) -> None:
+    with OutputFile(path):
+        assert path.exists()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is not a manifest of a zinfer job: Expecting"),
+        (b"[]", "is not a manifest of a zinfer job; move it away"),
+        (b'{"kind": "zinfer batch job", "version": 99}', "has version 99, this zinfer writes 1"),
+        (b'{"kind": "zinfer batch job", "version": 1, "model": {}}', "is damaged: no input, settings, versions"),
+        (
+            b'{"kind": "zinfer batch job", "version": 1, "model": {}, "input": {}, "settings": {}, "versions": {}}',
+            "is damaged: began: ",
+        ),
+    ],
+)
+def test_a_manifest_that_is_none_is_refused_and_kept(path: Path, content: bytes, message: str) -> None:
+    manifest_path(path).write_bytes(content)
+    with pytest.raises(UnusableInput, match=re.escape(message)):
+        OutputFile(path)
+    assert manifest_path(path).read_bytes() == content
+
+
+def test_a_manifest_comes_back(path: Path) -> None:
+    write_manifest(path, MANIFEST)
+    assert read_manifest(path) == MANIFEST
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.mkdir(), "is not a regular file"),
+        (lambda path: path.symlink_to("/dev/full"), "is not a regular file"),
+        (lambda path: path.symlink_to(path.parent / "no" / "folder"), "No such file or directory (errno 2)"),
+    ],
+)
+def test_an_output_that_cannot_be_a_file_is_refused(path: Path, make: object, message: str) -> None:
+    assert callable(make)
+    make(path)
+    with pytest.raises(UnusableInput, match=re.escape(message)):
+        OutputFile(path)
+
+
+def test_a_second_writer_is_refused_until_the_first_ends(path: Path) -> None:
+    hold = f"import sys; from zinfer.jobs import output; f = output.OutputFile(output.Path({str(path)!r})); "
+    with subprocess.Popen(
+        [sys.executable, "-c", hold + "print('held', flush=True); sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(UnusableInput, match="is being written by another process"):
+            OutputFile(path)
+        holder.send_signal(signal.SIGKILL)
+    with OutputFile(path) as out:
+        out.begin(MANIFEST)
+
+
+FILL = """
+import resource, signal, sys
+from pathlib import Path
+from typing import Any
+from zinfer.errors import JobError
+from zinfer.jobs.manifest import Manifest
+from zinfer.jobs.output import OutputFile
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+out = OutputFile(Path(sys.argv[1]))
+out.begin(Manifest({}, {}, {}, {}, ""))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+row = {"id": "a", "token_ids": list(range(20))}
+try:
+    for _ in range(1000):
+        out.append([row, row])
+except JobError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("limit_bytes", [1000, 1074, 1200])
+def test_a_file_that_can_grow_no_more_keeps_whole_rows(path: Path, limit_bytes: int) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", FILL, path, str(limit_bytes)], capture_output=True, text=True, check=True
+    )
+    assert f"output {path} cannot be written: File too large (errno {errno.EFBIG})" in child.stdout
+    assert "make room and run the same command again to go on" in child.stdout
+    num_bytes = path.stat().st_size
+    row_bytes = len(encode_row({"id": "a", "token_ids": list(range(20))}))
+    assert limit_bytes - row_bytes < num_bytes <= limit_bytes
+    assert len(read_rows(path)) == num_bytes // row_bytes
+
+
+def test_a_full_disk_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with OutputFile(path) as out:
+        out.begin(MANIFEST)
+        full = os.open("/dev/full", os.O_WRONLY)
+        write = os.write
+        monkeypatch.setattr(os, "write", lambda descriptor, data: write(full, data))
+        with pytest.raises(JobError, match=re.escape(f"No space left on device (errno {errno.ENOSPC})")):
+            out.append(ROWS)
+        os.close(full)
+    assert path.read_bytes() == b""
+
+
+def test_a_manifest_that_does_not_fit_leaves_the_former_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(path, MANIFEST)
+    former = path.read_bytes()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(JobError, match="cannot be written: No space left"):
+        write_manifest(path, replace(MANIFEST, model={"fingerprint": "g"}))
+    assert path.read_bytes() == former
+    assert os.listdir(path.parent) == [path.name]

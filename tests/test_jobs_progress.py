@@ -1,0 +1,78 @@
+"""What a job shows while it runs and at its end."""
+
+import io
+import re
+import time
+
+import pytest
+from rich.console import Console
+
+from zinfer.jobs.progress import HEARTBEAT_S, Meter, display
+from zinfer.jobs.summary import JobSummary, summary_table
+from zinfer.offload.stats import RunStats
+from zinfer.units import human_bytes
+
+
+def test_the_heartbeat_comes_at_least_every_10_s() -> None:
+    assert HEARTBEAT_S <= 10
+
+
+def test_a_heartbeat_is_written_while_a_batch_takes_long() -> None:
+    stream = io.StringIO()
+    with display(Console(file=stream), interval_s=0.05) as meter:
+        time.sleep(0.2)
+        meter.num_rows, meter.num_finished, meter.batch_rows, meter.batch_share = 200, 64, 32, 0.5
+        meter.begin("running")
+        meter.num_tokens = 1000
+        time.sleep(0.3)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "zinfer: checking, 0:00:00 elapsed"
+    assert re.fullmatch(
+        r"zinfer: running, 64/200 rows, 32 more at 50%, [\d.]+ tokens/s, 0:00:0\d elapsed, ETA 0:00:0\d", lines[-1]
+    )
+    assert 4 <= len(lines) <= 10
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    stream = io.StringIO()
+    with display(Console(file=stream, force_terminal=True, width=120)) as meter:
+        meter.num_rows, meter.num_finished = 200, 64
+        meter.begin("running")
+        time.sleep(0.6)
+        meter.note("something to say")
+    assert "64/200 rows" in stream.getvalue()
+    assert "━" in stream.getvalue()
+    assert "something to say" in stream.getvalue()
+
+
+def test_the_eta_counts_this_runs_rows_only() -> None:
+    meter = Meter(num_rows=100, num_finished=60, num_skipped=50, batch_rows=20, batch_share=0.5)
+    assert meter.eta_s == 0.0
+    meter.running_since_s = time.monotonic() - 40
+    eta_s = meter.eta_s
+    assert eta_s == pytest.approx(60, rel=0.01)
+
+
+def test_the_table_names_bytes_and_stalls() -> None:
+    stats = RunStats(
+        bytes_read_disk=3_000_000_000,
+        bytes_to_device=2_000,
+        passes=7,
+        blocks_by_home={"DEVICE": 1, "HOST": 2, "DISK": 3},
+        stall_s={"disk": 1.25, "link": 0.0},
+    )
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(summary_table(JobSummary(9, 7, 2, 4, 50, 60, 75.0, 30.0, stats, ())))
+    text = stream.getvalue()
+    for part in (
+        "7 done, 2 failed, 4 of them before this run",
+        "50 / 60",
+        "tokens/s │                                         2.0",
+        "0:01:15 (30.0 s of it running)",
+        "3,000,000,000 (3.00 GB)",
+        "DEVICE 1, HOST 2, DISK 3",
+        "disk 1.25 s, link 0.00 s",
+    ):
+        assert part in re.sub(r"tokens/s\s+│\s+2\.0", "tokens/s │                                         2.0", text)
+    assert human_bytes(999) == "999 B"
+    assert human_bytes(2_500_000_000_000) == "2.50 TB"

@@ -1,0 +1,171 @@
+"""Reading input rows: what is refused, in which words, and that a bad line costs only itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs_support import write_rows
+
+from zinfer.jobs.failure import UnusableInput
+from zinfer.jobs.index import scan_input
+from zinfer.jobs.rows import BadRow, Line, Row, id_key, parse_line, read_lines, row_of
+
+
+def row_at_7(data: bytes) -> Row | BadRow:
+    parsed = parse_line(Line(7, data))
+    return row_of(parsed, parsed.id)
+
+
+def test_every_field_is_read() -> None:
+    row = row_at_7(
+        b'{"id": "a", "prompt": "p", "max_new_tokens": 3, "temperature": 1, "top_p": 0.5, "top_k": 9, "seed": 4,'
+        b' "stop": ["x", "yz"]}'
+    )
+    assert row == Row(
+        id="a", prompt="p", max_new_tokens=3, temperature=1.0, top_p=0.5, top_k=9, seed=4, stop=("x", "yz")
+    )
+
+
+def test_the_line_number_is_the_id_of_a_row_without_one() -> None:
+    row = row_at_7(b'{"messages": [{"role": "user", "content": "hi"}], "stop": "x", "temperature": null}')
+    assert row == Row(id=7, messages=({"role": "user", "content": "hi"},), stop=("x",))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"{", "line 7: not JSON: Expecting property name enclosed in double quotes at column 2"),
+        (b'{"prompt": "\xff"}', "line 7: not UTF-8 at byte 12 of the line"),
+        (b'["prompt"]', "line 7: not a JSON object but a list"),
+        (b"null", "line 7: not a JSON object but null"),
+        (b'{"prompt": "p", "temperature": NaN}', "NaN is not a JSON number"),
+        (b'{"prompt": "p", "temperature": 1e999}', "line 7: temperature: input should be a finite number"),
+        (b'{"prompt": "p", "prompt": "q"}', "the field 'prompt' is given twice"),
+        (b"[" * 100_000, "line 7: not JSON that can be used"),
+        (b'{"prompt": "p", "seed": ' + b"9" * 5000 + b"}", "line 7: not JSON that can be used"),
+        (b'{"prompt": "p", "temperture": 1}', "line 7: unknown field 'temperture'; did you mean 'temperature'?"),
+        (
+            b'{"prompt": "p", "zzz": 1}',
+            "line 7: unknown field 'zzz'; known fields: id, prompt, messages, max_new_tokens",
+        ),
+        (b"{}", "line 7: give 'prompt' or 'messages', and not both"),
+        (b'{"prompt": "p", "messages": [{"role": "user", "content": ""}]}', "give 'prompt' or 'messages'"),
+        (b'{"prompt": 3}', "line 7: prompt: input should be a valid string, not 3"),
+        (b'{"messages": []}', "line 7: messages: must hold at least one message, not []"),
+        (b'{"messages": ["hi"]}', "line 7: messages: message 1 must be an object with a string 'role'"),
+        (b'{"messages": [{"role": "user"}]}', "line 7: messages: message 1 has no 'content'"),
+        (b'{"prompt": "p", "max_new_tokens": 0}', "line 7: max_new_tokens: input should be greater than or equal to 1"),
+        (b'{"prompt": "p", "max_new_tokens": "9"}', 'line 7: max_new_tokens: input should be a valid integer, not "9"'),
+        (
+            b'{"prompt": "p", "max_new_tokens": true}',
+            "line 7: max_new_tokens: input should be a valid integer, not true",
+        ),
+        (
+            b'{"prompt": "p", "temperature": -1}',
+            "line 7: temperature: input should be greater than or equal to 0, not -1",
+        ),
+        (b'{"prompt": "p", "top_p": 0}', "line 7: top_p: input should be greater than 0, not 0"),
+        (b'{"prompt": "p", "top_p": 1.1}', "line 7: top_p: input should be less than or equal to 1, not 1.1"),
+        (b'{"prompt": "p", "top_k": -1}', "line 7: top_k: input should be greater than or equal to 0"),
+        (b'{"prompt": "p", "seed": 18446744073709551616}', "line 7: seed: input should be less than or equal to"),
+        (b'{"prompt": "p", "stop": [""]}', "line 7: stop.0: string should have at least 1 character"),
+        (b'{"prompt": "p", "stop": 3}', "line 7: stop: input should be a valid tuple, not 3"),
+        (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"id": [1], "prompt": "p"}', "line 7: id must be a string or a whole number, not a list"),
+        (b'{"id": 1.5, "prompt": "p"}', "line 7: id must be a string or a whole number, not a number"),
+        (b'{"id": true, "prompt": "p"}', "line 7: id must be a string or a whole number, not true or false"),
+        (b'{"id": "\\udc00", "prompt": "p"}', "line 7: id holds half of a surrogate pair"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said(data: bytes, message: str) -> None:
+    row = row_at_7(data)
+    assert isinstance(row, BadRow)
+    assert row.id == 7
+    assert message in row.message
+
+
+def test_a_bad_field_leaves_the_row_its_id() -> None:
+    assert row_at_7(b'{"id": "mine", "prompt": 3}').id == "mine"
+
+
+@given(st.binary(max_size=80))
+def test_any_bytes_are_a_row_or_a_bad_row(data: bytes) -> None:
+    row = row_at_7(data)
+    assert isinstance(row, Row) or row.message.startswith("line 7: ")
+
+
+def test_blank_lines_are_no_rows_and_count_as_lines(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n\n  \r\n{"prompt": "b"}')
+    assert [line.number for line in read_lines(path)] == [1, 4]
+    assert [parse_line(line).record is not None for line in read_lines(path)] == [True, True]
+
+
+def test_ids_of_other_types_are_other_ids() -> None:
+    assert id_key(1) != id_key("1")
+    assert id_key("row-1") == 4229521810599103859, "the hash must never change: default seeds hang on it"
+
+
+def test_the_index_knows_every_row(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.jsonl", [{"id": f"r{i}", "prompt": "p"} for i in range(50)])
+    index = scan_input(path)
+    assert index.num_rows == 50
+    assert index.size_bytes == path.stat().st_size
+    for guess in (0, 49, 50):
+        assert [index.ordinal_of(f"r{i}", guess) for i in range(50)] == list(range(50))
+    assert index.ordinal_of("r50", 0) is None
+    assert index.keys.dtype == np.uint64
+
+
+def test_duplicate_ids_are_refused_with_both_lines(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"id": "a", "prompt": "p"},
+        {"id": "b", "prompt": "p"},
+        {"id": "a", "prompt": "q"},
+        {"id": "b", "prompt": 3},
+    ]
+    path = write_rows(tmp_path / "in.jsonl", rows)
+    with pytest.raises(UnusableInput) as caught:
+        scan_input(path)
+    assert "lines 1 and 3 both have the id 'a'; lines 2 and 4 both have the id 'b'" in str(caught.value)
+
+
+def test_an_id_that_is_another_rows_line_number_is_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.jsonl", [{"id": 2, "prompt": "p"}, {"prompt": "q"}])
+    with pytest.raises(UnusableInput, match="line 1 has the id 2, which is the line number of line 2 that has no id"):
+        scan_input(path)
+
+
+def test_an_unreadable_line_never_takes_another_rows_id(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.jsonl", [{"id": 1, "prompt": "p"}, "{", {"id": 2, "prompt": "q"}])
+    index = scan_input(path)
+    ids = [index.id_of(parse_line(line)) for line in read_lines(path)]
+    assert ids == [1, "line 2", 2]
+    assert [index.ordinal_of(row_id, 9) for row_id in ids] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_an_empty_input_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UnusableInput, match=r"in\.jsonl holds no row; give one JSON object a line"):
+        scan_input(path)
+
+
+def test_an_input_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnusableInput, match=r"gone\.jsonl does not exist"):
+        scan_input(tmp_path / "gone.jsonl")
+    with pytest.raises(UnusableInput, match="is not a regular file"):
+        scan_input(tmp_path)
+
+
+def test_the_index_of_many_rows_is_small(tmp_path: Path) -> None:
+    path = write_rows(
+        tmp_path / "in.jsonl", (json.dumps({"id": f"a rather long id {i}", "prompt": "p"}) for i in range(2000))
+    )
+    index = scan_input(path)
+    assert index.keys.nbytes + index.order.nbytes == 16 * 2000

@@ -1,0 +1,5 @@
+"""`python -m zinfer`."""
+
+from zinfer.cli import main
+
+main()

@@ -1,0 +1,135 @@
+"""The `zinfer` command. Says in its exit code how a job ended, and in words what to do next.
+
+Heavy packages are imported inside the commands, so that `--help` and `--version` answer at once.
+"""
+
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from zinfer import __version__
+from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
+from zinfer.jobs.failure import Interrupted, UnusableInput
+
+EXIT_STOPPED = 1
+EXIT_UNUSABLE = 2
+
+app = typer.Typer(
+    help="Runs models that do not fit in GPU memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Device(StrEnum):
+    """Where the layers compute."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"zinfer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    model: Annotated[Path, typer.Option(help="Checkpoint folder, tokenizer included.")],
+    input: Annotated[Path, typer.Option(help="JSONL; a row holds 'prompt' or 'messages'.")],
+    output: Annotated[Path, typer.Option(help="JSONL that rows are appended to.")],
+    config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
+    device: Annotated[Device, typer.Option(help="Where the layers compute.")] = Device.AUTO,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="For rows that do not say themselves.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts computed together.")] = 32,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of the output's earlier job.")] = False,
+) -> None:
+    """Complete every row of a JSONL file; run again after any interruption, it goes on where it stopped.
+
+    Exit codes: 0 all rows done, 3 some rows failed, 2 unusable input, 1 stopped by an error, 130 by Ctrl-C, 143 by
+    SIGTERM.
+    """
+    with _explained(output), _signals_raise():
+        from zinfer.jobs.job import run_job
+        from zinfer.jobs.summary import summary_table
+
+        summary = run_job(
+            str(model),
+            input,
+            output,
+            config=config,
+            device=device.value,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            restart=restart,
+            console=Console(stderr=True),
+        )
+    Console().print(summary_table(summary))
+    raise typer.Exit(summary.exit_code)
+
+
+def main() -> NoReturn:
+    """The console script's entry."""
+    app()
+    raise AssertionError("typer ends the process itself")
+
+
+@contextmanager
+def _explained(output: Path) -> Iterator[None]:
+    """Turns what ends a job early into a message on stderr and an exit code."""
+    try:
+        yield
+    except Interrupted as interruption:
+        name = signal.Signals(interruption.signal_number).name
+        _say(f"{name}: stopped. The rows in {output} are kept; run the same command again to go on.")
+        raise typer.Exit(interruption.exit_code) from None
+    except (UnusableInput, ConfigError, CheckpointError, PlanError) as error:
+        _say(f"error: {error}")
+        raise typer.Exit(EXIT_UNUSABLE) from None
+    except JobError as error:
+        if isinstance(error.__cause__, RuntimeError):
+            traceback.print_exception(error.__cause__)
+        _say(f"error: {error}")
+        raise typer.Exit(EXIT_STOPPED) from None
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGINT and SIGTERM raise `Interrupted` once; the second one ends the process at once."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        raise Interrupted(number)
+
+    former = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _say(text: str) -> None:
+    print(f"zinfer: {text}", file=sys.stderr)

@@ -1,0 +1,124 @@
+"""Cuts the input into batches that depend on the input and the batch size alone, never on what is done already.
+
+What shares a batch can change a row's last floating-point bits, and so its tokens. Since a batch is always made of the
+same rows, a job that was killed and begun again writes the very bytes that it would have written.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from zinfer.errors import JobError
+from zinfer.jobs.index import RowIndex
+from zinfer.jobs.output import RowState
+from zinfer.jobs.prompts import Prompt
+from zinfer.jobs.rows import BadRow, Line, RowId, read_lines
+
+# Bounds the memory of an input with long runs of unusable rows.
+_MAX_BAD_ROWS = 1024
+
+PreparedRow = tuple[RowId, Prompt | BadRow]
+Prepare = Callable[[Line, RowIndex], PreparedRow]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Neighbouring rows of the input, at most `batch_size` of them prompts.
+
+    missing: what the output still lacks, in the input's order, with each row's ordinal.
+    parts: what has to be computed for it, in as many calls. Rows of a part that are done already are computed again
+        for their neighbours' sake. Empty where only error rows are missing.
+    """
+
+    missing: tuple[tuple[int, Prompt | BadRow], ...]
+    parts: tuple[tuple[Prompt, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A row of the batch being gathered; `item` is None for a row that is done and was not looked at."""
+
+    ordinal: int
+    line: Line
+    item: Prompt | BadRow | None
+
+
+class BatchCutter:
+    """Walks the input and hands out the batches that still miss rows."""
+
+    def __init__(
+        self, index: RowIndex, states: bytearray, batch_size: int, prepare: Prepare, max_tokens: int | None
+    ) -> None:
+        """states: [num_rows] RowState by ordinal. max_tokens: as in `fitting_parts`."""
+        self._max_tokens = max_tokens
+        self._index = index
+        self._states = states
+        self._batch_size = batch_size
+        self._prepare = prepare
+
+    def __iter__(self) -> Iterator[Batch]:
+        slots: list[_Slot] = []
+        num_prompts = 0
+        for slot in self._slots():
+            slots.append(slot)
+            num_prompts += self._is_prompt(slot)
+            if num_prompts == self._batch_size or len(slots) - num_prompts == _MAX_BAD_ROWS:
+                yield from self._close(slots)
+                slots = []
+                num_prompts = 0
+        yield from self._close(slots)
+
+    def _is_prompt(self, slot: _Slot) -> bool:
+        if slot.item is None:
+            return self._states[slot.ordinal] == RowState.DONE
+        return isinstance(slot.item, Prompt)
+
+    def _slots(self) -> Iterator[_Slot]:
+        for ordinal, line in enumerate(islice(read_lines(self._index.path), self._index.num_rows)):
+            done = self._states[ordinal] != RowState.MISSING
+            yield _Slot(ordinal, line, None if done else self._item(ordinal, line))
+
+    def _close(self, slots: list[_Slot]) -> Iterator[Batch]:
+        missing = tuple((slot.ordinal, slot.item) for slot in slots if slot.item is not None)
+        if not missing:
+            return
+        prompts: list[Prompt] = []
+        for slot in slots:
+            item = self._item(slot.ordinal, slot.line) if slot.item is None else slot.item
+            if isinstance(item, Prompt):
+                prompts.append(item)
+        wanted = {id(item) for _, item in missing}
+        parts = fitting_parts(prompts, self._max_tokens)
+        yield Batch(missing, tuple(part for part in parts if any(id(prompt) in wanted for prompt in part)))
+
+    def _item(self, ordinal: int, line: Line) -> Prompt | BadRow:
+        row_id, item = self._prepare(line, self._index)
+        if self._index.ordinal_of(row_id, ordinal) != ordinal:
+            raise input_changed(self._index.path)
+        return item
+
+
+def fitting_parts(prompts: Sequence[Prompt], max_tokens: int | None) -> list[tuple[Prompt, ...]]:
+    """Runs of neighbours in which the longest prompt still has room for the most new tokens that any of them wants.
+
+    All rows of a call take as many steps as the longest needs, so a long prompt with few new tokens would be led past
+    the model's positions by a short one with many.
+    """
+    parts: list[list[Prompt]] = []
+    num_prompt = num_new = 0
+    for prompt in prompts:
+        num_prompt = max(num_prompt, len(prompt.token_ids))
+        num_new = max(num_new, prompt.max_new_tokens)
+        if not parts or (max_tokens is not None and num_prompt + num_new > max_tokens):
+            parts.append([])
+            num_prompt, num_new = len(prompt.token_ids), prompt.max_new_tokens
+        parts[-1].append(prompt)
+    return [tuple(part) for part in parts]
+
+
+def input_changed(path: Path) -> JobError:
+    """The error for an input that was written to while the job ran."""
+    return JobError(
+        f"input {path} was changed while the job ran; restore it and run the same command again, or use --restart"
+    )

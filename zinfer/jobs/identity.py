@@ -1,0 +1,44 @@
+"""Tells models and tokenizers apart by their files, in milliseconds: it samples weights and never reads them all."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+_SAMPLE_BYTES = 16 * 1024
+_NUM_SAMPLES = 16
+_TEXT_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "generation_config.json",
+)
+
+
+def weights_sample(files: Sequence[Path]) -> str:
+    """A SHA-256 over 16 evenly spread samples of 16 KiB from each file.
+
+    Fine-tunes of one model have equal headers and sizes, and differ nearly everywhere in their weights.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            size_bytes = os.fstat(stream.fileno()).st_size
+            for number in range(_NUM_SAMPLES):
+                stream.seek(max(0, size_bytes - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """A SHA-256 over the files that decide how text becomes tokens and back: vocabulary, templates, end tokens."""
+    digest = hashlib.sha256()
+    for file in sorted({file for pattern in _TEXT_FILES for file in folder.glob(pattern) if file.is_file()}):
+        digest.update(f"{file.relative_to(folder).as_posix()}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,220 @@
+"""The output file: locked by one job, appended to in whole rows and synced, picked up again after any crash.
+
+It never overwrites a file that is not a zinfer job's own, not even on request.
+"""
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from zinfer.errors import JobError
+from zinfer.jobs.failure import UnusableInput
+from zinfer.jobs.index import RowIndex
+from zinfer.jobs.manifest import Manifest, manifest_path, read_manifest, sync_folder, write_manifest
+
+
+class RowState(IntEnum):
+    """What the output holds of a row: nothing, its completion, or an error. One byte a row."""
+
+    MISSING = 0
+    DONE = 1
+    FAILED = 2
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What an output held when it was opened. `states`: [num_rows] RowState by ordinal."""
+
+    states: bytearray
+    torn_bytes: int
+
+
+class OutputFile:
+    """An output under an exclusive lock, held until `close`. The lock is the kernel's: it ends with the process.
+
+    is_begun: whether the file is this job's own, so that rows may be appended.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Creates or opens the file and locks it.
+
+        Raises:
+            UnusableInput: not a file that can be written, or another process is writing it.
+        """
+        self.path = path
+        self.is_begun = False
+        self._manifest_path = manifest_path(path)
+        self._created = not path.exists()
+        if not self._created and not path.is_file():
+            raise UnusableInput(f"output {path} is not a regular file")
+        self._descriptor = self._open_locked()
+        self.manifest = self._read_manifest()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the lock; a file that this job made and never began to fill is removed."""
+        if self._created and self.manifest is None and os.fstat(self._descriptor).st_size == 0:
+            with suppress(FileNotFoundError):
+                self.path.unlink()
+        os.close(self._descriptor)
+
+    def refuse_unless(self, now: Manifest) -> None:
+        """Raises UnusableInput unless the file is new, empty, or the very job that `now` describes."""
+        if self.manifest is None:
+            self.refuse_stranger()
+            return
+        if differences := self.manifest.differences(now):
+            listed = "".join(f"\n  {line}" for line in differences)
+            raise UnusableInput(
+                f"output {self.path} belongs to another job; what differs:{listed}\n"
+                "Use the former settings to go on with that job, --restart to discard its rows, or another --output."
+            )
+
+    def refuse_stranger(self) -> None:
+        """Raises UnusableInput if the file holds something and no manifest says that a zinfer job wrote it."""
+        if self.manifest is None and os.fstat(self._descriptor).st_size:
+            raise UnusableInput(
+                f"output {self.path} exists and has no manifest ({self._manifest_path.name}), so it is not a zinfer "
+                "job's and is left as it is (with --restart too); give another --output or move the file away"
+            )
+
+    def begin(self, manifest: Manifest) -> None:
+        """Empties the file and puts the manifest beside it. The file must not be a stranger's."""
+        self.refuse_stranger()
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise self._write_error(error) from error
+        write_manifest(self._manifest_path, manifest)
+        self.manifest = manifest
+        self.is_begun = True
+
+    def resume(self, index: RowIndex) -> Resumed:
+        """Finds which rows the file holds and drops a torn last line.
+
+        Raises:
+            UnusableInput: a line that this job cannot have written.
+        """
+        states = bytearray(index.num_rows)
+        whole_bytes = 0
+        ordinal = -1
+        with os.fdopen(os.dup(self._descriptor), "rb") as file:
+            file.seek(0)
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                ordinal, state = self._row(number, line, index, ordinal + 1)
+                if states[ordinal]:
+                    raise self._foreign_row(number, "an id that an earlier line has already")
+                states[ordinal] = state
+                whole_bytes += len(line)
+        torn_bytes = os.fstat(self._descriptor).st_size - whole_bytes
+        if torn_bytes:
+            os.ftruncate(self._descriptor, whole_bytes)
+            os.fsync(self._descriptor)
+        self.is_begun = True
+        return Resumed(states, torn_bytes)
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the rows and returns when they are on the disk.
+
+        Raises:
+            JobError: the disk is full or failed. Rows written whole are kept, half a row is not.
+        """
+        end_bytes = os.fstat(self._descriptor).st_size
+        data = memoryview(b"".join(encode_row(row) for row in rows))
+        num_written = 0
+        try:
+            os.lseek(self._descriptor, 0, os.SEEK_END)
+            while num_written < len(data):
+                num_written += os.write(self._descriptor, data[num_written:])
+            os.fsync(self._descriptor)
+        except OSError as error:
+            whole_bytes = bytes(data[:num_written]).rfind(b"\n") + 1
+            with suppress(OSError):  # the next run drops a torn line as well
+                os.ftruncate(self._descriptor, end_bytes + whole_bytes)
+            raise self._write_error(error) from error
+
+    def _open_locked(self) -> int:
+        while True:
+            try:
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                raise UnusableInput(
+                    f"output {self.path} cannot be written: {error.strerror} (errno {error.errno}); "
+                    "give an --output in a folder that exists and may be written"
+                ) from error
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Another job that ended in between may have removed the name that this descriptor was opened by.
+                if self.path.exists() and os.path.samestat(os.fstat(descriptor), self.path.stat()):
+                    sync_folder(self.path.parent)
+                    return descriptor
+            except OSError as error:
+                os.close(descriptor)
+                raise self._lock_error(error) from error
+            os.close(descriptor)
+
+    def _lock_error(self, error: OSError) -> UnusableInput:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return UnusableInput(f"output {self.path} is being written by another process; wait for it or end it")
+        return UnusableInput(
+            f"output {self.path} cannot be locked: {error.strerror} (errno {error.errno}); "
+            "give an --output on a file system with locks"
+        )
+
+    def _read_manifest(self) -> Manifest | None:
+        try:
+            return read_manifest(self._manifest_path)
+        except JobError as error:
+            os.close(self._descriptor)
+            raise UnusableInput(str(error)) from error
+
+    def _row(self, number: int, line: bytes, index: RowIndex, guess: int) -> tuple[int, RowState]:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise self._foreign_row(number, f"no JSON ({error})") from error
+        if not isinstance(row, dict) or not isinstance(row.get("id"), str | int):
+            raise self._foreign_row(number, "no row with an id")
+        if ("error" in row) == ("token_ids" in row):
+            raise self._foreign_row(number, "neither a completion nor an error")
+        ordinal = index.ordinal_of(row["id"], guess)
+        if ordinal is None:
+            raise self._foreign_row(number, f"the id {row['id']!r}, which the input does not have")
+        return ordinal, RowState.FAILED if "error" in row else RowState.DONE
+
+    def _foreign_row(self, number: int, what: str) -> UnusableInput:
+        return UnusableInput(
+            f"output {self.path} line {number} holds {what}: it was changed since. Remove the lines from there on "
+            "(their rows are computed again) or use --restart"
+        )
+
+    def _write_error(self, error: OSError) -> JobError:
+        remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "check the disk"
+        return JobError(
+            f"output {self.path} cannot be written: {error.strerror} (errno {error.errno}). The rows in it are whole; "
+            f"{remedy} and run the same command again to go on"
+        )
+
+
+def encode_row(row: Mapping[str, Any]) -> bytes:
+    """One line of the output. Half of a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape."""
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace") + b"\n"

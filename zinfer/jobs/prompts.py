@@ -1,0 +1,161 @@
+"""Rows to token ids: the tokenizer, the chat template, and the check that prompt and new tokens fit the model.
+
+Prompts get the tokenizer's own special tokens; a chat template writes its own. A prompt of no tokens becomes the
+tokenizer's first token (bos), or an error row where it has none.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer
+
+from zinfer.jobs.failure import UnusableInput
+from zinfer.jobs.index import RowIndex
+from zinfer.jobs.rows import BadRow, Line, Row, RowId, id_key, parse_line, row_of
+
+_STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row ready to compute. `stop_token_ids` are the row's stop strings that are one special token each."""
+
+    row: Row
+    token_ids: tuple[int, ...]
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+
+    @property
+    def seed(self) -> int:
+        """The row's seed, else one that its id alone decides."""
+        return id_key(self.row.id) if self.row.seed is None else self.row.seed
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many tokens a prompt and its new tokens may take together, and what says so."""
+
+    max_tokens: int
+    source: str
+
+    @classmethod
+    def least(cls, positions: int | None, max_out_tokens: int | None) -> "Room | None":
+        """The tighter of the model's own limit and the configuration's."""
+        limits = ((positions, "the model's positions"), (max_out_tokens, "max_out_tokens"))
+        rooms = [cls(limit, source) for limit, source in limits if limit is not None]
+        return min(rooms, key=lambda room: room.max_tokens, default=None)
+
+
+class PromptMaker:
+    """Makes prompts for one model.
+
+    room: None if nothing limits a row's length.
+    now: what a chat template takes for the present; it must stay the same for a whole job, on whatever day it ends.
+        Only templates that call `strftime_now` with a format computed at run time still see the clock.
+    """
+
+    def __init__(self, tokenizer: Any, room: Room | None, vocab_size: int, max_new_tokens: int) -> None:
+        self.tokenizer = tokenizer
+        self.room = room
+        self.vocab_size = vocab_size
+        self.max_new_tokens = max_new_tokens
+        self.now = datetime.now()
+
+    @classmethod
+    def from_folder(cls, folder: Path, room: Room | None, vocab_size: int, max_new_tokens: int) -> "PromptMaker":
+        """Loads the tokenizer that lies in the model's folder; nothing is downloaded.
+
+        Raises:
+            UnusableInput: the folder holds no tokenizer that loads.
+        """
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+            raise UnusableInput(
+                f"model {folder} has no tokenizer that loads ({(str(error) or repr(error)).splitlines()[0]}); "
+                "put the model's tokenizer files into the folder"
+            ) from error
+        return cls(tokenizer, room, vocab_size, max_new_tokens)
+
+    @property
+    def template_hash(self) -> str:
+        """Identifies the chat template, "none" where there is none."""
+        template = self.tokenizer.chat_template
+        return "none" if template is None else hashlib.sha256(repr(template).encode()).hexdigest()
+
+    def prompt_of(self, line: Line, index: RowIndex) -> tuple[RowId, Prompt | BadRow]:
+        """The prompt of an input line, or the error that its output row will carry."""
+        parsed = parse_line(line)
+        row_id = index.id_of(parsed)
+        row = row_of(parsed, row_id)
+        return row_id, row if isinstance(row, BadRow) else self.prompt(row, line.number)
+
+    def prompt(self, row: Row, line_number: int) -> Prompt | BadRow:
+        """Tokenizes a row and checks its length."""
+        try:
+            token_ids = self._encode(row)
+        except (ValueError, TypeError) as error:
+            return BadRow(row.id, f"line {line_number}: {error}")
+        num_new = row.max_new_tokens or self.max_new_tokens
+        if problem := self._token_problem(token_ids) or self._length_problem(len(token_ids), num_new):
+            return BadRow(row.id, f"line {line_number}: {problem}")
+        return Prompt(row, tuple(token_ids), num_new, self._stop_token_ids(row))
+
+    def _encode(self, row: Row) -> list[int]:
+        if row.prompt is not None:
+            token_ids: list[int] = self.tokenizer(row.prompt).input_ids
+        else:
+            assert row.messages is not None
+            if self.tokenizer.chat_template is None:
+                raise ValueError("messages: the model's tokenizer has no chat template; give 'prompt' instead")
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    list(row.messages),
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    chat_template=self._frozen_template(),
+                )
+            except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+                raise ValueError(f"messages: the chat template refuses them: {error}") from error
+            token_ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        if token_ids:
+            return token_ids
+        if self.tokenizer.bos_token_id is None:
+            raise ValueError("prompt: it has no tokens, and the tokenizer has no bos token to begin with")
+        return [self.tokenizer.bos_token_id]
+
+    def _frozen_template(self) -> str:
+        """The chat template with each `strftime_now("...")` replaced by what it gives at `now`."""
+        template: str = self.tokenizer.get_chat_template()
+        return _STRFTIME_NOW.sub(lambda call: json.dumps(self.now.strftime(call[2])), template)
+
+    def _token_problem(self, token_ids: Sequence[int]) -> str | None:
+        largest = max(token_ids)
+        if largest < self.vocab_size:
+            return None
+        return (
+            f"the tokenizer gives token {largest}, but the model's vocabulary ends at {self.vocab_size - 1}; "
+            "the tokenizer is another model's, or a token was added to it alone"
+        )
+
+    def _length_problem(self, num_prompt: int, num_new: int) -> str | None:
+        if self.room is None or num_prompt + num_new <= self.room.max_tokens:
+            return None
+        limit = f"{self.room.max_tokens} ({self.room.source})"
+        if num_prompt >= self.room.max_tokens:
+            return f"the prompt has {num_prompt} tokens, which leaves no room for new ones within {limit}; shorten it"
+        return (
+            f"the prompt's {num_prompt} tokens and {num_new} new ones are more than {limit}; "
+            f"shorten it or ask for at most {self.room.max_tokens - num_prompt} new tokens"
+        )
+
+    def _stop_token_ids(self, row: Row) -> frozenset[int]:
+        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        return frozenset(special[text] for text in row.stop if text in special)

@@ -1,0 +1,201 @@
+"""Input rows: one JSON object a line, read lazily and validated strictly.
+
+A line that cannot be used becomes a `BadRow` that says why; it never ends the job. Keys that are not known are such a
+reason too, since a mistyped `temperture` must not pass for a greedy row.
+"""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+RowId = str | int
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_MAX_SEED = 2**64 - 1  # the largest that torch.Generator.manual_seed takes
+
+
+class Row(BaseModel):
+    """One valid line. `id` is the line number where the line gave none; `stop` is always a tuple of strings.
+
+    `temperature` absent or 0 means greedy; `top_k` 0 and `top_p` 1 mean no filter.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    id: RowId
+    prompt: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = None
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _messages(cls, value: object) -> object:
+        if not isinstance(value, list):
+            return value
+        for number, message in enumerate(value, start=1):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise ValueError(f"message {number} must be an object with a string 'role'")
+            if "content" not in message and "tool_calls" not in message:
+                raise ValueError(f"message {number} has no 'content'")
+        if not value:
+            raise ValueError("must hold at least one message")
+        return tuple(value)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop(cls, value: object) -> object:
+        if isinstance(value, str):
+            return (value,)
+        if value is None:
+            return ()
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "Row":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give 'prompt' or 'messages', and not both")
+        return self
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A line that cannot be used, and why; `message` names line and field."""
+
+    id: RowId
+    message: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the input that is not blank, undecoded. `number` counts all lines from 1."""
+
+    number: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a line's JSON says of its own id. `record` is None where `problem` says why it could not be read."""
+
+    line: int
+    record: dict[str, Any] | None
+    problem: str | None
+    has_own_id: bool
+
+    @property
+    def id(self) -> RowId:
+        """The row's own id, else its line number."""
+        if self.has_own_id:
+            assert self.record is not None
+            own: RowId = self.record["id"]
+            return own
+        return self.line
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines that are not blank, in order, one at a time."""
+    with path.open("rb") as file:
+        for number, data in enumerate(file, start=1):
+            content = data.removeprefix(_BYTE_ORDER_MARK) if number == 1 else data
+            if content.strip():
+                yield Line(number, content)
+
+
+def id_key(row_id: RowId) -> int:
+    """A 64-bit hash of an id, the same in every process; the number 1 and the string "1" differ."""
+    return int.from_bytes(hashlib.blake2b(json.dumps(row_id).encode(), digest_size=8).digest(), "little")
+
+
+def parse_line(line: Line) -> Parsed:
+    """Reads a line's JSON and its id; whether the other fields can be used is `row_of`'s to say."""
+    try:
+        record = json.loads(line.data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+    except UnicodeDecodeError as error:
+        return Parsed(line.number, None, f"not UTF-8 at byte {error.start} of the line", False)
+    except json.JSONDecodeError as error:
+        return Parsed(line.number, None, f"not JSON: {error.msg} at column {error.colno}", False)
+    except (ValueError, RecursionError) as error:
+        return Parsed(line.number, None, f"not JSON that can be used: {error}", False)
+    if not isinstance(record, dict):
+        return Parsed(line.number, None, f"not a JSON object but {_kind(record)}", False)
+    if record.get("id") is None:
+        return Parsed(line.number, {**record, "id": line.number}, None, False)
+    own = record["id"]
+    if isinstance(own, bool) or not isinstance(own, str | int):
+        problem = f"id must be a string or a whole number, not {_kind(own)}"
+        return Parsed(line.number, None, problem, False)
+    if isinstance(own, str) and not _is_unicode(own):
+        return Parsed(line.number, None, "id holds half of a surrogate pair", False)
+    return Parsed(line.number, record, None, True)
+
+
+def row_of(parsed: Parsed, row_id: RowId) -> Row | BadRow:
+    """The validated row, or what is wrong with it."""
+    if parsed.record is None:
+        return BadRow(row_id, f"line {parsed.line}: {parsed.problem}")
+    try:
+        row = Row.model_validate({**parsed.record, "id": row_id})
+    except ValidationError as error:
+        return BadRow(row_id, f"line {parsed.line}: {_first_problem(error)}")
+    if not _is_unicode(json.dumps(parsed.record, ensure_ascii=False)):
+        return BadRow(row_id, f"line {parsed.line}: the text holds half of a surrogate pair, which is not Unicode text")
+    return row
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown field '{field}'{_nearest(field)}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if not field:
+        return message
+    return f"{field}: {message[0].lower()}{message[1:]}, not {_short(problem['input'])}"
+
+
+def _nearest(field: str) -> str:
+    known = [name for name in Row.model_fields if name != "id"]
+    near = difflib.get_close_matches(field, known, n=1)
+    return f"; did you mean '{near[0]}'?" if near else f"; known fields: id, {', '.join(known)}"
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _kind(value: object) -> str:
+    names: dict[type, str] = {list: "a list", dict: "an object", str: "a string", bool: "true or false"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the field '{twice}' is given twice")
+    return record

@@ -1,0 +1,74 @@
+"""What a finished job did, as a value and as a table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from zinfer.jobs.progress import clock
+from zinfer.offload.stats import RunStats
+from zinfer.units import human_bytes
+
+EXIT_OK = 0
+EXIT_SOME_FAILED = 3
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """A job that came to its end: every row of the input is in the output.
+
+    num_done + num_failed == num_rows counts the whole output; num_skipped of them were there before this run. Tokens
+    are those of the rows that this run wrote. running_s: from the first batch to the last row. stats is None where this
+    run had nothing to compute. notes: what was said on the way, such as a torn line dropped.
+    """
+
+    num_rows: int
+    num_done: int
+    num_failed: int
+    num_skipped: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    wall_s: float
+    running_s: float
+    stats: RunStats | None
+    notes: tuple[str, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens over `running_s`, the loading of the model left out."""
+        return self.num_output_tokens / self.running_s if self.running_s else 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """0 all rows done, 3 some rows failed."""
+        return EXIT_SOME_FAILED if self.num_failed else EXIT_OK
+
+
+def summary_table(summary: JobSummary) -> Table:
+    """The table that `zinfer run` ends with."""
+    table = Table(title="zinfer run", show_header=False, title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    rows = f"{summary.num_done:,} done, {summary.num_failed:,} failed"
+    table.add_row("rows", f"{rows}, {summary.num_skipped:,} of them before this run" if summary.num_skipped else rows)
+    table.add_row("tokens in / out", f"{summary.num_prompt_tokens:,} / {summary.num_output_tokens:,}")
+    table.add_row("tokens/s", f"{summary.tokens_per_s:,.1f}")
+    table.add_row("wall", f"{clock(summary.wall_s)} ({summary.running_s:,.1f} s of it running)")
+    if summary.stats is not None:
+        _add_stats(table, summary.stats)
+    return table
+
+
+def _add_stats(table: Table, stats: RunStats) -> None:
+    table.add_section()
+    table.add_row("passes", f"{stats.passes:,}")
+    table.add_row("streamed per pass", human_bytes(stats.streamed_bytes_per_pass))
+    table.add_row("bytes_read_disk", f"{stats.bytes_read_disk:,} ({human_bytes(stats.bytes_read_disk)})")
+    table.add_row("bytes_to_device", f"{stats.bytes_to_device:,} ({human_bytes(stats.bytes_to_device)})")
+    table.add_row("pinned / device memory", f"{human_bytes(stats.pinned_bytes)} / {human_bytes(stats.device_bytes)}")
+    table.add_row("blocks by home", _listed({home: str(num) for home, num in stats.blocks_by_home.items()}))
+    table.add_row("stalls", _listed({cause: f"{seconds:.2f} s" for cause, seconds in stats.stall_s.items()}))
+
+
+def _listed(parts: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in parts.items())

@@ -1,0 +1,11 @@
+"""Numbers as people read them."""
+
+
+def human_bytes(num_bytes: int) -> str:
+    """Decimal units, as disks and links are sold: 1 GB is 10^9 bytes."""
+    size = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.2f} {unit}"
+        size /= 1000
+    return f"{size:,.2f} TB"
