@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Everything that a GPU machine has to show, in one go: the `gpu` tests, the demo job from disk, the streaming benchmark.
+# Logs go to the folder named by the first argument. The package need not be installed; its dependencies must be.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${1:-out/gpu}
+mkdir -p "$out"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+
+status=0
+python3 -m pytest -q -m gpu -p no:cacheprovider --durations=5 tests 2>&1 | tee "$out/tests.log" | tail -n 40 || status=1
+python3 -m zinfer run --model examples/demo/model --input examples/demo/prompts.jsonl --output "$out/demo.jsonl" \
+    --config examples/demo/config.json --device cuda --max-new-tokens 8 --batch-size 50 --restart 2>&1 | tee "$out/demo.log" || status=1
+python3 scripts/check_demo.py "$out/demo.jsonl" | tee -a "$out/demo.log" || status=1
+python3 benchmarks/stream.py --out "$out/stream.json" 2>&1 | tee "$out/stream.log" || status=1
+exit "$status"
