@@ -4,6 +4,7 @@ Launch and wait are two things: ``read_async`` returns a future, ``read`` is one
 ranges: the caller reads the covering range (``nvme.aligned``) and takes its bytes from inside.
 """
 
+import ctypes
 import errno
 import logging
 import os
@@ -101,6 +102,8 @@ class Reader:
         """
         if offset % ALIGNMENT_BYTES or buffer.nbytes % ALIGNMENT_BYTES:
             raise ValueError(f"{path}: range ({offset}, {buffer.nbytes}) is not a multiple of {ALIGNMENT_BYTES}")
+        if buffer.nbytes and ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % ALIGNMENT_BYTES:
+            raise ValueError(f"{path}: the buffer's address is not a multiple of {ALIGNMENT_BYTES}")
         needed = buffer.nbytes if required is None else required
         chunks = list(self._split(buffer, offset, needed))
         done = _Countdown(len(chunks))
@@ -133,7 +136,8 @@ class Reader:
             code = error.errno or errno.EIO
             raise DiskReadError(code, os.strerror(code), path, chunk.offset) from error
         if done < chunk.required:
-            reason = f"the file ends after {chunk.offset + done} bytes, {chunk.required - done} more were expected"
+            size, wanted = os.fstat(file.fd).st_size, chunk.offset + chunk.required
+            reason = f"the file ends after {size} bytes, {wanted - size} more were expected"
             raise DiskReadError(errno.EIO, reason, path, chunk.offset)
 
     def _fill(self, file: _OpenFile, chunk: _Chunk) -> int:

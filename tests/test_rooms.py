@@ -1,0 +1,153 @@
+"""Imports point down: zinfer -> offload -> nvme and zinfer -> kernels; no module of a room imports in a circle."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = {"zinfer": "zinfer", "offload": "zinfer.offload", "nvme": "zinfer.nvme", "kernels": "zinfer.kernels"}
+LINKS = ("offload", "kernels", "nvme")
+"""The top-level folders that are also parts of the package; their bare names belong to other projects."""
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "nvme": ("zinfer.nvme",),
+    "kernels": ("zinfer.kernels", "torch", "triton"),
+    "offload": ("zinfer.offload", "zinfer.nvme", "torch"),
+}
+"""What a room may import besides the standard library; zinfer itself may import what it likes below it."""
+
+
+def sources(room: str) -> dict[str, Path]:
+    """Module names and files of a room, links left out: what lies behind one is another room's."""
+    found = {}
+    for path in sorted((ROOT / room).rglob("*.py")):
+        inside = path.relative_to(ROOT / room)
+        if room == "zinfer" and inside.parts[0] in LINKS:
+            continue
+        parts = inside.with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        found[".".join((ROOMS[room], *parts))] = path
+    return found
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and target of every import, wherever it stands; ``from a import b`` gives ``a.b``, relative ones a dot."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
+            target = node.args[0] if node.args else None
+            yield node.lineno, target.value if isinstance(target, ast.Constant) else "a computed name"
+
+
+def may_import(room: str, target: str) -> bool:
+    if target.startswith("."):
+        return False
+    top = target.split(".")[0]
+    if room == "zinfer":
+        return top not in LINKS
+    if top in sys.stdlib_module_names:
+        return True
+    return any(target == allowed or target.startswith(f"{allowed}.") for allowed in ALLOWED[room])
+
+
+def faults(room: str, name: str, tree: ast.AST) -> list[str]:
+    return [f"{name}:{line} imports {target}" for line, target in imports(tree) if not may_import(room, target)]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_point_down(room: str) -> None:
+    modules = sources(room)
+    assert modules, f"{room}/ holds no module"
+    found = [
+        fault for name, path in modules.items() for fault in faults(room, name, ast.parse(path.read_text(), str(path)))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("room", "line", "allowed"),
+    [
+        ("nvme", "import torch", False),
+        ("nvme", "from zinfer.offload.block import Block", False),
+        ("nvme", "from zinfer.nvme.aligned import align_up", True),
+        ("offload", "def late():\n    from zinfer import engine", False),
+        ("offload", "import transformers", False),
+        ("offload", "from nvme.reader import Reader", False),
+        ("offload", "from ..nvme import reader", False),
+        ("kernels", "import zinfer.offload", False),
+        ("kernels", "import triton.language as tl", True),
+        ("zinfer", "import kernels", False),
+        ("zinfer", "from offload.block import Block", False),
+        ("zinfer", 'import importlib\nimportlib.import_module("nvme.reader")', False),
+        ("zinfer", "from zinfer.nvme.reader import Reader", True),
+    ],
+)
+def test_the_rule_bites(room: str, line: str, allowed: bool) -> None:
+    assert (faults(room, "module", ast.parse(line)) == []) == allowed
+
+
+@pytest.mark.parametrize("folder", ["tests", "scripts", "benchmarks", "examples"])
+def test_the_rooms_are_never_imported_by_their_bare_names(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        assert faults("zinfer", str(path), ast.parse(path.read_text(), str(path))) == []
+
+
+def imports_at_load(statements: list[ast.stmt]) -> Iterator[str]:
+    """Targets of the imports that run when the module is loaded: not those in functions or for type checkers."""
+    for node in statements:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (target for _, target in imports(node))
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from imports_at_load(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for field in ("body", "orelse", "finalbody", "handlers"):
+                inner = [child for child in getattr(node, field, []) if isinstance(child, ast.AST)]
+                for child in inner:
+                    yield from imports_at_load(child.body if isinstance(child, ast.ExceptHandler) else [child])
+
+
+def graph(room: str) -> dict[str, set[str]]:
+    """For each module of a room the modules of the room that its own text imports when it is loaded."""
+    modules = sources(room)
+    edges: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        edges[name] = set()
+        for target in imports_at_load(ast.parse(path.read_text(), str(path)).body):
+            while target and target not in modules:
+                target = target.rpartition(".")[0]
+            if target and target != name:
+                edges[name].add(target)
+    return edges
+
+
+def find_cycle(edges: dict[str, set[str]]) -> list[str]:
+    """The modules of one circle, or none."""
+    left = {name: set(targets) for name, targets in edges.items()}
+    while free := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_modules_import_each_other_in_a_circle(room: str) -> None:
+    assert find_cycle(graph(room)) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+    body = ast.parse("if TYPE_CHECKING:\n    import a\ntry:\n    import b\nexcept ImportError:\n    import c").body
+    assert list(imports_at_load(body)) == ["b", "c"]
+
+
+@pytest.mark.parametrize("room", LINKS)
+def test_each_room_is_linked_into_the_package(room: str) -> None:
+    link = ROOT / "zinfer" / room
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / room
