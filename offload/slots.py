@@ -59,6 +59,11 @@ class DeviceSlots:
     def take(self) -> Slot:
         return self._free.pop(0)
 
+    def reclaim(self, used: Iterable[Slot]) -> None:
+        """Free every slot that is neither free nor ``used``."""
+        busy = [*used, *self._free]
+        self._free += [slot for slot in self.slots if slot not in busy]
+
     def put(self, slot: Slot) -> None:
         assert slot not in self._free, f"slot {slot.index} was released twice"
         self._free.append(slot)

@@ -4,10 +4,13 @@
 events hold nothing back.
 """
 
+import threading
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
+
+_MOST_OPEN_WAITS: Final = 4096  # waits whose times are not read yet; each holds two CUDA events
 
 
 class Event(Protocol):
@@ -50,7 +53,7 @@ class CopyStream(ABC):
 
     @abstractmethod
     def take_stall_s(self) -> float:
-        """Seconds that compute waited in `join` since the last call (device time)."""
+        """Seconds of device time that compute waited in `join` since the last call, as far as the waits are over."""
 
 
 class _Reached:
@@ -100,6 +103,8 @@ class CudaStream(CopyStream):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Another thread may ask for the stalls while this one runs.
+        self._lock = threading.Lock()
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._spare: list[torch.cuda.Event] = []
         self._stall_s = 0.0
@@ -126,13 +131,14 @@ class CudaStream(CopyStream):
     def join(self, event: Event) -> None:
         assert isinstance(event, torch.cuda.Event)
         compute = torch.cuda.current_stream(self.device)
-        before, behind = self._timer(), self._timer()
-        before.record(compute)
-        compute.wait_event(event)
-        behind.record(compute)
-        self._waits.append((before, behind))
-        if len(self._waits) > 4096:
-            self._collect(synchronize=False)
+        with self._lock:
+            before, behind = self._timer(), self._timer()
+            before.record(compute)
+            compute.wait_event(event)
+            behind.record(compute)
+            self._waits.append((before, behind))
+            if len(self._waits) > _MOST_OPEN_WAITS:
+                self._collect()
 
     def mark_compute(self) -> Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -140,24 +146,23 @@ class CudaStream(CopyStream):
         return event
 
     def take_stall_s(self) -> float:
-        self._collect(synchronize=True)
-        stall_s, self._stall_s = self._stall_s, 0.0
+        with self._lock:
+            self._collect()
+            stall_s, self._stall_s = self._stall_s, 0.0
         return stall_s
 
     def _timer(self) -> torch.cuda.Event:
         return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
-    def _collect(self, *, synchronize: bool) -> None:
+    def _collect(self) -> None:
         """Sum the waits that are over and keep their events for the next ones."""
         open_waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         for before, behind in self._waits:
-            if synchronize:
-                behind.synchronize()
-            elif not behind.query():  # type: ignore[no-untyped-call]
+            if behind.query():  # type: ignore[no-untyped-call]
+                self._stall_s += before.elapsed_time(behind) / 1e3
+                self._spare += [before, behind]
+            else:
                 open_waits.append((before, behind))
-                continue
-            self._stall_s += before.elapsed_time(behind) / 1e3
-            self._spare += [before, behind]
         self._waits = open_waits
 
 

@@ -7,6 +7,10 @@ after which the slot may be overwritten and frees it. The next move into the slo
 stream, so the host never waits for the device here.
 
 One thread drives a streamer; the mover threads only run moves. The synchronous twin runs each move inside `wait`.
+
+A KeyboardInterrupt may strike between any two lines of that thread. A slot may then be in none of the four states, but
+only one that no mover touches and whose `vacant` is right: a move is registered before it is submitted, and stays
+registered until it has arrived. `settle` finds such slots and frees them.
 """
 
 import threading
@@ -75,12 +79,17 @@ class Streamer:
         if block.index in self._moves or block.index in self._held:
             return
         move = _Move(block, self._slots.take())
-        self._moves[block.index] = move
         source = self._sources[block.index]
-        if self._synchronous or not (source.staging_bytes or self._stream.copies_block):
-            self._run(move, source)
-        else:
-            self._movers.submit(self._run, move, source)
+        try:
+            self._moves[block.index] = move
+            if self._synchronous or not (source.staging_bytes or self._stream.copies_block):
+                self._run(move, source)
+            else:
+                self._movers.submit(self._run, move, source)
+        except BaseException:
+            if move.arrived.cancel():  # no mover has begun with it, and none will
+                del self._moves[block.index]
+            raise
 
     def wait(self, block: Block) -> dict[str, torch.nn.Parameter]:
         """Make the compute stream wait for the block; returns its tensors by name, valid until `release`.
@@ -89,35 +98,36 @@ class Streamer:
         """
         assert block.index not in self._held, f"block {block.name} is in use already"
         begin_s = time.perf_counter()
+        self._drop_failed_guess(block)
         if block.index not in self._moves:
             self._make_room()
             self.prefetch(block)
         self._order.use(block.index)
         self._look_ahead()
-        move = self._moves.pop(block.index)
-        try:
-            self._stream.join(self._arrival(move, begin_s))
-        except BaseException:
-            self._give_back(move)
-            raise
+        move = self._moves[block.index]
+        self._stream.join(self._arrival(move, begin_s))
         self._held[block.index] = move
+        del self._moves[block.index]
         return move.slot.views(block.layout)
 
     def release(self, block: Block) -> None:
         """Let the block's slot be overwritten once the compute so far is done, and move the next block into it."""
-        move = self._held.pop(block.index)
-        move.slot.vacant = self._stream.mark_compute()
-        self._slots.put(move.slot)
+        slot = self._held[block.index].slot
+        slot.vacant = self._stream.mark_compute()
+        self._moves.pop(block.index, None)  # there only if an interrupt struck in `wait`
+        del self._held[block.index]
+        self._slots.put(slot)
         self._look_ahead()
+
+    def settle(self) -> None:
+        """Put in order what a pass that was cut short (an exception, Ctrl-C at any line) has left behind."""
+        for move in list(self._held.values()):
+            self.release(move.block)
+        self._slots.reclaim(move.slot for move in self._moves.values())
 
     def holds(self, block: Block) -> bool:
         """Whether the block is in use, between `wait` and `release`."""
         return block.index in self._held
-
-    def begin_pass(self) -> None:
-        """Release what an aborted pass (an exception, Ctrl-C) left held."""
-        for move in list(self._held.values()):
-            self.release(move.block)
 
     def stall_s(self) -> dict[str, float]:
         """Seconds that compute waited so far, by cause: disk, host, link."""
@@ -127,9 +137,7 @@ class Streamer:
     def close(self) -> None:
         """Wait for the moves under way and stop the threads; the slots may be freed after."""
         self._movers.shutdown(wait=True)
-        for move in self._moves.values():
-            if move.arrived.exception() is None:
-                move.arrived.result().synchronize()
+        self._stream.mark().synchronize()
         self._moves.clear()
 
     def _look_ahead(self) -> None:
@@ -140,26 +148,36 @@ class Streamer:
                 return
             self.prefetch(self._blocks[index])
 
+    def _drop_failed_guess(self, block: Block) -> None:
+        """Forget a move that was made ahead and failed: what was wrong then (a file being replaced) may be mended."""
+        move = self._moves.get(block.index)
+        if move is not None and move.arrived.done() and move.arrived.exception() is not None:
+            self._give_up(move)
+
     def _make_room(self) -> None:
         """Free a slot for a block that nobody expected: the farthest guess gives way."""
         if self._slots.num_free:
             return
         if not self._moves:
             raise RuntimeError(f"all {len(self._slots)} device slots are in use at once; raise zinfer.num_slots")
-        _, guess = self._moves.popitem()
-        self._give_back(guess)
+        self._give_up(next(reversed(self._moves.values())))
 
-    def _give_back(self, move: _Move) -> None:
+    def _give_up(self, move: _Move) -> None:
         """Free the slot of a move whose bytes nobody will use; if it failed, nobody waits for the failure either."""
         if move.arrived.exception() is None:
             move.slot.vacant = move.arrived.result()
+        del self._moves[move.block.index]
         self._slots.put(move.slot)
 
     def _run(self, move: _Move, source: Source) -> None:
+        if not move.arrived.set_running_or_notify_cancel():
+            return
         try:
             move.arrived.set_result(self._move(move, source))
         except BaseException as failure:  # whoever waits for the block gets it
             move.arrived.set_exception(failure)
+            if not isinstance(failure, Exception):  # Ctrl-C while the thread that drives the streamer moves it itself
+                raise
 
     def _move(self, move: _Move, source: Source) -> Event:
         staging = self._staging.take() if source.staging_bytes else None
@@ -183,6 +201,10 @@ class Streamer:
 
     def _arrival(self, move: _Move, begin_s: float) -> Event:
         """The move's event, and the account of how long the host has waited for it since ``begin_s``."""
+        failure = move.arrived.exception()
+        if failure is not None:
+            self._give_up(move)
+            raise failure
         event = move.arrived.result()
         end_s = time.perf_counter()
         source = self._sources[move.block.index]

@@ -40,7 +40,6 @@ HONOURED = {
     "zero_optimization.offload_param.max_in_cpu": [],
     "zero_optimization.stage3_prefetch_bucket_size": ["prefetch_bucket_size"],
     "zero_optimization.stage3_max_live_parameters": ["max_live_parameters"],
-    "zero_optimization.stage3_max_reuse_distance": ["max_reuse_distance"],
     "aio.block_size": [],
     "aio.queue_depth": [],
     "aio.intra_op_parallelism": [],
@@ -97,6 +96,7 @@ NOT_YET = {
     "weight_quantization.quantized_initialization.symmetric": [],
 }
 NO_EFFECT = {
+    "zero_optimization.stage3_max_reuse_distance": ["max_reuse_distance"],
     "zero_optimization.offload_param.nvme_path": [],
     "zero_optimization.offload_param.buffer_size": [],
     "zero_optimization.stage3_param_persistence_threshold": ["param_persistence_threshold"],

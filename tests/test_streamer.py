@@ -137,7 +137,7 @@ def test_held_blocks_of_an_aborted_pass_are_let_go(file: Path, device: str) -> N
         streamer.wait(blocks[1])
         with pytest.raises(RuntimeError, match=r"all 2 device slots are in use at once; raise zinfer\.num_slots"):
             streamer.wait(blocks[3])
-        streamer.begin_pass()
+        streamer.settle()
         for block in blocks:
             use(streamer, block, contents, compute_s=0)
 

@@ -3,8 +3,8 @@
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from zinfer.config import Settings, resolve_settings
 from zinfer.cut import cut_model
 from zinfer.errors import ConfigError
 from zinfer.machine import find_limits
-from zinfer.model import build_meta_model, report_device
+from zinfer.model import build_meta_model, compute_buffers, report_device
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, open_stream
 from zinfer.planner import Plan, make_plan
-from zinfer.runtime import Runtime, open_reader
+from zinfer.runtime import Runtime
 from zinfer.sequence_length import check_length, check_room
 from zinfer.weights import load_buffers, match_weights
 
@@ -78,19 +78,14 @@ class InferenceEngine(nn.Module):
         report_device(self.module, self.device)
         self._lock = threading.RLock()
         self._wall_s = 0.0
-        self._runtime: Runtime | None = Runtime(
-            self.module,
-            blocks,
-            self.plan,
-            stream or open_stream(self.device),
-            open_reader(settings.aio),
-            synchronous=settings.synchronous,
-        )
+        stream = stream or open_stream(self.device)
+        runtime = Runtime(self.module, blocks, self.plan, stream, settings.aio, synchronous=settings.synchronous)
+        self._runtime: Runtime | None = runtime
+        self._close = weakref.finalize(self, runtime.close)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; tensors among the arguments are moved to the device. No gradients."""
-        with self._call():
-            return self.module(*self._moved(args), **self._moved(kwargs))
+        return self._call(lambda: self.module(*self._moved(args), **self._moved(kwargs)))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own `generate`: same arguments, same result.
@@ -99,35 +94,39 @@ class InferenceEngine(nn.Module):
             ValueError: input and new tokens together exceed `max_out_tokens` or the model's positions; checked before
                 any compute.
         """
-        with self._call():
-            args, kwargs = self._moved(args), self._moved(kwargs)
+
+        def generate() -> Any:
             check_length(self.module, args, kwargs, self.settings.max_out_tokens)
-            return self.module.generate(*args, **kwargs)
+            return self.module.generate(*self._moved(args), **self._moved(kwargs))
+
+        return self._call(generate)
 
     def stats(self) -> RunStats:
-        """Bytes moved, memory taken and stalls since the engine was made."""
-        with self._lock:
-            return self._running().stats(self._wall_s)
+        """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs."""
+        return self._running().stats(self._wall_s)
 
     def destroy(self) -> None:
-        """Stop the threads and give back memory and files; the engine cannot be used after. May be called again."""
+        """Stop the threads and give back memory and files; the engine cannot be used after. May be called again.
+
+        An engine that is dropped without it is cleaned up when it is collected, or at the end of the process.
+        """
         with self._lock:
-            if self._runtime is not None:
-                runtime, self._runtime = self._runtime, None
-                runtime.close()
+            self._runtime = None
+            self._close()
 
     def _running(self) -> Runtime:
         if self._runtime is None:
             raise RuntimeError("this engine was destroyed; make a new one with zinfer.init_inference")
         return self._runtime
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self, work: Callable[[], Any]) -> Any:
+        # No generator-based context manager here: one that Ctrl-C leaves suspended may be collected, and its lock
+        # released in vain, by another thread.
         with self._lock, torch.no_grad():
             self._running()
             begin_s = time.perf_counter()
             try:
-                yield
+                return work()
             finally:
                 self._wall_s += time.perf_counter() - begin_s
 
@@ -146,6 +145,8 @@ def _find_model(
     model: str | os.PathLike[str] | nn.Module, settings: Settings
 ) -> tuple[PreTrainedModel, Checkpoint | None]:
     """The module tree, and the checkpoint that holds its weights unless they are in memory."""
+    if not isinstance(model, str | os.PathLike | nn.Module):
+        raise ConfigError(f"model: expected a folder, a hub name or a transformers module, not {type(model).__name__}")
     if not isinstance(model, nn.Module):
         if settings.checkpoint is not None:
             raise ConfigError(f"checkpoint: the model is given as a folder ({model}) already; remove one of the two")
@@ -157,6 +158,7 @@ def _find_model(
     if settings.dtype is not None:
         module = module.to(settings.dtype)
     if settings.checkpoint is not None:
+        compute_buffers(module)
         return module, Checkpoint.open(settings.checkpoint)
     on_meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if on_meta:

@@ -1,15 +1,18 @@
 """Streams a module tree's weights under its own forward: before a block computes its tensors are put in, after it they
 are taken out again.
 
-Between uses a streamed parameter is a meta tensor, so that reading it outside the model's forward is an error instead
-of another block's bytes.
+Between uses a streamed parameter is an `AbsentParameter`, so that using it outside the model's forward is an error
+instead of another block's bytes.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zinfer.absent import AbsentParameter
 from zinfer.cut import ModelBlock
 from zinfer.offload.streamer import Streamer
 
@@ -18,7 +21,8 @@ class StreamingHooks:
     """Binds resident blocks for good and streamed ones while their modules run.
 
     Args:
-        model: the module whose forward is one pass.
+        model: the module whose forward is one pass. Its forward is wrapped, so that a pass is closed however it ends:
+            torch runs no hook after a KeyboardInterrupt.
         blocks: all its blocks; those that ``resident`` lacks are streamed.
         resident: tensors of resident blocks, by block index.
         streamer: moves the others; None when there are none.
@@ -31,11 +35,14 @@ class StreamingHooks:
         resident: Mapping[int, Mapping[str, nn.Parameter]],
         streamer: Streamer | None,
     ) -> None:
-        self._streamer = streamer
+        self._model = model
         self._blocks = blocks
-        self._empty = [_meta_parameters(block) for block in blocks]
-        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._begin_pass)]
+        self._streamer = streamer
+        self._absent = [absent_tensors(block) for block in blocks]
+        self._handles: list[RemovableHandle] = []
+        self._in_pass = False
         self.passes = 0
+        model.forward = self._one_pass(model.forward)
         for block in blocks:
             if block.block.index in resident:
                 _bind(block, resident[block.block.index])
@@ -46,17 +53,30 @@ class StreamingHooks:
                     self._handles.append(site.register_forward_hook(self._after(block), always_call=True))
 
     def remove(self) -> None:
-        """Take the hooks off and leave every parameter a meta tensor; the slabs may be freed after."""
+        """Take the hooks off and leave every parameter absent; the slabs may be freed after."""
+        del self._model.forward  # the wrapper; the class's own forward is behind it
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
         for block in self._blocks:
             self._unbind(block)
 
-    def _begin_pass(self, model: nn.Module, args: object) -> None:
-        self.passes += 1
-        if self._streamer is not None:
-            self._streamer.begin_pass()
+    def _one_pass(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def one_pass(*args: Any, **kwargs: Any) -> Any:
+            if self._in_pass:
+                raise RuntimeError(
+                    "the model was called from within its own forward (a hook?); its weights are in use there"
+                )
+            try:
+                self._in_pass = True
+                self._settle()
+                self.passes += 1
+                return forward(*args, **kwargs)
+            finally:
+                self._in_pass = False
+                self._settle()
+
+        return one_pass
 
     def _before(self, block: ModelBlock) -> Callable[[nn.Module, object], None]:
         streamer = self._streamer
@@ -68,25 +88,36 @@ class StreamingHooks:
         return bring
 
     def _after(self, block: ModelBlock) -> Callable[[nn.Module, object, object], None]:
-        streamer = self._streamer
-        assert streamer is not None
-
         def let_go(site: nn.Module, args: object, output: object) -> None:
-            if streamer.holds(block.block):  # a failed wait runs this hook too
-                self._unbind(block)
-                streamer.release(block.block)
+            self._let_go(block)
 
         return let_go
 
+    def _settle(self) -> None:
+        """Leave no block in; after a pass that came to its end there is none."""
+        if self._streamer is not None:
+            for block in self._blocks:
+                self._let_go(block)
+            self._streamer.settle()
+
+    def _let_go(self, block: ModelBlock) -> None:
+        """Take a streamed block out if it is in; a failed wait or a pass cut short leaves it either way."""
+        if self._streamer is not None and self._streamer.holds(block.block):
+            self._unbind(block)
+            self._streamer.release(block.block)
+
     def _unbind(self, block: ModelBlock) -> None:
-        _bind(block, self._empty[block.block.index])
+        _bind(block, self._absent[block.block.index])
 
 
-def _meta_parameters(block: ModelBlock) -> dict[str, nn.Parameter]:
-    return {
-        binding.tensor: nn.Parameter(binding.module._parameters[binding.leaf].to("meta"), requires_grad=False)  # type: ignore[union-attr]
-        for binding in block.bindings
-    }
+def absent_tensors(block: ModelBlock) -> dict[str, AbsentParameter]:
+    """Stand-ins for the block's tensors, by name."""
+    absent: dict[str, AbsentParameter] = {}
+    for binding in block.bindings:
+        parameter = binding.module._parameters[binding.leaf]
+        assert parameter is not None
+        absent[binding.tensor] = AbsentParameter.like(parameter)
+    return absent
 
 
 def _bind(block: ModelBlock, tensors: Mapping[str, nn.Parameter]) -> None:

@@ -1,7 +1,5 @@
 """Builds a checkpoint's module tree without its weights: parameters on the meta device, computed buffers real."""
 
-import json
-
 import torch
 import transformers
 from accelerate import init_empty_weights
@@ -24,19 +22,31 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
         CheckpointError: config.json names no causal language model that transformers knows.
     """
     config = _load_config(checkpoint)
-    config.dtype = dtype or config.dtype or _commonest_dtype(checkpoint)
     try:
+        config.dtype = dtype or config.dtype or _commonest_dtype(checkpoint)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except Exception as error:  # a constructor fails in any way over what a file may say
         raise CheckpointError(
             f"{checkpoint.config_path}: transformers {transformers.__version__} builds no causal language model from "
-            f"it: {error}"
+            f"it: {_brief(error)}"
         ) from error
     if (checkpoint.folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
     model.name_or_path = str(checkpoint.folder)
     return model.eval().requires_grad_(False)
+
+
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Replace buffers on the meta device, which no checkpoint may have, by those that the model's config computes."""
+    if any(buffer.is_meta for buffer in model.buffers()):
+        with init_empty_weights(include_buffers=False):
+            twin = type(model)(model.config)
+        computed = dict(twin.named_buffers())
+        for prefix, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = computed[f"{prefix}.{name}" if prefix else name]
 
 
 def report_device(model: PreTrainedModel, device: torch.device) -> None:
@@ -48,10 +58,17 @@ def report_device(model: PreTrainedModel, device: torch.device) -> None:
 def _load_config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(str(checkpoint.folder), local_files_only=True)
-    except (ValueError, KeyError, TypeError, OSError, json.JSONDecodeError) as error:
+    except Exception as error:  # as above
         raise CheckpointError(
-            f"{checkpoint.config_path}: not a configuration that transformers {transformers.__version__} reads: {error}"
+            f"{checkpoint.config_path}: not a configuration that transformers {transformers.__version__} reads: "
+            f"{_brief(error)}"
         ) from error
+
+
+def _brief(error: Exception) -> str:
+    """The kind of an error and the beginning of its text; transformers lists every family it knows."""
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= 400 else f"{text[:400]} ..."
 
 
 def _commonest_dtype(checkpoint: Checkpoint) -> torch.dtype:

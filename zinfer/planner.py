@@ -145,22 +145,11 @@ class _Planner:
         """Sets of resident blocks, best first."""
         outer = sorted(set(range(len(self.blocks))) - self.layers, key=lambda index: self.blocks[index].nbytes)
         layers = sorted(self.layers)
-        if self._layers_may_stay:
+        if self.settings.offload.device in (None, "none"):
             for count in range(len(layers), 0, -1):
                 yield frozenset([*outer, *_spread(layers, count)])
         for count in range(len(outer), -1, -1):
             yield frozenset(outer[:count])
-
-    @property
-    def _layers_may_stay(self) -> bool:
-        """Whether layers may be resident: not offloaded, or within the distance and number that DeepSpeed keeps."""
-        if self.settings.offload.device in (None, "none"):
-            return True
-        hints = self.settings.streaming
-        if hints.max_reuse_distance is None or hints.max_live_parameters is None:
-            return False
-        numel = sum(self.blocks[index].layout.numel for index in self.layers)
-        return numel <= min(hints.max_reuse_distance, hints.max_live_parameters)
 
     def _device_bytes(self, resident: frozenset[int]) -> int:
         streamed = [block.nbytes for block in self.blocks if block.index not in resident]
@@ -168,13 +157,14 @@ class _Planner:
         return slots + sum(self.blocks[index].nbytes for index in resident)
 
     def _choose_host_side(self, streamed: list[Block]) -> _HostSide:
-        fewest = sum(not block.extents for block in streamed)  # blocks that came in memory cannot live on disk
-        most = fewest if self.settings.offload.device == "nvme" else len(streamed)
+        in_memory = [block for block in streamed if not block.extents]  # these cannot live on disk
+        self._check_offload(in_memory)
+        most = 0 if self.settings.offload.device == "nvme" else len(streamed)
         most_numel = self.settings.offload.max_in_cpu
-        for count in range(most, fewest - 1, -1):
+        for count in range(most, len(in_memory) - 1, -1):
             side = self._host_side(streamed, self._hosted(streamed, count))
             numel = sum(self.blocks[index].layout.numel for index in side.hosted)
-            if side.host_bytes <= self.limits.host_bytes and (most_numel is None or numel <= most_numel or not count):
+            if side.host_bytes <= self.limits.host_bytes and (most_numel is None or numel <= most_numel):
                 break
         else:
             raise PlanError(
@@ -188,6 +178,23 @@ class _Planner:
                 f"{side.pinned_bytes} bytes ({human_bytes(side.pinned_bytes)})"
             )
         return side
+
+    def _check_offload(self, in_memory: list[Block]) -> None:
+        """Weights that came in memory have one home when they are streamed, host memory."""
+        if not in_memory:
+            return
+        remedy = "save the model with save_pretrained and give the folder instead"
+        if self.settings.offload.device == "nvme":
+            raise PlanError(
+                f'zero_optimization.offload_param.device is "nvme", but the module\'s weights are in memory and in no '
+                f"file to stream from; {remedy}, or set it to \"cpu\""
+            )
+        numel, most = sum(block.layout.numel for block in in_memory), self.settings.offload.max_in_cpu
+        if most is not None and numel > most:
+            raise PlanError(
+                f"zero_optimization.offload_param.max_in_cpu is {most} elements, but {numel} of the module's weights "
+                f"are in memory and in no file to stream from; raise it, or {remedy}"
+            )
 
     @staticmethod
     def _hosted(streamed: list[Block], count: int) -> frozenset[int]:

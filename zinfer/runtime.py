@@ -1,6 +1,7 @@
 """The running machinery of one model: its blocks in their homes, the streamer between them, hooks on the modules."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Final
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from zinfer.config import Aio
 from zinfer.cut import ModelBlock
-from zinfer.hooks import StreamingHooks
+from zinfer.hooks import StreamingHooks, absent_tensors
 from zinfer.nvme.reader import DEFAULT_BLOCK_BYTES, DEFAULT_NUM_THREADS, Reader
 from zinfer.offload.block import Block, Tier
 from zinfer.offload.homes import Homes
@@ -40,7 +41,7 @@ class Runtime:
         blocks: all its blocks.
         plan: their homes, and the buffers.
         stream: copies to the device.
-        reader: reads the checkpoint; closed with the runtime.
+        aio: how the disk is read.
         synchronous: move nothing ahead of its use.
     """
 
@@ -50,78 +51,71 @@ class Runtime:
         blocks: Sequence[ModelBlock],
         plan: Plan,
         stream: CopyStream,
-        reader: Reader,
+        aio: Aio,
         *,
         synchronous: bool,
     ) -> None:
         self._plan = plan
-        self._reader = reader
+        self._streamer: Streamer | None = None
+        with ExitStack() as owned:  # what was made before a failure is given back
+            self._reader = owned.enter_context(closing(open_reader(aio)))
+            self._homes = owned.enter_context(closing(self._fill_homes(blocks, stream)))
+            self._staging = owned.enter_context(closing(self._make_staging(stream)))
+            streamed = [block.block for block in blocks if block.block.index in self._homes.sources]
+            if streamed:
+                self._streamer = owned.enter_context(closing(self._open_streamer(streamed, stream, synchronous)))
+            self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer)
+            owned.callback(self._hooks.remove)
+            self._owned = owned.pop_all()
+
+    def _fill_homes(self, blocks: Sequence[ModelBlock], stream: CopyStream) -> Homes:
         by_index = {block.block.index: block for block in blocks}
 
         def take(block: Block) -> Mapping[str, torch.Tensor]:
             return _take_tensors(by_index[block.index])
 
-        self._homes = Homes([block.block for block in blocks], plan.homes, reader, stream, take)
-        self._staging = StagingRing(
-            [HostBuffer(plan.staging_bytes, pin=stream.needs_pinned) for _ in range(plan.num_staging)]
-        )
-        streamed = [block.block for block in blocks if block.block.index in self._homes.sources]
-        self._disk_bytes_per_pass = sum(
-            source.wire_bytes for source in self._homes.sources.values() if source.tier is Tier.DISK
-        )
-        self._wire_bytes_per_pass = sum(source.wire_bytes for source in self._homes.sources.values())
-        self._slot_bytes = plan.num_slots * plan.slot_bytes
-        self._streamer = self._open_streamer(streamed, stream, synchronous) if streamed else None
-        self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(stream.device)
+        return Homes([block.block for block in blocks], self._plan.homes, self._reader, stream, take)
+
+    def _make_staging(self, stream: CopyStream) -> StagingRing:
+        plan = self._plan
+        return StagingRing([HostBuffer(plan.staging_bytes, pin=stream.needs_pinned) for _ in range(plan.num_staging)])
 
     def _open_streamer(self, streamed: list[Block], stream: CopyStream, synchronous: bool) -> Streamer:
-        buffers = [
-            torch.empty(self._plan.slot_bytes, dtype=torch.uint8, device=stream.device)
-            for _ in range(self._plan.num_slots)
-        ]
-        return Streamer(
-            streamed, self._homes.sources, stream, DeviceSlots(buffers), self._staging, synchronous=synchronous
-        )
+        size, device = self._plan.slot_bytes, stream.device
+        slots = DeviceSlots(torch.empty(size, dtype=torch.uint8, device=device) for _ in range(self._plan.num_slots))
+        return Streamer(streamed, self._homes.sources, stream, slots, self._staging, synchronous=synchronous)
 
     def stats(self, wall_s: float) -> RunStats:
-        """The counters so far, ``wall_s`` being the seconds spent in calls."""
-        streamer = self._streamer
+        """The counters so far, ``wall_s`` being the seconds spent in calls. May be asked for while the model runs."""
+        plan, homes, streamer = self._plan, self._homes, self._streamer
+        sources = homes.sources.values()
         staging = [slot.memory for slot in self._staging.slots]
         return RunStats(
             bytes_read_disk=self._reader.bytes_read,
-            bytes_to_device=self._homes.bytes_to_device + (streamer.bytes_moved if streamer else 0),
-            streamed_bytes_per_pass=self._wire_bytes_per_pass,
-            disk_bytes_per_pass=self._disk_bytes_per_pass,
-            pinned_bytes=self._homes.pinned_bytes + sum(memory.nbytes for memory in staging if memory.pinned),
-            host_bytes=self._homes.host_bytes + sum(memory.nbytes for memory in staging),
-            device_bytes=self._homes.device_bytes + self._slot_bytes,
-            blocks_by_home={tier.name: self._plan.num_blocks(tier) for tier in Tier},
+            bytes_to_device=homes.bytes_to_device + (streamer.bytes_moved if streamer else 0),
+            streamed_bytes_per_pass=sum(source.wire_bytes for source in sources),
+            disk_bytes_per_pass=sum(source.wire_bytes for source in sources if source.tier is Tier.DISK),
+            pinned_bytes=homes.pinned_bytes + sum(memory.nbytes for memory in staging if memory.pinned),
+            host_bytes=homes.host_bytes + sum(memory.nbytes for memory in staging),
+            device_bytes=homes.device_bytes + plan.num_slots * plan.slot_bytes,
+            blocks_by_home={tier.name: plan.num_blocks(tier) for tier in Tier},
             stall_s=streamer.stall_s() if streamer else {"disk": 0.0, "host": 0.0, "link": 0.0},
             passes=self._hooks.passes,
             wall_s=wall_s,
         )
 
     def close(self) -> None:
-        """Stop the threads, close the files, give the memory back. The model is left without weights."""
-        self._hooks.remove()
-        if self._streamer is not None:
-            self._streamer.close()
-        self._reader.close()
-        self._staging.close()
-        self._homes.close()
+        """Take the hooks off, stop the threads, close the files, give the memory back; the model is left bare."""
+        self._owned.close()
 
 
 def _take_tensors(block: ModelBlock) -> dict[str, torch.Tensor]:
-    """The block's tensors out of its modules, which keep meta tensors, so that each is freed once it is copied."""
+    """The block's tensors out of its modules, which keep stand-ins, so that each is freed once it is copied."""
+    absent = absent_tensors(block)
     taken: dict[str, torch.Tensor] = {}
     for binding in block.bindings:
         parameter = binding.module._parameters[binding.leaf]
         assert parameter is not None
-        if not parameter.is_meta:
-            taken.setdefault(binding.tensor, parameter.detach())
-        binding.module._parameters[binding.leaf] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        taken.setdefault(binding.tensor, parameter.detach())
+        binding.module._parameters[binding.leaf] = absent[binding.tensor]
     return taken

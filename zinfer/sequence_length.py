@@ -39,18 +39,20 @@ def check_length(
 
     Args:
         model: with transformers' ``config`` and ``generation_config``.
-        args: positional arguments of the call; the first may be the ids [rows, tokens].
+        args: positional arguments of the call: the ids [rows, tokens], a generation config.
         kwargs: keyword arguments of the call.
         max_out_tokens: the configuration's limit, or None.
 
     Raises:
         ValueError: names both numbers and the limit.
     """
-    ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-    if not isinstance(ids, torch.Tensor):
+    tokens = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if not isinstance(tokens, torch.Tensor):
         return
-    num_input = _longest_row(ids, kwargs.get("attention_mask"))
-    num_new = _num_new_tokens(model, kwargs, ids.shape[-1])
+    num_input = _longest_row(tokens, kwargs.get("attention_mask"))
+    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None) or model.generation_config
+    num_new = _num_new_tokens(config, kwargs, tokens.shape[1])
     for name, limit in (("max_out_tokens", max_out_tokens), ("the model's positions", max_positions(model))):
         if limit is not None and num_input + num_new > limit:
             raise ValueError(
@@ -59,15 +61,15 @@ def check_length(
             )
 
 
-def _longest_row(ids: torch.Tensor, attention_mask: Any) -> int:
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.shape == ids.shape:
+def _longest_row(tokens: torch.Tensor, attention_mask: Any) -> int:
+    """``tokens`` are ids [rows, tokens] or embeddings [rows, tokens, width]."""
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.shape == tokens.shape[:2]:
         return int(attention_mask.sum(dim=-1).max())
-    return int(ids.shape[-1])
+    return int(tokens.shape[1])
 
 
-def _num_new_tokens(model: nn.Module, kwargs: Mapping[str, Any], input_width: int) -> int:
+def _num_new_tokens(config: Any, kwargs: Mapping[str, Any], input_width: int) -> int:
     """As transformers counts: `max_new_tokens`, else what `max_length` leaves, at least 1."""
-    config = kwargs.get("generation_config") or model.generation_config
     new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
     if new is not None:
         return int(new)

@@ -33,11 +33,10 @@ class Aio:
 
 @dataclass(frozen=True)
 class Streaming:
-    """Depth and residency of the stream, in elements; None means that the planner chooses."""
+    """Hints at the depth of the stream, in elements; None means that the planner chooses."""
 
     prefetch_bucket_size: int | None = None
     max_live_parameters: int | None = None
-    max_reuse_distance: int | None = None
 
 
 @dataclass(frozen=True)

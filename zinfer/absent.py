@@ -1,0 +1,48 @@
+"""What a module holds in place of a weight that is not on the device: shape and dtype, and an error for every use.
+
+A plain meta tensor would not do: torch's CPU matrix products take one and answer with uninitialised memory.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+# What modules and transformers ask of a parameter without reading it; attributes are told apart by their own names.
+_METHODS: Final = frozenset(
+    {"__len__", "__repr__", "dim", "is_complex", "is_floating_point", "numel", "size", "stride"}
+)
+_ATTRIBUTES: Final = frozenset(
+    {"device", "dtype", "grad", "is_cpu", "is_cuda", "is_leaf", "is_meta", "itemsize", "nbytes", "ndim", "shape"}
+    | {"requires_grad"}
+)
+
+
+class AbsentParameter(nn.Parameter):
+    """A parameter on the meta device whose values nobody can use, not even by mistake."""
+
+    @staticmethod
+    def like(tensor: torch.Tensor) -> "AbsentParameter":
+        """One with the shape and dtype of ``tensor``."""
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return torch.Tensor._make_subclass(AbsentParameter, empty, False)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "detach":  # state_dict() detaches what it lists
+            return args[0]
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name not in _METHODS and not (name == "__get__" and attribute in _ATTRIBUTES):
+            raise RuntimeError(
+                "this weight is not on the device: a streamed weight is there only while its block runs as a part of "
+                "the model's forward, and none is after destroy()"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
