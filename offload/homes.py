@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Final
 
 import torch
 
@@ -12,6 +13,9 @@ from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.slots import StagingRing, StagingSlot
 from zinfer.offload.source import DiskSource, HostSource, Source
 from zinfer.offload.stream import CopyStream, HostStream
+
+NUM_LOADING_BUFFERS: Final = 2
+"""Buffers that slabs are filled through: one is read while the other is put in place."""
 
 TakeTensors = Callable[[Block], Mapping[str, torch.Tensor]]
 """Hands over the tensors of a block that came in memory; the giver may free them when the call after next returns."""
@@ -84,12 +88,13 @@ class Homes:
     def _allocate(self, block: Block, home: Home) -> tuple[torch.Tensor, CopyStream]:
         """The memory of one slab, and the stream whose copies fill it."""
         if home.tier is Tier.DEVICE:
-            target = torch.empty(block.nbytes, dtype=torch.uint8, device=self._stream.device)
+            target = self._stream.allocate(block.nbytes)
             self.device_bytes += block.nbytes
             self.resident[block.index] = block.layout.views(target)
             return target, self._stream
         slab = self._slabs[block.index] = HostBuffer(block.nbytes, pin=home.pinned)
-        through_staging = self._stream.needs_pinned and not slab.pinned
+        # As planned, also where a registration was refused: there is no staging slot then, and torch copies by itself.
+        through_staging = self._stream.needs_pinned and not home.pinned
         self.sources[block.index] = HostSource(block, slab, through_staging=through_staging)
         return slab.tensor, HostStream()
 
@@ -100,20 +105,22 @@ class Homes:
             self.bytes_to_device += block.nbytes
 
     def _fill_from_disk(self, jobs: list[tuple[Block, torch.Tensor, CopyStream]]) -> None:
-        """Read block after block through two staging slots, so that one is read while the other is put in place."""
+        """Read block after block, one ahead of the one that is put in place."""
         if not jobs:
             return
         sources = [DiskSource(block, self._reader) for block, _, _ in jobs]
         size = max(source.staging_bytes for source in sources)
-        pin = self._stream.needs_pinned and any(stream is self._stream for _, _, stream in jobs)
-        ring = StagingRing([HostBuffer(size, pin=pin) for _ in range(min(2, len(jobs)))])
+        # Pageable: these are gone before the first pass, and pinning them would take longer than it saves.
+        ring = StagingRing([HostBuffer(size, pin=False) for _ in range(min(NUM_LOADING_BUFFERS, len(jobs)))])
         with closing(ring):
-            for (block, target, stream), source, staging in zip(jobs, sources, _loaded(sources, ring), strict=True):
-                source.send(stream, target, staging.memory)
-                ring.put(staging, stream.mark())
-                if block.index in self.resident:
-                    self.bytes_to_device += source.wire_bytes
-            self._stream.mark().synchronize()
+            try:
+                for (block, target, stream), source, staging in zip(jobs, sources, _loaded(sources, ring), strict=True):
+                    source.send(stream, target, staging.memory)
+                    ring.put(staging, stream.mark())
+                    if block.index in self.resident:
+                        self.bytes_to_device += source.wire_bytes
+            finally:
+                self._stream.mark().synchronize()
 
 
 def _loaded(sources: Sequence[Source], ring: StagingRing) -> Iterator[StagingSlot]:

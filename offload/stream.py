@@ -23,12 +23,10 @@ class Event(Protocol):
 class CopyStream(ABC):
     """Where slabs are copied to the device and compute waits for them.
 
-    ``copies_block`` tells whether `copy` returns only once the bytes have moved; ``needs_pinned`` whether copies from
-    pageable memory must go through a pinned staging slot.
+    ``needs_pinned`` tells whether only pinned memory copies at the link's speed and beside the compute.
     """
 
     device: torch.device
-    copies_block: bool
     needs_pinned: bool
 
     @abstractmethod
@@ -52,8 +50,17 @@ class CopyStream(ABC):
         """The point after the compute so far."""
 
     @abstractmethod
-    def take_stall_s(self) -> float:
-        """Seconds of device time that compute waited in `join` since the last call, as far as the waits are over."""
+    def stall_s(self) -> float:
+        """Seconds of device time that compute has waited in `join`, as far as the waits are over."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Device memory (uint8) for copies to fill.
+
+        torch may hand out memory that compute, enqueued before, still uses: the copies wait for that.
+        """
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self.after(self.mark_compute())
+        return memory
 
 
 class _Reached:
@@ -69,7 +76,6 @@ _REACHED = _Reached()
 class HostStream(CopyStream):
     """Copies by the calling thread; ``join`` has nothing to wait for because the caller has waited for the thread."""
 
-    copies_block = True
     needs_pinned = False
 
     def __init__(self) -> None:
@@ -90,14 +96,13 @@ class HostStream(CopyStream):
     def mark_compute(self) -> Event:
         return _REACHED
 
-    def take_stall_s(self) -> float:
+    def stall_s(self) -> float:
         return 0.0
 
 
 class CudaStream(CopyStream):
     """Copies on a stream of their own; compute is whatever stream is current in the thread that calls `join`."""
 
-    copies_block = False
     needs_pinned = True
 
     def __init__(self, device: torch.device) -> None:
@@ -145,11 +150,10 @@ class CudaStream(CopyStream):
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def take_stall_s(self) -> float:
+    def stall_s(self) -> float:
         with self._lock:
             self._collect()
-            stall_s, self._stall_s = self._stall_s, 0.0
-        return stall_s
+            return self._stall_s
 
     def _timer(self) -> torch.cuda.Event:
         return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

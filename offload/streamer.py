@@ -6,7 +6,7 @@ A slot is free, filling, ready, or held. `prefetch` takes a free slot and starts
 after which the slot may be overwritten and frees it. The next move into the slot waits for that event on the copy
 stream, so the host never waits for the device here.
 
-One thread drives a streamer; the mover threads only run moves. The synchronous twin runs each move inside `wait`.
+One thread drives a streamer; the mover threads only run moves. The synchronous twin begins each move in `wait`.
 
 A KeyboardInterrupt may strike between any two lines of that thread. A slot may then be in none of the four states, but
 only one that no mover touches and whose `vacant` is right: a move is registered before it is submitted, and stays
@@ -16,26 +16,15 @@ registered until it has arrived. `settle` finds such slots and frees them.
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import torch
 
 from zinfer.offload.block import Block, Tier
+from zinfer.offload.movers import Move, Movers
 from zinfer.offload.order import AccessOrder
-from zinfer.offload.slots import DeviceSlots, Slot, StagingRing
+from zinfer.offload.slots import DeviceSlots, StagingRing
 from zinfer.offload.source import Source
 from zinfer.offload.stream import CopyStream, Event
-
-
-@dataclass(eq=False)
-class _Move:
-    """A block on its way into a slot; ``arrived`` yields the event after which the slot is ready."""
-
-    block: Block
-    slot: Slot
-    arrived: "Future[Event]" = field(default_factory=Future)
-    loaded_at_s: float = 0.0
 
 
 class Streamer:
@@ -67,9 +56,9 @@ class Streamer:
         self._staging = staging
         self._synchronous = synchronous
         self._order = AccessOrder([block.index for block in blocks])
-        self._moves: dict[int, _Move] = {}
-        self._held: dict[int, _Move] = {}
-        self._movers = ThreadPoolExecutor(max(1, len(staging.slots), len(slots)), thread_name_prefix="zinfer-move")
+        self._moves: dict[int, Move] = {}
+        self._held: dict[int, Move] = {}
+        self._movers = Movers(max(len(staging.slots), len(slots)), self._move)
         self._stall_s = {"disk": 0.0, "host": 0.0, "link": 0.0}
         self._lock = threading.Lock()
         self.bytes_moved = 0
@@ -78,17 +67,12 @@ class Streamer:
         """Start moving a block into a free slot and return; nothing to do if it is on its way or there."""
         if block.index in self._moves or block.index in self._held:
             return
-        move = _Move(block, self._slots.take())
-        source = self._sources[block.index]
+        move = Move(block, self._slots.take())
         try:
             self._moves[block.index] = move
-            if self._synchronous or not (source.staging_bytes or self._stream.copies_block):
-                self._run(move, source)
-            else:
-                self._movers.submit(self._run, move, source)
-        except BaseException:
-            if move.arrived.cancel():  # no mover has begun with it, and none will
-                del self._moves[block.index]
+            self._movers.submit(move)
+        except BaseException:  # Ctrl-C between the two: a registered move must run, and runs once
+            self._movers.submit(move)
             raise
 
     def wait(self, block: Block) -> dict[str, torch.nn.Parameter]:
@@ -120,23 +104,24 @@ class Streamer:
         self._look_ahead()
 
     def settle(self) -> None:
-        """Put in order what a pass that was cut short (an exception, Ctrl-C at any line) has left behind."""
-        for move in list(self._held.values()):
-            self.release(move.block)
+        """Release what a pass that was cut short (an exception, Ctrl-C at any line) has left held, and lost slots."""
+        for block in self.held():
+            self.release(block)
         self._slots.reclaim(move.slot for move in self._moves.values())
 
-    def holds(self, block: Block) -> bool:
-        """Whether the block is in use, between `wait` and `release`."""
-        return block.index in self._held
+    def held(self) -> list[Block]:
+        """The blocks in use, between `wait` and `release`."""
+        return [move.block for move in self._held.values()]
 
     def stall_s(self) -> dict[str, float]:
         """Seconds that compute waited so far, by cause: disk, host, link."""
-        self._stall_s["link"] += self._stream.take_stall_s()
-        return dict(self._stall_s)
+        stall_s = dict(self._stall_s)
+        stall_s["link"] += self._stream.stall_s()
+        return stall_s
 
     def close(self) -> None:
         """Wait for the moves under way and stop the threads; the slots may be freed after."""
-        self._movers.shutdown(wait=True)
+        self._movers.close()
         self._stream.mark().synchronize()
         self._moves.clear()
 
@@ -151,7 +136,7 @@ class Streamer:
     def _drop_failed_guess(self, block: Block) -> None:
         """Forget a move that was made ahead and failed: what was wrong then (a file being replaced) may be mended."""
         move = self._moves.get(block.index)
-        if move is not None and move.arrived.done() and move.arrived.exception() is not None:
+        if move is not None and move.is_over and move.failure() is not None:
             self._give_up(move)
 
     def _make_room(self) -> None:
@@ -162,24 +147,16 @@ class Streamer:
             raise RuntimeError(f"all {len(self._slots)} device slots are in use at once; raise zinfer.num_slots")
         self._give_up(next(reversed(self._moves.values())))
 
-    def _give_up(self, move: _Move) -> None:
+    def _give_up(self, move: Move) -> None:
         """Free the slot of a move whose bytes nobody will use; if it failed, nobody waits for the failure either."""
-        if move.arrived.exception() is None:
-            move.slot.vacant = move.arrived.result()
+        if move.failure() is None:
+            move.slot.vacant = move.sent()
         del self._moves[move.block.index]
         self._slots.put(move.slot)
 
-    def _run(self, move: _Move, source: Source) -> None:
-        if not move.arrived.set_running_or_notify_cancel():
-            return
-        try:
-            move.arrived.set_result(self._move(move, source))
-        except BaseException as failure:  # whoever waits for the block gets it
-            move.arrived.set_exception(failure)
-            if not isinstance(failure, Exception):  # Ctrl-C while the thread that drives the streamer moves it itself
-                raise
-
-    def _move(self, move: _Move, source: Source) -> Event:
+    def _move(self, move: Move) -> Event:
+        """A mover's work: bring the block's bytes within reach, enqueue the copies into the slot."""
+        source = self._sources[move.block.index]
         staging = self._staging.take() if source.staging_bytes else None
         sent: Event | None = None
         try:
@@ -193,22 +170,21 @@ class Streamer:
             with self._lock:
                 self.bytes_moved += source.wire_bytes
         finally:
-            if staging is not None:
-                self._staging.put(staging, sent)
+            if staging is not None:  # a send that failed half way has copies under way too
+                self._staging.put(staging, sent or self._stream.mark())
         if self._synchronous:
             sent.synchronize()
         return sent
 
-    def _arrival(self, move: _Move, begin_s: float) -> Event:
+    def _arrival(self, move: Move, begin_s: float) -> Event:
         """The move's event, and the account of how long the host has waited for it since ``begin_s``."""
-        failure = move.arrived.exception()
+        failure = move.failure()
         if failure is not None:
             self._give_up(move)
             raise failure
-        event = move.arrived.result()
         end_s = time.perf_counter()
         source = self._sources[move.block.index]
         loading_s = min(max(move.loaded_at_s - begin_s, 0.0), end_s - begin_s)
         self._stall_s["disk" if source.tier is Tier.DISK else "host"] += loading_s
         self._stall_s["link"] += end_s - begin_s - loading_s
-        return event
+        return move.sent()

@@ -12,7 +12,7 @@ from zinfer.checkpoint import Checkpoint
 from zinfer.cut import cut_model
 from zinfer.model import build_meta_model
 from zinfer.offload.block import Block
-from zinfer.offload.source import plan_reads
+from zinfer.offload.read_plan import plan_reads
 from zinfer.weights import match_weights
 
 HOMES = ("resident", "host", "disk", "mixed")

@@ -595,8 +595,10 @@ def test_a_refused_module_keeps_its_weights(batch: Tensors) -> None:
     assert torch.equal(eager_logits(model, batch), expected)
 
 
-def test_a_dtype_casts_a_module_in_memory(batch: Tensors) -> None:
-    expected = eager_logits(tiny_model("llama", num_layers=3).to(torch.bfloat16), batch)
+def test_a_dtype_casts_a_module_in_memory_as_transformers_casts_a_folder(tmp_path: Path, batch: Tensors) -> None:
+    """Rotary frequencies stay in fp32, which `module.to` would cast as well."""
+    saved = tiny_checkpoint("llama", tmp_path / "saved", num_layers=3)
+    expected = eager_logits(AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16), batch)
     for config in ({}, HOST):
         with loaded(tiny_model("llama", num_layers=3), config, dtype="bf16") as engine:
             assert torch.equal(engine(**batch).logits, expected)

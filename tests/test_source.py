@@ -11,7 +11,8 @@ from zinfer.nvme.aligned import ALIGNMENT_BYTES
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import SLAB_ALIGNMENT_BYTES, Block, Extent, SlabLayout
 from zinfer.offload.host_memory import HostBuffer
-from zinfer.offload.source import DiskSource, plan_reads
+from zinfer.offload.read_plan import plan_reads
+from zinfer.offload.source import DiskSource
 from zinfer.offload.stream import HostStream
 
 FILE_BYTES = 300_000

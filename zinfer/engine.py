@@ -21,7 +21,7 @@ from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, open_stream
 from zinfer.planner import Plan, make_plan
 from zinfer.runtime import Runtime
-from zinfer.sequence_length import check_length, check_room
+from zinfer.sequence_length import check_input, check_length, check_room
 from zinfer.weights import load_buffers, match_weights
 
 
@@ -52,7 +52,7 @@ class InferenceEngine(nn.Module):
     """A model whose weights stream while it runs; made by `init_inference`.
 
     Attributes:
-        module: the transformers module; its streamed parameters are meta tensors between uses.
+        module: the transformers module; its streamed parameters are absent between uses (`zinfer.absent`).
         settings: the resolved configuration.
         plan: homes, buffers and bytes.
         device: where it computes.
@@ -84,8 +84,17 @@ class InferenceEngine(nn.Module):
         self._close = weakref.finalize(self, runtime.close)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward; tensors among the arguments are moved to the device. No gradients."""
-        return self._call(lambda: self.module(*self._moved(args), **self._moved(kwargs)))
+        """The module's own forward; tensors among the arguments are moved to the device. No gradients.
+
+        Raises:
+            ValueError: the input, with what the cache holds, exceeds `max_out_tokens` or the model's positions.
+        """
+
+        def forward() -> Any:
+            check_input(self.module, args, kwargs, self.settings.max_out_tokens)
+            return self.module(*self._moved(args), **self._moved(kwargs))
+
+        return self._call(forward)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own `generate`: same arguments, same result.
@@ -123,12 +132,13 @@ class InferenceEngine(nn.Module):
         # No generator-based context manager here: one that Ctrl-C leaves suspended may be collected, and its lock
         # released in vain, by another thread.
         with self._lock, torch.no_grad():
-            self._running()
+            runtime = self._running()
             begin_s = time.perf_counter()
             try:
                 return work()
             finally:
                 self._wall_s += time.perf_counter() - begin_s
+                runtime.settle()
 
     def _moved(self, value: Any) -> Any:
         """Tensors on the device, inside the containers that transformers passes around."""
@@ -154,9 +164,14 @@ def _find_model(
         return build_meta_model(checkpoint, settings.dtype), checkpoint
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"model: a {type(model).__name__} is not a transformers model; pass one, or a folder")
+    if "forward" in vars(model):
+        raise ConfigError(
+            "model: its forward is wrapped already, by another engine or by accelerate; destroy that engine or remove "
+            "those hooks, and pass a module with its weights"
+        )
     module = model.eval().requires_grad_(False)
-    if settings.dtype is not None:
-        module = module.to(settings.dtype)
+    for parameter in module.parameters():  # not module.to: rotary frequencies stay in their own dtype
+        parameter.data = parameter.data.to(settings.dtype or parameter.dtype)
     if settings.checkpoint is not None:
         compute_buffers(module)
         return module, Checkpoint.open(settings.checkpoint)

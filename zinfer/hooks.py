@@ -52,6 +52,13 @@ class StreamingHooks:
                     self._handles.append(site.register_forward_pre_hook(self._before(block)))
                     self._handles.append(site.register_forward_hook(self._after(block), always_call=True))
 
+    def settle(self) -> None:
+        """Take out what a call that was cut short has left in; after one that came to its end there is nothing."""
+        if self._streamer is not None:
+            for block in self._streamer.held():
+                self._unbind(self._blocks[block.index])
+            self._streamer.settle()
+
     def remove(self) -> None:
         """Take the hooks off and leave every parameter absent; the slabs may be freed after."""
         del self._model.forward  # the wrapper; the class's own forward is behind it
@@ -69,12 +76,12 @@ class StreamingHooks:
                 )
             try:
                 self._in_pass = True
-                self._settle()
+                self.settle()
                 self.passes += 1
                 return forward(*args, **kwargs)
             finally:
                 self._in_pass = False
-                self._settle()
+                self.settle()
 
         return one_pass
 
@@ -88,23 +95,15 @@ class StreamingHooks:
         return bring
 
     def _after(self, block: ModelBlock) -> Callable[[nn.Module, object, object], None]:
+        streamer = self._streamer
+        assert streamer is not None
+
         def let_go(site: nn.Module, args: object, output: object) -> None:
-            self._let_go(block)
+            if block.block in streamer.held():  # a wait that failed runs this hook too
+                self._unbind(block)
+                streamer.release(block.block)
 
         return let_go
-
-    def _settle(self) -> None:
-        """Leave no block in; after a pass that came to its end there is none."""
-        if self._streamer is not None:
-            for block in self._blocks:
-                self._let_go(block)
-            self._streamer.settle()
-
-    def _let_go(self, block: ModelBlock) -> None:
-        """Take a streamed block out if it is in; a failed wait or a pass cut short leaves it either way."""
-        if self._streamer is not None and self._streamer.holds(block.block):
-            self._unbind(block)
-            self._streamer.release(block.block)
 
     def _unbind(self, block: ModelBlock) -> None:
         _bind(block, self._absent[block.block.index])

@@ -1,6 +1,8 @@
 """What this machine lends a run: the device, and the memory budgets where the configuration states none."""
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import psutil
@@ -43,7 +45,7 @@ def choose_device(settings: Settings) -> torch.device:
 def find_limits(settings: Settings) -> MachineLimits:
     """The stated budgets, and shares of what is free now for those that are not stated."""
     device = choose_device(settings)
-    free_host = psutil.virtual_memory().available
+    free_host = min(psutil.virtual_memory().available, _free_in_cgroup())
     if device.type == "cuda":
         free_device, _ = torch.cuda.mem_get_info(device)
         device_bytes, host_bytes = int(free_device * _DEVICE_SHARE), int(free_host * _HOST_SHARE)
@@ -57,3 +59,12 @@ def find_limits(settings: Settings) -> MachineLimits:
         host_bytes,
         host_bytes if memory.max_pinned_memory is None else memory.max_pinned_memory,
     )
+
+
+def _free_in_cgroup(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that a container's limit leaves (cgroup v2, "memory.max"); what is free on the machine does not show it."""
+    try:
+        limit, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
+    except FileNotFoundError:  # not in a container, or cgroup v1
+        return sys.maxsize
+    return sys.maxsize if limit == "max" else max(0, int(limit) - used)

@@ -16,7 +16,8 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
         checkpoint: an opened checkpoint.
         dtype: of parameters; None takes config.json's, else the one that most of the checkpoint's bytes have.
 
-    Non-persistent buffers (rotary frequencies) are in no checkpoint, so they are computed here, on the CPU.
+    Non-persistent buffers (rotary frequencies) are in no checkpoint, so they are computed here, on the CPU. Python code
+    that a checkpoint brings along is never run.
 
     Raises:
         CheckpointError: config.json names no causal language model that transformers knows.
@@ -25,14 +26,13 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
     try:
         config.dtype = dtype or config.dtype or _commonest_dtype(checkpoint)
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=False)
     except Exception as error:  # a constructor fails in any way over what a file may say
         raise CheckpointError(
             f"{checkpoint.config_path}: transformers {transformers.__version__} builds no causal language model from "
             f"it: {_brief(error)}"
         ) from error
-    if (checkpoint.folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
+    _load_generation_config(model, checkpoint)
     model.name_or_path = str(checkpoint.folder)
     return model.eval().requires_grad_(False)
 
@@ -57,12 +57,21 @@ def report_device(model: PreTrainedModel, device: torch.device) -> None:
 
 def _load_config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
     try:
-        return AutoConfig.from_pretrained(str(checkpoint.folder), local_files_only=True)
+        return AutoConfig.from_pretrained(str(checkpoint.folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as above
         raise CheckpointError(
             f"{checkpoint.config_path}: not a configuration that transformers {transformers.__version__} reads: "
             f"{_brief(error)}"
         ) from error
+
+
+def _load_generation_config(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    path = checkpoint.folder / "generation_config.json"
+    if path.is_file():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
+        except Exception as error:  # as above
+            raise CheckpointError(f"{path}: not a generation config: {_brief(error)}") from error
 
 
 def _brief(error: Exception) -> str:

@@ -15,8 +15,10 @@ from typing import Final
 from zinfer.config import Settings
 from zinfer.errors import PlanError
 from zinfer.machine import MachineLimits
+from zinfer.nvme.aligned import align_up
 from zinfer.offload.block import Block, Home, Tier
-from zinfer.offload.source import plan_reads
+from zinfer.offload.homes import NUM_LOADING_BUFFERS
+from zinfer.offload.read_plan import plan_reads
 from zinfer.units import human_bytes
 
 _DEFAULT_NUM_SLOTS: Final = 2
@@ -27,7 +29,8 @@ _MOST_NUM_SLOTS: Final = 8  # what the hints of DeepSpeed's keys may ask for
 class Plan:
     """Homes by block index, the buffers, and the bytes of each kind of memory that they take for the whole run.
 
-    ``slot_bytes`` and ``staging_bytes`` are of one slot; ``streamed_bytes`` is what one pass moves to the device.
+    ``slot_bytes`` and ``staging_bytes`` are of one slot; ``host_bytes`` is the most at any time, loading included;
+    ``streamed_bytes`` are of the slabs that are not resident.
     """
 
     homes: tuple[Home, ...]
@@ -63,7 +66,29 @@ def make_plan(blocks: Sequence[Block], layers: Iterable[int], limits: MachineLim
     Raises:
         PlanError: a budget is too small; the message says for what, and how much is needed.
     """
-    return _Planner(tuple(blocks), frozenset(layers), limits, settings).plan()
+    choices = _slot_choices(blocks, frozenset(layers), settings)
+    for num_slots in choices:
+        try:
+            return _Planner(tuple(blocks), frozenset(layers), limits, settings, num_slots).plan()
+        except PlanError:
+            if num_slots == choices[-1]:
+                raise
+    raise AssertionError("there is always a choice")
+
+
+def _slot_choices(blocks: Sequence[Block], layers: frozenset[int], settings: Settings) -> list[int]:
+    """Numbers of slots to try: the stated one, else those down from the depth that DeepSpeed's keys hint at."""
+    if settings.num_slots is not None:
+        return [settings.num_slots]
+    hints = settings.streaming
+    largest = max((blocks[index].layout.numel for index in layers), default=1)
+    num_slots = _DEFAULT_NUM_SLOTS
+    if hints.prefetch_bucket_size is not None:
+        num_slots = 1 + max(1, ceil(hints.prefetch_bucket_size / largest))
+    if hints.max_live_parameters is not None:
+        # Two slots at least: what DeepSpeed counts here is parameters, and one layer of them is one slot.
+        num_slots = min(num_slots, max(_DEFAULT_NUM_SLOTS, hints.max_live_parameters // largest))
+    return list(range(min(num_slots, _MOST_NUM_SLOTS), _DEFAULT_NUM_SLOTS - 1, -1))
 
 
 @dataclass(frozen=True)
@@ -84,6 +109,7 @@ class _Planner:
     layers: frozenset[int]
     limits: MachineLimits
     settings: Settings
+    num_slots: int
 
     def plan(self) -> Plan:
         resident = self._choose_resident()
@@ -92,7 +118,7 @@ class _Planner:
         homes = tuple(self._home(block.index, resident, host) for block in self.blocks)
         return Plan(
             homes=homes,
-            num_slots=min(self._num_slots, len(streamed)),
+            num_slots=min(self.num_slots, len(streamed)),
             slot_bytes=max((block.nbytes for block in streamed), default=0),
             num_staging=host.num_staging,
             staging_bytes=host.staging_bytes,
@@ -112,21 +138,6 @@ class _Planner:
     def _on_cuda(self) -> bool:
         return self.limits.device.type == "cuda"
 
-    @cached_property
-    def _num_slots(self) -> int:
-        """As stated, else from the depth that DeepSpeed's keys hint at: elements ahead and elements alive."""
-        if self.settings.num_slots is not None:
-            return self.settings.num_slots
-        hints = self.settings.streaming
-        largest = max((self.blocks[index].layout.numel for index in self.layers), default=1)
-        num_slots = _DEFAULT_NUM_SLOTS
-        if hints.prefetch_bucket_size is not None:
-            num_slots = 1 + max(1, ceil(hints.prefetch_bucket_size / largest))
-        if hints.max_live_parameters is not None:
-            # Two slots at least: what DeepSpeed counts here is parameters, and one layer of them is one slot.
-            num_slots = min(num_slots, max(_DEFAULT_NUM_SLOTS, hints.max_live_parameters // largest))
-        return min(num_slots, _MOST_NUM_SLOTS)
-
     def _choose_resident(self) -> frozenset[int]:
         budget = self.limits.device_bytes
         needed: list[int] = []
@@ -136,7 +147,7 @@ class _Planner:
                 return resident
         largest = max(self.blocks, key=lambda block: block.nbytes)
         raise PlanError(
-            f"zinfer.max_device_memory is {human_bytes(budget)}, too small to stream through {self._num_slots} slots: "
+            f"zinfer.max_device_memory is {human_bytes(budget)}, too small to stream through {self.num_slots} slots: "
             f"the largest block, {largest.name}, takes {human_bytes(largest.nbytes)}. At least {min(needed)} bytes "
             f"({human_bytes(min(needed))}) are needed; raise it, or lower zinfer.num_slots"
         )
@@ -153,7 +164,7 @@ class _Planner:
 
     def _device_bytes(self, resident: frozenset[int]) -> int:
         streamed = [block.nbytes for block in self.blocks if block.index not in resident]
-        slots = min(self._num_slots, len(streamed)) * max(streamed, default=0)
+        slots = min(self.num_slots, len(streamed)) * max(streamed, default=0)
         return slots + sum(self.blocks[index].nbytes for index in resident)
 
     def _choose_host_side(self, streamed: list[Block]) -> _HostSide:
@@ -170,7 +181,7 @@ class _Planner:
             raise PlanError(
                 f"zinfer.max_host_memory is {human_bytes(self.limits.host_bytes)}; at least {side.host_bytes} bytes "
                 f"({human_bytes(side.host_bytes)}) are needed: {human_bytes(side.staging_bytes)} in each of "
-                f"{side.num_staging} staging slots, and the weights that cannot be read from disk"
+                f"{side.num_staging} staging slots or what loading takes, and the weights that no file holds"
             )
         if side.pinned_bytes > self.limits.pinned_bytes:
             raise PlanError(
@@ -204,15 +215,15 @@ class _Planner:
         return frozenset([*fixed, *_spread(free, count - len(fixed))])
 
     def _host_side(self, streamed: list[Block], hosted: frozenset[int]) -> _HostSide:
-        on_disk = [block for block in streamed if block.index not in hosted]
+        on_disk = {block.index for block in streamed} - hosted
         wants_pinned = self._on_cuda and self.settings.offload.pin_memory
-        slab_bytes = sum(self.blocks[index].nbytes for index in hosted)
+        slab_bytes = sum(self._slab_bytes[index] for index in hosted)
         all_pinned = wants_pinned and slab_bytes <= self.limits.pinned_bytes and not on_disk
-        staged = [plan_reads(block.extents).staging_bytes for block in on_disk]
+        staged = [self._read_bytes[index] for index in on_disk]
         if self._on_cuda and not all_pinned:
-            staged += [self.blocks[index].nbytes for index in hosted]
+            staged += [self._slab_bytes[index] for index in hosted]
         staging_bytes = max(staged, default=0)
-        num_staging = min(self.settings.offload.buffer_count or self._num_slots, len(streamed)) if staging_bytes else 0
+        num_staging = min(self.settings.offload.buffer_count or self.num_slots, len(streamed)) if staging_bytes else 0
         staging_total = num_staging * staging_bytes
         room = self.limits.pinned_bytes - staging_total
         pinned = frozenset(self._fitting(sorted(hosted), room) if wants_pinned else ())
@@ -221,13 +232,28 @@ class _Planner:
             pinned,
             num_staging,
             staging_bytes,
-            slab_bytes + staging_total,
-            (staging_total if self._on_cuda else 0) + sum(self.blocks[index].nbytes for index in pinned),
+            slab_bytes + max(staging_total, self._loading_bytes(on_disk)),
+            (staging_total if self._on_cuda else 0) + sum(self._slab_bytes[index] for index in pinned),
         )
+
+    def _loading_bytes(self, on_disk: set[int]) -> int:
+        """The buffers that fill resident and host slabs from disk, gone before the first pass."""
+        read = [self._read_bytes[block.index] for block in self.blocks if block.extents and block.index not in on_disk]
+        return min(NUM_LOADING_BUFFERS, len(read)) * max(read, default=0)
+
+    @cached_property
+    def _read_bytes(self) -> list[int]:
+        """Bytes of the aligned reads that bring each block in."""
+        return [plan_reads(block.extents).staging_bytes for block in self.blocks]
+
+    @cached_property
+    def _slab_bytes(self) -> list[int]:
+        """Bytes that each block's slab takes in host memory, whole pages."""
+        return [align_up(block.nbytes) for block in self.blocks]
 
     def _fitting(self, indices: list[int], room: int) -> Iterator[int]:
         for index in indices:
-            room -= self.blocks[index].nbytes
+            room -= self._slab_bytes[index]
             if room < 0:
                 return
             yield index

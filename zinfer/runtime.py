@@ -67,6 +67,10 @@ class Runtime:
             self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer)
             owned.callback(self._hooks.remove)
             self._owned = owned.pop_all()
+        sources = self._homes.sources
+        uses = [(sources[block.block.index], len(block.sites)) for block in blocks if block.block.index in sources]
+        self._wire_bytes = sum(source.wire_bytes * num_uses for source, num_uses in uses)
+        self._disk_bytes = sum(source.wire_bytes * num_uses for source, num_uses in uses if source.tier is Tier.DISK)
 
     def _fill_homes(self, blocks: Sequence[ModelBlock], stream: CopyStream) -> Homes:
         by_index = {block.block.index: block for block in blocks}
@@ -81,20 +85,22 @@ class Runtime:
         return StagingRing([HostBuffer(plan.staging_bytes, pin=stream.needs_pinned) for _ in range(plan.num_staging)])
 
     def _open_streamer(self, streamed: list[Block], stream: CopyStream, synchronous: bool) -> Streamer:
-        size, device = self._plan.slot_bytes, stream.device
-        slots = DeviceSlots(torch.empty(size, dtype=torch.uint8, device=device) for _ in range(self._plan.num_slots))
+        slots = DeviceSlots(stream.allocate(self._plan.slot_bytes) for _ in range(self._plan.num_slots))
         return Streamer(streamed, self._homes.sources, stream, slots, self._staging, synchronous=synchronous)
+
+    def settle(self) -> None:
+        """Put in order what a call that was cut short has left behind."""
+        self._hooks.settle()
 
     def stats(self, wall_s: float) -> RunStats:
         """The counters so far, ``wall_s`` being the seconds spent in calls. May be asked for while the model runs."""
         plan, homes, streamer = self._plan, self._homes, self._streamer
-        sources = homes.sources.values()
         staging = [slot.memory for slot in self._staging.slots]
         return RunStats(
             bytes_read_disk=self._reader.bytes_read,
             bytes_to_device=homes.bytes_to_device + (streamer.bytes_moved if streamer else 0),
-            streamed_bytes_per_pass=sum(source.wire_bytes for source in sources),
-            disk_bytes_per_pass=sum(source.wire_bytes for source in sources if source.tier is Tier.DISK),
+            streamed_bytes_per_pass=self._wire_bytes,
+            disk_bytes_per_pass=self._disk_bytes,
             pinned_bytes=homes.pinned_bytes + sum(memory.nbytes for memory in staging if memory.pinned),
             host_bytes=homes.host_bytes + sum(memory.nbytes for memory in staging),
             device_bytes=homes.device_bytes + plan.num_slots * plan.slot_bytes,

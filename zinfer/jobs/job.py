@@ -91,7 +91,7 @@ def run_job(
         engine_factory: makes the engine, called as `zinfer.init_inference` is, which is the default.
 
     Raises:
-        UnusableInput, ConfigError, CheckpointError, PlanError: nothing was computed or changed.
+        UnusableInput, ConfigError, CheckpointError, PlanError: no prompt was computed.
         JobError: the job stopped in the middle; the rows in the output are whole, and the same call goes on.
     """
     request = JobRequest(model, Path(input), Path(output), config, device, max_new_tokens, batch_size, restart)

@@ -76,7 +76,7 @@ class PromptMaker:
             UnusableInput: the folder holds no tokenizer that loads.
         """
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
             raise UnusableInput(
                 f"model {folder} has no tokenizer that loads ({(str(error) or repr(error)).splitlines()[0]}); "
