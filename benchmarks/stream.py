@@ -86,7 +86,7 @@ def measure_steps(engine: zinfer.InferenceEngine, args: argparse.Namespace) -> t
     return prefill_s, (whole_s - prefill_s) / args.new_tokens
 
 
-def main() -> None:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=7168)
@@ -96,10 +96,11 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
-    check_streamed_equals_resident(min(args.hidden, 1024), dtype, device, args.slots)
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
+    """The figures of one engine, the link's among them: before and after, the better of the two."""
     model = random_opt(args.layers, args.hidden, dtype, str(device))
     begin_s = time.perf_counter()
     engine = zinfer.init_inference(model, OFFLOAD, num_slots=args.slots)
@@ -109,27 +110,31 @@ def main() -> None:
     prefill_s, step_s = measure_steps(engine, args)
     link = max(link, measure_link_bytes_per_s(engine.plan.slot_bytes, device))
     stats = engine.stats()
-    rate = stats.streamed_bytes_per_pass / step_s
-    result = {
-        "benchmark": "stream",
-        "tier": "host",
-        **{name: getattr(args, name) for name in ("layers", "hidden", "batch", "prompt", "slots")},
-        "dtype": str(dtype).removeprefix("torch."),
-        "streamed_gb": round(stats.streamed_bytes_per_pass / 1e9, 3),
+    engine.destroy()
+    streamed = stats.streamed_bytes_per_pass
+    return {
+        "streamed_gb": round(streamed / 1e9, 3),
         "link_gb_per_s": round(link / 1e9, 2),
         "step_s": round(step_s, 5),
         "prefill_s": round(prefill_s, 5),
-        "gb_per_s": round(rate / 1e9, 2),
-        "share_of_link": round(rate / link, 4),
-        "prefill_share_of_link": round(stats.streamed_bytes_per_pass / prefill_s / link, 4),
+        "gb_per_s": round(streamed / step_s / 1e9, 2),
+        "share_of_link": round(streamed / step_s / link, 4),
+        "prefill_share_of_link": round(streamed / prefill_s / link, 4),
         "load_s": round(load_s, 2),
         "stall_s": {cause: round(seconds, 3) for cause, seconds in stats.stall_s.items()},
         "passes": stats.passes,
         "pinned_gb": round(stats.pinned_bytes / 1e9, 3),
-        "card": machine_card(),
     }
-    engine.destroy()
-    line = json.dumps(result)
+
+
+def main() -> None:
+    args = parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    check_streamed_equals_resident(min(args.hidden, 1024), dtype, device, args.slots)
+    shape = {name: getattr(args, name) for name in ("layers", "hidden", "batch", "prompt", "slots")}
+    work = {"benchmark": "stream", "tier": "host", **shape, "dtype": str(dtype).removeprefix("torch.")}
+    line = json.dumps(work | measure(args, dtype, device) | {"card": machine_card()})
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(line + "\n")

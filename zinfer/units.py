@@ -1,5 +1,7 @@
 """Numbers as people read them."""
 
+from collections.abc import Mapping
+
 
 def human_bytes(num_bytes: int) -> str:
     """Decimal units, as disks and links are sold: 1 GB is 10^9 bytes."""
@@ -9,3 +11,8 @@ def human_bytes(num_bytes: int) -> str:
             return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.2f} {unit}"
         size /= 1000
     return f"{size:,.2f} TB"
+
+
+def name_values(parts: Mapping[str, object]) -> str:
+    """``{"disk": 1, "link": 2}`` as ``disk 1, link 2``."""
+    return ", ".join(f"{name} {value}" for name, value in parts.items())

@@ -1,13 +1,14 @@
 """Finds a checkpoint tensor for every parameter of a module: prefixes, ties, missing, spare and misshapen ones."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint, TensorEntry
+from zinfer.checkpoint.faults import listed
 from zinfer.errors import CheckpointError
 
 # Older checkpoints hold what is computed today: rotary frequencies, causal masks (transformers drops them likewise).
@@ -80,8 +81,8 @@ def _share_tied(model: PreTrainedModel, found: dict[str, TensorEntry]) -> None:
 def _refuse_missing(checkpoint: Checkpoint, missing: list[str]) -> None:
     if missing:
         raise CheckpointError(
-            f"{checkpoint.folder}: {len(missing)} weights are missing: {_some(missing)}. The checkpoint is incomplete, "
-            f"or config.json describes another model"
+            f"{checkpoint.folder}: {len(missing)} weights are missing: {listed(missing)}. The checkpoint is "
+            f"incomplete, or config.json describes another model"
         )
 
 
@@ -91,8 +92,8 @@ def _refuse_spare(checkpoint: Checkpoint, spare: list[str], model: PreTrainedMod
     if extra:
         files = sorted({checkpoint.tensors[name].file.name for name in extra})
         raise CheckpointError(
-            f"{checkpoint.folder}: {len(extra)} weights have no place in {type(model).__name__}: {_some(extra)} (in "
-            f"{_some(files)}). config.json describes another model, or its family needs a conversion not available yet"
+            f"{checkpoint.folder}: {len(extra)} weights have no place in {type(model).__name__}: {listed(extra)} (in "
+            f"{listed(files)}). config.json describes another model, or its family needs a conversion not available yet"
         )
 
 
@@ -108,8 +109,3 @@ def _check_form(name: str, entry: TensorEntry, wanted: tuple[tuple[int, ...], bo
             f"{entry.file}: {entry.name} at byte {entry.offset} is {entry.dtype}, but the model's {name} is "
             f"{'' if floating else 'not '}floating-point: quantized checkpoints are not supported yet"
         )
-
-
-def _some(names: Iterable[str], limit: int = 4) -> str:
-    names = list(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

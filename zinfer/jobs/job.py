@@ -35,6 +35,7 @@ from zinfer.jobs.rows import BadRow
 from zinfer.jobs.summary import JobSummary
 from zinfer.model import build_meta_model
 from zinfer.sequence_length import max_positions
+from zinfer.units import name_values
 
 PathLike = str | os.PathLike[str]
 EngineFactory = Callable[..., Engine]
@@ -154,7 +155,8 @@ class _Job:
             return Resumed(bytearray(index.num_rows), 0)
         maker.now = datetime.fromisoformat(out.manifest.began)
         if out.manifest.versions != manifest.versions:
-            self._meter.note(f"this job began with {_listed(out.manifest.versions)}; now {_listed(manifest.versions)}")
+            former, now = name_values(out.manifest.versions), name_values(manifest.versions)
+            self._meter.note(f"this job began with {former}; now {now}")
         resumed = out.resume(index)
         if resumed.torn_bytes:
             self._meter.note(f"{out.path}: dropped a torn last line of {resumed.torn_bytes} bytes")
@@ -267,10 +269,6 @@ def _result_settings(request: JobRequest, settings: Settings, dtype: torch.dtype
 def _versions() -> dict[str, str]:
     others = {name: version(name) for name in ("torch", "transformers")}
     return {"python": platform.python_version(), "zinfer": __version__, **others}
-
-
-def _listed(versions: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
 def _init_inference(*args: Any, **kwargs: Any) -> Engine:

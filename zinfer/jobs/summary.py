@@ -1,13 +1,12 @@
 """What a finished job did, as a value and as a table."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.table import Table
 
 from zinfer.jobs.progress import clock
 from zinfer.offload.stats import RunStats
-from zinfer.units import human_bytes
+from zinfer.units import human_bytes, name_values
 
 EXIT_OK = 0
 EXIT_SOME_FAILED = 3
@@ -66,9 +65,5 @@ def _add_stats(table: Table, stats: RunStats) -> None:
     table.add_row("bytes_read_disk", f"{stats.bytes_read_disk:,} ({human_bytes(stats.bytes_read_disk)})")
     table.add_row("bytes_to_device", f"{stats.bytes_to_device:,} ({human_bytes(stats.bytes_to_device)})")
     table.add_row("pinned / device memory", f"{human_bytes(stats.pinned_bytes)} / {human_bytes(stats.device_bytes)}")
-    table.add_row("blocks by home", _listed({home: str(num) for home, num in stats.blocks_by_home.items()}))
-    table.add_row("stalls", _listed({cause: f"{seconds:.2f} s" for cause, seconds in stats.stall_s.items()}))
-
-
-def _listed(parts: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in parts.items())
+    table.add_row("blocks by home", name_values(stats.blocks_by_home))
+    table.add_row("stalls", name_values({cause: f"{seconds:.2f} s" for cause, seconds in stats.stall_s.items()}))
