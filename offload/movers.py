@@ -7,11 +7,13 @@ that thread touches only single C calls here: a plain lock, and `queue.SimpleQue
 
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 
 from zinfer.offload.block import Block
-from zinfer.offload.slots import Slot
-from zinfer.offload.stream import Event
+from zinfer.offload.slots import Slot, StagingRing
+from zinfer.offload.source import Source
+from zinfer.offload.stream import CopyStream, Event
 
 
 class Move:
@@ -52,6 +54,45 @@ class Move:
         """The event of a move that did not fail."""
         assert self._sent is not None
         return self._sent
+
+
+class Transfer:
+    """What a mover does: brings a block's bytes within the device's reach, then enqueues their copies into the slot.
+
+    ``bytes_moved`` counts what was copied into slots. With ``synchronous`` the copies are over when it returns.
+    """
+
+    def __init__(
+        self, sources: Mapping[int, Source], stream: CopyStream, staging: StagingRing, *, synchronous: bool
+    ) -> None:
+        self._sources = sources
+        self._stream = stream
+        self._staging = staging
+        self._synchronous = synchronous
+        self._lock = threading.Lock()
+        self.bytes_moved = 0
+
+    def __call__(self, move: Move) -> Event:
+        """Returns the event after which the slot is ready."""
+        source = self._sources[move.block.index]
+        staging = self._staging.take() if source.staging_bytes else None
+        sent: Event | None = None
+        try:
+            if staging is not None:
+                source.load(staging.memory)
+            move.loaded_at_s = time.perf_counter()
+            if move.slot.vacant is not None:
+                self._stream.after(move.slot.vacant)
+            source.send(self._stream, move.slot.buffer, staging.memory if staging else None)
+            sent = self._stream.mark()
+        finally:
+            if staging is not None:  # a send that failed half way has copies under way too
+                self._staging.put(staging, sent or self._stream.mark())
+        with self._lock:
+            self.bytes_moved += source.wire_bytes
+        if self._synchronous:
+            sent.synchronize()
+        return sent
 
 
 class Movers:

@@ -13,14 +13,13 @@ only one that no mover touches and whose `vacant` is right: a move is registered
 registered until it has arrived. `settle` finds such slots and frees them.
 """
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from zinfer.offload.block import Block, Tier
-from zinfer.offload.movers import Move, Movers
+from zinfer.offload.movers import Move, Movers, Transfer
 from zinfer.offload.order import AccessOrder
 from zinfer.offload.slots import DeviceSlots, StagingRing
 from zinfer.offload.source import Source
@@ -53,15 +52,14 @@ class Streamer:
         self._sources = sources
         self._stream = stream
         self._slots = slots
-        self._staging = staging
         self._synchronous = synchronous
         self._order = AccessOrder([block.index for block in blocks])
         self._moves: dict[int, Move] = {}
         self._held: dict[int, Move] = {}
-        self._movers = Movers(max(len(staging.slots), len(slots)), self._move)
+        # Not a method of this object: a cycle would keep the slots' memory until Python's collector comes by.
+        self._transfer = Transfer(sources, stream, staging, synchronous=synchronous)
+        self._movers = Movers(max(len(staging.slots), len(slots)), self._transfer)
         self._stall_s = {"disk": 0.0, "host": 0.0, "link": 0.0}
-        self._lock = threading.Lock()
-        self.bytes_moved = 0
 
     def prefetch(self, block: Block) -> None:
         """Start moving a block into a free slot and return; nothing to do if it is on its way or there."""
@@ -113,6 +111,11 @@ class Streamer:
         """The blocks in use, between `wait` and `release`."""
         return [move.block for move in self._held.values()]
 
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes copied into device slots so far, guesses that nobody used included."""
+        return self._transfer.bytes_moved
+
     def stall_s(self) -> dict[str, float]:
         """Seconds that compute waited so far, by cause: disk, host, link."""
         stall_s = dict(self._stall_s)
@@ -153,28 +156,6 @@ class Streamer:
             move.slot.vacant = move.sent()
         del self._moves[move.block.index]
         self._slots.put(move.slot)
-
-    def _move(self, move: Move) -> Event:
-        """A mover's work: bring the block's bytes within reach, enqueue the copies into the slot."""
-        source = self._sources[move.block.index]
-        staging = self._staging.take() if source.staging_bytes else None
-        sent: Event | None = None
-        try:
-            if staging is not None:
-                source.load(staging.memory)
-            move.loaded_at_s = time.perf_counter()
-            if move.slot.vacant is not None:
-                self._stream.after(move.slot.vacant)
-            source.send(self._stream, move.slot.buffer, staging.memory if staging else None)
-            sent = self._stream.mark()
-            with self._lock:
-                self.bytes_moved += source.wire_bytes
-        finally:
-            if staging is not None:  # a send that failed half way has copies under way too
-                self._staging.put(staging, sent or self._stream.mark())
-        if self._synchronous:
-            sent.synchronize()
-        return sent
 
     def _arrival(self, move: Move, begin_s: float) -> Event:
         """The move's event, and the account of how long the host has waited for it since ``begin_s``."""

@@ -11,6 +11,7 @@ import zinfer
 from zinfer.checkpoint import Checkpoint
 from zinfer.cut import cut_model
 from zinfer.model import build_meta_model
+from zinfer.nvme.aligned import align_up
 from zinfer.offload.block import Block
 from zinfer.offload.read_plan import plan_reads
 from zinfer.weights import match_weights
@@ -36,7 +37,7 @@ def config_for(folder: Path, homes: str, num_slots: int, device: str) -> dict[st
     if homes == "mixed":
         small = sum(block.nbytes for block in blocks if block.nbytes < largest / 2)
         budgets["max_device_memory"] = num_slots * largest + small
-        budgets["max_host_memory"] = num_slots * max(staging, largest) + largest
+        budgets["max_host_memory"] = num_slots * max(staging, largest) + align_up(largest)
     return {"zero_optimization": {"offload_param": {"device": offload}}, "zinfer": budgets}
 
 

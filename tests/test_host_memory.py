@@ -82,11 +82,11 @@ def test_pin_memory_false_pins_the_staging_slots_only(
     elif expected == "staging":
         assert plan.num_staging == 2
         assert plan.pinned_bytes == plan.num_staging * plan.staging_bytes
-        assert plan.pinned_bytes <= stats.pinned_bytes < plan.pinned_bytes + 2 * ALIGNMENT_BYTES
+        assert stats.pinned_bytes <= 1.02 * plan.pinned_bytes
     else:
         assert plan.num_staging == 0
-        assert plan.pinned_bytes == plan.streamed_bytes
-        assert plan.pinned_bytes <= stats.pinned_bytes < plan.pinned_bytes + 5 * ALIGNMENT_BYTES
+        assert stats.pinned_bytes == plan.pinned_bytes
+        assert plan.streamed_bytes <= plan.pinned_bytes < plan.streamed_bytes + 5 * ALIGNMENT_BYTES
 
 
 @pytest.mark.gpu
