@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,6 +47,16 @@ def engine_for(
     folder: Path, homes: str, num_slots: int = 2, device: str = "cpu", **extra: object
 ) -> Iterator[zinfer.InferenceEngine]:
     engine = zinfer.init_inference(folder, config_for(folder, homes, num_slots, device), **extra)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+@contextmanager
+def loaded(model: Any, config: Any = None, **kwargs: Any) -> Iterator[zinfer.InferenceEngine]:
+    """An engine on the CPU over whatever `init_inference` takes."""
+    engine = zinfer.init_inference(model, config, device="cpu", **kwargs)
     try:
         yield engine
     finally:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streams import late_stream
+from threads import within
 
 from zinfer.nvme.reader import DiskReadError, Reader
 from zinfer.offload.block import Block, Extent, Home, SlabLayout, Tier
@@ -18,6 +19,7 @@ from zinfer.offload.homes import Homes
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.order import AccessOrder
 from zinfer.offload.slots import DeviceSlots, StagingRing
+from zinfer.offload.stream import CopyStream, HostStream
 from zinfer.offload.streamer import Streamer
 
 SHAPES = (("weight", (37, 11)), ("bias", (5,)), ("norm", (64,)))
@@ -33,9 +35,15 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def home(kind: str, device: str) -> Home:
+class PinnedOnlyStream(HostStream):
+    """Asks for pinned memory as a CUDA device does."""
+
+    needs_pinned = True
+
+
+def home(kind: str, stream: CopyStream) -> Home:
     """Pinned memory exists beside a CUDA device only."""
-    return Home(Tier.DISK) if kind == "disk" else Home(Tier.HOST, pinned=kind == "pinned" and device == "cuda")
+    return Home(Tier.DISK) if kind == "disk" else Home(Tier.HOST, pinned=kind == "pinned" and stream.needs_pinned)
 
 
 def make_blocks(file: Path, count: int) -> list[Block]:
@@ -62,11 +70,15 @@ def expected(block: Block, data: bytes) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def streaming(
-    blocks: Sequence[Block], homes: Sequence[str], num_slots: int, device: str, seed: int, *, synchronous: bool = False
+    blocks: Sequence[Block],
+    homes: Sequence[str],
+    num_slots: int,
+    stream: CopyStream,
+    *,
+    synchronous: bool = False,
 ) -> Iterator[Streamer]:
-    stream = late_stream(device, seed)
     reader = Reader(num_threads=3, block_bytes=4096)
-    filled = Homes(blocks, [home(kind, device) for kind in homes], reader, stream)
+    filled = Homes(blocks, [home(kind, stream) for kind in homes], reader, stream)
     largest = max((source.staging_bytes for source in filled.sources.values()), default=0)
     staging = StagingRing([HostBuffer(largest, pin=stream.needs_pinned) for _ in range(num_slots if largest else 0)])
     size = max(block.nbytes for block in blocks)
@@ -104,7 +116,7 @@ def test_a_block_in_use_holds_its_own_bytes(
     blocks = make_blocks(file, len(homes))
     uses = data.draw(st.lists(st.sampled_from(range(len(homes))), max_size=12)) + 2 * list(range(len(homes)))
     contents = file.read_bytes()
-    with streaming(blocks, homes, num_slots, device, seed, synchronous=synchronous) as streamer:
+    with streaming(blocks, homes, num_slots, late_stream(device, seed), synchronous=synchronous) as streamer:
         for index in uses:
             use(streamer, blocks[index], contents, compute_s=0.0005 * (seed % 3))
         assert streamer.bytes_moved >= len(uses) * min(
@@ -119,7 +131,7 @@ def test_every_pass_moves_every_block_once(file: Path, device: str, num_blocks: 
     blocks = make_blocks(file, num_blocks)
     contents = file.read_bytes()
     num_slots = min(num_slots, num_blocks)
-    with streaming(blocks, [kind] * num_blocks, num_slots, device, seed=1) as streamer:
+    with streaming(blocks, [kind] * num_blocks, num_slots, late_stream(device, seed=1)) as streamer:
         for _ in range(3):
             for block in blocks:
                 use(streamer, block, contents, compute_s=0)
@@ -132,7 +144,7 @@ def test_every_pass_moves_every_block_once(file: Path, device: str, num_blocks: 
 def test_held_blocks_of_an_aborted_pass_are_let_go(file: Path, device: str) -> None:
     blocks = make_blocks(file, 5)
     contents = file.read_bytes()
-    with streaming(blocks, ["disk", "host", "disk", "pinned", "disk"], 2, device, seed=2) as streamer:
+    with streaming(blocks, ["disk", "host", "disk", "pinned", "disk"], 2, late_stream(device, seed=2)) as streamer:
         streamer.wait(blocks[0])
         streamer.wait(blocks[1])
         with pytest.raises(RuntimeError, match=r"all 2 device slots are in use at once; raise zinfer\.num_slots"):
@@ -147,7 +159,7 @@ def test_a_failed_read_reaches_the_waiter_and_the_streamer_goes_on(tmp_path: Pat
     short.write_bytes(file.read_bytes())
     blocks = make_blocks(short, 4)
     contents = short.read_bytes()
-    with streaming(blocks, ["disk"] * 4, 2, device, seed=3) as streamer:
+    with streaming(blocks, ["disk"] * 4, 2, late_stream(device, seed=3)) as streamer:
         use(streamer, blocks[0], contents, compute_s=0)
         end = blocks[3].extents[0].offset + 8
         with short.open("r+b") as opened:
@@ -161,6 +173,22 @@ def test_a_failed_read_reaches_the_waiter_and_the_streamer_goes_on(tmp_path: Pat
             opened.write(contents[end:])
         for block in blocks:
             use(streamer, block, contents, compute_s=0)
+
+
+def test_a_refused_pin_streams_as_planned(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan has no staging slot for memory that was to be pinned: whoever asked for one would wait for ever."""
+    monkeypatch.setattr(HostBuffer, "_register", lambda buffer: False)
+    blocks = make_blocks(file, 4)
+    contents = file.read_bytes()
+
+    def two_passes() -> bool:
+        with streaming(blocks, ["pinned"] * 4, 2, PinnedOnlyStream()) as streamer:
+            assert all(source.staging_bytes == 0 for source in streamer._sources.values())
+            for block in 2 * blocks:
+                use(streamer, block, contents, compute_s=0)
+        return True
+
+    assert within(20, two_passes), "it hangs or fails"
 
 
 def test_mixed_orders_are_learned() -> None:

@@ -14,8 +14,8 @@ _METHODS: Final = frozenset(
     {"__len__", "__repr__", "dim", "is_complex", "is_floating_point", "numel", "size", "stride"}
 )
 _ATTRIBUTES: Final = frozenset(
-    {"device", "dtype", "grad", "is_cpu", "is_cuda", "is_leaf", "is_meta", "itemsize", "nbytes", "ndim", "shape"}
-    | {"requires_grad"}
+    {"device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "itemsize", "nbytes", "ndim"}
+    | {"requires_grad", "shape"}
 )
 
 
@@ -37,7 +37,7 @@ class AbsentParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "detach":  # state_dict() detaches what it lists
+        if name in ("detach", "requires_grad_"):  # state_dict() detaches what it lists
             return args[0]
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if name not in _METHODS and not (name == "__get__" and attribute in _ATTRIBUTES):

@@ -169,13 +169,14 @@ def _find_model(
             "model: its forward is wrapped already, by another engine or by accelerate; destroy that engine or remove "
             "those hooks, and pass a module with its weights"
         )
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta and settings.checkpoint is None:
+        raise ConfigError(f"model: {on_meta[0]} is on the meta device; say where its weights are: checkpoint=FOLDER")
     module = model.eval().requires_grad_(False)
     for parameter in module.parameters():  # not module.to: rotary frequencies stay in their own dtype
-        parameter.data = parameter.data.to(settings.dtype or parameter.dtype)
-    if settings.checkpoint is not None:
-        compute_buffers(module)
-        return module, Checkpoint.open(settings.checkpoint)
-    on_meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-    if on_meta:
-        raise ConfigError(f"model: {on_meta[0]} is on the meta device; say where its weights are: checkpoint=FOLDER")
-    return module, None
+        if settings.dtype not in (None, parameter.dtype):
+            parameter.data = parameter.data.to(settings.dtype)
+    if settings.checkpoint is None:
+        return module, None
+    compute_buffers(module)
+    return module, Checkpoint.open(settings.checkpoint)

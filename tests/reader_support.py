@@ -1,0 +1,61 @@
+"""What the reader's tests share: a file in which every page differs, buffers, and an open reader."""
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zinfer.nvme.reader import Reader
+
+PAGE = 4096
+FILE_BYTES = 37 * PAGE + 1234
+POISON = 0xA5
+
+
+@pytest.fixture(scope="module")
+def contents() -> bytes:
+    """Bytes in which every aligned page differs from every other."""
+    return b"".join(index.to_bytes(4, "big") for index in range(FILE_BYTES // 4 + 1))[:FILE_BYTES]
+
+
+@pytest.fixture(scope="module")
+def shared_file(tmp_path_factory: pytest.TempPathFactory, contents: bytes) -> Path:
+    path = tmp_path_factory.mktemp("reader") / "data.bin"
+    path.write_bytes(contents)
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path, contents: bytes) -> Path:
+    """A file of one test's own, to be damaged."""
+    path = tmp_path / "data.bin"
+    path.write_bytes(contents)
+    return path
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    opened = Reader(num_threads=3, block_bytes=PAGE)
+    yield opened
+    opened.close()
+
+
+def buffer_of(nbytes: int) -> memoryview:
+    """Page-aligned bytes, poisoned."""
+    memory = mmap.mmap(-1, max(nbytes, PAGE))
+    view = memoryview(memory)[:nbytes]
+    view[:] = bytes([POISON]) * nbytes
+    return view
+
+
+def open_descriptors_of(path: Path) -> int:
+    """Descriptors of this process that are open on ``path``."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            count += os.readlink(link) == str(path)
+        except FileNotFoundError:
+            continue
+    return count

@@ -1,0 +1,159 @@
+"""A read that fails says file, place and reason, and is over when its future is."""
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+from reader_support import FILE_BYTES, PAGE, POISON, buffer_of, contents, file, open_descriptors_of, reader
+
+from zinfer.nvme.aligned import align_up
+from zinfer.nvme.reader import DiskReadError, Reader
+
+__all__ = ["contents", "file", "reader"]  # fixtures
+
+
+@pytest.mark.parametrize("required", [FILE_BYTES - 36 * PAGE + 1, 4 * PAGE, None])
+def test_a_byte_beyond_the_end_is_an_error(file: Path, reader: Reader, required: int | None) -> None:
+    with pytest.raises(
+        DiskReadError, match=rf"data\.bin: reading at byte \d+: the file ends after {FILE_BYTES} bytes"
+    ) as caught:
+        reader.read(file, 36 * PAGE, buffer_of(4 * PAGE), required=required)
+    assert isinstance(caught.value, OSError)
+    assert caught.value.filename == str(file)
+    assert caught.value.errno
+    assert 36 * PAGE <= caught.value.offset <= align_up(FILE_BYTES)
+
+
+def test_a_range_wholly_beyond_the_end(file: Path, reader: Reader) -> None:
+    with pytest.raises(DiskReadError, match=f"the file ends after {FILE_BYTES} bytes"):
+        reader.read(file, 100 * PAGE, buffer_of(PAGE))
+
+
+def test_an_empty_file(tmp_path: Path, reader: Reader) -> None:
+    (tmp_path / "empty.bin").touch()
+    with pytest.raises(DiskReadError, match=r"empty\.bin: reading at byte 0: the file ends after 0 bytes"):
+        reader.read(tmp_path / "empty.bin", 0, buffer_of(PAGE))
+
+
+def test_truncated_while_open_and_restored(file: Path, contents: bytes, reader: Reader) -> None:
+    buffer = buffer_of(2 * PAGE)
+    reader.read(file, 20 * PAGE, buffer)
+    os.truncate(file, 20 * PAGE + 77)
+    with pytest.raises(DiskReadError, match=f"the file ends after {20 * PAGE + 77} bytes") as caught:
+        reader.read(file, 20 * PAGE, buffer)
+    assert caught.value.filename == str(file)
+    file.write_bytes(contents)
+    buffer[:] = bytes(2 * PAGE)
+    reader.read(file, 20 * PAGE, buffer)
+    assert buffer == contents[20 * PAGE : 22 * PAGE]
+
+
+def failing_preadv(monkeypatch: pytest.MonkeyPatch, at: int, code: int) -> None:
+    real = os.preadv
+
+    def preadv(fd: int, buffers: object, offset: int, *flags: int) -> int:
+        if offset == at:
+            raise OSError(code, os.strerror(code))
+        return real(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOMEM, errno.ESTALE])
+def test_a_failed_read_says_file_offset_and_errno(
+    file: Path, contents: bytes, reader: Reader, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    buffer = buffer_of(8 * PAGE)
+    with monkeypatch.context() as patched:
+        failing_preadv(patched, 5 * PAGE, code)
+        future = reader.read_async(file, 0, buffer)
+        with pytest.raises(DiskReadError) as caught:
+            future.result(timeout=30)
+    assert (caught.value.errno, caught.value.filename, caught.value.offset) == (code, str(file), 5 * PAGE)
+    for part in (str(file), str(5 * PAGE), os.strerror(code)):
+        assert part in str(caught.value)
+    reader.read(file, 0, buffer)
+    assert buffer == contents[: 8 * PAGE]
+
+
+def test_a_failed_read_is_over_when_its_future_is(file: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller may use the buffer again once the future is done: no other part of the range still writes to it."""
+    real = os.preadv
+
+    def preadv(fd: int, buffers: object, offset: int, *flags: int) -> int:
+        if offset == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(0.15)
+        return real(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    buffer = buffer_of(6 * PAGE)
+    future = reader.read_async(file, 0, buffer)
+    with pytest.raises(DiskReadError):
+        future.result(timeout=30)
+    buffer[:] = bytes([POISON]) * len(buffer)
+    time.sleep(0.6)
+    assert bytes(buffer) == bytes([POISON]) * len(buffer)
+
+
+def test_a_missing_file(tmp_path: Path, reader: Reader) -> None:
+    future = reader.read_async(tmp_path / "gone.bin", 0, buffer_of(PAGE))
+    with pytest.raises(DiskReadError, match=r"gone\.bin: .*No such file or directory") as caught:
+        future.result(timeout=30)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(tmp_path / "gone.bin"))
+    (tmp_path / "gone.bin").write_bytes(bytes(PAGE))
+    reader.read(tmp_path / "gone.bin", 0, buffer_of(PAGE))
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE])
+def test_a_file_that_may_not_be_opened(file: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(path: object, *args: object, **kwargs: object) -> int:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    future = reader.read_async(file, 0, buffer_of(PAGE))
+    with pytest.raises(DiskReadError) as caught:
+        future.result(timeout=30)
+    assert (caught.value.errno, caught.value.filename) == (code, str(file))
+    assert str(file) in str(caught.value)
+    assert os.strerror(code) in str(caught.value)
+
+
+def test_a_folder(tmp_path: Path, reader: Reader) -> None:
+    with pytest.raises(DiskReadError) as caught:
+        reader.read(tmp_path, 0, buffer_of(PAGE))
+    assert caught.value.filename == str(tmp_path)
+
+
+def test_unaligned_ranges_are_refused(file: Path, reader: Reader) -> None:
+    page = buffer_of(2 * PAGE)
+    for offset, buffer in ((1, page), (512, page), (0, page[:100])):
+        with pytest.raises(
+            ValueError, match=rf"data\.bin: range \({offset}, {len(buffer)}\) is not a multiple of {PAGE}"
+        ):
+            reader.read(file, offset, buffer)
+    assert reader.bytes_read == 0
+
+
+def test_an_unaligned_buffer_is_not_blamed_on_the_file_system(file: Path, reader: Reader) -> None:
+    """It would take the whole file off direct I/O for good."""
+    with pytest.raises((ValueError, AssertionError)):
+        reader.read(file, 0, buffer_of(2 * PAGE)[8 : PAGE + 8])
+    reader.read(file, 0, buffer_of(PAGE))
+    assert reader.buffered_files == []
+
+
+@pytest.mark.parametrize("block_bytes", [0, 100, PAGE + 512])
+def test_a_block_size_that_direct_io_cannot_have(block_bytes: int) -> None:
+    with pytest.raises((ValueError, AssertionError)):
+        Reader(block_bytes=block_bytes)
+
+
+def test_a_closed_reader_says_so(file: Path) -> None:
+    reader = Reader()
+    reader.close()
+    with pytest.raises((RuntimeError, ValueError, DiskReadError), match=r"closed|shutdown"):
+        reader.read(file, 0, buffer_of(PAGE))
+    assert open_descriptors_of(file) == 0
