@@ -18,7 +18,7 @@ NUM_LOADING_BUFFERS: Final = 2
 """Buffers that slabs are filled through: one is read while the other is put in place."""
 
 TakeTensors = Callable[[Block], Mapping[str, torch.Tensor]]
-"""Hands over the tensors of a block that came in memory; the giver may free them when the call after next returns."""
+"""Hands over the tensors of a block that came in memory, by name; the giver keeps no reference to them."""
 
 
 class Homes:
