@@ -1,14 +1,9 @@
-"""The `zinfer` command. Says in its exit code how a job ended, and in words what to do next.
-
-Heavy packages are imported inside the commands, so that `--help` and `--version` answer at once.
-"""
+"""`zinfer run`: a batch job. Says in its exit code how the job ended, and in words what to do next."""
 
 import signal
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -16,45 +11,11 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from zinfer import __version__
-from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
+from zinfer.cli.ending import EXIT_STOPPED, EXIT_UNUSABLE, Device, say, unusable_input_explained
+from zinfer.errors import JobError
 from zinfer.jobs.failure import Interrupted, UnusableInput
 
-EXIT_STOPPED = 1
-EXIT_UNUSABLE = 2
 
-app = typer.Typer(
-    help="Runs models that do not fit in GPU memory.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-class Device(StrEnum):
-    """Where the layers compute."""
-
-    AUTO = "auto"
-    CUDA = "cuda"
-    CPU = "cpu"
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"zinfer {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
-
-
-@app.command()
 def run(
     model: Annotated[Path, typer.Option(help="Checkpoint folder, tokenizer included.")],
     input: Annotated[Path, typer.Option(help="JSONL; a row holds 'prompt' or 'messages'.")],
@@ -89,28 +50,23 @@ def run(
     raise typer.Exit(summary.exit_code)
 
 
-def main() -> NoReturn:
-    """The console script's entry."""
-    app()
-    raise AssertionError("typer ends the process itself")
-
-
 @contextmanager
 def _explained(output: Path) -> Iterator[None]:
     """Turns what ends a job early into a message on stderr and an exit code."""
     try:
-        yield
+        with unusable_input_explained():
+            yield
     except Interrupted as interruption:
         name = signal.Signals(interruption.signal_number).name
-        _say(f"{name}: stopped. The rows in {output} are kept; run the same command again to go on.")
+        say(f"{name}: stopped. The rows in {output} are kept; run the same command again to go on.")
         raise typer.Exit(interruption.exit_code) from None
-    except (UnusableInput, ConfigError, CheckpointError, PlanError) as error:
-        _say(f"error: {error}")
+    except UnusableInput as error:
+        say(f"error: {error}")
         raise typer.Exit(EXIT_UNUSABLE) from None
     except JobError as error:
         if isinstance(error.__cause__, RuntimeError):
             traceback.print_exception(error.__cause__)
-        _say(f"error: {error}")
+        say(f"error: {error}")
         raise typer.Exit(EXIT_STOPPED) from None
 
 
@@ -129,7 +85,3 @@ def _signals_raise() -> Iterator[None]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-
-
-def _say(text: str) -> None:
-    print(f"zinfer: {text}", file=sys.stderr)

@@ -1,0 +1,40 @@
+"""The root of the command line and its subcommands.
+
+Heavy packages are imported inside the commands, so that `--help` and `--version` answer at once.
+"""
+
+from typing import Annotated, NoReturn
+
+import typer
+
+from zinfer import __version__
+from zinfer.cli.run import run
+
+app = typer.Typer(
+    help="Runs models that do not fit in GPU memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(run)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"zinfer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> NoReturn:
+    """The console script's entry."""
+    app()
+    raise AssertionError("typer ends the process itself")
