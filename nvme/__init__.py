@@ -1,1 +1,1 @@
-"""Bytes, files and offsets: aligned buffers and direct reads by a small pool of threads. Knows nothing of tensors."""
+"""Bytes, files and offsets: aligned buffers, direct reads, a choice of backends, a disk's rates. Knows no tensors."""

@@ -1,26 +1,28 @@
-"""Reads byte ranges of files into callers' buffers with a small pool of ``preadv`` threads, past the page cache.
+"""Reads byte ranges of files into callers' buffers, in blocks that a backend moves several at a time.
 
 Launch and wait are two things: ``read_async`` returns a future, ``read`` is one line over it. Refuses unaligned
-ranges: the caller reads the covering range (``nvme.aligned``) and takes its bytes from inside.
+ranges: the caller reads the covering range (``nvme.aligned``) and takes its bytes from inside. Refuses files that have
+changed since they were opened: their bytes belong to another state than the offsets do.
 """
 
 import ctypes
 import errno
-import logging
 import os
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from zinfer.nvme.aligned import ALIGNMENT_BYTES
+from zinfer.nvme.backend import Backend, Buffer, OpenFile
+from zinfer.nvme.file_identity import FileIdentity
+from zinfer.nvme.threads import ThreadsBackend
 
-log = logging.getLogger(__name__)
-
-DEFAULT_BLOCK_BYTES: Final = 4 << 20
-DEFAULT_NUM_THREADS: Final = 8
+DEFAULT_BLOCK_BYTES: Final = 1 << 20
+DEFAULT_NUM_THREADS: Final = 32
 
 
 class DiskReadError(OSError):
@@ -30,37 +32,69 @@ class DiskReadError(OSError):
         super().__init__(code, reason, str(path))
         self.offset = offset
 
+    @classmethod
+    def of(cls, error: OSError, path: Path, offset: int) -> "DiskReadError":
+        """What the system or a backend reported, with the place where it happened."""
+        code = error.errno or errno.EIO
+        failure = cls(code, error.strerror or os.strerror(code), path, offset)
+        failure.__cause__ = error
+        return failure
+
     def __str__(self) -> str:
         name = errno.errorcode.get(self.errno or 0, "?")
         return f"{self.filename}: reading at byte {self.offset}: {self.strerror} (errno {self.errno}, {name})"
 
 
-@dataclass
-class _OpenFile:
-    """A descriptor that lives until the reader closes; ``direct`` turns False when the file system refuses O_DIRECT."""
-
-    path: Path
-    fd: int
-    direct: bool
-
-
 @dataclass(frozen=True)
 class _Chunk:
-    """One preadv task: ``buffer`` receives the bytes from ``offset`` on, of which the first ``required`` must exist."""
+    """A request to the backend: ``buffer`` receives the bytes from ``offset`` on; the first ``required`` must exist."""
 
-    buffer: memoryview
+    buffer: Buffer
     offset: int
     required: int
 
 
+@dataclass(frozen=True)
+class _Source:
+    """A file that stays open until the reader closes, and what it was when its offsets were learned."""
+
+    file: OpenFile
+    identity: FileIdentity
+
+    def change(self, offset: int) -> DiskReadError | None:
+        """Why the bytes at ``offset`` cannot be trusted: the path stands for another file or state by now."""
+        path = self.file.path
+        try:
+            now = FileIdentity.of(path)
+        except FileNotFoundError:
+            reason = "the file has vanished since it was opened; put it back, or start again without it"
+            return DiskReadError(errno.ENOENT, reason, path, offset)
+        except OSError as error:
+            return DiskReadError.of(error, path, offset)
+        return None if now == self.identity else _changed(self.identity, now, path, offset)
+
+    def shortfall(self, chunk: _Chunk, num_bytes: int) -> DiskReadError | None:
+        """What is wrong with a block of which ``num_bytes`` were delivered."""
+        if num_bytes >= chunk.required:
+            return None
+        size, wanted = self.identity.num_bytes, chunk.offset + chunk.required
+        reason = f"the file ends after {size} bytes, {wanted - size} more were expected"
+        if wanted <= size:
+            reason = f"the disk delivered {num_bytes} bytes of {chunk.required} and no error"
+        return DiskReadError(errno.EIO, reason, self.file.path, chunk.offset)
+
+
 class Reader:
-    """A pool of threads that fills buffers from files.
+    """Fills buffers from files, several blocks at a time.
 
     Args:
-        num_threads: reads under way at once.
-        block_bytes: the size of one ``preadv``; longer ranges are split. A multiple of 4096.
-        direct: open with ``O_DIRECT``. Where a file system refuses it the file is read through the page cache instead,
-            which is logged once per reader and shows in ``buffered_files``.
+        num_threads: blocks under way at once.
+        direct: read past the page cache. This and ``num_threads`` are for the `ThreadsBackend` that is made when no
+            backend is given.
+        block_bytes: the size of one request to the backend; longer ranges are split. A multiple of 4096.
+        backend: what moves the bytes; the reader takes it over and closes it.
+        expected: what the files were when whoever knows their offsets looked at them. A file that is not listed is
+            taken as it is when its first read begins.
     """
 
     def __init__(
@@ -69,154 +103,158 @@ class Reader:
         num_threads: int = DEFAULT_NUM_THREADS,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         direct: bool = True,
+        backend: Backend | None = None,
+        expected: Mapping[Path, FileIdentity] | None = None,
     ) -> None:
-        if num_threads < 1:
-            raise ValueError(f"num_threads must be at least 1, not {num_threads}")
         if block_bytes < ALIGNMENT_BYTES or block_bytes % ALIGNMENT_BYTES:
             raise ValueError(f"block_bytes must be a positive multiple of {ALIGNMENT_BYTES}, not {block_bytes}")
         self.block_bytes = block_bytes
-        self._direct = direct
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="zinfer-read")
-        self._files: dict[Path, _OpenFile] = {}
+        self.backend = backend or ThreadsBackend(num_threads=num_threads, direct=direct)
+        self._expected = dict(expected or {})
+        self._sources: dict[Path, _Source] = {}
         self._lock = threading.Lock()
+        self._closed = False
         self._bytes_read = 0
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that ``preadv`` has delivered so far, alignment margins included."""
+        """Bytes of the blocks that the backend has delivered so far, alignment margins included."""
         return self._bytes_read
 
     @property
     def buffered_files(self) -> list[Path]:
         """Files that are read through the page cache."""
-        return [file.path for file in self._files.values() if not file.direct]
+        with self._lock:
+            return [path for path, source in self._sources.items() if not source.file.direct]
 
-    def read_async(self, path: Path, offset: int, buffer: memoryview, required: int | None = None) -> "Future[None]":
+    def read_async(self, path: Path, offset: int, buffer: Buffer, required: int | None = None) -> "Future[None]":
         """Start filling ``buffer`` from ``offset`` (bytes) of the file and return at once.
 
         Args:
-            buffer: writable bytes, 4096-aligned in address and length; must stay alive until the future is done.
+            buffer: writable bytes, 4096-aligned in length and, in host memory, in address; must stay alive until the
+                future is done. Device memory only where the backend ``reads_device_memory``.
             required: how many leading bytes must exist; the aligned range may reach past the end of the file.
 
-        The future raises DiskReadError when the file cannot be opened or read, or ends before ``required`` bytes.
+        The future raises DiskReadError when the file cannot be opened or read, ends before ``required`` bytes, has
+        changed since it was opened (ESTALE) or is gone (ENOENT); whatever else ends a request reaches it as it is.
         """
-        if offset % ALIGNMENT_BYTES or buffer.nbytes % ALIGNMENT_BYTES:
-            raise ValueError(f"{path}: range ({offset}, {buffer.nbytes}) is not a multiple of {ALIGNMENT_BYTES}")
-        if buffer.nbytes and ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % ALIGNMENT_BYTES:
-            raise ValueError(f"{path}: the buffer's address is not a multiple of {ALIGNMENT_BYTES}")
-        needed = buffer.nbytes if required is None else required
-        chunks = list(self._split(buffer, offset, needed))
-        done = _Countdown(len(chunks))
+        _check_aligned(path, offset, buffer)
+        chunks = list(self._split(buffer, offset, buffer.nbytes if required is None else required))
+        if not chunks:
+            return _ended(None)
+        try:
+            source = self._open(path, offset)
+        except DiskReadError as error:
+            return _ended(error)
+        request = _Request(source, offset, len(chunks))
         for chunk in chunks:
-            self._pool.submit(self._read_chunk, path, chunk).add_done_callback(done.tick)
-        return done.future
+            try:
+                task = source.file.start(chunk.buffer, chunk.offset)
+            except RuntimeError as error:  # closed in between; what has begun may still write to the buffer
+                request.tick(error)
+            else:
+                task.add_done_callback(partial(self._settle, request, chunk))
+        return request.future
 
-    def read(self, path: Path, offset: int, buffer: memoryview, required: int | None = None) -> None:
+    def read(self, path: Path, offset: int, buffer: Buffer, required: int | None = None) -> None:
         """Fill ``buffer`` and return when it is full; as ``read_async``."""
         self.read_async(path, offset, buffer, required).result()
 
     def close(self) -> None:
-        """Cancel what has not started, wait for what has, close every file."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Cancel what has not started, wait for what has, close every file; may be called again."""
         with self._lock:
-            for file in self._files.values():
-                os.close(file.fd)
-            self._files.clear()
+            self._closed = True
+        self.backend.close()
+        with self._lock:
+            for source in self._sources.values():
+                source.file.close()
+            self._sources.clear()
 
-    def _split(self, buffer: memoryview, offset: int, required: int) -> Iterator[_Chunk]:
+    def _split(self, buffer: Buffer, offset: int, required: int) -> Iterator[_Chunk]:
         for start in range(0, buffer.nbytes, self.block_bytes):
             part = buffer[start : start + self.block_bytes]
             yield _Chunk(part, offset + start, max(0, min(part.nbytes, required - start)))
 
-    def _read_chunk(self, path: Path, chunk: _Chunk) -> None:
-        file = self._open(path)
-        try:
-            done = self._fill(file, chunk)
-        except OSError as error:
-            code = error.errno or errno.EIO
-            raise DiskReadError(code, os.strerror(code), path, chunk.offset) from error
-        if done < chunk.required:
-            size, wanted = os.fstat(file.fd).st_size, chunk.offset + chunk.required
-            reason = f"the file ends after {size} bytes, {wanted - size} more were expected"
-            raise DiskReadError(errno.EIO, reason, path, chunk.offset)
-
-    def _fill(self, file: _OpenFile, chunk: _Chunk) -> int:
-        """Read until the chunk is full or the file ends; returns the bytes read."""
-        done = 0
-        while done < chunk.buffer.nbytes:
-            direct = file.direct
-            try:
-                count = os.preadv(file.fd, [chunk.buffer[done:]], chunk.offset + done)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not direct:
-                    raise
-                self._fall_back(file)
-                continue
-            done += count
-            with self._lock:
-                self._bytes_read += count
-            # A direct read stops at an odd count only where the file ends; going on would be an unaligned request.
-            if count == 0 or (direct and count % ALIGNMENT_BYTES):
-                break
-        return done
-
-    def _open(self, path: Path) -> _OpenFile:
+    def _open(self, path: Path, offset: int) -> _Source:
         with self._lock:
-            if path not in self._files:
-                self._files[path] = self._open_new(path)
-            return self._files[path]
+            if self._closed:
+                raise RuntimeError("the reader is closed")
+            if path not in self._sources:
+                self._sources[path] = self._open_new(path, offset)
+            return self._sources[path]
 
-    def _open_new(self, path: Path) -> _OpenFile:
-        flags = os.O_RDONLY | os.O_CLOEXEC
+    def _open_new(self, path: Path, offset: int) -> _Source:
         try:
-            if self._direct:
-                try:
-                    return _OpenFile(path, os.open(path, flags | os.O_DIRECT), direct=True)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    self._say_buffered(path)
-            return _OpenFile(path, os.open(path, flags), direct=False)
+            # Looked at before it is opened: what replaces the file in between is found after the first read.
+            now = FileIdentity.of(path)
+            identity = self._expected.get(path, now)
+            if now == identity:
+                return _Source(self.backend.open(path), identity)
         except OSError as error:
-            code = error.errno or errno.EIO
-            raise DiskReadError(code, os.strerror(code), path, 0) from error
+            raise DiskReadError.of(error, path, offset) from error
+        raise _changed(identity, now, path, offset)
 
-    def _fall_back(self, file: _OpenFile) -> None:
-        """Replace a descriptor whose file system accepted O_DIRECT at open and refuses it at read."""
+    def _settle(self, request: "_Request", chunk: _Chunk, task: "Future[int]") -> None:
+        """Count what a block delivered, and tell its request how it ended."""
+        if task.cancelled():
+            request.tick(RuntimeError("the reader was closed before the read began"))
+            return
+        error = task.exception()
+        if error is not None:
+            request.tick(DiskReadError.of(error, request.path, chunk.offset) if isinstance(error, OSError) else error)
+            return
         with self._lock:
-            if not file.direct:
-                return
-            self._say_buffered(file.path)
-            plain = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
-            # dup2 keeps the number valid for threads that are about to read from it.
-            os.dup2(plain, file.fd, inheritable=False)
-            os.close(plain)
-            file.direct = False
-
-    def _say_buffered(self, path: Path) -> None:
-        if not self.buffered_files:
-            log.warning("%s: the file system refuses direct I/O; reading through the page cache instead", path)
+            self._bytes_read += task.result()
+        request.tick(request.source.shortfall(chunk, task.result()))
 
 
-class _Countdown:
-    """A future that is done when the last of several tasks is, with the first failure if there was one."""
+class _Request:
+    """A future that is done when the last block of a range is, with the first failure if there was one."""
 
-    def __init__(self, num_tasks: int) -> None:
+    def __init__(self, source: _Source, offset: int, num_chunks: int) -> None:
+        self.source = source
+        self.path = source.file.path
         self.future: Future[None] = Future()
-        self._left = num_tasks
+        self._offset = offset
+        self._left = num_chunks
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
-        if num_tasks == 0:
-            self.future.set_result(None)
 
-    def tick(self, task: "Future[None]") -> None:
-        failure = RuntimeError("the reader was closed before the read began") if task.cancelled() else task.exception()
+    def tick(self, failure: BaseException | None) -> None:
+        """One block is over. The last one looks whether the file is still the one that was opened."""
         with self._lock:
             self._failure = self._failure or failure
             self._left -= 1
             if self._left:
                 return
-        if self._failure is not None:
-            self.future.set_exception(self._failure)
-        else:
-            self.future.set_result(None)
+        if self._failure is None or isinstance(self._failure, DiskReadError):
+            self._failure = self.source.change(self._offset) or self._failure
+        _end(self.future, self._failure)
+
+
+def _changed(then: FileIdentity, now: FileIdentity, path: Path, offset: int) -> DiskReadError:
+    difference = then.difference(now)
+    reason = f"the file has changed since it was opened ({difference}); start again with the new file"
+    return DiskReadError(errno.ESTALE, reason, path, offset)
+
+
+def _check_aligned(path: Path, offset: int, buffer: Buffer) -> None:
+    if offset % ALIGNMENT_BYTES or buffer.nbytes % ALIGNMENT_BYTES:
+        raise ValueError(f"{path}: range ({offset}, {buffer.nbytes}) is not a multiple of {ALIGNMENT_BYTES}")
+    if not isinstance(buffer, memoryview) or buffer.nbytes == 0:
+        return
+    if ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % ALIGNMENT_BYTES:
+        raise ValueError(f"{path}: the buffer's address is not a multiple of {ALIGNMENT_BYTES}")
+
+
+def _ended(failure: BaseException | None) -> "Future[None]":
+    future: Future[None] = Future()
+    _end(future, failure)
+    return future
+
+
+def _end(future: "Future[None]", failure: BaseException | None) -> None:
+    if failure is None:
+        future.set_result(None)
+    else:
+        future.set_exception(failure)

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,12 @@ def buffer_of(nbytes: int) -> memoryview:
     view = memoryview(memory)[:nbytes]
     view[:] = bytes([POISON]) * nbytes
     return view
+
+
+def age(path: Path) -> None:
+    """Date the file back, so that a write shows in its time however soon it comes: the clock of files ticks slowly."""
+    an_hour_ago_ns = time.time_ns() - 3600 * 10**9
+    os.utime(path, ns=(an_hour_ago_ns, an_hour_ago_ns))
 
 
 def open_descriptors_of(path: Path) -> int:

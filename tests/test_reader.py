@@ -100,6 +100,24 @@ def test_short_reads_are_gone_on_with(file: Path, contents: bytes, monkeypatch: 
     reader.close()
 
 
+def test_odd_short_reads_of_a_buffered_file_are_gone_on_with(
+    file: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A direct read stops at an odd count where the file ends; a buffered one may stop anywhere."""
+    real = os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        return real(fd, [memoryview(buffers[0])[:1001]], offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    reader = Reader(num_threads=2, block_bytes=8 * PAGE, direct=False)
+    buffer = buffer_of(40 * PAGE)
+    reader.read(file, 0, buffer, required=FILE_BYTES)
+    assert buffer[:FILE_BYTES] == contents
+    assert reader.bytes_read == FILE_BYTES
+    reader.close()
+
+
 def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from reader_support import FILE_BYTES, PAGE, POISON, buffer_of, contents, file, 
 
 from zinfer.nvme.aligned import align_up
 from zinfer.nvme.reader import DiskReadError, Reader
+from zinfer.nvme.threads import ThreadsFile
 
 __all__ = ["contents", "file", "reader"]  # fixtures
 
@@ -39,12 +41,14 @@ def test_an_empty_file(tmp_path: Path, reader: Reader) -> None:
 
 def test_truncated_while_open_and_restored(file: Path, contents: bytes, reader: Reader) -> None:
     buffer = buffer_of(2 * PAGE)
+    found = file.stat()
     reader.read(file, 20 * PAGE, buffer)
     os.truncate(file, 20 * PAGE + 77)
-    with pytest.raises(DiskReadError, match=f"the file ends after {20 * PAGE + 77} bytes") as caught:
+    with pytest.raises(DiskReadError, match=rf"\({FILE_BYTES} bytes then, {20 * PAGE + 77} now\)") as caught:
         reader.read(file, 20 * PAGE, buffer)
     assert caught.value.filename == str(file)
     file.write_bytes(contents)
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
     buffer[:] = bytes(2 * PAGE)
     reader.read(file, 20 * PAGE, buffer)
     assert buffer == contents[20 * PAGE : 22 * PAGE]
@@ -96,6 +100,73 @@ def test_a_failed_read_is_over_when_its_future_is(file: Path, reader: Reader, mo
     buffer[:] = bytes([POISON]) * len(buffer)
     time.sleep(0.6)
     assert bytes(buffer) == bytes([POISON]) * len(buffer)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_disk_that_delivers_too_little_and_no_error(
+    file: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    real = os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        return 0 if offset >= 3 * PAGE else real(fd, [memoryview(buffers[0])[:PAGE]], offset, *flags)
+
+    reader = Reader(num_threads=2, block_bytes=8 * PAGE, direct=direct)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "preadv", preadv)
+            with pytest.raises(DiskReadError, match=f"{3 * PAGE} bytes of {8 * PAGE} and no error") as caught:
+                reader.read(file, 0, buffer_of(8 * PAGE))
+        assert (caught.value.errno, caught.value.offset) == (errno.EIO, 0)
+        buffer = buffer_of(8 * PAGE)
+        reader.read(file, 0, buffer)
+        assert buffer == contents[: 8 * PAGE]
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("death", [SystemExit(3), KeyboardInterrupt(), MemoryError()], ids=repr)
+def test_a_worker_that_dies_says_so_and_the_reader_goes_on(
+    file: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch, death: BaseException
+) -> None:
+    real = os.preadv
+
+    def preadv(fd: int, buffers: object, offset: int, *flags: int) -> int:
+        if offset % (3 * PAGE) == 0:
+            raise death
+        return real(fd, buffers, offset, *flags)
+
+    reader = Reader(num_threads=2, block_bytes=PAGE)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "preadv", preadv)
+            futures = [reader.read_async(file, index * PAGE, buffer_of(9 * PAGE)) for index in range(6)]
+            assert [future.exception(timeout=30) for future in futures] == 6 * [death], "more deaths than threads"
+        buffer = buffer_of(24 * PAGE)
+        reader.read_async(file, 0, buffer).result(timeout=30)
+        assert buffer == contents[: 24 * PAGE]
+    finally:
+        reader.close()
+    assert open_descriptors_of(file) == 0
+
+
+def test_a_reader_closed_while_a_read_is_being_started(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks that were started are waited for; the future says why the others were not."""
+    reader = Reader(num_threads=1, block_bytes=PAGE)
+    real, started = ThreadsFile.start, []
+
+    def start(opened: ThreadsFile, buffer: memoryview, offset: int) -> "Future[int]":
+        if offset == 2 * PAGE:
+            reader.backend.close()
+        started.append(offset)
+        return real(opened, buffer, offset)
+
+    monkeypatch.setattr(ThreadsFile, "start", start)
+    future = reader.read_async(file, 0, buffer_of(4 * PAGE))
+    with pytest.raises(RuntimeError, match=r"closed|shutdown"):
+        future.result(timeout=30)
+    assert started == [0, PAGE, 2 * PAGE, 3 * PAGE]
+    reader.close()
 
 
 def test_a_missing_file(tmp_path: Path, reader: Reader) -> None:

@@ -12,7 +12,7 @@ ROOMS = {"zinfer": "zinfer", "offload": "zinfer.offload", "nvme": "zinfer.nvme",
 LINKS = ("offload", "kernels", "nvme")
 """The top-level folders that are also parts of the package; their bare names belong to other projects."""
 ALLOWED: dict[str, tuple[str, ...]] = {
-    "nvme": ("zinfer.nvme",),
+    "nvme": ("zinfer.nvme", "kvikio"),
     "kernels": ("zinfer.kernels", "torch", "triton"),
     "offload": ("zinfer.offload", "zinfer.nvme", "torch"),
 }

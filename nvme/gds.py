@@ -1,0 +1,124 @@
+"""GPUDirect Storage: reads from the disk straight into device memory, by NVIDIA's cuFile and the ``kvikio`` package.
+
+An optional extra (``pip install 'zinfer[gds]'``). Host memory goes the way of the reference backend, because kvikio
+reads into it through the page cache. Refuses to stand for GPUDirect Storage where kvikio would only imitate it with
+copies through host memory: `choose_backend` takes threads then, and says why.
+"""
+
+import errno
+import importlib
+import logging
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from zinfer.nvme.backend import Backend, Buffer, DeviceBuffer, OpenFile
+from zinfer.nvme.threads import ThreadsBackend, ThreadsFile
+
+log = logging.getLogger(__name__)
+
+_INSTALL: Final = "pip install 'zinfer[gds]'"
+_LOAD_DRIVER: Final = "load NVIDIA's driver with `modprobe nvidia-fs`"
+_LEAVE_COMPATIBILITY: Final = "install libcufile, make /run/udev readable and leave KVIKIO_COMPAT_MODE unset"
+
+
+class GdsUnavailable(RuntimeError):
+    """GPUDirect Storage cannot be used here; the message says why and what helps."""
+
+
+class GdsBackend(Backend):
+    """Reads into device memory with cuFile, into host memory with `ThreadsBackend`.
+
+    Args:
+        num_threads: requests under way at once. kvikio's own pool, which the whole process shares, is set to as many.
+        direct: for host memory, as `ThreadsBackend` takes it.
+
+    Raises:
+        GdsUnavailable: kvikio or the driver is missing.
+    """
+
+    name = "GPUDirect Storage"
+    reads_device_memory = True
+
+    def __init__(self, *, num_threads: int, direct: bool = True) -> None:
+        self._kvikio = _load_kvikio()
+        self._kvikio.defaults.set({"num_threads": num_threads})
+        self._host = ThreadsBackend(num_threads=num_threads, direct=direct)
+        self._waiters = ThreadPoolExecutor(num_threads, thread_name_prefix="zinfer-gds")
+
+    def open(self, path: Path) -> "GdsFile":
+        host = self._host.open(path)
+        try:
+            return GdsFile(host, self._kvikio.CuFile(path), self._waiters)
+        except RuntimeError as error:
+            host.close()
+            raise _disk_error(error) from error
+
+    def close(self) -> None:
+        self._waiters.shutdown(wait=True, cancel_futures=True)
+        self._host.close()
+
+
+class GdsFile(OpenFile):
+    """A file open twice: for reads into host memory and, registered with cuFile, into device memory."""
+
+    def __init__(self, host: ThreadsFile, cufile: Any, waiters: ThreadPoolExecutor) -> None:
+        self.path = host.path
+        self._host = host
+        self._cufile = cufile
+        self._waiters = waiters
+
+    @property
+    def direct(self) -> bool:
+        return self._host.direct
+
+    def start(self, buffer: Buffer, offset: int) -> "Future[int]":
+        if isinstance(buffer, memoryview):
+            return self._host.start(buffer, offset)
+        return self._waiters.submit(self._fill, buffer, offset)
+
+    def close(self) -> None:
+        self._cufile.close()
+        self._host.close()
+
+    def _fill(self, buffer: DeviceBuffer, offset: int) -> int:
+        # Asked for bytes beyond the end, kvikio fails instead of giving fewer.
+        left = os.fstat(self._cufile.fileno()).st_size - offset
+        if left <= 0:
+            return 0
+        try:
+            return int(self._cufile.pread(buffer, min(buffer.nbytes, left), offset).get())
+        except RuntimeError as error:
+            raise _disk_error(error) from error
+
+
+def choose_backend(use_gds: bool, *, num_threads: int, direct: bool = True) -> Backend:
+    """The backend for a configuration's ``aio.use_gds``; threads, with a warning, where it cannot be had."""
+    if use_gds:
+        try:
+            return GdsBackend(num_threads=num_threads, direct=direct)
+        except GdsUnavailable as reason:
+            log.warning("GPUDirect Storage is not used, blocks are read by way of host memory: %s", reason)
+    return ThreadsBackend(num_threads=num_threads, direct=direct)
+
+
+def _load_kvikio() -> ModuleType:
+    """kvikio, once it is known to use cuFile with the driver behind it."""
+    try:
+        kvikio = importlib.import_module("kvikio")
+        defaults = importlib.import_module("kvikio.defaults")
+        driver = importlib.import_module("kvikio.cufile_driver")
+    except (ImportError, OSError, RuntimeError) as error:  # also a library that kvikio cannot load
+        raise GdsUnavailable(f"kvikio cannot be imported ({error}); {_INSTALL}") from error
+    if defaults.is_compat_mode_preferred():
+        raise GdsUnavailable(f"kvikio does not use cuFile here; {_LEAVE_COMPATIBILITY}")
+    if not driver.get("is_gds_available"):
+        raise GdsUnavailable(f"the nvidia-fs driver is not loaded; {_LOAD_DRIVER}")
+    return kvikio
+
+
+def _disk_error(error: RuntimeError) -> OSError:
+    """kvikio reports every failure, the system's too, as RuntimeError without a code."""
+    return OSError(errno.EIO, f"kvikio: {error}")
