@@ -1,21 +1,18 @@
 """Fills and owns the slabs that have a home: resident ones on the device, host ones in memory of exact size."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from typing import Final
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, Home, Tier
 from zinfer.offload.host_memory import HostBuffer
-from zinfer.offload.slots import StagingRing, StagingSlot
+from zinfer.offload.lane import Lane
+from zinfer.offload.move import Move, Target
+from zinfer.offload.slots import Slot
 from zinfer.offload.source import DiskSource, HostSource, Source
-from zinfer.offload.stream import CopyStream, HostStream
-
-NUM_LOADING_BUFFERS: Final = 2
-"""Buffers that slabs are filled through: one is read while the other is put in place."""
+from zinfer.offload.stream import HostStream
 
 TakeTensors = Callable[[Block], Mapping[str, torch.Tensor]]
 """Hands over the tensors of a block that came in memory, by name; the giver keeps no reference to them."""
@@ -24,14 +21,21 @@ TakeTensors = Callable[[Block], Mapping[str, torch.Tensor]]
 class Homes:
     """The homes of a model's blocks, filled when the constructor returns.
 
+    While the lane reads and places the bytes of one slab, this thread has the pages of the next ones touched and
+    registered.
+
     Args:
         blocks: all blocks in the model's order.
         homes: the home of each, by index.
         reader: reads the checkpoint files, now and while streaming.
-        stream: the copy stream of the device.
+        lane: carries what is on disk into the slabs, and to the device.
         take_tensors: where the bytes of blocks without extents come from.
 
-    ``sources`` has the streamed blocks' sources and ``resident`` the other blocks' tensors, by block index.
+    ``sources`` has the streamed blocks' sources and ``resident`` the other blocks' tensors, by block index;
+    ``loaded_bytes`` and ``load_s`` tell what was read from disk to fill them and how long filling them took.
+
+    Raises:
+        DiskReadError: and whatever else a read or a copy failed with; what was filled until then is given back.
     """
 
     def __init__(
@@ -39,102 +43,96 @@ class Homes:
         blocks: Sequence[Block],
         homes: Sequence[Home],
         reader: Reader,
-        stream: CopyStream,
+        lane: Lane,
         take_tensors: TakeTensors | None = None,
     ) -> None:
         self._reader = reader
-        self._stream = stream
-        self._slabs: dict[int, HostBuffer] = {}
+        self._lane = lane
+        self._take_tensors = take_tensors
+        self._slabs: list[HostBuffer] = []
+        self._moves: list[Move] = []
         self.sources: dict[int, Source] = {}
         self.resident: dict[int, dict[str, torch.nn.Parameter]] = {}
         self.device_bytes = 0
         self.bytes_to_device = 0
+        self.loaded_bytes = 0
+        begin_s = time.perf_counter()
         try:
-            self._settle(blocks, homes, take_tensors)
+            for block, home in zip(blocks, homes, strict=True):
+                self._settle(block, home)
+                self._raise_early_failure()
+            self._wait()
+            self.load_s = time.perf_counter() - begin_s
         except BaseException:
+            lane.close()  # nothing writes into the slabs any more
             self.close()
             raise
 
     @property
     def host_bytes(self) -> int:
-        return sum(slab.nbytes for slab in self._slabs.values())
+        return sum(slab.nbytes for slab in self._slabs)
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(slab.nbytes for slab in self._slabs.values() if slab.pinned)
+        return sum(slab.nbytes for slab in self._slabs if slab.pinned)
 
     def close(self) -> None:
         """Give the memory back; nothing may be copying from it."""
         self.sources.clear()
         self.resident.clear()
-        for slab in self._slabs.values():
+        for slab in self._slabs:
             slab.close()
         self._slabs.clear()
 
-    def _settle(self, blocks: Sequence[Block], homes: Sequence[Home], take_tensors: TakeTensors | None) -> None:
-        from_disk: list[tuple[Block, torch.Tensor, CopyStream]] = []
-        for block, home in zip(blocks, homes, strict=True):
-            if home.tier is Tier.DISK:
-                self.sources[block.index] = DiskSource(block, self._reader)
-                continue
-            target, stream = self._allocate(block, home)
-            if block.extents:
-                from_disk.append((block, target, stream))
-            else:
-                assert take_tensors is not None, f"block {block.name} has bytes neither on disk nor in memory"
-                self._fill_from_memory(block, target, take_tensors(block))
-        self._fill_from_disk(from_disk)
-
-    def _allocate(self, block: Block, home: Home) -> tuple[torch.Tensor, CopyStream]:
-        """The memory of one slab, and the stream whose copies fill it."""
-        if home.tier is Tier.DEVICE:
-            target = self._stream.allocate(block.nbytes)
+    def _settle(self, block: Block, home: Home) -> None:
+        """Allocate a block's home and have it filled."""
+        if home.tier is Tier.DISK:
+            self.sources[block.index] = self._disk_source(block)
+        elif home.tier is Tier.HOST:
+            self._settle_on_host(block, home)
+        else:
+            slot = Slot.allocate(block.nbytes, self._lane.stream)
             self.device_bytes += block.nbytes
-            self.resident[block.index] = block.layout.views(target)
-            return target, self._stream
-        slab = self._slabs[block.index] = HostBuffer(block.nbytes, pin=home.pinned)
-        # As planned, also where a registration was refused: there is no staging slot then, and torch copies by itself.
-        through_staging = self._stream.needs_pinned and not home.pinned
-        self.sources[block.index] = HostSource(block, slab, through_staging=through_staging)
-        return slab.tensor, HostStream()
-
-    def _fill_from_memory(self, block: Block, target: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        for tensor in block.layout.tensors:
-            tensor.view(target).copy_(tensors[tensor.name])
-        if block.index in self.resident:
+            self.resident[block.index] = slot.views(block.layout)
+            self._fill(block, Target(slot.buffer, self._lane.stream, slot.vacant))
             self.bytes_to_device += block.nbytes
 
-    def _fill_from_disk(self, jobs: list[tuple[Block, torch.Tensor, CopyStream]]) -> None:
-        """Read block after block, one ahead of the one that is put in place."""
-        if not jobs:
+    def _settle_on_host(self, block: Block, home: Home) -> None:
+        slab = HostBuffer(block.nbytes)
+        self._slabs.append(slab)
+        # As planned, also where a registration is refused: there is no staging slot then, and torch copies by itself.
+        part_bytes = self._lane.slot_bytes if self._lane.stream.needs_pinned and not home.pinned else None
+        self.sources[block.index] = HostSource(block, slab, part_bytes)
+        slab.touch()
+        self._fill(block, Target(slab.tensor, HostStream()))
+        if home.pinned:
+            slab.pin()
+
+    def _fill(self, block: Block, target: Target) -> None:
+        if block.extents:
+            self._moves.append(Move(block.name, self._disk_source(block), target))
+            self._lane.submit(self._moves[-1])
+            self.loaded_bytes += self._moves[-1].source.wire_bytes
             return
-        sources = [DiskSource(block, self._reader) for block, _, _ in jobs]
-        size = max(source.staging_bytes for source in sources)
-        # Pageable: these are gone before the first pass, and pinning them would take longer than it saves.
-        ring = StagingRing([HostBuffer(size, pin=False) for _ in range(min(NUM_LOADING_BUFFERS, len(jobs)))])
-        with closing(ring):
-            try:
-                for (block, target, stream), source, staging in zip(jobs, sources, _loaded(sources, ring), strict=True):
-                    source.send(stream, target, staging.memory)
-                    ring.put(staging, stream.mark())
-                    if block.index in self.resident:
-                        self.bytes_to_device += source.wire_bytes
-            finally:
-                self._stream.mark().synchronize()
+        assert self._take_tensors is not None, f"block {block.name} has bytes neither on disk nor in memory"
+        tensors = self._take_tensors(block)
+        for tensor in block.layout.tensors:
+            tensor.view(target.memory).copy_(tensors[tensor.name])
 
+    def _disk_source(self, block: Block) -> DiskSource:
+        return DiskSource(block, self._reader, self._lane.slot_bytes)
 
-def _loaded(sources: Sequence[Source], ring: StagingRing) -> Iterator[StagingSlot]:
-    """The sources' bytes in staging, one read ahead; each slot goes back to the ring when its copies are enqueued."""
+    def _raise_early_failure(self) -> None:
+        while self._moves and self._moves[0].is_over:
+            self._raise_failure(self._moves.pop(0))
 
-    def load(source: Source) -> StagingSlot:
-        staging = ring.take()
-        source.load(staging.memory)
-        return staging
+    def _wait(self) -> None:
+        while self._moves:
+            self._raise_failure(self._moves.pop(0))
+        self._lane.stream.mark().synchronize()
 
-    with ThreadPoolExecutor(1, thread_name_prefix="zinfer-load") as pool:
-        ahead = [pool.submit(load, source) for source in sources[:1]]
-        for following in [*sources[1:], None]:
-            staging = ahead.pop().result()
-            if following is not None:
-                ahead.append(pool.submit(load, following))
-            yield staging
+    @staticmethod
+    def _raise_failure(move: Move) -> None:
+        failure = move.failure()
+        if failure is not None:
+            raise failure

@@ -1,11 +1,17 @@
-"""Host buffers of exact size: anonymous ``mmap``, registered with CUDA when they are to be pinned.
+"""Host buffers of exact size: anonymous ``mmap``, touched by several threads, registered with CUDA to pin them.
 
-torch's pinned allocator rounds up to powers of two; a private mapping is rounded to whole pages only. One buffer is
-one registration, so no copy ever crosses two of them.
+torch's pinned allocator rounds up to powers of two; a private mapping is rounded to whole pages only. One registration
+of 512 GiB or more fails on some systems, so a buffer is registered in parts of at most 64 GiB, and no copy may cross
+two of them.
 """
 
+import ctypes
 import logging
 import mmap
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import torch
 
@@ -13,43 +19,85 @@ from zinfer.nvme.aligned import ALIGNMENT_BYTES, align_up
 
 log = logging.getLogger(__name__)
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context (CUDA runtime API, cudaHostRegister)
+MOST_REGISTERED_BYTES: Final = 64 << 30
+"""Size of one registration; copies must not cross a multiple of it."""
+
+_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every CUDA context (CUDA runtime API, cudaHostRegister)
+_LEAST_TOUCH_BYTES: Final = 4 << 20  # a thread for less costs more than it saves
 
 
 class HostBuffer:
     """Page-aligned host memory, seen as a uint8 tensor and as a memoryview.
 
-    ``pinned`` tells what came out: a refused registration leaves the buffer pageable, and is logged.
+    With ``pin`` the buffer is pinned when the constructor returns; `pin` does it later. ``pinned`` tells what came
+    out: a refused registration leaves the buffer pageable, and is logged.
     """
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
+    def __init__(self, nbytes: int, *, pin: bool = False) -> None:
         self.nbytes = align_up(max(nbytes, 1), ALIGNMENT_BYTES)
         # The tensor keeps the mapping alive; the mapping is given back when the last view of it is gone.
         self._map = mmap.mmap(-1, self.nbytes)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.memory = memoryview(self._map)
-        self.pinned = pin and self._register()
+        self.pinned = False
+        if pin:
+            self.touch()
+            self.pin()
+
+    def touch(self) -> None:
+        """Have the system give the pages, zeroed, with several threads; before the buffer holds anything.
+
+        Registration and reads would fault them in one by one.
+        """
+        num_threads = max(1, min(os.cpu_count() or 1, 16, self.nbytes // _LEAST_TOUCH_BYTES))
+        share = align_up(-(-self.nbytes // num_threads), ALIGNMENT_BYTES)
+        address = self.tensor.data_ptr()
+
+        def clear(begin: int) -> None:  # memset lets other Python threads run
+            ctypes.memset(address + begin, 0, min(share, self.nbytes - begin))
+
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="zinfer-touch") as pool:
+            for _ in pool.map(clear, range(0, self.nbytes, share)):
+                pass
+
+    def pin(self) -> None:
+        """Register the buffer with CUDA, so that copies run beside everything else."""
+        done: list[int] = []
+        for begin, nbytes in self._registrations():
+            if not self._register(begin, nbytes):
+                for registered in done:
+                    self._unregister(registered)
+                return
+            done.append(begin)
+        self.pinned = True
 
     def close(self) -> None:
         """Undo the registration; no copy from or to the buffer may be under way."""
         if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())  # type: ignore[no-untyped-call]
             self.pinned = False
+            for begin, _ in self._registrations():
+                self._unregister(begin)
 
-    def _register(self) -> bool:
-        self.tensor.zero_()  # registration faults pages in one by one; a fill does it with all of torch's threads
+    def _registrations(self) -> Iterator[tuple[int, int]]:
+        for begin in range(0, self.nbytes, MOST_REGISTERED_BYTES):
+            yield begin, min(MOST_REGISTERED_BYTES, self.nbytes - begin)
+
+    def _register(self, begin: int, nbytes: int) -> bool:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(self.tensor.data_ptr(), self.nbytes, _PORTABLE))
+        code = int(runtime.cudaHostRegister(self.tensor.data_ptr() + begin, nbytes, _PORTABLE))
         if code == 0:
             return True
         _clear_last_error()
         log.warning(
             "pinning %d bytes of host memory failed (CUDA error %d); they stay pageable, copies will be slower. "
             "Raise the memory-lock limit (ulimit -l) or lower zinfer.max_pinned_memory.",
-            self.nbytes,
+            nbytes,
             code,
         )
         return False
+
+    def _unregister(self, begin: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr() + begin)  # type: ignore[no-untyped-call]
 
 
 def _clear_last_error() -> None:

@@ -4,7 +4,7 @@ The guess looks at the last two blocks, so that a block with two uses in a pass 
 by what came before it. A wrong guess costs time, never correctness.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 class AccessOrder:
@@ -26,14 +26,14 @@ class AccessOrder:
             self._followers[self._previous, self._current] = block
         self._previous, self._current = self._current, block
 
-    def ahead(self, count: int) -> list[int]:
-        """The next ``count`` uses after the current one, as far as they differ; empty before the first use."""
-        guesses: list[int] = []
+    def ahead(self) -> Iterator[int]:
+        """The uses expected after the current one, each block once; none before the first use."""
+        seen: set[int] = set()
         previous, current = self._previous, self._current
-        while current is not None and len(guesses) < count:
+        while current is not None:
             following = self._followers.get((previous, current), self._default[current])
-            if following in guesses:
-                break
-            guesses.append(following)
+            if following in seen:
+                return
+            seen.add(following)
+            yield following
             previous, current = current, following
-        return guesses

@@ -1,14 +1,12 @@
-"""Slots: buffers allocated once, each travelling with the event after which it may be overwritten."""
+"""Device slots: buffers allocated once, each travelling with the event after which it may be overwritten."""
 
-import queue
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from zinfer.offload.block import SlabLayout
-from zinfer.offload.host_memory import HostBuffer
-from zinfer.offload.stream import Event
+from zinfer.offload.stream import CopyStream, Event
 
 
 @dataclass(eq=False)
@@ -18,24 +16,24 @@ class Slot:
     ``vacant`` is the event of the last reader of the bytes: whoever overwrites the slot waits for it first.
     """
 
-    index: int
     buffer: torch.Tensor
-    vacant: Event | None = None
+    vacant: Event
     _views: dict[SlabLayout, dict[str, torch.nn.Parameter]] = field(default_factory=dict)
+
+    @classmethod
+    def allocate(cls, nbytes: int, stream: CopyStream) -> "Slot":
+        """Device memory (uint8) for copies to fill.
+
+        torch may hand out memory that compute, enqueued before, still uses: the slot is vacant after that.
+        """
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=stream.device)
+        return cls(buffer, stream.mark_compute())
 
     def views(self, layout: SlabLayout) -> dict[str, torch.nn.Parameter]:
         """The slab's tensors over this slot, made once a layout."""
         if layout not in self._views:
             self._views[layout] = layout.views(self.buffer)
         return self._views[layout]
-
-
-@dataclass(eq=False)
-class StagingSlot:
-    """A page-aligned host buffer that disk reads land in; ``vacant`` is the copy that last read from it."""
-
-    memory: HostBuffer
-    vacant: Event | None = None
 
 
 class DeviceSlots:
@@ -45,8 +43,8 @@ class DeviceSlots:
     stall at the wrap where it does not.
     """
 
-    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
-        self.slots = [Slot(index, buffer) for index, buffer in enumerate(buffers)]
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self.slots = list(slots)
         self._free = list(self.slots)
 
     def __len__(self) -> int:
@@ -65,29 +63,5 @@ class DeviceSlots:
         self._free += [slot for slot in self.slots if slot not in busy]
 
     def put(self, slot: Slot) -> None:
-        assert slot not in self._free, f"slot {slot.index} was released twice"
+        assert slot not in self._free, "a slot was released twice"
         self._free.append(slot)
-
-
-class StagingRing:
-    """The free staging slots; ``take`` blocks the mover thread that calls it until one is free and drained."""
-
-    def __init__(self, buffers: Iterable[HostBuffer]) -> None:
-        self.slots = [StagingSlot(buffer) for buffer in buffers]
-        self._free: queue.SimpleQueue[StagingSlot] = queue.SimpleQueue()
-        for slot in self.slots:
-            self._free.put(slot)
-
-    def take(self) -> StagingSlot:
-        slot = self._free.get()
-        if slot.vacant is not None:
-            slot.vacant.synchronize()
-        return slot
-
-    def put(self, slot: StagingSlot, vacant: Event | None) -> None:
-        slot.vacant = vacant
-        self._free.put(slot)
-
-    def close(self) -> None:
-        for slot in self.slots:
-            slot.memory.close()

@@ -1,17 +1,19 @@
 """Where slabs come from: one class a home, behind one contract.
 
-A move has two steps. `load` brings the bytes within the device's reach, into a staging slot (blocking; a mover thread
-calls it); `send` enqueues the copies into a device slot. A source with ``staging_bytes`` 0 needs only `send`.
+A move consists of parts. `load` begins to bring a part within the device's reach, into a staging slot; `send` enqueues
+its copies into a device slot. The parts of a source that is not ``staged`` are within reach already and only sent.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import torch
 
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, Tier
-from zinfer.offload.host_memory import HostBuffer
-from zinfer.offload.read_plan import plan_reads
+from zinfer.offload.chunks import cut_chunks
+from zinfer.offload.host_memory import MOST_REGISTERED_BYTES, HostBuffer
 from zinfer.offload.stream import CopyStream
 
 
@@ -19,54 +21,51 @@ class Source(ABC):
     """How one block's bytes reach a device slot."""
 
     tier: Tier
-    staging_bytes: int
+    staged: bool
+    """Whether the parts pass through staging slots."""
+    num_parts: int
     wire_bytes: int
     """Bytes that cross to the device in one move."""
 
     @abstractmethod
-    def load(self, staging: HostBuffer) -> None:
-        """Fill the staging slot and return when it is full."""
+    def load(self, part: int, staging: HostBuffer) -> Sequence["Future[None]"]:
+        """Begin to fill the staging slot; it is full, or may be reused, when all the futures are done."""
 
     @abstractmethod
-    def send(self, stream: CopyStream, target: torch.Tensor, staging: HostBuffer | None) -> None:
-        """Enqueue the copies into ``target``, a device slot (uint8)."""
+    def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: HostBuffer | None) -> None:
+        """Enqueue the copies into ``target``, the whole device slot (uint8)."""
 
 
 class DiskSource(Source):
-    """Reads a block's extents in place from the checkpoint files."""
+    """Reads a block's extents in place from the checkpoint files, at most ``chunk_bytes`` a part."""
 
     tier = Tier.DISK
+    staged = True
 
-    def __init__(self, block: Block, reader: Reader) -> None:
+    def __init__(self, block: Block, reader: Reader, chunk_bytes: int) -> None:
         assert block.extents, f"block {block.name} has no bytes on disk"
-        self._plan = plan_reads(block.extents)
+        self._chunks = cut_chunks(block.extents, chunk_bytes)
         self._reader = reader
-        self.staging_bytes = self._plan.staging_bytes
-        self.wire_bytes = self._plan.wire_bytes
+        self.num_parts = len(self._chunks)
+        self.wire_bytes = sum(chunk.wire_bytes for chunk in self._chunks)
 
-    def load(self, staging: HostBuffer) -> None:
-        reads = [
+    def load(self, part: int, staging: HostBuffer) -> Sequence["Future[None]"]:
+        return [
             self._reader.read_async(
-                span.file,
-                span.offset,
-                staging.memory[span.staging_offset : span.staging_offset + span.nbytes],
-                span.required,
+                span.file, span.offset, staging.memory[span.staging_offset : span.staging_end], span.required
             )
-            for span in self._plan.spans
+            for span in self._chunks[part].spans
         ]
-        failures = [failure for read in reads if (failure := read.exception()) is not None]
-        if failures:  # only now: the buffer must not be reused while another of the reads still fills it
-            raise failures[0]
 
-    def send(self, stream: CopyStream, target: torch.Tensor, staging: HostBuffer | None) -> None:
+    def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: HostBuffer | None) -> None:
         assert staging is not None
-        for part in self._plan.placements:
-            source = staging.tensor[part.staging_offset : part.staging_offset + part.nbytes]
-            place = target[part.slab_offset : part.slab_offset + part.slab_nbytes]
-            if part.dtype == part.slab_dtype:
+        for piece in self._chunks[part].placements:
+            source = staging.tensor[piece.staging_offset : piece.staging_offset + piece.nbytes]
+            place = target[piece.slab_offset : piece.slab_offset + piece.slab_nbytes]
+            if piece.dtype == piece.slab_dtype:
                 stream.copy(place, source)
             else:
-                stream.copy(place.view(part.slab_dtype), _typed(source, part.dtype))
+                stream.copy(place.view(piece.slab_dtype), _typed(source, piece.dtype))
 
 
 def _typed(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -77,18 +76,29 @@ def _typed(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class HostSource(Source):
-    """A slab in host memory: copied as it lies, or by way of a pinned staging slot when it is pageable."""
+    """A slab in host memory: copied as it lies, or by way of pinned staging slots when it is pageable.
+
+    Args:
+        part_bytes: size of a staging slot; None sends the slab as it lies.
+    """
 
     tier = Tier.HOST
 
-    def __init__(self, block: Block, slab: HostBuffer, *, through_staging: bool) -> None:
+    def __init__(self, block: Block, slab: HostBuffer, part_bytes: int | None) -> None:
         self._slab = slab
+        self._part_bytes = part_bytes or MOST_REGISTERED_BYTES
+        self.staged = part_bytes is not None
         self.wire_bytes = block.nbytes
-        self.staging_bytes = block.nbytes if through_staging else 0
+        self.num_parts = -(-block.nbytes // self._part_bytes)
 
-    def load(self, staging: HostBuffer) -> None:
-        staging.tensor[: self.wire_bytes].copy_(self._slab.tensor[: self.wire_bytes])
+    def load(self, part: int, staging: HostBuffer) -> Sequence["Future[None]"]:
+        piece = self._slab.tensor[self._range(part)]
+        staging.tensor[: piece.nbytes].copy_(piece)
+        return ()
 
-    def send(self, stream: CopyStream, target: torch.Tensor, staging: HostBuffer | None) -> None:
-        buffer = self._slab if staging is None else staging
-        stream.copy(target[: self.wire_bytes], buffer.tensor[: self.wire_bytes])
+    def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: HostBuffer | None) -> None:
+        place = target[self._range(part)]
+        stream.copy(place, self._slab.tensor[self._range(part)] if staging is None else staging.tensor[: place.nbytes])
+
+    def _range(self, part: int) -> slice:
+        return slice(part * self._part_bytes, min((part + 1) * self._part_bytes, self.wire_bytes))

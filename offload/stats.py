@@ -16,8 +16,10 @@ class RunStats:
         host_bytes: host memory of slabs and staging slots, pinned or not, now.
         device_bytes: device memory of resident slabs and slots, now.
         blocks_by_home: number of blocks by tier: DEVICE, HOST, DISK.
-        stall_s: seconds that compute waited, by cause: disk (reads), host (copies between host buffers),
-            link (copies to the device).
+        stall_s: seconds waited, by cause: compute for disk (reads), host (copies between host buffers) and link (copies
+            to the device), and copies for compute.
+        loaded_bytes: bytes read from disk to fill homes, before the first pass.
+        load_s: seconds that filling the homes took.
         passes: walks over all blocks.
         wall_s: seconds inside forward and generate calls.
     """
@@ -31,5 +33,7 @@ class RunStats:
     device_bytes: int = 0
     blocks_by_home: dict[str, int] = field(default_factory=dict)
     stall_s: dict[str, float] = field(default_factory=dict)
+    loaded_bytes: int = 0
+    load_s: float = 0.0
     passes: int = 0
     wall_s: float = 0.0

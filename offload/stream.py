@@ -5,6 +5,7 @@ events hold nothing back.
 """
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from typing import Final, Protocol
 
@@ -18,6 +19,12 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Block the calling thread until the point is reached."""
+
+    def is_reached(self) -> bool:
+        """Whether the work before the point is done."""
+
+    def time_s(self) -> float:
+        """When the point was reached, on the clock of `time.perf_counter`; only once it is."""
 
 
 class CopyStream(ABC):
@@ -42,35 +49,36 @@ class CopyStream(ABC):
         """The point after the copies so far."""
 
     @abstractmethod
-    def join(self, event: Event) -> None:
-        """Let the compute that follows wait for ``event``."""
+    def join(self, event: Event) -> Event:
+        """Let the compute that follows wait for ``event``; returns the point at which it goes on."""
 
     @abstractmethod
     def mark_compute(self) -> Event:
         """The point after the compute so far."""
 
     @abstractmethod
-    def stall_s(self) -> float:
+    def compute_waited_s(self) -> float:
         """Seconds of device time that compute has waited in `join`, as far as the waits are over."""
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Device memory (uint8) for copies to fill.
-
-        torch may hand out memory that compute, enqueued before, still uses: the copies wait for that.
-        """
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.after(self.mark_compute())
-        return memory
+    @abstractmethod
+    def copies_waited_s(self) -> float:
+        """Seconds of device time that copies have waited in `after`, likewise."""
 
 
-class _Reached:
+class HostEvent:
     """The event of work that is done when the call returns."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
 
     def synchronize(self) -> None:
         """Return at once."""
 
+    def is_reached(self) -> bool:
+        return True
 
-_REACHED = _Reached()
+    def time_s(self) -> float:
+        return self._at_s
 
 
 class HostStream(CopyStream):
@@ -88,16 +96,86 @@ class HostStream(CopyStream):
         target.copy_(source)
 
     def mark(self) -> Event:
-        return _REACHED
+        return HostEvent()
 
-    def join(self, event: Event) -> None:
+    def join(self, event: Event) -> Event:
         event.synchronize()
+        return HostEvent()
 
     def mark_compute(self) -> Event:
-        return _REACHED
+        return HostEvent()
 
-    def stall_s(self) -> float:
+    def compute_waited_s(self) -> float:
         return 0.0
+
+    def copies_waited_s(self) -> float:
+        return 0.0
+
+
+class CudaClock:
+    """Dates CUDA events on the host's clock, by one event that both have seen; good to some 10 us in a few minutes."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            self.origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self.origin.record()
+        self.origin.synchronize()
+        self.origin_s = time.perf_counter()
+
+
+class CudaEvent:
+    """A point recorded on a CUDA stream."""
+
+    def __init__(self, clock: CudaClock) -> None:
+        self.event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._clock = clock
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def is_reached(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def time_s(self) -> float:
+        return self._clock.origin_s + float(self._clock.origin.elapsed_time(self.event)) / 1e3
+
+
+class _Waits:
+    """Times how long a CUDA stream waits for events of another."""
+
+    def __init__(self, clock: CudaClock) -> None:
+        self._clock = clock
+        # Another thread may ask for the sum while this one waits.
+        self._lock = threading.Lock()
+        self._open: list[tuple[CudaEvent, CudaEvent]] = []
+        self._waited_s = 0.0
+
+    def wait(self, stream: torch.cuda.Stream, event: Event) -> CudaEvent:
+        """Let the stream's further work wait for the event; returns the point at which it goes on."""
+        assert isinstance(event, CudaEvent)
+        before, behind = CudaEvent(self._clock), CudaEvent(self._clock)
+        before.event.record(stream)
+        stream.wait_event(event.event)
+        behind.event.record(stream)
+        with self._lock:
+            self._open.append((before, behind))
+            if len(self._open) > _MOST_OPEN_WAITS:
+                self._collect()
+        return behind
+
+    def sum_s(self) -> float:
+        with self._lock:
+            self._collect()
+            return self._waited_s
+
+    def _collect(self) -> None:
+        still_open: list[tuple[CudaEvent, CudaEvent]] = []
+        for before, behind in self._open:
+            if behind.is_reached():
+                self._waited_s += before.event.elapsed_time(behind.event) / 1e3
+            else:
+                still_open.append((before, behind))
+        self._open = still_open
 
 
 class CudaStream(CopyStream):
@@ -107,16 +185,13 @@ class CudaStream(CopyStream):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._clock = CudaClock(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Another thread may ask for the stalls while this one runs.
-        self._lock = threading.Lock()
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._spare: list[torch.cuda.Event] = []
-        self._stall_s = 0.0
+        self._copy_waits = _Waits(self._clock)
+        self._compute_waits = _Waits(self._clock)
 
     def after(self, event: Event) -> None:
-        assert isinstance(event, torch.cuda.Event)
-        self._stream.wait_event(event)
+        self._copy_waits.wait(self._stream, event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
@@ -129,47 +204,26 @@ class CudaStream(CopyStream):
             target.copy_(raw)
 
     def mark(self) -> Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
+        return self._record(self._stream)
 
-    def join(self, event: Event) -> None:
-        assert isinstance(event, torch.cuda.Event)
-        compute = torch.cuda.current_stream(self.device)
-        with self._lock:
-            before, behind = self._timer(), self._timer()
-            before.record(compute)
-            compute.wait_event(event)
-            behind.record(compute)
-            self._waits.append((before, behind))
-            if len(self._waits) > _MOST_OPEN_WAITS:
-                self._collect()
+    def join(self, event: Event) -> Event:
+        return self._compute_waits.wait(torch.cuda.current_stream(self.device), event)
 
     def mark_compute(self) -> Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
+        return self._record(torch.cuda.current_stream(self.device))
+
+    def compute_waited_s(self) -> float:
+        return self._compute_waits.sum_s()
+
+    def copies_waited_s(self) -> float:
+        return self._copy_waits.sum_s()
+
+    def _record(self, stream: torch.cuda.Stream) -> CudaEvent:
+        event = CudaEvent(self._clock)
+        event.event.record(stream)
         return event
-
-    def stall_s(self) -> float:
-        with self._lock:
-            self._collect()
-            return self._stall_s
-
-    def _timer(self) -> torch.cuda.Event:
-        return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-    def _collect(self) -> None:
-        """Sum the waits that are over and keep their events for the next ones."""
-        open_waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        for before, behind in self._waits:
-            if behind.query():  # type: ignore[no-untyped-call]
-                self._stall_s += before.elapsed_time(behind) / 1e3
-                self._spare += [before, behind]
-            else:
-                open_waits.append((before, behind))
-        self._waits = open_waits
 
 
 def open_stream(device: torch.device) -> CopyStream:
-    """The copy stream for a device: ``cuda`` or ``cpu``."""
+    """A copy stream for a device: ``cuda`` or ``cpu``."""
     return CudaStream(device) if device.type == "cuda" else HostStream()

@@ -6,24 +6,38 @@ A slot is free, filling, ready, or held. `prefetch` takes a free slot and starts
 after which the slot may be overwritten and frees it. The next move into the slot waits for that event on the copy
 stream, so the host never waits for the device here.
 
-One thread drives a streamer; the mover threads only run moves. The synchronous twin begins each move in `wait`.
+One thread drives a streamer; the lanes' threads only run moves. The synchronous twin begins each move in `wait`.
 
 A KeyboardInterrupt may strike between any two lines of that thread. A slot may then be in none of the four states, but
-only one that no mover touches and whose `vacant` is right: a move is registered before it is submitted, and stays
+only one that no lane touches and whose `vacant` is right: a move is registered before it is submitted, and stays
 registered until it has arrived. `settle` finds such slots and frees them.
 """
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 
 from zinfer.offload.block import Block, Tier
-from zinfer.offload.movers import Move, Movers, Transfer
+from zinfer.offload.lane import Lane
+from zinfer.offload.move import Move, Target
 from zinfer.offload.order import AccessOrder
-from zinfer.offload.slots import DeviceSlots, StagingRing
+from zinfer.offload.slots import DeviceSlots, Slot
 from zinfer.offload.source import Source
-from zinfer.offload.stream import CopyStream, Event
+from zinfer.offload.stream import Event
+from zinfer.offload.trace import Trace
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A block that is moving into a slot, or in it; ``begin`` is where the compute that uses it begins."""
+
+    block: Block
+    slot: Slot
+    move: Move
+    begin: Event | None = None
 
 
 class Streamer:
@@ -32,45 +46,50 @@ class Streamer:
     Args:
         blocks: the streamed blocks in the model's order.
         sources: where each block's slab comes from, by block index.
-        stream: the copy stream of the device.
+        lanes: what carries the blocks of each tier. Their copy streams differ, so that none waits behind the other's.
         slots: device slots, each large enough for any of the blocks.
-        staging: staging slots, each large enough for any source that needs one; empty if none does.
         synchronous: move nothing ahead of its use (the twin that the pipeline is checked against).
+        trace: where computes are noted.
     """
 
     def __init__(
         self,
         blocks: Sequence[Block],
         sources: Mapping[int, Source],
-        stream: CopyStream,
+        lanes: Mapping[Tier, Lane],
         slots: DeviceSlots,
-        staging: StagingRing,
         *,
         synchronous: bool = False,
+        trace: Trace | None = None,
     ) -> None:
         self._blocks = {block.index: block for block in blocks}
         self._sources = sources
-        self._stream = stream
+        self._lanes = lanes
         self._slots = slots
         self._synchronous = synchronous
+        self._trace = trace
         self._order = AccessOrder([block.index for block in blocks])
-        self._moves: dict[int, Move] = {}
-        self._held: dict[int, Move] = {}
-        # Not a method of this object: a cycle would keep the slots' memory until Python's collector comes by.
-        self._transfer = Transfer(sources, stream, staging, synchronous=synchronous)
-        self._movers = Movers(max(len(staging.slots), len(slots)), self._transfer)
-        self._stall_s = {"disk": 0.0, "host": 0.0, "link": 0.0}
+        self._is_mixed = len({source.tier for source in sources.values()}) > 1
+        self._moving: dict[int, _Use] = {}
+        self._held: dict[int, _Use] = {}
+        self._loaded_bytes = self._moved_bytes()
+        self._stall_s = {"disk": 0.0, "host": 0.0, "link": 0.0, "compute": 0.0}
+        self._full_since_s: float | None = None
+        # Beside a CUDA device the copy streams' own waits tell, and a move that is over may still be copying.
+        self._counts_idleness = not any(lane.stream.needs_pinned for lane in lanes.values())
 
     def prefetch(self, block: Block) -> None:
         """Start moving a block into a free slot and return; nothing to do if it is on its way or there."""
-        if block.index in self._moves or block.index in self._held:
+        if block.index in self._moving or block.index in self._held:
             return
-        move = Move(block, self._slots.take())
+        source, slot = self._sources[block.index], self._slots.take()
+        lane = self._lanes[source.tier]
+        move = Move(block.name, source, Target(slot.buffer, lane.stream, slot.vacant))
         try:
-            self._moves[block.index] = move
-            self._movers.submit(move)
+            self._moving[block.index] = _Use(block, slot, move)
+            lane.submit(move)
         except BaseException:  # Ctrl-C between the two: a registered move must run, and runs once
-            self._movers.submit(move)
+            lane.submit(move)
             raise
 
     def wait(self, block: Block) -> dict[str, torch.nn.Parameter]:
@@ -81,91 +100,136 @@ class Streamer:
         assert block.index not in self._held, f"block {block.name} is in use already"
         begin_s = time.perf_counter()
         self._drop_failed_guess(block)
-        if block.index not in self._moves:
+        if block.index not in self._moving:
             self._make_room()
             self.prefetch(block)
         self._order.use(block.index)
         self._look_ahead()
-        move = self._moves[block.index]
-        self._stream.join(self._arrival(move, begin_s))
-        self._held[block.index] = move
-        del self._moves[block.index]
-        return move.slot.views(block.layout)
+        use = self._moving[block.index]
+        self._wait_for(use, begin_s)
+        begin = use.move.target.stream.join(use.move.sent())
+        self._held[block.index] = _Use(block, use.slot, use.move, begin)
+        del self._moving[block.index]
+        return use.slot.views(block.layout)
 
     def release(self, block: Block) -> None:
         """Let the block's slot be overwritten once the compute so far is done, and move the next block into it."""
-        slot = self._held[block.index].slot
-        slot.vacant = self._stream.mark_compute()
-        self._moves.pop(block.index, None)  # there only if an interrupt struck in `wait`
+        use = self._held[block.index]
+        use.slot.vacant = use.move.target.stream.mark_compute()
+        if self._trace is not None and use.begin is not None:
+            self._trace.add_between("compute", block.name, use.begin, use.slot.vacant)
+        self._moving.pop(block.index, None)  # there only if an interrupt struck in `wait`
         del self._held[block.index]
-        self._slots.put(slot)
+        self._slots.put(use.slot)
         self._look_ahead()
 
     def settle(self) -> None:
         """Release what a pass that was cut short (an exception, Ctrl-C at any line) has left held, and lost slots."""
         for block in self.held():
             self.release(block)
-        self._slots.reclaim(move.slot for move in self._moves.values())
+        self._slots.reclaim(use.slot for use in self._moving.values())
 
     def held(self) -> list[Block]:
         """The blocks in use, between `wait` and `release`."""
-        return [move.block for move in self._held.values()]
+        return [use.block for use in self._held.values()]
 
     @property
     def bytes_moved(self) -> int:
         """Bytes copied into device slots so far, guesses that nobody used included."""
-        return self._transfer.bytes_moved
+        return self._moved_bytes() - self._loaded_bytes
 
     def stall_s(self) -> dict[str, float]:
-        """Seconds that compute waited so far, by cause: disk, host, link."""
+        """Seconds waited so far, by cause: compute for disk, host and link, copies for compute."""
         stall_s = dict(self._stall_s)
-        stall_s["link"] += self._stream.stall_s()
+        for lane in self._lanes.values():
+            stall_s["link"] += lane.stream.compute_waited_s()
+            stall_s["compute"] += lane.stream.copies_waited_s()
         return stall_s
 
     def close(self) -> None:
-        """Wait for the moves under way and stop the threads; the slots may be freed after."""
-        self._movers.close()
-        self._stream.mark().synchronize()
-        self._moves.clear()
+        """Stop the lanes and wait for what is under way; the slots may be freed after."""
+        for lane in self._lanes.values():
+            lane.close()
+        for lane in self._lanes.values():
+            lane.stream.mark().synchronize()
+        self._moving.clear()
+
+    def _moved_bytes(self) -> int:
+        return sum(lane.bytes_moved for lane in self._lanes.values())
 
     def _look_ahead(self) -> None:
         if self._synchronous:
             return
-        for index in self._order.ahead(len(self._slots)):
+        for index in self._expected():
+            if index in self._moving or index in self._held:
+                continue
             if not self._slots.num_free:
+                self._full_since_s = self._full_since_s or time.perf_counter()
                 return
+            self._note_idleness()
             self.prefetch(self._blocks[index])
+        self._full_since_s = None
+
+    def _expected(self) -> list[int]:
+        """The next uses, in the order in which they get slots.
+
+        Disk and link work side by side only if a disk block is always on its way, however far ahead of its use: with
+        three slots or more it takes the place behind the nearest of the others.
+        """
+        num_slots = len(self._slots)
+        ahead = self._order.ahead()
+        expected = list(islice(ahead, num_slots))
+        num_near = num_slots - 2
+        if not self._is_mixed or num_near < 1 or any(map(self._is_on_disk, expected[: num_near + 1])):
+            return expected
+        from_disk = next(filter(self._is_on_disk, chain(expected, ahead)), None)
+        if from_disk is None:
+            return expected
+        others = [index for index in expected if index != from_disk]
+        return [*others[:num_near], from_disk, *others[num_near:]][:num_slots]
+
+    def _is_on_disk(self, index: int) -> bool:
+        return self._sources[index].tier is Tier.DISK
+
+    def _note_idleness(self) -> None:
+        """Account for the time in which the lanes had nothing to move because compute held the slots."""
+        if self._full_since_s is None:
+            return
+        if self._counts_idleness and all(use.move.is_over for use in self._moving.values()):
+            last_s = max((use.move.finished_at_s for use in self._moving.values()), default=0.0)
+            self._stall_s["compute"] += time.perf_counter() - max(self._full_since_s, last_s)
+        self._full_since_s = None
 
     def _drop_failed_guess(self, block: Block) -> None:
         """Forget a move that was made ahead and failed: what was wrong then (a file being replaced) may be mended."""
-        move = self._moves.get(block.index)
-        if move is not None and move.is_over and move.failure() is not None:
-            self._give_up(move)
+        use = self._moving.get(block.index)
+        if use is not None and use.move.is_over and use.move.failure() is not None:
+            self._give_up(use)
 
     def _make_room(self) -> None:
         """Free a slot for a block that nobody expected: the farthest guess gives way."""
         if self._slots.num_free:
             return
-        if not self._moves:
+        if not self._moving:
             raise RuntimeError(f"all {len(self._slots)} device slots are in use at once; raise zinfer.num_slots")
-        self._give_up(next(reversed(self._moves.values())))
+        self._give_up(next(reversed(self._moving.values())))
 
-    def _give_up(self, move: Move) -> None:
+    def _give_up(self, use: _Use) -> None:
         """Free the slot of a move whose bytes nobody will use; if it failed, nobody waits for the failure either."""
-        if move.failure() is None:
-            move.slot.vacant = move.sent()
-        del self._moves[move.block.index]
-        self._slots.put(move.slot)
+        if use.move.failure() is None:
+            use.slot.vacant = use.move.sent()
+        del self._moving[use.block.index]
+        self._slots.put(use.slot)
 
-    def _arrival(self, move: Move, begin_s: float) -> Event:
-        """The move's event, and the account of how long the host has waited for it since ``begin_s``."""
-        failure = move.failure()
+    def _wait_for(self, use: _Use, begin_s: float) -> None:
+        """Wait until the block is sent, and account for how long the host has waited since ``begin_s``."""
+        failure = use.move.failure()
         if failure is not None:
-            self._give_up(move)
+            self._give_up(use)
             raise failure
+        if self._synchronous:
+            use.move.sent().synchronize()
         end_s = time.perf_counter()
-        source = self._sources[move.block.index]
-        loading_s = min(max(move.loaded_at_s - begin_s, 0.0), end_s - begin_s)
-        self._stall_s["disk" if source.tier is Tier.DISK else "host"] += loading_s
+        loading_s = min(max(use.move.loaded_at_s - begin_s, 0.0), end_s - begin_s) if use.move.source.staged else 0.0
+        self._stall_s["disk" if use.move.source.tier is Tier.DISK else "host"] += loading_s
         self._stall_s["link"] += end_s - begin_s - loading_s
-        return move.sent()

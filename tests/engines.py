@@ -14,7 +14,7 @@ from zinfer.cut import cut_model
 from zinfer.model import build_meta_model
 from zinfer.nvme.aligned import align_up
 from zinfer.offload.block import Block
-from zinfer.offload.read_plan import plan_reads
+from zinfer.offload.chunks import covered_bytes
 from zinfer.weights import match_weights
 
 HOMES = ("resident", "host", "disk", "mixed")
@@ -30,7 +30,7 @@ def config_for(folder: Path, homes: str, num_slots: int, device: str) -> dict[st
     """A configuration whose budgets leave no other placement than ``homes`` for all blocks, embeddings included."""
     blocks = blocks_of(folder)
     largest = max(block.nbytes for block in blocks)
-    staging = max(plan_reads(block.extents).staging_bytes for block in blocks)
+    staging = max(covered_bytes(block.extents) for block in blocks)
     budgets: dict[str, object] = {"device": device, "num_slots": num_slots}
     offload = {"resident": "none", "host": "cpu", "disk": "nvme", "mixed": "none"}[homes]
     if homes != "resident":
@@ -38,7 +38,7 @@ def config_for(folder: Path, homes: str, num_slots: int, device: str) -> dict[st
     if homes == "mixed":
         small = sum(block.nbytes for block in blocks if block.nbytes < largest / 2)
         budgets["max_device_memory"] = num_slots * largest + small
-        budgets["max_host_memory"] = num_slots * max(staging, largest) + align_up(largest)
+        budgets["max_host_memory"] = 2 * max(staging, align_up(largest)) + align_up(largest)
     return {"zero_optimization": {"offload_param": {"device": offload}}, "zinfer": budgets}
 
 

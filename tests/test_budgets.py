@@ -25,7 +25,7 @@ import zinfer
 from zinfer.errors import ConfigError, PlanError
 from zinfer.nvme.aligned import align_up
 from zinfer.offload.block import Tier
-from zinfer.offload.read_plan import plan_reads
+from zinfer.offload.chunks import covered_bytes
 from zinfer.planner import Plan
 
 __all__ = ["batch", "expected", "folder", "layer_bytes", "small_bytes", "total_bytes"]  # fixtures
@@ -186,7 +186,7 @@ def test_any_budgets_are_kept(
             assert engine.stats().blocks_by_home["DEVICE"] == NUM_LAYERS + 3
         blocks = blocks_of(folder)
         in_pages = sum(align_up(block.nbytes) for block in blocks)
-        loading = 2 * max(plan_reads(block.extents).staging_bytes for block in blocks)
+        loading = 2 * max(covered_bytes(block.extents) for block in blocks)
         if host_budget >= in_pages + loading:
             assert engine.stats().blocks_by_home["DISK"] == 0, "the host had room for all of it"
     finally:

@@ -207,7 +207,7 @@ def reference(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes
 
 def found(path: Path, header: Header) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
     content = path.read_bytes()
-    assert header.file_bytes == len(content)
+    assert header.identity.num_bytes == len(content)
     return {
         name: (entry.dtype, entry.shape, content[entry.offset : entry.offset + entry.nbytes])
         for name, entry in header.tensors.items()

@@ -52,7 +52,7 @@ def test_places_every_tensor_as_the_reference_does(path: Path) -> None:
     content = path.read_bytes()
     assert header.file == path
     assert header.metadata == {"format": "pt"}
-    assert header.file_bytes == len(content)
+    assert header.identity.num_bytes == len(content)
     assert header.data_offset == 8 + int.from_bytes(content[:8], "little")
     assert header.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():

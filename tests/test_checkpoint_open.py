@@ -10,6 +10,7 @@ from checkpoints import write_safetensors
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.errors import CheckpointError
+from zinfer.nvme.file_identity import FileIdentity
 
 PART_1, PART_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -49,14 +50,14 @@ def test_single_file(folder: Path) -> None:
     checkpoint = Checkpoint.open(str(folder))
     assert checkpoint.folder == folder
     assert checkpoint.config_path == folder / "config.json"
-    assert checkpoint.files == (path,)
+    assert checkpoint.files == {path: FileIdentity.of(path)}
     assert checkpoint.nbytes == 32
     assert {name: entry.file for name, entry in checkpoint.tensors.items()} == {"a": path, "b": path}
 
 
 def test_index(folder: Path) -> None:
     checkpoint = Checkpoint.open(sharded(folder))
-    assert checkpoint.files == (folder / PART_1, folder / PART_2)
+    assert tuple(checkpoint.files) == (folder / PART_1, folder / PART_2)
     places = {name: entry.file.name for name, entry in checkpoint.tensors.items()}
     assert places == {"a": PART_1, "b": PART_1, "c": PART_2}
     assert checkpoint.nbytes == 48
@@ -185,7 +186,7 @@ def test_index_may_name_files_in_a_subfolder_and_links(folder: Path, tmp_path_fa
     (folder / "y.safetensors").symlink_to(elsewhere)
     write_index(folder, {"a": "sub/x.safetensors", "b": "y.safetensors"})
     checkpoint = Checkpoint.open(folder)
-    assert checkpoint.files == (folder / "sub/x.safetensors", folder / "y.safetensors")
+    assert tuple(checkpoint.files) == (folder / "sub/x.safetensors", folder / "y.safetensors")
 
 
 def test_without_index_the_files_are_united(folder: Path) -> None:

@@ -54,7 +54,7 @@ def test_pinned_memory_copies_without_blocking_and_is_exact() -> None:
 def test_a_refused_registration_leaves_the_memory_pageable_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     buffer = HostBuffer(1 << 20, pin=True)
     with caplog.at_level(logging.WARNING):
-        assert not buffer._register(), "the second registration of the same memory is refused"
+        assert not buffer._register(0, buffer.nbytes), "the second registration of the same memory is refused"
     assert "pinning 1048576 bytes of host memory failed" in caplog.text
     assert "max_pinned_memory" in caplog.text
     assert torch.ones(4, device="cuda").sum().item() == 4, "the refused call's error must not surface later"
@@ -80,13 +80,13 @@ def test_pin_memory_false_pins_the_staging_slots_only(
     if device == "cpu":
         assert stats.pinned_bytes == plan.pinned_bytes == 0
     elif expected == "staging":
-        assert plan.num_staging == 2
+        assert plan.num_staging >= 2
         assert plan.pinned_bytes == plan.num_staging * plan.staging_bytes
         assert stats.pinned_bytes <= 1.02 * plan.pinned_bytes
     else:
-        assert plan.num_staging == 0
-        assert stats.pinned_bytes == plan.pinned_bytes
-        assert plan.streamed_bytes <= plan.pinned_bytes < plan.streamed_bytes + 5 * ALIGNMENT_BYTES
+        loading_bytes = plan.num_staging * plan.staging_bytes  # given back before the first pass
+        assert stats.pinned_bytes == plan.pinned_bytes - loading_bytes
+        assert plan.streamed_bytes <= stats.pinned_bytes < plan.streamed_bytes + 5 * ALIGNMENT_BYTES
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from zinfer.machine import find_limits
 from zinfer.model import build_meta_model, compute_buffers, report_device
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, open_stream
+from zinfer.offload.trace import Trace
 from zinfer.planner import Plan, make_plan
 from zinfer.runtime import Runtime
 from zinfer.sequence_length import check_input, check_length, check_room
@@ -61,9 +62,18 @@ class InferenceEngine(nn.Module):
     """
 
     def __init__(
-        self, model: str | os.PathLike[str] | nn.Module, settings: Settings, stream: CopyStream | None = None
+        self,
+        model: str | os.PathLike[str] | nn.Module,
+        settings: Settings,
+        open_stream: Callable[[torch.device], CopyStream] = open_stream,
+        trace: Trace | None = None,
     ) -> None:
-        """As `init_inference`, with settings that are resolved already; ``stream`` replaces the device's own."""
+        """As `init_inference`, with settings that are resolved already.
+
+        Args:
+            open_stream: makes a copy stream for the device.
+            trace: where reads, copies and computes are noted.
+        """
         super().__init__()
         limits = find_limits(settings)
         self.settings = settings
@@ -78,8 +88,16 @@ class InferenceEngine(nn.Module):
         report_device(self.module, self.device)
         self._lock = threading.RLock()
         self._wall_s = 0.0
-        stream = stream or open_stream(self.device)
-        runtime = Runtime(self.module, blocks, self.plan, stream, settings.aio, synchronous=settings.synchronous)
+        runtime = Runtime(
+            self.module,
+            blocks,
+            self.plan,
+            lambda: open_stream(self.device),
+            settings.aio,
+            checkpoint.files if checkpoint else {},
+            synchronous=settings.synchronous,
+            trace=trace,
+        )
         self._runtime: Runtime | None = runtime
         self._close = weakref.finalize(self, runtime.close)
 

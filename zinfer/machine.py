@@ -27,6 +27,11 @@ class MachineLimits:
     host_bytes: int
     pinned_bytes: int
 
+    @property
+    def on_cuda(self) -> bool:
+        """Whether there is memory to pin and a link to cross."""
+        return self.device.type == "cuda"
+
 
 def choose_device(settings: Settings) -> torch.device:
     """The device that the configuration asks for; ``auto`` takes CUDA where there is one.

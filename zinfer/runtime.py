@@ -1,7 +1,8 @@
 """The running machinery of one model: its blocks in their homes, the streamer between them, hooks on the modules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -10,26 +11,35 @@ from torch import nn
 from zinfer.config import Aio
 from zinfer.cut import ModelBlock
 from zinfer.hooks import StreamingHooks, absent_tensors
+from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.reader import DEFAULT_BLOCK_BYTES, DEFAULT_NUM_THREADS, Reader
 from zinfer.offload.block import Block, Tier
 from zinfer.offload.homes import Homes
 from zinfer.offload.host_memory import HostBuffer
-from zinfer.offload.slots import DeviceSlots, StagingRing
+from zinfer.offload.lane import Lane
+from zinfer.offload.slots import DeviceSlots, Slot
+from zinfer.offload.staging import StagingRing
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream
 from zinfer.offload.streamer import Streamer
+from zinfer.offload.trace import Trace
 from zinfer.planner import Plan
 
 _MOST_NUM_THREADS: Final = 64
 
 
-def open_reader(aio: Aio) -> Reader:
-    """A reader with the configuration's block size and a thread for each request that it wants under way."""
+def open_reader(aio: Aio, files: Mapping[Path, FileIdentity]) -> Reader:
+    """A reader with the configuration's block size and a thread for each request that it wants under way.
+
+    Args:
+        files: what the checkpoint's files were when their offsets were learned.
+    """
     num_threads = min((aio.queue_depth or 1) * (aio.intra_op_parallelism or 1), _MOST_NUM_THREADS)
     stated = aio.queue_depth is not None or aio.intra_op_parallelism is not None
     return Reader(
         num_threads=num_threads if stated else DEFAULT_NUM_THREADS,
         block_bytes=aio.block_size or DEFAULT_BLOCK_BYTES,
+        expected=files,
     )
 
 
@@ -40,9 +50,11 @@ class Runtime:
         model: the module tree; its parameters are taken over.
         blocks: all its blocks.
         plan: their homes, and the buffers.
-        stream: copies to the device.
+        open_stream: makes copy streams to the device.
         aio: how the disk is read.
+        files: the checkpoint's, empty for a model whose weights are in memory.
         synchronous: move nothing ahead of its use.
+        trace: where reads, copies and computes are noted.
     """
 
     def __init__(
@@ -50,20 +62,33 @@ class Runtime:
         model: nn.Module,
         blocks: Sequence[ModelBlock],
         plan: Plan,
-        stream: CopyStream,
+        open_stream: Callable[[], CopyStream],
         aio: Aio,
+        files: Mapping[Path, FileIdentity],
         *,
         synchronous: bool,
+        trace: Trace | None = None,
     ) -> None:
         self._plan = plan
+        self._trace = trace
         self._streamer: Streamer | None = None
+        streams = {tier: open_stream() for tier in (Tier.DISK, Tier.HOST)}
+        pin = any(stream.needs_pinned for stream in streams.values())
         with ExitStack() as owned:  # what was made before a failure is given back
-            self._reader = owned.enter_context(closing(open_reader(aio)))
-            self._homes = owned.enter_context(closing(self._fill_homes(blocks, stream)))
-            self._staging = owned.enter_context(closing(self._make_staging(stream)))
+            self._reader = owned.enter_context(closing(open_reader(aio, files)))
+            self._staging = owned.enter_context(closing(StagingRing()))
+            for _ in range(plan.num_staging):
+                self._staging.add(HostBuffer(plan.staging_bytes, pin=pin))
+            self._lanes = {
+                tier: owned.enter_context(closing(Lane(tier.value, stream, self._staging, trace)))
+                for tier, stream in streams.items()
+            }
+            self._homes = owned.enter_context(closing(self._fill_homes(blocks)))
+            if not any(source.staged for source in self._homes.sources.values()):
+                self._staging.close()
             streamed = [block.block for block in blocks if block.block.index in self._homes.sources]
             if streamed:
-                self._streamer = owned.enter_context(closing(self._open_streamer(streamed, stream, synchronous)))
+                self._streamer = owned.enter_context(closing(self._open_streamer(streamed, synchronous)))
             self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer)
             owned.callback(self._hooks.remove)
             self._owned = owned.pop_all()
@@ -72,21 +97,20 @@ class Runtime:
         self._wire_bytes = sum(source.wire_bytes * num_uses for source, num_uses in uses)
         self._disk_bytes = sum(source.wire_bytes * num_uses for source, num_uses in uses if source.tier is Tier.DISK)
 
-    def _fill_homes(self, blocks: Sequence[ModelBlock], stream: CopyStream) -> Homes:
+    def _fill_homes(self, blocks: Sequence[ModelBlock]) -> Homes:
         by_index = {block.block.index: block for block in blocks}
 
         def take(block: Block) -> Mapping[str, torch.Tensor]:
             return _take_tensors(by_index[block.index])
 
-        return Homes([block.block for block in blocks], self._plan.homes, self._reader, stream, take)
+        homes = self._plan.homes
+        return Homes([block.block for block in blocks], homes, self._reader, self._lanes[Tier.DISK], take)
 
-    def _make_staging(self, stream: CopyStream) -> StagingRing:
-        plan = self._plan
-        return StagingRing([HostBuffer(plan.staging_bytes, pin=stream.needs_pinned) for _ in range(plan.num_staging)])
-
-    def _open_streamer(self, streamed: list[Block], stream: CopyStream, synchronous: bool) -> Streamer:
-        slots = DeviceSlots(stream.allocate(self._plan.slot_bytes) for _ in range(self._plan.num_slots))
-        return Streamer(streamed, self._homes.sources, stream, slots, self._staging, synchronous=synchronous)
+    def _open_streamer(self, streamed: list[Block], synchronous: bool) -> Streamer:
+        plan, stream = self._plan, self._lanes[Tier.HOST].stream
+        slots = DeviceSlots(Slot.allocate(plan.slot_bytes, stream) for _ in range(plan.num_slots))
+        sources = self._homes.sources
+        return Streamer(streamed, sources, self._lanes, slots, synchronous=synchronous, trace=self._trace)
 
     def settle(self) -> None:
         """Put in order what a call that was cut short has left behind."""
@@ -105,7 +129,9 @@ class Runtime:
             host_bytes=homes.host_bytes + sum(memory.nbytes for memory in staging),
             device_bytes=homes.device_bytes + plan.num_slots * plan.slot_bytes,
             blocks_by_home={tier.name: plan.num_blocks(tier) for tier in Tier},
-            stall_s=streamer.stall_s() if streamer else {"disk": 0.0, "host": 0.0, "link": 0.0},
+            stall_s=streamer.stall_s() if streamer else dict.fromkeys(("disk", "host", "link", "compute"), 0.0),
+            loaded_bytes=homes.loaded_bytes,
+            load_s=homes.load_s,
             passes=self._hooks.passes,
             wall_s=wall_s,
         )

@@ -18,6 +18,7 @@ from zinfer.checkpoint.json_text import JsonFault, parse_object
 from zinfer.checkpoint.shards import loose_files
 from zinfer.checkpoint.weight_index import check_file_name, read_weight_map
 from zinfer.errors import CheckpointError
+from zinfer.nvme.file_identity import FileIdentity
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model" + INDEX_SUFFIX
@@ -26,14 +27,15 @@ EXPLICIT_KEY = "transformers_weights"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where every tensor of a model lies. `tensors` goes by file, then by offset; `nbytes` is their sum.
+    """Where every tensor of a model lies. `tensors` goes by file, then by offset; `nbytes` is their sum; `files` tells
+    which files those were when their headers were read.
 
     An index decides what is loaded: a tensor that a shard holds and the index does not name is a spare and left out.
     """
 
     folder: Path
     tensors: Mapping[str, TensorEntry]
-    files: tuple[Path, ...]
+    files: Mapping[Path, FileIdentity]
     nbytes: int
     _fingerprint: str = field(repr=False)
 
@@ -64,7 +66,7 @@ class Checkpoint:
             raise unreadable(error.filename or folder, error) from error
         if not tensors:
             raise CheckpointError(f"{folder}: its safetensors hold no tensor: download the weights again")
-        files = tuple(header.file for header in headers)
+        files = {header.file: header.identity for header in headers}
         nbytes = sum(entry.nbytes for entry in tensors.values())
         return cls(folder, tensors, files, nbytes, _fingerprint(folder, config, headers))
 
@@ -144,5 +146,5 @@ def _fingerprint(folder: Path, config: bytes, headers: list[Header]) -> str:
     digest = hashlib.sha256(hashlib.sha256(config).digest())
     for header in headers:
         name = header.file.relative_to(folder).as_posix()
-        digest.update(f"{name}\0{header.file_bytes}\0{header.sha256}\n".encode("utf-8", "surrogateescape"))
+        digest.update(f"{name}\0{header.identity.num_bytes}\0{header.sha256}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()

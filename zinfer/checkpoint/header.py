@@ -18,6 +18,7 @@ import torch
 from zinfer.checkpoint.faults import shorten, unreadable
 from zinfer.checkpoint.json_text import MAX_NATURAL, JsonFault, parse_object
 from zinfer.errors import CheckpointError
+from zinfer.nvme.file_identity import FileIdentity
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -62,13 +63,16 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """A checked header. `tensors` goes by offset; weights begin at `data_offset`; `sha256` is of all bytes before."""
+    """A checked header. `tensors` goes by offset; weights begin at `data_offset`; `sha256` is of all bytes before.
+
+    `identity` tells whether the file is still the one whose offsets these are.
+    """
 
     file: Path
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
     data_offset: int
-    file_bytes: int
+    identity: FileIdentity
     sha256: str
 
 
@@ -81,7 +85,7 @@ def read_header(path: Path) -> Header:
     """
     path = Path(path)
     try:
-        raw, file_bytes = _read_raw(path)
+        raw, identity = _read_raw(path)
     except OSError as error:
         raise unreadable(path, error) from error
     data_offset = len(raw)
@@ -93,22 +97,23 @@ def read_header(path: Path) -> Header:
     metadata = _metadata(path, members.pop("__metadata__", None))
     entries = [_entry(path, data_offset, name, value) for name, value in members.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
-    _check_cover(path, entries, data_offset, file_bytes)
+    _check_cover(path, entries, data_offset, identity.num_bytes)
     tensors = {entry.name: entry for entry in entries}
-    return Header(path, tensors, metadata, data_offset, file_bytes, hashlib.sha256(raw).hexdigest())
+    return Header(path, tensors, metadata, data_offset, identity, hashlib.sha256(raw).hexdigest())
 
 
 def _fail(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN) -> NoReturn:
     raise CheckpointError(f"{path}: {what}: {remedy}")
 
 
-def _read_raw(path: Path) -> tuple[bytes, int]:
-    """The length and the header as they lie in the file, and the file's size in bytes."""
+def _read_raw(path: Path) -> tuple[bytes, FileIdentity]:
+    """The length and the header as they lie in the file, and which file that was."""
     # Asked before opening: opening a named pipe would wait for a writer forever.
     if not stat.S_ISREG(path.stat().st_mode):
         _fail(path, "not a regular file", "name the safetensors file itself")
     with path.open("rb", buffering=0) as file:
-        file_bytes = os.fstat(file.fileno()).st_size
+        identity = FileIdentity.from_stat(os.fstat(file.fileno()))
+        file_bytes = identity.num_bytes
         prefix = _read_exactly(file.fileno(), LENGTH_BYTES)
         if len(prefix) < LENGTH_BYTES:
             what = f"{file_bytes} bytes long, a safetensors file begins with {LENGTH_BYTES} bytes of header length"
@@ -120,7 +125,7 @@ def _read_raw(path: Path) -> tuple[bytes, int]:
         _fail(path, f"shrank to {len(raw)} bytes while its header was read", "wait for what writes it")
     if raw[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
         _fail(path, f"header at byte {LENGTH_BYTES} starts with {raw[LENGTH_BYTES:][:1]!r}, not with '{{'")
-    return raw, file_bytes
+    return raw, identity
 
 
 def _read_exactly(descriptor: int, num_bytes: int) -> bytes:

@@ -245,7 +245,7 @@ def _stopping(what: str, output: Path) -> Iterator[None]:
 def _model_identity(checkpoint: Checkpoint, maker: PromptMaker) -> dict[str, str]:
     return {
         "fingerprint": checkpoint.fingerprint(),
-        "weights_sample": weights_sample(checkpoint.files),
+        "weights_sample": weights_sample(list(checkpoint.files)),
         "tokenizer": tokenizer_hash(checkpoint.folder),
         "chat_template": maker.template_hash,
     }

@@ -1,0 +1,155 @@
+"""Lanes: each carries moves, in the order of submission, part by part through staging slots.
+
+One thread of a lane begins the loading of parts as staging slots come free, so that the disk always has requests
+waiting, also across the borders of moves; the other enqueues the copies of parts that have arrived.
+
+[Note: Ctrl-C] The thread that drives a streamer may be interrupted between any two of its lines, also inside the Python
+code of `threading.Condition`, on which `concurrent.futures` rests: a lock left taken there hangs whoever comes next. So
+that thread touches only single C calls here: a plain lock, and `queue.SimpleQueue`.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from zinfer.offload.move import Move
+from zinfer.offload.staging import StagingRing, StagingSlot
+from zinfer.offload.stream import CopyStream, Event
+from zinfer.offload.trace import Trace
+
+
+class LaneClosed(RuntimeError):
+    """The lane was closed before the move was over."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part whose loading has begun. ``number`` None closes the move."""
+
+    move: Move
+    number: int | None = None
+    staging: StagingSlot | None = None
+    loading: Sequence["Future[None]"] = ()
+    begun_at_s: float = 0.0
+
+
+class Lane:
+    """Two threads that carry moves.
+
+    Args:
+        name: of the lane and its threads, "disk" or "host".
+        stream: where the copies to the device go.
+        staging: the staging slots that parts pass through; other lanes may share them.
+        trace: where loads and copies are noted.
+
+    ``bytes_moved`` counts the bytes of the moves that have been sent.
+    """
+
+    def __init__(self, name: str, stream: CopyStream, staging: StagingRing, trace: Trace | None = None) -> None:
+        self._name = name
+        self.stream = stream
+        self._staging = staging
+        self._trace = trace
+        self._closing = False
+        self.bytes_moved = 0
+        self._moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
+        self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=work, name=f"zinfer-{name}-{role}", daemon=True)
+            for role, work in (("load", self._load_moves), ("send", self._send_parts))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a staging slot: the most that a staged part may hold."""
+        return self._staging.slot_bytes
+
+    def submit(self, move: Move) -> None:
+        """Have the move run; returns at once. A failure is the move's own, the lane goes on."""
+        self._moves.put(move)
+
+    def close(self) -> None:
+        """Give up what has not begun, wait for what has, end the threads. May be called again."""
+        self._closing = True
+        self._moves.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _load_moves(self) -> None:
+        while (move := self._moves.get()) is not None:
+            if move.claim():
+                self._load_parts(move)
+                self._parts.put(_Part(move))
+        self._parts.put(None)
+
+    def _load_parts(self, move: Move) -> None:
+        for number in range(move.source.num_parts):
+            if self._closing:
+                move.fail(LaneClosed(f"the {self._name} lane was closed while {move.name} was on its way"))
+            if move.has_failed:
+                return
+            staging: StagingSlot | None = None
+            loading: Sequence[Future[None]] = ()
+            begun_at_s = time.perf_counter()
+            try:
+                if move.source.staged:
+                    staging = self._staging.take()
+                    begun_at_s = time.perf_counter()
+                    loading = move.source.load(number, staging.memory)
+            except BaseException as failure:  # whoever waits for the move gets it
+                move.fail(failure)
+            self._parts.put(_Part(move, number, staging, loading, begun_at_s))
+
+    def _send_parts(self) -> None:
+        last_loaded_s = 0.0
+        while (part := self._parts.get()) is not None:
+            if part.number is None:
+                self._finish(part.move)
+                continue
+            # Every read must be over, whatever the others came to: the staging slot is reused.
+            for failure in [read.exception() for read in part.loading]:
+                if failure is not None:
+                    part.move.fail(failure)
+            part.move.loaded_at_s = time.perf_counter()
+            if self._trace is not None and part.staging is not None:
+                self._trace.add(self._name, part.move.name, max(part.begun_at_s, last_loaded_s), part.move.loaded_at_s)
+            last_loaded_s = part.move.loaded_at_s
+            self._send(part)
+
+    def _send(self, part: _Part) -> None:
+        move, stream, number = part.move, part.move.target.stream, part.number
+        assert number is not None
+        sent: Event | None = None
+        try:
+            if not move.has_failed:
+                if number == 0 and move.target.vacant is not None:
+                    stream.after(move.target.vacant)
+                begin = stream.mark() if self._trace is not None else None
+                move.source.send(number, stream, move.target.memory, part.staging.memory if part.staging else None)
+                if begin is not None and self._trace is not None:
+                    self._trace.add_between("host to device", move.name, begin, stream.mark())
+        except BaseException as failure:  # as above
+            move.fail(failure)
+        try:
+            if part.staging is not None:  # also after a send that failed half way: it has copies under way
+                sent = stream.mark()
+        except BaseException as failure:  # as above; a device that cannot record an event copies no more either
+            move.fail(failure)
+        if part.staging is not None:
+            self._staging.put(part.staging, sent)
+
+    def _finish(self, move: Move) -> None:
+        sent: Event | None = None
+        try:
+            if not move.has_failed:
+                sent = move.target.stream.mark()
+                self.bytes_moved += move.source.wire_bytes
+        except BaseException as failure:  # as above
+            move.fail(failure)
+        move.finish(sent, time.perf_counter())

@@ -1,0 +1,73 @@
+"""A block on its way into device memory, or into its home."""
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from zinfer.offload.source import Source
+from zinfer.offload.stream import CopyStream, Event
+
+
+@dataclass(frozen=True)
+class Target:
+    """Memory to be filled (uint8, the whole slab), by copies on ``stream`` that wait for ``vacant`` first."""
+
+    memory: torch.Tensor
+    stream: CopyStream
+    vacant: Event | None = None
+
+
+class Move:
+    """One transfer of a block. A lane runs it, one thread waits for it.
+
+    ``loaded_at_s`` is when its last part was within the device's reach (`time.perf_counter`). The states are kept
+    without `threading.Condition`: [Note: Ctrl-C] in `offload/lane.py`.
+    """
+
+    def __init__(self, name: str, source: Source, target: Target) -> None:
+        self.name = name
+        self.source = source
+        self.target = target
+        self.loaded_at_s = 0.0
+        self.finished_at_s = 0.0
+        self.is_over = False
+        self._sent: Event | None = None
+        self._failure: BaseException | None = None
+        self._claimed = threading.Lock()
+        self._over = threading.Lock()
+        self._over.acquire()
+
+    def claim(self) -> bool:
+        """Whether the caller is the one who runs it: a move may be submitted twice and runs once."""
+        return self._claimed.acquire(blocking=False)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a part has failed so far; nothing more of it need be moved."""
+        return self._failure is not None
+
+    def fail(self, failure: BaseException) -> None:
+        """Note a failure; the first one counts."""
+        self._failure = self._failure or failure
+
+    def finish(self, sent: Event | None, at_s: float) -> None:
+        """Let the waiter go on: ``sent`` is the event after which the target is full, None after a failure."""
+        self._sent, self.finished_at_s = sent, at_s
+        self.is_over = True
+        self._over.release()
+
+    def wait(self) -> None:
+        """Block until it is over."""
+        if not self.is_over:
+            self._over.acquire()
+
+    def failure(self) -> BaseException | None:
+        """Wait until it is over; what it failed with, or None."""
+        self.wait()
+        return self._failure
+
+    def sent(self) -> Event:
+        """The event of a move that did not fail."""
+        assert self._sent is not None
+        return self._sent

@@ -1,0 +1,111 @@
+"""A record of what ran when, one lane each for disk, host to device, compute and device to host, for Perfetto.
+
+Format: "Trace Event Format", complete events (`ph: X`, microseconds) and metadata events (`ph: M`) that name the lanes;
+chrome://tracing and ui.perfetto.dev open it.
+"""
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from zinfer.offload.stream import Event
+
+LANES: Final = ("disk", "host", "host to device", "compute", "device to host")
+_MOST_OPEN: Final = 4096  # slices whose events are not dated yet
+_MOST_SLICES: Final = 2_000_000  # some 200 MB of JSON; viewers give up before that
+
+
+class Slice(NamedTuple):
+    """Something that ran, on the clock of `time.perf_counter`."""
+
+    lane: str
+    name: str
+    begin_s: float
+    end_s: float
+
+
+class Trace:
+    """Collects slices from any thread.
+
+    ``num_dropped`` counts those beyond the two million that are kept.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slices: list[Slice] = []
+        self._open: list[tuple[str, str, Event, Event]] = []
+        self.num_dropped = 0
+
+    def add(self, lane: str, name: str, begin_s: float, end_s: float) -> None:
+        """Note what ran on the host."""
+        with self._lock:
+            self._keep(Slice(lane, name, begin_s, end_s))
+
+    def add_between(self, lane: str, name: str, begin: Event, end: Event) -> None:
+        """Note what runs between two points of a stream's work; they are dated once they are reached."""
+        with self._lock:
+            self._open.append((lane, name, begin, end))
+            if len(self._open) > _MOST_OPEN:
+                self._date(wait=False)
+
+    def slices(self) -> list[Slice]:
+        """All slices so far, by their beginnings; waits for those under way."""
+        with self._lock:
+            self._date(wait=True)
+            return sorted(self._slices, key=lambda slice: slice.begin_s)
+
+    def write(self, path: Path) -> None:
+        """Write the trace: a temporary file beside it, synced and renamed.
+
+        Raises:
+            OSError: the folder is missing or not writable.
+        """
+        events = [
+            {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": lane}}
+            for tid, lane in enumerate(LANES)
+        ]
+        slices = self.slices()
+        origin_s = slices[0].begin_s if slices else 0.0
+        document = {
+            "traceEvents": events + [_event(slice, origin_s) for slice in slices],
+            "otherData": {"dropped": self.num_dropped},
+        }
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("w") as file:
+                json.dump(document, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _keep(self, slice: Slice) -> None:
+        if len(self._slices) < _MOST_SLICES:
+            self._slices.append(slice)
+        else:
+            self.num_dropped += 1
+
+    def _date(self, *, wait: bool) -> None:
+        still_open: list[tuple[str, str, Event, Event]] = []
+        for lane, name, begin, end in self._open:
+            if wait:
+                end.synchronize()
+            if end.is_reached():
+                self._keep(Slice(lane, name, begin.time_s(), end.time_s()))
+            else:
+                still_open.append((lane, name, begin, end))
+        self._open = still_open
+
+
+def _event(slice: Slice, origin_s: float) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "pid": 0,
+        "tid": LANES.index(slice.lane),
+        "name": slice.name,
+        "ts": round((slice.begin_s - origin_s) * 1e6, 3),
+        "dur": round((slice.end_s - slice.begin_s) * 1e6, 3),
+    }

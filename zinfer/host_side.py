@@ -1,0 +1,167 @@
+"""The host's part of a plan: which blocks live in host memory, which of those are pinned, and the staging ring."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from zinfer.config import Settings
+from zinfer.errors import PlanError
+from zinfer.machine import MachineLimits
+from zinfer.nvme.aligned import align_up
+from zinfer.offload.block import Block
+from zinfer.offload.chunks import covered_bytes
+from zinfer.units import human_bytes
+
+# Staging rings to choose from, best first: (bytes of a slot, slots). 256 MiB outlast any hiccup of a disk that gives
+# 4 GB/s, and 16 MiB copies already run at the link's speed; a smaller ring makes do where memory is tight.
+_RINGS: Final = ((16 << 20, 16), (16 << 20, 8), (8 << 20, 8), (4 << 20, 8), (4 << 20, 4), (1 << 20, 4), (1 << 20, 2))
+_LEAST_STAGING_BYTES: Final = 8192  # a page, and one that an element may straddle into
+_STAGING_SHARE: Final = 8  # the ring takes at most an eighth of a budget that is too small for all blocks
+
+
+@dataclass(frozen=True)
+class HostSide:
+    """One way to keep the streamed blocks: which of them in host memory, which of those pinned, and the staging."""
+
+    hosted: frozenset[int]
+    pinned: frozenset[int]
+    num_staging: int
+    staging_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+
+
+def choose_host_side(
+    streamed: Sequence[Block], blocks: Sequence[Block], limits: MachineLimits, settings: Settings
+) -> HostSide:
+    """As many streamed blocks in host memory as the budgets hold, the others on disk, spread evenly among them.
+
+    Args:
+        streamed: the blocks that are not resident, in the model's order.
+        blocks: all of them: what is on disk passes through the ring while homes are filled.
+
+    Raises:
+        PlanError: a budget is too small, or the settings leave weights that are in memory without a home.
+    """
+    return _HostPlanner(list(streamed), tuple(blocks), limits, settings).choose()
+
+
+@dataclass(frozen=True)
+class _HostPlanner:
+    streamed: list[Block]
+    blocks: tuple[Block, ...]
+    limits: MachineLimits
+    settings: Settings
+
+    def choose(self) -> HostSide:
+        in_memory = [block for block in self.streamed if not block.extents]  # these cannot live on disk
+        self._check_offload(in_memory)
+        sides = [side for ring in _RINGS if (side := self._best_side(ring)) is not None]
+        if not sides:
+            raise self._too_little_host_memory()
+        whole = [side for side in sides if len(side.hosted) == len(self.streamed)]
+        share = min(self.limits.host_bytes, self.limits.pinned_bytes) // _STAGING_SHARE
+        modest = [side for side in sides if side.num_staging * side.staging_bytes <= share]
+        return next(iter([*whole, *modest, sides[-1]]))
+
+    def _best_side(self, ring: tuple[int, int]) -> HostSide | None:
+        """With as many blocks in host memory as the budgets hold; None if they hold too few."""
+        least = sum(not block.extents for block in self.streamed)  # these cannot live on disk
+        most = least if self.settings.offload.device == "nvme" else len(self.streamed)
+        most_numel = self.settings.offload.max_in_cpu
+        for count in range(most, least - 1, -1):
+            side = self._host_side(self._hosted(count), ring)
+            numel = sum(self.blocks[index].layout.numel for index in side.hosted)
+            if (
+                side.host_bytes <= self.limits.host_bytes
+                and side.pinned_bytes <= self.limits.pinned_bytes
+                and (most_numel is None or numel <= most_numel)
+            ):
+                return side
+        return None
+
+    def _too_little_host_memory(self) -> PlanError:
+        in_memory = sum(not block.extents for block in self.streamed)
+        least = self._host_side(self._hosted(in_memory), _RINGS[-1])
+        staging = f"{least.num_staging} staging slots of {human_bytes(least.staging_bytes)}"
+        if least.host_bytes <= self.limits.host_bytes:
+            return PlanError(
+                f"zinfer.max_pinned_memory is {human_bytes(self.limits.pinned_bytes)}; at least {least.pinned_bytes} "
+                f"bytes ({human_bytes(least.pinned_bytes)}) are needed, for {staging}"
+            )
+        return PlanError(
+            f"zinfer.max_host_memory is {human_bytes(self.limits.host_bytes)}; at least {least.host_bytes} bytes "
+            f"({human_bytes(least.host_bytes)}) are needed: {staging}, and the weights that no file holds"
+        )
+
+    def _check_offload(self, in_memory: list[Block]) -> None:
+        """Weights that came in memory have one home when they are streamed, host memory."""
+        if not in_memory:
+            return
+        remedy = "save the model with save_pretrained and give the folder instead"
+        if self.settings.offload.device == "nvme":
+            raise PlanError(
+                f'zero_optimization.offload_param.device is "nvme", but the module\'s weights are in memory and in no '
+                f'file to stream from; {remedy}, or set it to "cpu"'
+            )
+        numel, most = sum(block.layout.numel for block in in_memory), self.settings.offload.max_in_cpu
+        if most is not None and numel > most:
+            raise PlanError(
+                f"zero_optimization.offload_param.max_in_cpu is {most} elements, but {numel} of the module's weights "
+                f"are in memory and in no file to stream from; raise it, or {remedy}"
+            )
+
+    def _hosted(self, count: int) -> frozenset[int]:
+        """Blocks for host memory: those that came in memory, and others spread evenly among the ones on disk."""
+        fixed = [block.index for block in self.streamed if not block.extents]
+        free = [block.index for block in self.streamed if block.extents]
+        return frozenset([*fixed, *spread(free, count - len(fixed))])
+
+    def _host_side(self, hosted: frozenset[int], ring: tuple[int, int]) -> HostSide:
+        wants_pinned = self.limits.on_cuda and self.settings.offload.pin_memory
+        all_pinned = wants_pinned and sum(self._slab_bytes[index] for index in hosted) <= self.limits.pinned_bytes
+        staged = [*self._read_bytes]  # homes are filled through the ring too
+        if self.limits.on_cuda and not all_pinned:
+            staged += [self._slab_bytes[index] for index in hosted]
+        staging_bytes, num_staging = self._sized(ring, max(staged, default=0))
+        staging_total = num_staging * staging_bytes
+        room = self.limits.pinned_bytes - staging_total
+        pinned = frozenset(self._fitting(sorted(hosted), room) if wants_pinned else ())
+        return HostSide(
+            hosted,
+            pinned,
+            num_staging,
+            staging_bytes,
+            sum(self._slab_bytes[index] for index in hosted) + staging_total,
+            (staging_total if self.limits.on_cuda else 0) + sum(self._slab_bytes[index] for index in pinned),
+        )
+
+    def _sized(self, ring: tuple[int, int], largest: int) -> tuple[int, int]:
+        """Bytes and number of staging slots for moves of at most ``largest`` bytes."""
+        if not largest:
+            return 0, 0
+        slot_bytes, num_slots = ring
+        return max(_LEAST_STAGING_BYTES, min(slot_bytes, largest)), self.settings.offload.buffer_count or num_slots
+
+    @cached_property
+    def _read_bytes(self) -> list[int]:
+        """Bytes of the aligned reads that bring each block in."""
+        return [covered_bytes(block.extents) for block in self.blocks]
+
+    @cached_property
+    def _slab_bytes(self) -> list[int]:
+        """Bytes that each block's slab takes in host memory, whole pages."""
+        return [align_up(block.nbytes) for block in self.blocks]
+
+    def _fitting(self, indices: list[int], room: int) -> Iterator[int]:
+        for index in indices:
+            room -= self._slab_bytes[index]
+            if room < 0:
+                return
+            yield index
+
+
+def spread(items: Sequence[int], count: int) -> list[int]:
+    """``count`` of the items, as evenly apart as can be."""
+    return [items[place * len(items) // count] for place in range(count)]
