@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from zinfer import __version__
+from zinfer.cli.probe import probe
 from zinfer.cli.run import run
 
 app = typer.Typer(
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(run)
+app.command()(probe)
 
 
 def _print_version(wanted: bool) -> None:

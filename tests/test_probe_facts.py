@@ -1,0 +1,130 @@
+"""What the system and nvidia-smi say: made-up trees and programs, real files and processes."""
+
+import logging
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zinfer.probe.device import read_uuid
+from zinfer.probe.facts import parse_cpus, read_facts
+from zinfer.probe.pcie import PcieLink, parse_links, query_links
+
+LINES = """\
+GPU-aaaa-1, 00000000:18:00.0, 16, 16, 5, 5
+GPU-bbbb-2, 00000001:2A:00.0, 8, 16, 3, 4
+GPU-cccc-3, 00000000:3B:00.0, [N/A], 16, [N/A], 5
+MIG-dddd-4
+"""
+
+
+def test_links_are_read_by_uuid_and_unknown_ones_left_out() -> None:
+    assert parse_links(LINES) == {
+        "aaaa-1": PcieLink("0000:18:00.0", 16, 16, 5, 5),
+        "bbbb-2": PcieLink("0001:2a:00.0", 8, 16, 3, 4),
+    }
+    assert parse_links("") == {}
+
+
+def program(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Makes an `nvidia-smi` that is found first."""
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, monkeypatch, f'echo "$@" > {tmp_path}/asked; cat <<E\n{LINES}E')
+    assert query_links() == parse_links(LINES)
+    asked = (tmp_path / "asked").read_text()
+    assert asked.count(",") == 7
+    assert "pcie.link.width.current" in asked
+
+
+def test_an_absent_nvidia_smi_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert query_links() == {}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("text", ["exit 9", "sleep 5"])
+def test_an_nvidia_smi_that_fails_is_said(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("zinfer.probe.pcie._MOST_SECONDS", 0.2)
+    program(tmp_path, monkeypatch, f"exec {text}")
+    with caplog.at_level(logging.WARNING):
+        assert query_links() == {}
+    assert "the PCIe links are not known" in caplog.text
+
+
+@pytest.mark.gpu
+def test_this_machines_links_are_those_of_its_gpus() -> None:
+    links = query_links()
+    for index in range(torch.cuda.device_count()):
+        uuid = read_uuid(torch.device("cuda", index))
+        assert not uuid.startswith("GPU-")
+        if links:  # a virtual machine may hide them all
+            assert 1 <= links[uuid].width <= links[uuid].most_width <= 32
+
+
+def made_up_system(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_facts_of_a_system_with_two_nodes(tmp_path: Path) -> None:
+    root = made_up_system(
+        tmp_path,
+        {
+            "sys/fs/cgroup/memory.max": "1000000\n",
+            "sys/devices/system/node/node0/cpulist": "0-3,8-9\n",
+            "sys/devices/system/node/node1/cpulist": "4-7\n",
+            "sys/devices/system/node/node2/cpulist": "\n",
+            "sys/devices/system/node/online": "0-2\n",
+            "sys/bus/pci/devices/0000:18:00.0/numa_node": "1\n",
+            "sys/bus/pci/devices/0000:2a:00.0/numa_node": "-1\n",
+        },
+    )
+    facts = read_facts(["0000:18:00.0", "0000:2a:00.0", "0000:3b:00.0", None], root)
+    assert facts.cgroup_bytes == 1_000_000
+    assert facts.node_cpus == {0: frozenset({0, 1, 2, 3, 8, 9}), 1: frozenset({4, 5, 6, 7}), 2: frozenset()}
+    assert facts.gpu_nodes == (1, None, None, None)
+
+
+def test_facts_of_a_system_that_says_nothing(tmp_path: Path) -> None:
+    facts = read_facts([], tmp_path)
+    assert (facts.cgroup_bytes, facts.node_cpus, facts.gpu_nodes) == (None, {}, ())
+    made_up_system(tmp_path, {"sys/fs/cgroup/memory.max": "max\n"})
+    assert read_facts([], tmp_path).cgroup_bytes is None
+
+
+def test_facts_of_this_process() -> None:
+    facts = read_facts([])
+    assert facts.own_cpus == os.sched_getaffinity(0)
+    assert facts.memory_bytes > 0
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    assert facts.memlock_bytes == (None if soft == resource.RLIM_INFINITY else soft)
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_lists_of_processors_are_read_as_the_kernel_writes_them(cpus: set[int]) -> None:
+    parts: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if parts and parts[-1][-1] == cpu - 1:
+            parts[-1].append(cpu)
+        else:
+            parts.append([cpu])
+    text = ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    assert parse_cpus(text + "\n") == cpus

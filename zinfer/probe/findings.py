@@ -1,0 +1,126 @@
+"""What a probe found, frozen, and its JSON form."""
+
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from zinfer.errors import ConfigError
+from zinfer.probe.card import MachineCard
+from zinfer.probe.clock import PerSecond
+from zinfer.probe.disk import DiskFindings
+from zinfer.probe.link import LinkRates, LinksTogether
+from zinfer.probe.memory import MemoryRates
+from zinfer.probe.pcie import PcieLink
+from zinfer.rates import Rates
+
+VERSION: Final = 1
+"""Of the JSON form; another one is refused."""
+
+
+@dataclass(frozen=True)
+class DeviceFindings:
+    """One GPU, or the CPU. ``copy_bytes_per_s``: device memory, read and written together; ``flops_per_s``: dense
+    products in ``dtype``; ``pcie``: None where it is not known."""
+
+    name: str
+    link: LinkRates
+    copy_bytes_per_s: PerSecond
+    flops_per_s: PerSecond
+    dtype: str
+    pcie: PcieLink | None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """One machine.
+
+    Attributes:
+        devices: its GPUs by index, or its CPU alone.
+        together: several links at once; empty with one device.
+        disks: one entry a device number, the last measured last.
+        warnings: what holds the machine back, each with its remedy.
+    """
+
+    version: Literal[1]
+    taken_on: date
+    card: MachineCard
+    devices: tuple[DeviceFindings, ...]
+    together: tuple[LinksTogether, ...]
+    memory: MemoryRates
+    disks: tuple[DiskFindings, ...]
+    warnings: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.devices) != max(1, len(self.card.gpus)):
+            raise ValueError(f"{len(self.devices)} devices, but the card names {len(self.card.gpus)} GPUs")
+
+    def find_disk(self, number: int) -> DiskFindings | None:
+        """The disk with this device number, None if it was not measured."""
+        return next((disk for disk in self.disks if disk.number == number), None)
+
+    def with_disks_of(self, older: "Findings") -> "Findings":
+        """These findings, and the older ones' disks that these have not measured."""
+        kept = tuple(disk for disk in older.disks if self.find_disk(disk.number) is None)
+        return replace(self, disks=kept + self.disks)
+
+    def to_rates(self, device_index: int = 0, disk_number: int | None = None) -> Rates:
+        """The planner's figures for one device and one disk, by default the last that was measured.
+
+        Raises:
+            ConfigError: that device or disk was not measured.
+        """
+        if not 0 <= device_index < len(self.devices):
+            raise ConfigError(f"the probe of {self.taken_on} has no device {device_index}; run `zinfer probe` again")
+        last = self.disks[-1] if self.disks else None
+        disk = last if disk_number is None else self.find_disk(disk_number)
+        reads = disk.best("read") if disk is not None else None
+        if reads is None:
+            raise ConfigError(f"the probe of {self.taken_on} has not read this disk; run `zinfer probe --path FOLDER`")
+        device = self.devices[device_index]
+        return Rates(
+            link_bytes_per_s=device.link.to_device_bytes_per_s,
+            disk_bytes_per_s=reads.bytes_per_s,
+            host_bytes_per_s=self.memory.copy_all_bytes_per_s,
+            device_bytes_per_s=device.copy_bytes_per_s,
+            flops_per_s=device.flops_per_s,
+            origin=f"measured by zinfer probe on {self.taken_on}",
+        )
+
+    def to_json(self) -> str:
+        """One JSON document; `parse_findings` reads it."""
+        return _FORM.dump_json(self, indent=2).decode()
+
+
+_FORM: Final = TypeAdapter(Findings)
+
+
+def parse_findings(text: str | bytes, source: Path) -> Findings:
+    """Findings out of their JSON form.
+
+    Raises:
+        ConfigError: damaged, or written by another version; the message names ``source``.
+    """
+    try:
+        return _FORM.validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the document"
+        raise ConfigError(
+            f"{source}: not findings of this zinfer's probe ({where}: {first['msg']}); measure anew with `zinfer probe`"
+        ) from error
+
+
+def load_findings(path: Path) -> Findings:
+    """Findings from a file that holds what `zinfer probe --json` printed.
+
+    Raises:
+        ConfigError: no such file, or not findings.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; write it with `zinfer probe --json > {path}`") from error
+    return parse_findings(text, path)

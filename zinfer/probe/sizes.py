@@ -1,0 +1,88 @@
+"""How much is moved to measure: enough for a steady figure, little enough for the free memory and for patience."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from zinfer.config import Settings
+from zinfer.machine import find_limits
+from zinfer.nvme.aligned import ALIGNMENT_BYTES, align_down
+
+_MEMORY_SHARE: Final = 8  # a measurement takes two or three buffers; together they stay below half of what is free
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one probe moves.
+
+    ``link_bytes``, ``host_bytes`` and ``device_bytes`` are of one buffer, ``file_bytes`` of the temporary file that a
+    folder is measured with. A timed run computes ``num_matmuls`` square products. ``depths`` are requests under way.
+    """
+
+    link_bytes: int
+    host_bytes: int
+    device_bytes: int
+    matmul_width: int
+    num_matmuls: int
+    repeats: int
+    block_sizes: tuple[int, ...] = (1 << 20, 4 << 20, 16 << 20)
+    read_depths: tuple[int, ...] = (1, 4, 8, 16, 32)
+    write_depths: tuple[int, ...] = (1, 8)
+    seconds_per_point: float = 0.5
+    file_bytes: int = 4 << 30
+
+    def bounded(self, devices: Sequence[torch.device]) -> "Sizes":
+        """The same, no larger than the free memory of host and devices allows."""
+        host_bytes = find_limits(Settings(device="cpu")).host_bytes // _MEMORY_SHARE
+        cuda = [device for device in devices if device.type == "cuda"]
+        free_bytes = [torch.cuda.mem_get_info(device)[0] for device in cuda]
+        device_bytes = min(free_bytes) // _MEMORY_SHARE if free_bytes else host_bytes
+        return replace(
+            self,
+            link_bytes=_at_most(self.link_bytes, min(host_bytes // len(devices), device_bytes)),
+            host_bytes=_at_most(self.host_bytes, host_bytes),
+            device_bytes=_at_most(self.device_bytes, device_bytes),
+        )
+
+
+def _at_most(wanted: int, most: int) -> int:
+    return max(ALIGNMENT_BYTES, align_down(min(wanted, most)))
+
+
+FULL_CUDA: Final = Sizes(
+    link_bytes=1 << 30, host_bytes=2 << 30, device_bytes=1 << 30, matmul_width=8192, num_matmuls=20, repeats=5
+)
+FULL_CPU: Final = Sizes(
+    link_bytes=256 << 20, host_bytes=512 << 20, device_bytes=256 << 20, matmul_width=2048, num_matmuls=1, repeats=5
+)
+# What a run measures for itself where no probe is on record, in about a second and about a third of one.
+HURRIED_CUDA: Final = Sizes(
+    link_bytes=128 << 20,
+    host_bytes=64 << 20,
+    device_bytes=256 << 20,
+    matmul_width=4096,
+    num_matmuls=5,
+    repeats=3,
+    seconds_per_point=0.4,
+)
+HURRIED_CPU: Final = replace(
+    HURRIED_CUDA,
+    link_bytes=32 << 20,
+    host_bytes=32 << 20,
+    device_bytes=32 << 20,
+    matmul_width=512,
+    num_matmuls=1,
+    seconds_per_point=0.15,
+)
+
+
+def full_sizes(devices: Sequence[torch.device]) -> Sizes:
+    """For `zinfer probe`: about 30 s with a GPU."""
+    return (FULL_CUDA if devices[0].type == "cuda" else FULL_CPU).bounded(devices)
+
+
+def hurried_sizes(device: torch.device) -> Sizes:
+    """For a run without a probe on record."""
+    return (HURRIED_CUDA if device.type == "cuda" else HURRIED_CPU).bounded([device])

@@ -1,0 +1,75 @@
+"""Findings and sweeps as tables for people."""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from zinfer.nvme.tune import DiskRate
+from zinfer.probe.findings import DeviceFindings, Findings
+
+_GIGA = 1e9
+_MEBI = 1 << 20
+
+
+def findings_table(findings: Findings) -> Table:
+    """What, figure, unit, how measured; one section for the disks, the host and each device."""
+    table = Table(title=f"zinfer probe: {findings.card.cpu}, {findings.card.num_cores} cores", title_justify="left")
+    table.add_column("what")
+    table.add_column("figure", justify="right")
+    table.add_column("unit")
+    table.add_column("how measured")
+    for disk in findings.disks:
+        for rate in filter(None, (disk.best("read"), disk.best("write"))):
+            _add(table, f"disk {rate.operation}s", rate.bytes_per_s, f"{_describe(rate)}; {disk.path}")
+    table.add_section()
+    _add_memory(table, findings)
+    for index, device in enumerate(findings.devices):
+        table.add_section()
+        _add_device(table, f"GPU {index}" if findings.card.gpus else "CPU", device)
+    for together in findings.together:
+        how = f"pinned memory to {together.num_devices} GPUs at once, summed"
+        _add(table, f"{together.num_devices} links together", together.to_device_bytes_per_s, how)
+    return table
+
+
+def sweep_table(rates: Sequence[DiskRate]) -> Table:
+    """Every point of a sweep."""
+    table = Table("operation", "block", "at once", "GB/s", "how")
+    for rate in rates:
+        how = "direct" if rate.direct else "through the page cache"
+        speed = f"{rate.bytes_per_s / _GIGA:.2f}"
+        table.add_row(rate.operation, f"{rate.block_bytes / _MEBI:g} MiB", str(rate.num_threads), speed, how)
+    return table
+
+
+def _describe(rate: DiskRate) -> str:
+    how = "direct" if rate.direct else "through the page cache"
+    return f"{how}, {rate.num_threads} at once of {rate.block_bytes / _MEBI:g} MiB"
+
+
+def _add(table: Table, what: str, bytes_per_s: float | None, how: str) -> None:
+    if bytes_per_s is not None:
+        table.add_row(what, f"{bytes_per_s / _GIGA:,.2f}", "GB/s", how)
+
+
+def _add_memory(table: Table, findings: Findings) -> None:
+    memory = findings.memory
+    _add(table, "host copy, 1 thread", memory.copy_one_bytes_per_s, "bytes copied")
+    _add(table, f"host copy, {memory.num_threads} threads", memory.copy_all_bytes_per_s, "bytes copied")
+    _add(table, "first touch, 1 thread", memory.touch_one_bytes_per_s, "fresh pages")
+    _add(table, "first touch, several threads", memory.touch_several_bytes_per_s, "fresh pages")
+    _add(table, "registration", memory.register_bytes_per_s, "touched pages, cudaHostRegister")
+
+
+def _add_device(table: Table, name: str, device: DeviceFindings) -> None:
+    link = device.link
+    if link.kind == "host copies":
+        _add(table, f"{name} link", link.to_device_bytes_per_s, "the device is the host: a copy in host memory")
+    else:
+        _add(table, f"{name} host to device", link.to_device_bytes_per_s, link.kind)
+        _add(table, f"{name} device to host", link.from_device_bytes_per_s, link.kind)
+        _add(table, f"{name} both at once", link.both_ways_bytes_per_s, f"{link.kind}, the sum of both ways")
+        known = "not known" if device.pcie is None else str(device.pcie)
+        table.add_row(f"{name} link", known, "", "nvidia-smi, under load" if device.pcie else "nvidia-smi does not say")
+    _add(table, f"{name} memory copy", device.copy_bytes_per_s, "bytes read and written")
+    table.add_row(f"{name} matrix product", f"{device.flops_per_s / 1e12:,.2f}", "TFLOP/s", f"dense, {device.dtype}")
