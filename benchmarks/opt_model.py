@@ -1,5 +1,8 @@
 """Random OPT models in host memory, of any shape, made quickly: the work that all streaming figures are taken on."""
 
+import os
+from pathlib import Path
+
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
@@ -32,3 +35,20 @@ def random_opt(num_layers: int, hidden_size: int, dtype: torch.dtype, device: st
     model.tie_weights()
     model.generation_config.eos_token_id = None
     return model.eval().requires_grad_(False)
+
+
+def save_random_opt(folder: Path, num_layers: int, hidden_size: int, dtype: torch.dtype, device: str) -> None:
+    """Write a random model as safetensors, all of it on the disk and none of it in the page cache afterwards."""
+    random_opt(num_layers, hidden_size, dtype, device).save_pretrained(folder, max_shard_size="5GB")
+    drop_page_cache(folder)
+
+
+def drop_page_cache(folder: Path) -> None:
+    """Write the folder's files out and take them off the page cache."""
+    for path in folder.iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)

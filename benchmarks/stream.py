@@ -1,140 +1,176 @@
-"""Streams OPT-shaped layers from host memory and prints GB/s of weights, and their share of the link in the same run.
+"""Streams OPT-shaped layers from every tier and prints seconds per pass as shares of ceilings measured in the same run.
 
-    python benchmarks/stream.py [--layers 12 --hidden 7168 --batch 8 --prompt 128 --new-tokens 8 --slots 2] [--out FILE]
+    python benchmarks/stream.py [--cases host,disk,half,resident-0,...] [--layers 12 --hidden 7168] [--out FILE]
 
-A correctness gate comes first: a smaller model streamed equals the same model resident, to the bit. The decode step is
-(seconds of a generate call with N+1 new tokens - seconds of one with 1) / N, both warmed up, medians of several. The
-last line is JSON.
+Cases: all layers on the host; all on disk; every other one on either; 0, 25, 50, 75 % resident, the rest on the host;
+`overhead`, the host's time for a block that moves next to nothing. ``bound_s`` is the longer of bytes over the link and
+bytes over the disk, ``predicted_s`` what the plan says with the ceilings of this run. A disk's rate drifts by tens of
+percent within minutes, so the same files are read with nothing else to do before and after each round of passes.
+
+A correctness gate comes first: a smaller model's logits are equal to the bit from every home. The last line is JSON.
 """
 
 import argparse
 import json
+import shutil
 import statistics
-import time
-from collections.abc import Callable
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from card import machine_card
-from opt_model import random_opt
+from ceilings import best_disk_setting, link_bytes_per_s, read_bytes_per_s
+from homes import CASES, blocks_of, config_for
+from opt_model import drop_page_cache, save_random_opt
+from passes import PassTimes, time_passes
+from transformers import OPTConfig, OPTForCausalLM
 
 import zinfer
-from zinfer.offload.host_memory import HostBuffer
+from zinfer.offload.stats import RunStats
 
-OFFLOAD = {"zero_optimization": {"offload_param": {"device": "cpu", "pin_memory": True}}}
-
-
-def median_s(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of one call, the median of several, with the device idle before and after each."""
-    seconds = []
-    for _ in range(repeats):
-        synchronize(device)
-        begin_s = time.perf_counter()
-        work()
-        synchronize(device)
-        seconds.append(time.perf_counter() - begin_s)
-    return statistics.median(seconds)
+_GATE_LAYERS = 5
+_DISK_ROUNDS = 3
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+@dataclass(frozen=True)
+class Round:
+    """Passes, and the disk's rate around them (bytes per second; 0 where nothing is read)."""
+
+    times: PassTimes
+    disk_rate: float
 
 
-def measure_link_bytes_per_s(nbytes: int, device: torch.device, repeats: int = 5) -> float:
-    """Host-to-device copies of one block's size, back to back over two targets, from pinned memory."""
-    pin = device.type == "cuda"
-    host = HostBuffer(nbytes, pin=pin)
-    targets = [torch.empty(host.nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-
-    def copy() -> None:
-        for count in range(8):
-            targets[count % 2].copy_(host.tensor, non_blocking=True)
-
-    copy()
-    seconds = median_s(copy, device, repeats)
-    host.close()
-    return 8 * host.nbytes / seconds
-
-
-def check_streamed_equals_resident(hidden: int, dtype: torch.dtype, device: torch.device, num_slots: int) -> None:
-    """The gate: three layers of the same width, bit-equal logits."""
+def check_homes_agree(folder: Path, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    """The gate: a smaller model, bit-equal logits from every home, and bytes moved as planned."""
+    save_random_opt(folder, _GATE_LAYERS, hidden, dtype, str(device))
     ids = torch.randint(10, 50000, (2, 16), generator=torch.Generator().manual_seed(1))
-    logits = []
-    for offload in ("none", "cpu"):
-        model = random_opt(3, hidden, dtype, str(device))
-        config = {"zero_optimization": {"offload_param": {"device": offload}}, "zinfer": {"num_slots": num_slots}}
-        engine = zinfer.init_inference(model, config)
-        logits += [engine(input_ids=ids).logits for _ in range(2)]
-        assert (engine.stats().streamed_bytes_per_pass > 0) == (offload == "cpu")
+    wanted: torch.Tensor | None = None
+    for case in ("resident-100", "host", "disk", "half", "resident-50"):
+        engine = zinfer.init_inference(folder, config_for(folder, case))
+        logits = [engine(input_ids=ids).logits for _ in range(3)]
+        stats = engine.stats()
         engine.destroy()
-    if not all(torch.equal(logits[0], other) for other in logits[1:]):
-        raise SystemExit("gate: streamed logits differ from resident ones; no figure is reported")
+        wanted = logits[0] if wanted is None else wanted
+        if not all(torch.equal(wanted, other) for other in logits):
+            raise SystemExit(f"gate: {case}: logits differ from resident ones; no figure is reported")
+        if (stats.streamed_bytes_per_pass > 0) == (case == "resident-100"):
+            raise SystemExit(f"gate: {case}: {stats.streamed_bytes_per_pass} bytes are streamed a pass")
+    shutil.rmtree(folder)
 
 
-def measure_steps(engine: zinfer.InferenceEngine, args: argparse.Namespace) -> tuple[float, float]:
-    """Seconds of a prefill (with one token) and of a decode step."""
-    ids = torch.randint(10, 50000, (args.batch, args.prompt), generator=torch.Generator().manual_seed(2))
-    options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 1}
+class Bench:
+    """One checkpoint, and the ceilings of the machine that it runs on."""
 
-    def generate(num_new: int) -> None:
-        engine.generate(**options, max_new_tokens=num_new, min_new_tokens=num_new)
+    def __init__(self, folder: Path, args: argparse.Namespace, device: torch.device) -> None:
+        self._folder = folder
+        self._args = args
+        self._files = sorted(folder.glob("*.safetensors"))
+        self._setting = best_disk_setting(self._files)
+        self._device = device
+        self._slab_bytes = max(block.nbytes for block in blocks_of(folder))
+        self.link_rate = link_bytes_per_s(self._slab_bytes, device)
+        self.disk_rates = [self._read()]
 
-    generate(args.new_tokens + 1)
-    prefill_s = median_s(lambda: generate(1), engine.device, args.repeats)
-    whole_s = median_s(lambda: generate(args.new_tokens + 1), engine.device, args.repeats)
-    return prefill_s, (whole_s - prefill_s) / args.new_tokens
+    def measure(self, case: str) -> dict[str, object]:
+        """One engine's passes, beside what bounds them."""
+        args = self._args
+        drop_page_cache(self._folder)
+        engine = zinfer.init_inference(self._folder, config_for(self._folder, case, args.slots))
+        print(case, engine.plan, flush=True)
+        reads = engine.stats().disk_bytes_per_pass > 0
+        rounds = [self._round(engine, reads) for _ in range(_DISK_ROUNDS if reads else 1)]
+        stats, num_slots = engine.stats(), engine.plan.num_slots
+        engine.destroy()
+        self.link_rate = max(self.link_rate, link_bytes_per_s(self._slab_bytes, self._device))
+        found: dict[str, object] = {
+            "slots": num_slots,
+            "streamed_gb": round(stats.streamed_bytes_per_pass / 1e9, 3),
+            "from_disk_gb": round(stats.disk_bytes_per_pass / 1e9, 3),
+        }
+        for name in ("decode", "prefill"):
+            bounds = [self._bound_s(stats, each.disk_rate) for each in rounds]
+            seconds = [getattr(each.times, f"{name}_s") for each in rounds]
+            shares = [bound / taken for bound, taken in zip(bounds, seconds, strict=True)]
+            found |= {
+                f"{name}_s": round(statistics.median(seconds), 5),
+                f"{name}_bound_s": round(statistics.median(bounds), 5),
+                f"{name}_share": round(statistics.median(shares), 4),
+            }
+        stalls = {cause: round(seconds, 3) for cause, seconds in stats.stall_s.items()}
+        return found | {"stall_s": stalls, "pinned_gb": round(stats.pinned_bytes / 1e9, 3)}
+
+    def _round(self, engine: zinfer.InferenceEngine, reads: bool) -> Round:
+        args = self._args
+        if not reads:
+            return Round(time_passes(engine, args.batch, args.prompt, 5, 12), 0.0)
+        times = time_passes(engine, args.batch, args.prompt, 2, 3)
+        self.disk_rates.append(self._read())
+        return Round(times, statistics.mean(self.disk_rates[-2:]))
+
+    def _bound_s(self, stats: RunStats, disk_rate: float) -> float:
+        link_s = stats.streamed_bytes_per_pass / self.link_rate
+        return max(link_s, stats.disk_bytes_per_pass / disk_rate if disk_rate else 0.0)
+
+    def _read(self) -> float:
+        rate = read_bytes_per_s(self._files, self._setting)
+        print(f"disk: {rate / 1e9:.3f} GB/s with nothing else to do", flush=True)
+        return rate
+
+
+def measure_overhead(folder: Path) -> dict[str, object]:
+    """Host seconds per block: what a pass of many tiny layers takes longer streamed than resident."""
+    layers = 48
+    config = OPTConfig(
+        hidden_size=64, ffn_dim=64, num_hidden_layers=layers, num_attention_heads=1, word_embed_proj_dim=64
+    )
+    OPTForCausalLM(config).half().save_pretrained(folder)
+    seconds: dict[str, list[float]] = {"resident-100": [], "host": []}
+    for _ in range(3):  # by turns: the first engine of a process is always slower
+        for case, taken in seconds.items():
+            engine = zinfer.init_inference(folder, config_for(folder, case))
+            taken.append(time_passes(engine, 1, 8, 5, 60).decode_s)
+            engine.destroy()
+    shutil.rmtree(folder)
+    resident_s, streamed_s = (min(taken) for taken in seconds.values())
+    return {
+        "resident_pass_s": round(resident_s, 6),
+        "streamed_pass_s": round(streamed_s, 6),
+        "host_us_per_block": round((streamed_s - resident_s) / layers * 1e6, 1),
+    }
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=8)
-    parser.add_argument("--slots", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--slots", type=int, help="by default what the plan chooses")
+    parser.add_argument("--folder", type=Path, help="where the checkpoints are written; by default a temporary folder")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
-
-
-def measure(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
-    """The figures of one engine, the link's among them: before and after, the better of the two."""
-    model = random_opt(args.layers, args.hidden, dtype, str(device))
-    begin_s = time.perf_counter()
-    engine = zinfer.init_inference(model, OFFLOAD, num_slots=args.slots)
-    load_s = time.perf_counter() - begin_s
-    print(engine.plan)
-    link = measure_link_bytes_per_s(engine.plan.slot_bytes, device)
-    prefill_s, step_s = measure_steps(engine, args)
-    link = max(link, measure_link_bytes_per_s(engine.plan.slot_bytes, device))
-    stats = engine.stats()
-    engine.destroy()
-    streamed = stats.streamed_bytes_per_pass
-    return {
-        "streamed_gb": round(streamed / 1e9, 3),
-        "link_gb_per_s": round(link / 1e9, 2),
-        "step_s": round(step_s, 5),
-        "prefill_s": round(prefill_s, 5),
-        "gb_per_s": round(streamed / step_s / 1e9, 2),
-        "share_of_link": round(streamed / step_s / link, 4),
-        "prefill_share_of_link": round(streamed / prefill_s / link, 4),
-        "load_s": round(load_s, 2),
-        "stall_s": {cause: round(seconds, 3) for cause, seconds in stats.stall_s.items()},
-        "passes": stats.passes,
-        "pinned_gb": round(stats.pinned_bytes / 1e9, 3),
-    }
 
 
 def main() -> None:
     args = parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    check_streamed_equals_resident(min(args.hidden, 1024), dtype, device, args.slots)
-    shape = {name: getattr(args, name) for name in ("layers", "hidden", "batch", "prompt", "slots")}
-    work = {"benchmark": "stream", "tier": "host", **shape, "dtype": str(dtype).removeprefix("torch.")}
-    line = json.dumps(work | measure(args, dtype, device) | {"card": machine_card()})
+    found: dict[str, object] = {}
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+        check_homes_agree(Path(temporary) / "gate", min(args.hidden, 1024), dtype, device)
+        folder = Path(temporary) / "model"
+        save_random_opt(folder, args.layers, args.hidden, dtype, str(device))
+        bench = Bench(folder, args, device)
+        for case in args.cases.split(","):
+            found[case] = measure_overhead(Path(temporary) / "tiny") if case == "overhead" else bench.measure(case)
+            print(case, json.dumps(found[case]), flush=True)
+    shape = {name: getattr(args, name) for name in ("layers", "hidden", "batch", "prompt")}
+    rates = {"link_gb_per_s": bench.link_rate / 1e9, "disk_gb_per_s": statistics.median(bench.disk_rates) / 1e9}
+    ceilings = {name: round(rate, 3) for name, rate in rates.items()}
+    work = {"benchmark": "stream", **shape, "dtype": str(dtype).removeprefix("torch.")}
+    line = json.dumps(work | ceilings | {"cases": found, "card": machine_card()})
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(line + "\n")

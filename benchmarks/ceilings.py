@@ -1,0 +1,103 @@
+"""The ceilings that a streaming figure is a share of, measured beside it."""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from zinfer.nvme.aligned import align_up
+from zinfer.nvme.reader import Reader
+from zinfer.offload.host_memory import HostBuffer
+
+# (bytes of a request, requests under way): the best of a wide sweep lie among these.
+DISK_SETTINGS = ((1 << 20, 16), (1 << 20, 32), (4 << 20, 8), (4 << 20, 16), (4 << 20, 32), (16 << 20, 8))
+_RANGE_BYTES = 16 << 20
+_NUM_RANGES = 16
+
+
+def median_s(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of one call, the median of several, with the device idle before and after each."""
+    seconds = []
+    for _ in range(repeats):
+        synchronize(device)
+        begin_s = time.perf_counter()
+        work()
+        synchronize(device)
+        seconds.append(time.perf_counter() - begin_s)
+    return statistics.median(seconds)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def link_bytes_per_s(nbytes: int, device: torch.device, repeats: int = 5) -> float:
+    """Host-to-device copies of one block's size, back to back over two targets, from pinned memory."""
+    host = HostBuffer(nbytes, pin=device.type == "cuda")
+    targets = [torch.empty(host.nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def copy() -> None:
+        for count in range(8):
+            targets[count % 2].copy_(host.tensor, non_blocking=True)
+
+    copy()
+    seconds = median_s(copy, device, repeats)
+    host.close()
+    return 8 * host.nbytes / seconds
+
+
+def read_bytes_per_s(files: Sequence[Path], setting: tuple[int, int], most_bytes: int | None = None) -> float:
+    """Read whole files directly, one after the other, with nothing else to do: what a pass from disk is a share of."""
+    block_bytes, num_threads = setting
+    buffer = HostBuffer(_RANGE_BYTES * _NUM_RANGES)
+    buffer.touch()
+    under_way: deque[Future[None]] = deque()
+    nbytes = 0
+    with closing(Reader(num_threads=num_threads, block_bytes=block_bytes)) as reader:
+        begin_s = time.perf_counter()
+        for number, (path, offset, size) in enumerate(_ranges(files, most_bytes)):
+            if len(under_way) == _NUM_RANGES:
+                under_way.popleft().result()
+            begin = number % _NUM_RANGES * _RANGE_BYTES
+            under_way.append(reader.read_async(path, offset, buffer.memory[begin : begin + align_up(size)], size))
+            nbytes += size
+        for read in under_way:
+            read.result()
+        return nbytes / (time.perf_counter() - begin_s)
+
+
+def best_disk_setting(files: Sequence[Path], most_bytes: int = 4 << 30) -> tuple[int, int]:
+    """The setting that reads up to ``most_bytes`` the fastest."""
+    rates = {setting: read_bytes_per_s(files, setting, most_bytes) for setting in DISK_SETTINGS}
+    for (block_bytes, num_threads), rate in rates.items():
+        print(f"disk: {num_threads:2} x {block_bytes >> 20:2} MiB: {rate / 1e9:.2f} GB/s", flush=True)
+    return max(rates, key=lambda setting: rates[setting])
+
+
+def _ranges(files: Sequence[Path], most_bytes: int | None) -> list[tuple[Path, int, int]]:
+    ranges = [
+        (path, offset, min(_RANGE_BYTES, path.stat().st_size - offset))
+        for path in files
+        for offset in range(0, path.stat().st_size, _RANGE_BYTES)
+    ]
+    return ranges if most_bytes is None else ranges[: max(1, most_bytes // _RANGE_BYTES)]
+
+
+def pin_bytes_per_s(nbytes: int) -> float:
+    """Touch and register one buffer after the other, as loading does, with nothing else to do."""
+    buffers: list[HostBuffer] = []
+    begin_s = time.perf_counter()
+    for _ in range(4):
+        buffers.append(HostBuffer(nbytes))
+        buffers[-1].touch()
+        buffers[-1].pin()
+    rate = sum(buffer.nbytes for buffer in buffers) / (time.perf_counter() - begin_s)
+    for buffer in buffers:
+        buffer.close()
+    return rate

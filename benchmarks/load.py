@@ -1,0 +1,97 @@
+"""Loads a cold checkpoint into pinned host memory, and onto the device, and runs it up to its first token.
+
+    python benchmarks/load.py [--layers 12 --hidden 7168] [--out FILE]
+
+``load_share`` is the rate at which the homes fill, as a share of the lesser of the disk's rate (the same files read
+with nothing else to do, before and after) and the rate of touching and registering memory. ``first_token_s`` is the
+time from the call of `init_inference` to one prompt's first token, in a process that has torch and a CUDA context.
+
+The gate: the token from every home is the same, and every byte of the checkpoint was read. The last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from card import machine_card
+from ceilings import best_disk_setting, pin_bytes_per_s, read_bytes_per_s
+from homes import blocks_of, config_for
+from opt_model import drop_page_cache, save_random_opt
+
+import zinfer
+
+CASES = ("host", "resident-100", "disk")
+
+
+def load_once(folder: Path, case: str) -> tuple[dict[str, float], int]:
+    """One cold start: seconds and bytes, and the first token."""
+    drop_page_cache(folder)
+    ids = torch.randint(10, 50000, (1, 128), generator=torch.Generator().manual_seed(3))
+    begin_s = time.perf_counter()
+    engine = zinfer.init_inference(folder, config_for(folder, case))
+    made_s = time.perf_counter() - begin_s
+    token = engine.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, pad_token_id=1)[0, -1]
+    first_token_s = time.perf_counter() - begin_s
+    stats = engine.stats()
+    engine.destroy()
+    figures = {
+        "made_s": made_s,
+        "load_s": stats.load_s,
+        "first_token_s": first_token_s,
+        "loaded_gb": stats.loaded_bytes / 1e9,
+        "pinned_gb": stats.pinned_bytes / 1e9,
+    }
+    return figures, int(token)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where the checkpoint is written; by default a temporary folder")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    found: dict[str, object] = {}
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+        folder = Path(temporary)
+        save_random_opt(folder, args.layers, args.hidden, dtype, device)
+        files = sorted(folder.glob("*.safetensors"))
+        setting = best_disk_setting(files)
+        pin_rate = pin_bytes_per_s(max(block.nbytes for block in blocks_of(folder))) if device == "cuda" else 0.0
+        load_once(folder, "disk")  # imports, kernels
+        disk_rates, tokens = [read_bytes_per_s(files, setting)], set()
+        for case in CASES:
+            figures, shares = [], []
+            for _ in range(args.repeats):
+                once, token = load_once(folder, case)
+                disk_rates.append(read_bytes_per_s(files, setting))
+                ceiling = statistics.mean(disk_rates[-2:])
+                if case == "host" and pin_rate:
+                    ceiling = min(ceiling, pin_rate)
+                figures.append(once)
+                shares.append(once["loaded_gb"] * 1e9 / once["load_s"] / ceiling)
+                tokens.add(token)
+            medians = {name: round(statistics.median(each[name] for each in figures), 3) for name in figures[0]}
+            share = {} if case == "disk" else {"load_share": round(statistics.median(shares), 4)}
+            found[case] = medians | share
+            print(case, json.dumps(found[case]), flush=True)
+    if len(tokens) != 1:
+        raise SystemExit(f"gate: the first tokens differ between homes: {tokens}; no figure is reported")
+    rates = {"disk_gb_per_s": round(statistics.median(disk_rates) / 1e9, 3), "pin_gb_per_s": round(pin_rate / 1e9, 3)}
+    work = {"benchmark": "load", "layers": args.layers, "hidden": args.hidden}
+    line = json.dumps(work | rates | {"cases": found, "card": machine_card()})
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
