@@ -21,14 +21,14 @@ TakeTensors = Callable[[Block], Mapping[str, torch.Tensor]]
 class Homes:
     """The homes of a model's blocks, filled when the constructor returns.
 
-    While the lane reads and places the bytes of one slab, this thread has the pages of the next ones touched and
+    While the lanes read and place the bytes of one slab, this thread has the pages of the next ones touched and
     registered.
 
     Args:
         blocks: all blocks in the model's order.
         homes: the home of each, by index.
         reader: reads the checkpoint files, now and while streaming.
-        lane: carries what is on disk into the slabs, and to the device.
+        lanes: carry what is on disk, that of HOST into host slabs, that of DISK to the device.
         take_tensors: where the bytes of blocks without extents come from.
 
     ``sources`` has the streamed blocks' sources and ``resident`` the other blocks' tensors, by block index;
@@ -43,11 +43,12 @@ class Homes:
         blocks: Sequence[Block],
         homes: Sequence[Home],
         reader: Reader,
-        lane: Lane,
+        lanes: Mapping[Tier, Lane],
         take_tensors: TakeTensors | None = None,
     ) -> None:
         self._reader = reader
-        self._lane = lane
+        self._lanes = lanes
+        self._stream = lanes[Tier.DISK].stream
         self._take_tensors = take_tensors
         self._slabs: list[HostBuffer] = []
         self._moves: list[Move] = []
@@ -64,7 +65,8 @@ class Homes:
             self._wait()
             self.load_s = time.perf_counter() - begin_s
         except BaseException:
-            lane.close()  # nothing writes into the slabs any more
+            for lane in lanes.values():
+                lane.close()  # nothing writes into the slabs any more
             self.close()
             raise
 
@@ -87,31 +89,32 @@ class Homes:
     def _settle(self, block: Block, home: Home) -> None:
         """Allocate a block's home and have it filled."""
         if home.tier is Tier.DISK:
-            self.sources[block.index] = self._disk_source(block)
+            self.sources[block.index] = self._disk_source(block, Tier.DISK)
         elif home.tier is Tier.HOST:
             self._settle_on_host(block, home)
         else:
-            slot = Slot.allocate(block.nbytes, self._lane.stream)
+            slot = Slot.allocate(block.nbytes, self._stream)
             self.device_bytes += block.nbytes
             self.resident[block.index] = slot.views(block.layout)
-            self._fill(block, Target(slot.buffer, self._lane.stream, slot.vacant))
+            self._fill(block, Target(slot.buffer, self._stream, slot.vacant), Tier.DISK)
             self.bytes_to_device += block.nbytes
 
     def _settle_on_host(self, block: Block, home: Home) -> None:
         slab = HostBuffer(block.nbytes)
         self._slabs.append(slab)
         # As planned, also where a registration is refused: there is no staging slot then, and torch copies by itself.
-        part_bytes = self._lane.slot_bytes if self._lane.stream.needs_pinned and not home.pinned else None
+        part_bytes = self._lanes[Tier.HOST].slot_bytes if self._stream.needs_pinned and not home.pinned else None
         self.sources[block.index] = HostSource(block, slab, part_bytes)
         slab.touch()
-        self._fill(block, Target(slab.tensor, HostStream()))
+        self._fill(block, Target(slab.tensor, HostStream()), Tier.HOST)
         if home.pinned:
             slab.pin()
 
-    def _fill(self, block: Block, target: Target) -> None:
+    def _fill(self, block: Block, target: Target, tier: Tier) -> None:
+        """Have the lane of a tier fill the target, or copy what came in memory."""
         if block.extents:
-            self._moves.append(Move(block.name, self._disk_source(block), target))
-            self._lane.submit(self._moves[-1])
+            self._moves.append(Move(block.name, self._disk_source(block, tier), target))
+            self._lanes[tier].submit(self._moves[-1])
             self.loaded_bytes += self._moves[-1].source.wire_bytes
             return
         assert self._take_tensors is not None, f"block {block.name} has bytes neither on disk nor in memory"
@@ -119,8 +122,8 @@ class Homes:
         for tensor in block.layout.tensors:
             tensor.view(target.memory).copy_(tensors[tensor.name])
 
-    def _disk_source(self, block: Block) -> DiskSource:
-        return DiskSource(block, self._reader, self._lane.slot_bytes)
+    def _disk_source(self, block: Block, tier: Tier) -> DiskSource:
+        return DiskSource(block, self._reader, self._lanes[tier].slot_bytes)
 
     def _raise_early_failure(self) -> None:
         while self._moves and self._moves[0].is_over:
@@ -129,7 +132,7 @@ class Homes:
     def _wait(self) -> None:
         while self._moves:
             self._raise_failure(self._moves.pop(0))
-        self._lane.stream.mark().synchronize()
+        self._stream.mark().synchronize()
 
     @staticmethod
     def _raise_failure(move: Move) -> None:

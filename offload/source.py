@@ -14,6 +14,7 @@ from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, Tier
 from zinfer.offload.chunks import cut_chunks
 from zinfer.offload.host_memory import MOST_REGISTERED_BYTES, HostBuffer
+from zinfer.offload.staging import StagingBuffer
 from zinfer.offload.stream import CopyStream
 
 
@@ -28,11 +29,11 @@ class Source(ABC):
     """Bytes that cross to the device in one move."""
 
     @abstractmethod
-    def load(self, part: int, staging: HostBuffer) -> Sequence["Future[None]"]:
+    def load(self, part: int, staging: StagingBuffer) -> Sequence["Future[None]"]:
         """Begin to fill the staging slot; it is full, or may be reused, when all the futures are done."""
 
     @abstractmethod
-    def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: HostBuffer | None) -> None:
+    def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: StagingBuffer | None) -> None:
         """Enqueue the copies into ``target``, the whole device slot (uint8)."""
 
 
@@ -49,7 +50,7 @@ class DiskSource(Source):
         self.num_parts = len(self._chunks)
         self.wire_bytes = sum(chunk.wire_bytes for chunk in self._chunks)
 
-    def load(self, part: int, staging: HostBuffer) -> Sequence["Future[None]"]:
+    def load(self, part: int, staging: StagingBuffer) -> Sequence["Future[None]"]:
         return [
             self._reader.read_async(
                 span.file, span.offset, staging.memory[span.staging_offset : span.staging_end], span.required
@@ -57,7 +58,7 @@ class DiskSource(Source):
             for span in self._chunks[part].spans
         ]
 
-    def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: HostBuffer | None) -> None:
+    def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: StagingBuffer | None) -> None:
         assert staging is not None
         for piece in self._chunks[part].placements:
             source = staging.tensor[piece.staging_offset : piece.staging_offset + piece.nbytes]
@@ -91,12 +92,12 @@ class HostSource(Source):
         self.wire_bytes = block.nbytes
         self.num_parts = -(-block.nbytes // self._part_bytes)
 
-    def load(self, part: int, staging: HostBuffer) -> Sequence["Future[None]"]:
+    def load(self, part: int, staging: StagingBuffer) -> Sequence["Future[None]"]:
         piece = self._slab.tensor[self._range(part)]
         staging.tensor[: piece.nbytes].copy_(piece)
         return ()
 
-    def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: HostBuffer | None) -> None:
+    def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: StagingBuffer | None) -> None:
         place = target[self._range(part)]
         stream.copy(place, self._slab.tensor[self._range(part)] if staging is None else staging.tensor[: place.nbytes])
 

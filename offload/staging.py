@@ -1,17 +1,54 @@
-"""Staging slots: small host buffers, pinned beside a CUDA device, that every chunk on its way to the device passes."""
+"""Staging slots: small buffers that every chunk on its way to the device passes.
+
+They lie in host memory, pinned beside a CUDA device; or on the device, where reads can land there.
+"""
 
 import queue
 from dataclasses import dataclass
+from typing import Protocol
 
-from zinfer.offload.host_memory import HostBuffer
+import torch
+
+from zinfer.nvme.backend import Buffer
 from zinfer.offload.stream import Event
+
+
+class StagingBuffer(Protocol):
+    """Bytes that reads fill through ``memory`` and copies see as ``tensor`` (uint8)."""
+
+    nbytes: int
+    tensor: torch.Tensor
+    pinned: bool
+
+    @property
+    def memory(self) -> Buffer: ...
+
+    def close(self) -> None:
+        """Give the memory back; nothing may be reading or writing it."""
+
+
+class DeviceBuffer:
+    """Staging in device memory, for a reader whose backend fills it."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.pinned = False
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)  # reads follow no stream: whatever used this memory before must be over
+
+    @property
+    def memory(self) -> Buffer:
+        return self.tensor
+
+    def close(self) -> None:
+        """Nothing to do: the memory goes with the last reference to it."""
 
 
 @dataclass(eq=False)
 class StagingSlot:
-    """A page-aligned host buffer that reads land in; ``vacant`` is the copy that last read from it."""
+    """A buffer that parts land in; ``vacant`` is the copy that last read from it."""
 
-    memory: HostBuffer
+    memory: StagingBuffer
     vacant: Event | None = None
 
 
@@ -22,7 +59,7 @@ class StagingRing:
         self.slots: list[StagingSlot] = []
         self._free: queue.SimpleQueue[StagingSlot] = queue.SimpleQueue()
 
-    def add(self, buffer: HostBuffer) -> None:
+    def add(self, buffer: StagingBuffer) -> None:
         """Own one more buffer, as large as the others."""
         self.slots.append(StagingSlot(buffer))
         self._free.put(self.slots[-1])

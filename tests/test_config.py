@@ -157,7 +157,6 @@ def test_agreeing_spellings_are_fine() -> None:
         ({"moe": {"enabled": True}}, 'moe = {"enabled": true} is not available yet: '),
         ({"replace_with_kernel_inject": True}, "replace_with_kernel_inject = true is not available yet: replacing"),
         ({"injection_policy": {int: ("a",)}}, "injection_policy = {<class 'int'>: ('a',)} is not available yet: "),
-        ({"aio": {"use_gds": True}}, "aio.use_gds = true is not available yet: reading from disk straight into"),
         (
             {"checkpoint": {"type": "BLOOM", "checkpoints": []}},
             'checkpoint = {"type": "BLOOM", "checkpoints": []} is not',

@@ -68,7 +68,7 @@ def test_a_buffer_size_below_a_tensor_is_no_obstacle(
 ) -> None:
     with loaded(folder, offload("nvme", buffer_size=100)) as engine:
         assert torch.equal(engine(**batch).logits, expected)
-        assert [key.path for key in engine.settings.without_effect] == ["zero_optimization.offload_param.buffer_size"]
+        assert engine.plan.staging_bytes == 8192, "two pages, the least"
 
 
 def test_a_larger_prefetch_bucket_means_more_slots(folder: Path, layer_bytes: int) -> None:

@@ -212,6 +212,6 @@ def test_the_best_is_the_fastest_with_the_least_under_way(rates: list[DiskRate])
 @pytest.mark.parametrize(("block_bytes", "num_threads"), list(itertools.product(tune.BLOCK_SIZES, tune.DEPTHS)))
 def test_the_printed_section_leads_back_to_the_setting(block_bytes: int, num_threads: int) -> None:
     section = aio_section(DiskRate("read", block_bytes, num_threads, 1e9, True))
-    reader = open_reader(resolve_settings(section).aio)
+    reader = open_reader(resolve_settings(section).aio, {}, on_cuda=False)
     assert (reader.block_bytes, reader.backend.num_threads) == (block_bytes, num_threads)
     reader.close()

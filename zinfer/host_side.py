@@ -47,6 +47,11 @@ def choose_host_side(
     return _HostPlanner(list(streamed), tuple(blocks), limits, settings).choose()
 
 
+def most_ring_bytes(blocks: Sequence[Block], limits: MachineLimits, settings: Settings) -> int:
+    """The most that staging slots may take, whatever the host's side comes to."""
+    return _HostPlanner([], tuple(blocks), limits, settings).most_ring_bytes()
+
+
 @dataclass(frozen=True)
 class _HostPlanner:
     streamed: list[Block]
@@ -57,13 +62,26 @@ class _HostPlanner:
     def choose(self) -> HostSide:
         in_memory = [block for block in self.streamed if not block.extents]  # these cannot live on disk
         self._check_offload(in_memory)
-        sides = [side for ring in _RINGS if (side := self._best_side(ring)) is not None]
+        sides = [side for ring in self._rings() if (side := self._best_side(ring)) is not None]
         if not sides:
             raise self._too_little_host_memory()
         whole = [side for side in sides if len(side.hosted) == len(self.streamed)]
         share = min(self.limits.host_bytes, self.limits.pinned_bytes) // _STAGING_SHARE
         modest = [side for side in sides if side.num_staging * side.staging_bytes <= share]
         return next(iter([*whole, *modest, sides[-1]]))
+
+    def _rings(self) -> Iterator[tuple[int, int]]:
+        """Rings to choose from: what the settings hint at, then the usual ones."""
+        numel = self.settings.offload.buffer_size
+        if numel is not None and self.blocks:
+            itemsize = max(tensor.dtype.itemsize for block in self.blocks for tensor in block.layout.tensors)
+            slot_bytes = max(_LEAST_STAGING_BYTES, align_up(numel * itemsize))
+            yield slot_bytes, max(2, min(_RINGS[0][1], _RINGS[0][0] * _RINGS[0][1] // slot_bytes))
+        yield from _RINGS
+
+    def most_ring_bytes(self) -> int:
+        largest = max([*self._read_bytes, *self._slab_bytes], default=0)
+        return max(slot_bytes * num for slot_bytes, num in (self._sized(ring, largest) for ring in self._rings()))
 
     def _best_side(self, ring: tuple[int, int]) -> HostSide | None:
         """With as many blocks in host memory as the budgets hold; None if they hold too few."""

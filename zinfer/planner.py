@@ -13,7 +13,7 @@ from typing import Final
 
 from zinfer.config import Settings
 from zinfer.errors import PlanError
-from zinfer.host_side import HostSide, choose_host_side, spread
+from zinfer.host_side import HostSide, choose_host_side, most_ring_bytes, spread
 from zinfer.machine import MachineLimits
 from zinfer.offload.block import Block, Home, Tier
 from zinfer.units import human_bytes
@@ -122,7 +122,7 @@ class _Planner:
             slot_bytes=max((block.nbytes for block in streamed), default=0),
             num_staging=host.num_staging,
             staging_bytes=host.staging_bytes,
-            device_bytes=self._device_bytes(resident),
+            device_bytes=self._device_bytes(resident) + self._gds_bytes,
             host_bytes=host.host_bytes,
             pinned_bytes=host.pinned_bytes,
             streamed_bytes=sum(block.nbytes for block in streamed),
@@ -135,7 +135,7 @@ class _Planner:
         return Home(Tier.HOST, index in host.pinned) if index in host.hosted else Home(Tier.DISK)
 
     def _choose_resident(self) -> frozenset[int]:
-        budget = self.limits.device_bytes
+        budget = self.limits.device_bytes - self._gds_bytes
         needed: list[int] = []
         for resident in self._resident_choices():
             needed.append(self._device_bytes(resident))
@@ -164,3 +164,10 @@ class _Planner:
         streamed = [block.nbytes for block in self.blocks if block.index not in resident]
         slots = min(self.num_slots, len(streamed)) * max(streamed, default=0)
         return slots + sum(self.blocks[index].nbytes for index in resident)
+
+    @property
+    def _gds_bytes(self) -> int:
+        """Device memory that reads land in, where they go straight to the device."""
+        if not (self.settings.aio.use_gds and self.limits.on_cuda):
+            return 0
+        return most_ring_bytes(self.blocks, self.limits, self.settings)

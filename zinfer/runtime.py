@@ -12,13 +12,14 @@ from zinfer.config import Aio
 from zinfer.cut import ModelBlock
 from zinfer.hooks import StreamingHooks, absent_tensors
 from zinfer.nvme.file_identity import FileIdentity
+from zinfer.nvme.gds import choose_backend
 from zinfer.nvme.reader import DEFAULT_BLOCK_BYTES, DEFAULT_NUM_THREADS, Reader
 from zinfer.offload.block import Block, Tier
 from zinfer.offload.homes import Homes
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.lane import Lane
 from zinfer.offload.slots import DeviceSlots, Slot
-from zinfer.offload.staging import StagingRing
+from zinfer.offload.staging import DeviceBuffer, StagingRing
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream
 from zinfer.offload.streamer import Streamer
@@ -28,19 +29,17 @@ from zinfer.planner import Plan
 _MOST_NUM_THREADS: Final = 64
 
 
-def open_reader(aio: Aio, files: Mapping[Path, FileIdentity]) -> Reader:
+def open_reader(aio: Aio, files: Mapping[Path, FileIdentity], *, on_cuda: bool) -> Reader:
     """A reader with the configuration's block size and a thread for each request that it wants under way.
 
     Args:
         files: what the checkpoint's files were when their offsets were learned.
+        on_cuda: whether there is a device to read into, if the configuration wants that.
     """
     num_threads = min((aio.queue_depth or 1) * (aio.intra_op_parallelism or 1), _MOST_NUM_THREADS)
     stated = aio.queue_depth is not None or aio.intra_op_parallelism is not None
-    return Reader(
-        num_threads=num_threads if stated else DEFAULT_NUM_THREADS,
-        block_bytes=aio.block_size or DEFAULT_BLOCK_BYTES,
-        expected=files,
-    )
+    backend = choose_backend(aio.use_gds and on_cuda, num_threads=num_threads if stated else DEFAULT_NUM_THREADS)
+    return Reader(block_bytes=aio.block_size or DEFAULT_BLOCK_BYTES, backend=backend, expected=files)
 
 
 class Runtime:
@@ -73,18 +72,24 @@ class Runtime:
         self._trace = trace
         self._streamer: Streamer | None = None
         streams = {tier: open_stream() for tier in (Tier.DISK, Tier.HOST)}
-        pin = any(stream.needs_pinned for stream in streams.values())
         with ExitStack() as owned:  # what was made before a failure is given back
-            self._reader = owned.enter_context(closing(open_reader(aio, files)))
+            on_cuda = streams[Tier.DISK].needs_pinned
+            self._reader = owned.enter_context(closing(open_reader(aio, files, on_cuda=on_cuda)))
             self._staging = owned.enter_context(closing(StagingRing()))
             for _ in range(plan.num_staging):
-                self._staging.add(HostBuffer(plan.staging_bytes, pin=pin))
+                self._staging.add(HostBuffer(plan.staging_bytes, pin=on_cuda))
+            rings = {Tier.HOST: self._staging, Tier.DISK: self._staging}
+            if self._reader.backend.reads_device_memory:
+                rings[Tier.DISK] = StagingRing()
+                for _ in range(plan.num_staging):
+                    rings[Tier.DISK].add(DeviceBuffer(plan.staging_bytes, streams[Tier.DISK].device))
             self._lanes = {
-                tier: owned.enter_context(closing(Lane(tier.value, stream, self._staging, trace)))
+                tier: owned.enter_context(closing(Lane(tier.value, stream, rings[tier], trace)))
                 for tier, stream in streams.items()
             }
             self._homes = owned.enter_context(closing(self._fill_homes(blocks)))
-            if not any(source.staged for source in self._homes.sources.values()):
+            staged = [rings[source.tier] for source in self._homes.sources.values() if source.staged]
+            if self._staging not in staged:  # it was for filling the homes only
                 self._staging.close()
             streamed = [block.block for block in blocks if block.block.index in self._homes.sources]
             if streamed:
@@ -104,7 +109,7 @@ class Runtime:
             return _take_tensors(by_index[block.index])
 
         homes = self._plan.homes
-        return Homes([block.block for block in blocks], homes, self._reader, self._lanes[Tier.DISK], take)
+        return Homes([block.block for block in blocks], homes, self._reader, self._lanes, take)
 
     def _open_streamer(self, streamed: list[Block], synchronous: bool) -> Streamer:
         plan, stream = self._plan, self._lanes[Tier.HOST].stream

@@ -16,6 +16,9 @@ class Offload:
     device: Literal["none", "cpu", "nvme"] | None = None
     pin_memory: bool = True
     buffer_count: int | None = None
+    """Staging slots."""
+    buffer_size: int | None = None
+    """Elements of a staging slot."""
     max_in_cpu: int | None = None
     """Most elements whose home is host memory."""
 
@@ -29,6 +32,8 @@ class Aio:
     queue_depth: int | None = None
     intra_op_parallelism: int | None = None
     """Threads that read one slab."""
+    use_gds: bool = False
+    """Read straight into device memory where that is possible."""
 
 
 @dataclass(frozen=True)

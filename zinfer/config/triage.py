@@ -119,7 +119,12 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
         default=True,
     ),
     honoured(f"{_OFFLOAD}.buffer_count", values.count(1), "a hint: staging slots", field="offload.buffer_count"),
-    *no_effect(_OFFLOAD, "slots are sized to the blocks, so that no tensor is too large", "buffer_size"),
+    honoured(
+        f"{_OFFLOAD}.buffer_size",
+        values.elements,
+        "a hint: elements of a staging slot; tensors of any size pass through it in parts",
+        field="offload.buffer_size",
+    ),
     honoured(f"{_OFFLOAD}.max_in_cpu", values.elements, "most elements in host memory", field="offload.max_in_cpu"),
     honoured(
         f"{_ZERO}.cpu_offload_param",
@@ -191,7 +196,13 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
     ),
     honoured("aio.thread_count", values.count(1), "old spelling", same_as="aio.intra_op_parallelism"),
     *no_effect("aio", "each reading thread has one request under way at a time", "single_submit", "overlap_events"),
-    not_yet("aio.use_gds", "reading from disk straight into device memory", idle=(False,)),
+    honoured(
+        "aio.use_gds",
+        values.flag,
+        "read from disk straight into device memory, where kvikio and the driver allow it",
+        field="aio.use_gds",
+        default=False,
+    ),
     not_yet("weight_quantization", QUANTIZED, idle=({},), is_section=True),
     *parts("weight_quantization", QUANTIZED, "enabled", "num_bits", "q_type", "q_groups", "post_init_quant"),
     not_yet("weight_quantization.quantized_initialization", QUANTIZED, is_section=True),
