@@ -133,7 +133,8 @@ class Lane:
                 begin = stream.mark() if self._trace is not None else None
                 move.source.send(number, stream, move.target.memory, part.staging.memory if part.staging else None)
                 if begin is not None and self._trace is not None:
-                    self._trace.add_between("host to device", move.name, begin, stream.mark())
+                    lane = "host to device" if stream is self.stream else "host"  # a home in host memory is filled
+                    self._trace.add_between(lane, move.name, begin, stream.mark())
         except BaseException as failure:  # as above
             move.fail(failure)
         try:

@@ -62,16 +62,7 @@ class Trace:
         Raises:
             OSError: the folder is missing or not writable.
         """
-        events = [
-            {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": lane}}
-            for tid, lane in enumerate(LANES)
-        ]
-        slices = self.slices()
-        origin_s = slices[0].begin_s if slices else 0.0
-        document = {
-            "traceEvents": events + [_event(slice, origin_s) for slice in slices],
-            "otherData": {"dropped": self.num_dropped},
-        }
+        document = {"traceEvents": _events(self.slices()), "otherData": {"dropped": self.num_dropped}}
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             with temporary.open("w") as file:
@@ -100,12 +91,25 @@ class Trace:
         self._open = still_open
 
 
-def _event(slice: Slice, origin_s: float) -> dict[str, object]:
-    return {
-        "ph": "X",
-        "pid": 0,
-        "tid": LANES.index(slice.lane),
-        "name": slice.name,
-        "ts": round((slice.begin_s - origin_s) * 1e6, 3),
-        "dur": round((slice.end_s - slice.begin_s) * 1e6, 3),
-    }
+def _events(slices: list[Slice]) -> list[dict[str, object]]:
+    """Slices in the format's words. Those of a lane that overlap go into further rows: viewers would garble them."""
+    origin_s = slices[0].begin_s if slices else 0.0
+    row_ends_s: dict[str, list[float]] = {lane: [0.0] for lane in LANES}
+    events: list[dict[str, object]] = []
+    for slice in slices:
+        ends_s = row_ends_s[slice.lane]
+        row = next((row for row, end_s in enumerate(ends_s) if end_s <= slice.begin_s), len(ends_s))
+        ends_s[row : row + 1] = [slice.end_s]
+        begin_us, length_us = (slice.begin_s - origin_s) * 1e6, (slice.end_s - slice.begin_s) * 1e6
+        place = {"ph": "X", "pid": 0, "tid": _row_number(slice.lane, row), "name": slice.name}
+        events.append(place | {"ts": round(begin_us, 3), "dur": round(length_us, 3)})
+    names = [
+        {"ph": "M", "pid": 0, "tid": _row_number(lane, row), "name": "thread_name", "args": {"name": lane}}
+        for lane, ends_s in row_ends_s.items()
+        for row in range(len(ends_s))
+    ]
+    return [*names, *events]
+
+
+def _row_number(lane: str, row: int) -> int:
+    return LANES.index(lane) * 100 + row

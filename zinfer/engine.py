@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,9 +73,10 @@ class InferenceEngine(nn.Module):
 
         Args:
             open_stream: makes a copy stream for the device.
-            trace: where reads, copies and computes are noted.
+            trace: where reads, copies and computes are noted; by default a new one if the settings name a file for it.
         """
         super().__init__()
+        _check_trace(settings.trace)
         limits = find_limits(settings)
         self.settings = settings
         self.device = limits.device
@@ -96,7 +98,8 @@ class InferenceEngine(nn.Module):
             settings.aio,
             checkpoint.files if checkpoint else {},
             synchronous=settings.synchronous,
-            trace=trace,
+            trace=trace or (Trace() if settings.trace else None),
+            trace_path=settings.trace,
         )
         self._runtime: Runtime | None = runtime
         self._close = weakref.finalize(self, runtime.close)
@@ -167,6 +170,14 @@ class InferenceEngine(nn.Module):
         if isinstance(value, tuple):
             return tuple(self._moved(item) for item in value)
         return value
+
+
+def _check_trace(path: Path | None) -> None:
+    """Said now, not after a run of hours."""
+    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise ConfigError(
+            f"zinfer.trace is {path}, but {path.parent} is no folder that can be written to; make it first"
+        )
 
 
 def _find_model(

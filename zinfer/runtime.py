@@ -54,6 +54,7 @@ class Runtime:
         files: the checkpoint's, empty for a model whose weights are in memory.
         synchronous: move nothing ahead of its use.
         trace: where reads, copies and computes are noted.
+        trace_path: where `close` writes it.
     """
 
     def __init__(
@@ -67,12 +68,15 @@ class Runtime:
         *,
         synchronous: bool,
         trace: Trace | None = None,
+        trace_path: Path | None = None,
     ) -> None:
         self._plan = plan
         self._trace = trace
         self._streamer: Streamer | None = None
         streams = {tier: open_stream() for tier in (Tier.DISK, Tier.HOST)}
         with ExitStack() as owned:  # what was made before a failure is given back
+            if trace is not None and trace_path is not None:
+                owned.callback(trace.write, trace_path)
             on_cuda = streams[Tier.DISK].needs_pinned
             self._reader = owned.enter_context(closing(open_reader(aio, files, on_cuda=on_cuda)))
             self._staging = owned.enter_context(closing(StagingRing()))

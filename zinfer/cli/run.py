@@ -24,6 +24,9 @@ def run(
     device: Annotated[Device, typer.Option(help="Where the layers compute.")] = Device.AUTO,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="For rows that do not say themselves.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts computed together.")] = 32,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a trace of reads, copies and computes for ui.perfetto.dev.")
+    ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of the output's earlier job.")] = False,
 ) -> None:
     """Complete every row of a JSONL file; run again after any interruption, it goes on where it stopped.
@@ -44,6 +47,7 @@ def run(
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
             restart=restart,
+            trace=trace,
             console=Console(stderr=True),
         )
     Console().print(summary_table(summary))

@@ -73,6 +73,8 @@ class Settings:
     synchronous: bool = False
     device: Literal["auto", "cuda", "cpu"] = "auto"
     checkpoint: Path | None = None
+    trace: Path | None = None
+    """Where a trace of reads, copies and computes is written when the engine is destroyed."""
     offload: Offload = field(default_factory=Offload)
     aio: Aio = field(default_factory=Aio)
     streaming: Streaming = field(default_factory=Streaming)

@@ -263,6 +263,7 @@ _ZINFER: tuple[Key, ...] = (
         field="synchronous",
         default=False,
     ),
+    honoured("zinfer.trace", values.path, "file for a Perfetto trace of reads, copies and computes", field="trace"),
     honoured(
         "zinfer.device",
         values.choice("auto", "cuda", "cpu"),

@@ -53,6 +53,7 @@ class JobRequest:
     max_new_tokens: int
     batch_size: int
     restart: bool
+    trace: Path | None
 
     def check(self) -> None:
         """Raises UnusableInput for numbers and paths that no job can use."""
@@ -73,6 +74,7 @@ def run_job(
     max_new_tokens: int = 128,
     batch_size: int = 32,
     restart: bool = False,
+    trace: PathLike | None = None,
     console: Console | None = None,
     engine_factory: EngineFactory | None = None,
 ) -> JobSummary:
@@ -88,6 +90,7 @@ def run_job(
         max_new_tokens: for rows that do not say themselves.
         batch_size: prompts computed together. Part of what decides the rows' bytes.
         restart: discard the rows of an earlier job in `output`, whatever its settings were.
+        trace: a file for a Perfetto trace of reads, copies and computes, written when the job ends.
         console: shows progress there; None shows nothing.
         engine_factory: makes the engine, called as `zinfer.init_inference` is, which is the default.
 
@@ -95,7 +98,8 @@ def run_job(
         UnusableInput, ConfigError, CheckpointError, PlanError: no prompt was computed.
         JobError: the job stopped in the middle; the rows in the output are whole, and the same call goes on.
     """
-    request = JobRequest(model, Path(input), Path(output), config, device, max_new_tokens, batch_size, restart)
+    traced = None if trace is None else Path(trace)
+    request = JobRequest(model, Path(input), Path(output), config, device, max_new_tokens, batch_size, restart, traced)
     request.check()
     with display(console) as meter:
         return _Job(request, meter, engine_factory or _init_inference).run()
@@ -206,7 +210,10 @@ class _Job:
             self._meter.begin("loading")
             with _stopping("loading the model", self._request.output):
                 request = self._request
-                self._engine = self._engine_factory(request.model, config=request.config, device=request.device)
+                options = {} if request.trace is None else {"trace": str(request.trace)}
+                self._engine = self._engine_factory(
+                    request.model, config=request.config, device=request.device, **options
+                )
             self._meter.note(f"plan: {self._engine.plan}")
         return self._engine
 
