@@ -66,6 +66,13 @@ class SlabLayout:
 
     tensors: tuple[SlabTensor, ...]
 
+    def __hash__(self) -> int:  # looked up at every use of a block
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.tensors)
+
     @classmethod
     def pack(cls, specs: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> "SlabLayout":
         """Lay out ``(name, dtype, shape)`` one after the other, each aligned to 256 bytes."""

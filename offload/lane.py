@@ -148,9 +148,8 @@ class Lane:
     def _finish(self, move: Move) -> None:
         sent: Event | None = None
         try:
-            if not move.has_failed:
-                sent = move.target.stream.mark()
-                self.bytes_moved += move.source.wire_bytes
+            sent = move.target.stream.mark()  # after a failure too: parts that came before it may be under way
+            self.bytes_moved += 0 if move.has_failed else move.source.wire_bytes
         except BaseException as failure:  # as above
             move.fail(failure)
         move.finish(sent, time.perf_counter())

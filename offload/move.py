@@ -52,7 +52,7 @@ class Move:
         self._failure = self._failure or failure
 
     def finish(self, sent: Event | None, at_s: float) -> None:
-        """Let the waiter go on: ``sent`` is the event after which the target is full, None after a failure."""
+        """Let the waiter go on: nothing of the move writes to the target after ``sent``; None if there is no event."""
         self._sent, self.finished_at_s = sent, at_s
         self.is_over = True
         self._over.release()
@@ -68,6 +68,10 @@ class Move:
         return self._failure
 
     def sent(self) -> Event:
-        """The event of a move that did not fail."""
+        """The event after which the target is full, of a move that did not fail."""
         assert self._sent is not None
+        return self._sent
+
+    def last_write(self) -> Event | None:
+        """Of a move that is over, failed or not: the event after which it no longer writes to the target."""
         return self._sent

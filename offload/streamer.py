@@ -20,7 +20,7 @@ from itertools import chain, islice
 
 import torch
 
-from zinfer.offload.block import Block, Tier
+from zinfer.offload.block import Block, SlabLayout, Tier
 from zinfer.offload.lane import Lane
 from zinfer.offload.move import Move, Target
 from zinfer.offload.order import AccessOrder
@@ -63,6 +63,9 @@ class Streamer:
         trace: Trace | None = None,
     ) -> None:
         self._blocks = {block.index: block for block in blocks}
+        # One object for equal layouts: looking up a slot's views then compares no tensors.
+        same: dict[SlabLayout, SlabLayout] = {}
+        self._layouts = {block.index: same.setdefault(block.layout, block.layout) for block in blocks}
         self._sources = sources
         self._lanes = lanes
         self._slots = slots
@@ -110,7 +113,7 @@ class Streamer:
         begin = use.move.target.stream.join(use.move.sent())
         self._held[block.index] = _Use(block, use.slot, use.move, begin)
         del self._moving[block.index]
-        return use.slot.views(block.layout)
+        return use.slot.views(self._layouts[block.index])
 
     def release(self, block: Block) -> None:
         """Let the block's slot be overwritten once the compute so far is done, and move the next block into it."""
@@ -215,9 +218,9 @@ class Streamer:
         self._give_up(next(reversed(self._moving.values())))
 
     def _give_up(self, use: _Use) -> None:
-        """Free the slot of a move whose bytes nobody will use; if it failed, nobody waits for the failure either."""
-        if use.move.failure() is None:
-            use.slot.vacant = use.move.sent()
+        """Free the slot of a move whose bytes nobody will use, once no copy writes to it."""
+        use.move.wait()
+        use.slot.vacant = use.move.last_write() or use.slot.vacant
         del self._moving[use.block.index]
         self._slots.put(use.slot)
 
