@@ -20,6 +20,8 @@ class RunStats:
             to the device), and copies for compute.
         loaded_bytes: bytes read from disk to fill homes, before the first pass.
         load_s: seconds that filling the homes took.
+        link_share: of the link's measured rate, what streaming used over ``wall_s``; None before either is known.
+        disk_share: of the disk's, likewise.
         passes: walks over all blocks.
         wall_s: seconds inside forward and generate calls.
     """
@@ -35,5 +37,7 @@ class RunStats:
     stall_s: dict[str, float] = field(default_factory=dict)
     loaded_bytes: int = 0
     load_s: float = 0.0
+    link_share: float | None = None
+    disk_share: float | None = None
     passes: int = 0
     wall_s: float = 0.0

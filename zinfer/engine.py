@@ -16,12 +16,19 @@ from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.cut import cut_model
 from zinfer.errors import ConfigError
-from zinfer.machine import find_limits
+from zinfer.footprint import Footprint, find_footprint
+from zinfer.forecast import beside_request
+from zinfer.machine import MachineLimits, find_limits, free_device_bytes
 from zinfer.model import build_meta_model, compute_buffers, report_device
+from zinfer.model_shape import read_shape
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, open_stream
 from zinfer.offload.trace import Trace
 from zinfer.planner import Plan, make_plan
+from zinfer.prediction import Prediction, find_work, predict
+from zinfer.probe.rates import known_rates
+from zinfer.rates import Rates
+from zinfer.request import Request
 from zinfer.runtime import Runtime
 from zinfer.sequence_length import check_input, check_length, check_room
 from zinfer.weights import load_buffers, match_weights
@@ -85,7 +92,11 @@ class InferenceEngine(nn.Module):
         weights = match_weights(self.module, checkpoint) if checkpoint else {}
         blocks = cut_model(self.module, weights)
         layers = [block.block.index for block in blocks if block.is_layer]
+        limits = self._beside_batch(limits)
         self.plan: Plan = make_plan([block.block for block in blocks], layers, limits, settings)
+        self._blocks = tuple(blocks)
+        self._files = tuple(checkpoint.files) if checkpoint else None
+        self._rates: Rates | None = None
         load_buffers(self.module, weights)
         report_device(self.module, self.device)
         self._lock = threading.RLock()
@@ -133,7 +144,28 @@ class InferenceEngine(nn.Module):
 
     def stats(self) -> RunStats:
         """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs."""
-        return self._running().stats(self._wall_s)
+        return self._running().stats(self._wall_s, self._rates)
+
+    def predict(self, batch_size: int, prompt_len: int, new_tokens: int) -> Prediction:
+        """What a `generate` of this shape takes on this machine: seconds a pass, tokens a second, the bottleneck.
+
+        The rates are those of `zinfer probe` if it has run here, else measured in a hurry at the first call, which
+        takes about a second; `stats` gives shares of them from then on.
+
+        Args:
+            batch_size: prompts.
+            prompt_len: tokens of the longest of them.
+            new_tokens: tokens generated after each.
+
+        Raises:
+            ConfigError: a number below 1, or files that cannot be read.
+            PlanError: the model keeps a state whose size is not known.
+        """
+        request = Request(batch_size, prompt_len, new_tokens)
+        if self._rates is None:
+            self._rates = known_rates(self.device, self._files)
+        work = find_work(self._blocks, read_shape(self.module.config))
+        return predict(self.plan, work, self._rates, request, self._footprint(request))
 
     def destroy(self) -> None:
         """Stop the threads and give back memory and files; the engine cannot be used after. May be called again.
@@ -143,6 +175,18 @@ class InferenceEngine(nn.Module):
         with self._lock:
             self._runtime = None
             self._close()
+
+    def _footprint(self, request: Request) -> Footprint:
+        shape, dtype = read_shape(self.module.config), self.module.dtype
+        return find_footprint(shape, dtype, request, on_cuda=self.device.type == "cuda")
+
+    def _beside_batch(self, limits: MachineLimits) -> MachineLimits:
+        """The budgets, less what the batch that the configuration states takes of the device."""
+        batch = self.settings.batch
+        if batch.batch_size is None or batch.prompt_len is None or batch.new_tokens is None:
+            return limits
+        request = Request(batch.batch_size, batch.prompt_len, batch.new_tokens)
+        return beside_request(limits, free_device_bytes(limits), self.settings, self._footprint(request))
 
     def _running(self) -> Runtime:
         if self._runtime is None:

@@ -50,7 +50,7 @@ def choose_device(settings: Settings) -> torch.device:
 def find_limits(settings: Settings) -> MachineLimits:
     """The stated budgets, and shares of what is free now for those that are not stated."""
     device = choose_device(settings)
-    free_host = min(psutil.virtual_memory().available, _free_in_cgroup())
+    free_host = free_host_bytes()
     if device.type == "cuda":
         free_device, _ = torch.cuda.mem_get_info(device)
         device_bytes, host_bytes = int(free_device * _DEVICE_SHARE), int(free_host * _HOST_SHARE)
@@ -64,6 +64,18 @@ def find_limits(settings: Settings) -> MachineLimits:
         host_bytes,
         host_bytes if memory.max_pinned_memory is None else memory.max_pinned_memory,
     )
+
+
+def free_host_bytes() -> int:
+    """Host memory that a process may take now."""
+    return min(int(psutil.virtual_memory().available), _free_in_cgroup())
+
+
+def free_device_bytes(limits: MachineLimits) -> int:
+    """Device memory that is free for everything; on a CPU, where both are one memory, what the host's budget leaves."""
+    if limits.on_cuda:
+        return int(torch.cuda.mem_get_info(limits.device)[0])
+    return max(0, free_host_bytes() - limits.host_bytes)
 
 
 def _free_in_cgroup(folder: Path = Path("/sys/fs/cgroup")) -> int:

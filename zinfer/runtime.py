@@ -25,6 +25,7 @@ from zinfer.offload.stream import CopyStream
 from zinfer.offload.streamer import Streamer
 from zinfer.offload.trace import Trace
 from zinfer.planner import Plan
+from zinfer.rates import Rates
 
 _MOST_NUM_THREADS: Final = 64
 
@@ -101,6 +102,7 @@ class Runtime:
             self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer)
             owned.callback(self._hooks.remove)
             self._owned = owned.pop_all()
+        self._bytes_read_loading = self._reader.bytes_read
         sources = self._homes.sources
         uses = [(sources[block.block.index], len(block.sites)) for block in blocks if block.block.index in sources]
         self._wire_bytes = sum(source.wire_bytes * num_uses for source, num_uses in uses)
@@ -125,13 +127,20 @@ class Runtime:
         """Put in order what a call that was cut short has left behind."""
         self._hooks.settle()
 
-    def stats(self, wall_s: float) -> RunStats:
-        """The counters so far, ``wall_s`` being the seconds spent in calls. May be asked for while the model runs."""
+    def stats(self, wall_s: float, rates: Rates | None) -> RunStats:
+        """The counters so far. May be asked for while the model runs.
+
+        Args:
+            wall_s: seconds spent in calls.
+            rates: ceilings that use is a share of, if they are known.
+        """
         plan, homes, streamer = self._plan, self._homes, self._streamer
+        moved_bytes = streamer.bytes_moved if streamer else 0
+        read_bytes = self._reader.bytes_read - self._bytes_read_loading
         staging = [slot.memory for slot in self._staging.slots]
         return RunStats(
             bytes_read_disk=self._reader.bytes_read,
-            bytes_to_device=homes.bytes_to_device + (streamer.bytes_moved if streamer else 0),
+            bytes_to_device=homes.bytes_to_device + moved_bytes,
             streamed_bytes_per_pass=self._wire_bytes,
             disk_bytes_per_pass=self._disk_bytes,
             pinned_bytes=homes.pinned_bytes + sum(memory.nbytes for memory in staging if memory.pinned),
@@ -141,6 +150,8 @@ class Runtime:
             stall_s=streamer.stall_s() if streamer else dict.fromkeys(("disk", "host", "link", "compute"), 0.0),
             loaded_bytes=homes.loaded_bytes,
             load_s=homes.load_s,
+            link_share=moved_bytes / wall_s / rates.link_bytes_per_s if rates and wall_s else None,
+            disk_share=read_bytes / wall_s / rates.disk_bytes_per_s if rates and wall_s else None,
             passes=self._hooks.passes,
             wall_s=wall_s,
         )

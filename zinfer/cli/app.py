@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from zinfer import __version__
+from zinfer.cli.plan import plan
 from zinfer.cli.probe import probe
 from zinfer.cli.run import run
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(probe)
+app.command()(plan)
 
 
 def _print_version(wanted: bool) -> None:

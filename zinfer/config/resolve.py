@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zinfer.config.reading import Given, Reading, merge, read
-from zinfer.config.settings import Aio, Ignored, Memory, Offload, Settings, Streaming
+from zinfer.config.settings import Aio, Batch, Ignored, Memory, Offload, Settings, Streaming
 from zinfer.config.source import config_source, kwargs_source
 from zinfer.errors import ConfigError
 
@@ -39,6 +39,7 @@ def resolve_settings(
     given = reading.given
     _check_offload(given)
     _check_lengths(given)
+    _check_batch(given)
     fields: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for item in given.values():
         if item.key.field is not None:
@@ -51,6 +52,7 @@ def resolve_settings(
         aio=Aio(**fields["aio"]),
         streaming=Streaming(**fields["streaming"]),
         memory=Memory(**fields["memory"]),
+        batch=Batch(**fields["batch"]),
     )
 
 
@@ -67,6 +69,13 @@ def _check_lengths(given: Mapping[str, Given]) -> None:
     least, most = given.get("min_out_tokens"), given.get("max_out_tokens")
     if least is not None and most is not None and least.value > most.value:
         raise ConfigError(f"{least} is more than {most}; lower the one or raise the other")
+
+
+def _check_batch(given: Mapping[str, Given]) -> None:
+    names = [f"zinfer.{name}" for name in ("batch_size", "prompt_len", "new_tokens")]
+    missing = [name for name in names if name not in given]
+    if missing and len(missing) < len(names):
+        raise ConfigError(f"{' and '.join(missing)}: missing; a batch has {', '.join(names)}, give all of them or none")
 
 
 def _dtype(given: Mapping[str, Given]) -> torch.dtype | None:

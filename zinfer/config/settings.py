@@ -54,6 +54,15 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """What the plan leaves room for beside the weights; all three are stated, or none."""
+
+    batch_size: int | None = None
+    prompt_len: int | None = None
+    new_tokens: int | None = None
+
+
+@dataclass(frozen=True)
 class Ignored:
     """A key that was given and changes nothing here, with the reason."""
 
@@ -79,4 +88,5 @@ class Settings:
     aio: Aio = field(default_factory=Aio)
     streaming: Streaming = field(default_factory=Streaming)
     memory: Memory = field(default_factory=Memory)
+    batch: Batch = field(default_factory=Batch)
     without_effect: tuple[Ignored, ...] = ()

@@ -255,6 +255,14 @@ _ZINFER: tuple[Key, ...] = (
             ("pinned", "most page-locked host memory"),
         )
     ),
+    *(
+        honoured(f"zinfer.{name}", values.count(1), f"{reason}; the plan leaves room for it", field=f"batch.{name}")
+        for name, reason in (
+            ("batch_size", "prompts computed together"),
+            ("prompt_len", "tokens of the longest prompt"),
+            ("new_tokens", "tokens generated after each"),
+        )
+    ),
     honoured("zinfer.num_slots", values.count(1), "device slots that blocks stream through", field="num_slots"),
     honoured(
         "zinfer.synchronous",

@@ -17,6 +17,7 @@ from zinfer.errors import JobError
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.sampling import RowSampler
 from zinfer.jobs.stopping import RowProgress, RowStops
+from zinfer.prediction import Prediction
 
 
 class Engine(Protocol):
@@ -34,6 +35,8 @@ class Engine(Protocol):
     def generate(self, **kwargs: Any) -> Any: ...
 
     def stats(self) -> Any: ...
+
+    def predict(self, batch_size: int, prompt_len: int, new_tokens: int) -> Prediction: ...
 
     def destroy(self) -> None: ...
 

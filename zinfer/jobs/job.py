@@ -4,12 +4,10 @@ A row's bytes depend on the model, the input, the settings in the manifest and t
 when the job was ended or how often. A batch in which anything fails writes no row.
 """
 
-import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -21,47 +19,24 @@ from rich.console import Console
 from zinfer import __version__
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
+from zinfer.config.settings import Batch as BatchSettings
 from zinfer.errors import JobError
 from zinfer.jobs.batches import Batch, BatchCutter, input_changed
 from zinfer.jobs.decoding import Completion, Engine, complete
-from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.identity import tokenizer_hash, weights_sample
 from zinfer.jobs.index import RowIndex, scan_input
 from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.output import OutputFile, Resumed, RowState
 from zinfer.jobs.progress import Meter, display
 from zinfer.jobs.prompts import Prompt, PromptMaker, Room
+from zinfer.jobs.request import JobRequest, PathLike
 from zinfer.jobs.rows import BadRow
 from zinfer.jobs.summary import JobSummary
 from zinfer.model import build_meta_model
 from zinfer.sequence_length import max_positions
 from zinfer.units import name_values
 
-PathLike = str | os.PathLike[str]
 EngineFactory = Callable[..., Engine]
-
-
-@dataclass(frozen=True)
-class JobRequest:
-    """What a job was asked for; see `run_job`."""
-
-    model: PathLike
-    input: Path
-    output: Path
-    config: PathLike | Mapping[str, object] | None
-    device: str
-    max_new_tokens: int
-    batch_size: int
-    restart: bool
-    trace: Path | None
-
-    def check(self) -> None:
-        """Raises UnusableInput for numbers and paths that no job can use."""
-        for name, value in (("max_new_tokens", self.max_new_tokens), ("batch_size", self.batch_size)):
-            if value < 1:
-                raise UnusableInput(f"{name} must be at least 1, not {value}")
-        if self.output.exists() and self.input.exists() and self.output.samefile(self.input):
-            raise UnusableInput(f"output {self.output} is the input file; give another --output")
 
 
 def run_job(
@@ -115,10 +90,12 @@ class _Job:
         self._engine: Engine | None = None
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
+        self._predicted_s = 0.0
+        self._computing_s = 0.0
 
     def run(self) -> JobSummary:
         request = self._request
-        settings = resolve_settings(request.config, {"device": request.device})
+        settings = self._settings = resolve_settings(request.config, {"device": request.device})
         for ignored in settings.without_effect:
             self._meter.note(f"without effect: {ignored.path} ({ignored.reason})")
         checkpoint = Checkpoint.open(request.model)
@@ -168,7 +145,7 @@ class _Job:
 
     def _finish(self, batch: Batch, maker: PromptMaker, out: OutputFile, manifest: Manifest, states: bytearray) -> None:
         """Computes a batch where that is needed and appends its missing rows."""
-        engine = self._loaded() if batch.parts else None
+        engine = self._loaded(batch.parts) if batch.parts else None
         if not out.is_begun:
             out.begin(manifest)
         self._meter.begin("running")
@@ -200,21 +177,33 @@ class _Job:
 
         completions: list[Completion] = []
         for part in batch.parts:
+            begin_s = time.monotonic()
             with _stopping(f"rows {part[0].row.id!r} to {part[-1].row.id!r}", self._request.output):
                 completions += complete(engine, part, tokenizer, on_step)
+            self._computing_s += time.monotonic() - begin_s
+            num_passes = max(len(completion.token_ids) for completion in completions[-len(part) :])
+            self._predicted_s += engine.predict(len(part), _longest(part), max(1, num_passes)).seconds
         return {id(completion.prompt): completion for completion in completions}
 
-    def _loaded(self) -> Engine:
-        """The engine, made when the first batch needs it."""
+    def _loaded(self, parts: Sequence[Sequence[Prompt]]) -> Engine:
+        """The engine, made when the first batch needs it, with room for that one."""
         if self._engine is None:
+            request = self._request
+            shape = {
+                "batch_size": max(map(len, parts)),
+                "prompt_len": max(map(_longest, parts)),
+                "new_tokens": max(prompt.max_new_tokens for part in parts for prompt in part),
+            }
+            options: dict[str, object] = {} if request.trace is None else {"trace": str(request.trace)}
+            if self._settings.batch == BatchSettings() and self._settings.memory.max_device_memory is None:
+                options |= shape
             self._meter.begin("loading")
-            with _stopping("loading the model", self._request.output):
-                request = self._request
-                options = {} if request.trace is None else {"trace": str(request.trace)}
-                self._engine = self._engine_factory(
-                    request.model, config=request.config, device=request.device, **options
-                )
-            self._meter.note(f"plan: {self._engine.plan}")
+            with _stopping("loading the model", request.output):
+                engine = self._engine_factory(request.model, config=request.config, device=request.device, **options)
+                self._engine = engine
+                self._meter.note(f"plan: {engine.plan}")
+                predicted = engine.predict(**shape)
+            self._meter.note(f"predicted: {predicted} (rates: {predicted.origin})")
         return self._engine
 
     def _summary(self, states: bytearray) -> JobSummary:
@@ -228,9 +217,16 @@ class _Job:
             num_output_tokens=self._num_output_tokens,
             wall_s=time.monotonic() - meter.started_s,
             running_s=meter.running_s,
+            predicted_s=self._predicted_s,
+            computing_s=self._computing_s,
             stats=None if self._engine is None else self._engine.stats(),
             notes=tuple(meter.notes),
         )
+
+
+def _longest(part: Sequence[Prompt]) -> int:
+    """Tokens of the longest prompt."""
+    return max(len(prompt.token_ids) for prompt in part)
 
 
 @contextmanager

@@ -17,8 +17,9 @@ class JobSummary:
     """A job that came to its end: every row of the input is in the output.
 
     num_done + num_failed == num_rows counts the whole output; num_skipped of them were there before this run. Tokens
-    are those of the rows that this run wrote. running_s: from the first batch to the last row. stats is None where this
-    run had nothing to compute. notes: what was said on the way, such as a torn line dropped.
+    are those of the rows that this run wrote. running_s: from the first batch to the last row; computing_s: of it, in
+    passes; predicted_s: what the plan gave those passes. stats is None where this run had nothing to compute. notes:
+    what was said on the way, such as a torn line dropped.
     """
 
     num_rows: int
@@ -29,6 +30,8 @@ class JobSummary:
     num_output_tokens: int
     wall_s: float
     running_s: float
+    predicted_s: float
+    computing_s: float
     stats: RunStats | None
     notes: tuple[str, ...]
 
@@ -53,6 +56,10 @@ def summary_table(summary: JobSummary) -> Table:
     table.add_row("tokens in / out", f"{summary.num_prompt_tokens:,} / {summary.num_output_tokens:,}")
     table.add_row("tokens/s", f"{summary.tokens_per_s:,.1f}")
     table.add_row("wall", f"{clock(summary.wall_s)} ({summary.running_s:,.1f} s of it running)")
+    if summary.computing_s:
+        ratio = summary.computing_s / summary.predicted_s
+        both = f"{summary.predicted_s:,.2f} s / {summary.computing_s:,.2f} s"
+        table.add_row("predicted / achieved", f"{both} ({ratio:.2f} x)")
     if summary.stats is not None:
         _add_stats(table, summary.stats)
     return table
@@ -66,4 +73,6 @@ def _add_stats(table: Table, stats: RunStats) -> None:
     table.add_row("bytes_to_device", f"{stats.bytes_to_device:,} ({human_bytes(stats.bytes_to_device)})")
     table.add_row("pinned / device memory", f"{human_bytes(stats.pinned_bytes)} / {human_bytes(stats.device_bytes)}")
     table.add_row("blocks by home", name_values(stats.blocks_by_home))
+    if stats.link_share is not None and stats.disk_share is not None:
+        table.add_row("of the ceilings", f"link {stats.link_share:.1%}, disk {stats.disk_share:.1%}")
     table.add_row("stalls", name_values({cause: f"{seconds:.2f} s" for cause, seconds in stats.stall_s.items()}))

@@ -1,6 +1,7 @@
 """The figures that a run plans with: those of `zinfer probe` where it has seen this machine and disk, else measured in
 a hurry, once a process, and kept in memory only: a run writes nothing but its outputs."""
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,28 +29,31 @@ _hurried_devices: dict[torch.device, Rates] = {}
 _hurried_disks: dict[tuple[torch.device, int], float] = {}
 
 
-def known_rates(device: torch.device, files: Sequence[Path]) -> Rates:
+def known_rates(device: torch.device, files: Sequence[Path] | None) -> Rates:
     """Rates of one device and of the slowest of the disks that hold ``files``.
 
     Takes no time where `zinfer probe` has measured them, else about a second with a GPU and a third of one without.
 
     Args:
         device: with an index if it is a CUDA device.
-        files: the checkpoint's; none at all means the disk that was probed last.
+        files: the checkpoint's; an empty sequence means the disk that was probed last, None that nothing is read: the
+            disk is then as fast as can be.
 
     Raises:
         ConfigError: a file is missing, empty or unreadable; or there is none, and no probe on record either.
         OSError: the disk failed; the message names the file.
     """
     found = recall(read_card(device.type))
-    if found is None and not files:
+    if found is None and files is not None and not files:
         raise ConfigError(
             "no file to measure the disk with, and no findings of this machine on record; run `zinfer probe --path "
             "FOLDER` once, FOLDER being on the disk that is to hold the checkpoint"
         )
-    by_disk = _files_by_disk(files)
+    by_disk = _files_by_disk(files or ())
     with _lock:
         rates = _hurried_device(device) if found is None else found.to_rates(device.index or 0)
+        if files is None:
+            return replace(rates, disk_bytes_per_s=math.inf)
         if not files:
             return rates
         probed = {number: _probed_read(found, number) for number in by_disk}

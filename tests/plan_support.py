@@ -1,0 +1,117 @@
+"""What the tests of plans share: five large families by their published shapes, small outlines, made-up machines."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zinfer.machine import MachineLimits
+from zinfer.outline import Outline, read_outline
+from zinfer.presets import Machine
+from zinfer.rates import Rates
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama-3-70B": LLAMA,
+    "Llama-3.1-405B": {
+        **LLAMA,
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "max_position_embeddings": 131072,
+    },
+    "OPT-175B": {
+        "model_type": "opt",
+        "hidden_size": 12288,
+        "ffn_dim": 49152,
+        "num_hidden_layers": 96,
+        "num_attention_heads": 96,
+        "word_embed_proj_dim": 12288,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "float16",
+    },
+    "BLOOM-176B": {
+        "model_type": "bloom",
+        "hidden_size": 14336,
+        "n_layer": 70,
+        "n_head": 112,
+        "vocab_size": 250880,
+        "torch_dtype": "bfloat16",
+    },
+    "Mixtral-8x22B": {
+        "model_type": "mixtral",
+        "hidden_size": 6144,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 56,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32768,
+        "max_position_embeddings": 65536,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
+}
+NUM_PARAMS = {
+    "Llama-3-70B": 70_553_706_496,
+    "Llama-3.1-405B": 405_853_388_800,
+    "OPT-175B": 174_604_468_224,
+    "BLOOM-176B": 176_247_271_424,
+    "Mixtral-8x22B": 140_630_071_296,
+}
+SMALL_LLAMA = {
+    **LLAMA,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+}
+GPU = torch.device("cuda", 0)
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@cache
+def outline_of(folder: Path) -> Outline:
+    """The outline of a folder whose config does not change any more."""
+    return read_outline(folder)
+
+
+def rates(**changed: float) -> Rates:
+    """Round figures: link 10, disk 2, host copies 5, device memory 1,000 GB/s, 100 TFLOP/s."""
+    figures = {
+        "link_bytes_per_s": 10e9,
+        "disk_bytes_per_s": 2e9,
+        "host_bytes_per_s": 5e9,
+        "device_bytes_per_s": 1e12,
+        "flops_per_s": 100e12,
+    }
+    return Rates(**(figures | changed), origin="made up")
+
+
+def machine_with(device_bytes: int, host_bytes: int, speeds: Rates | None = None) -> Machine:
+    """A GPU machine whose memory is all there for zinfer."""
+    limits = MachineLimits(GPU, device_bytes, host_bytes, host_bytes)
+    return Machine("made up", limits, device_bytes, speeds or rates())

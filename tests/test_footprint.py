@@ -1,0 +1,202 @@
+"""The footprint is a bound: above the measured peak of `generate`, and not far above it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_support import CONFIGS, outline_of, write_config
+from torch.profiler import ProfilerActivity, profile
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from zinfer.errors import ConfigError, PlanError
+from zinfer.footprint import Footprint, find_footprint, weight_budget
+from zinfer.model_shape import ModelShape, read_shape
+from zinfer.request import Request
+
+MOST_OVER = 3.0  # times the measured peak
+MOST_OVER_BYTES = 128 << 10  # what is held for scratch weighs more than a tiny model
+WINDOW = 24
+REQUESTS = (Request(3, 300, 3), Request(8, 8, 48), Request(1, 96, 4))
+
+
+def config_of(family: str, width: int) -> PreTrainedConfig:
+    shape = {"vocab_size": 1000, "hidden_size": width, "num_hidden_layers": 3, "num_attention_heads": 8}
+    gated = shape | {"intermediate_size": 2 * width + width // 2, "num_key_value_heads": 2}
+    latent = {"kv_lora_rank": width // 4, "q_lora_rank": width // 2, "qk_nope_head_dim": width // 8}
+    configs: dict[str, Callable[[], PreTrainedConfig]] = {
+        "llama": lambda: LlamaConfig(**gated),
+        "mistral": lambda: MistralConfig(**gated, sliding_window=WINDOW),
+        "opt": lambda: OPTConfig(**shape, ffn_dim=4 * width, word_embed_proj_dim=width),
+        "gpt2": lambda: GPT2Config(**shape, n_positions=512),
+        "bloom": lambda: BloomConfig(**shape),
+        "mixtral": lambda: MixtralConfig(**gated, num_local_experts=8),
+        "deepseek_v3": lambda: DeepseekV3Config(
+            **shape,
+            **latent,
+            num_key_value_heads=8,
+            intermediate_size=2 * width,
+            moe_intermediate_size=width // 2,
+            qk_rope_head_dim=width // 16,
+            v_head_dim=width // 8,
+            n_routed_experts=8,
+            n_group=2,
+            topk_group=1,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+        ),
+    }
+    return configs[family]()
+
+
+def model_of(family: str, width: int, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
+    torch.manual_seed(0)
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    model = AutoModelForCausalLM.from_config(config_of(family, width), dtype=dtype, **chosen).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def batch_of(request: Request, device: str) -> dict[str, Any]:
+    """Random prompts, one of them shorter, so that transformers makes its masks."""
+    ids = torch.randint(3, 1000, (request.batch_size, request.prompt_len), device=device)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": request.new_tokens}
+    return {"input_ids": ids, "attention_mask": mask, **options}
+
+
+def measured_peak_bytes(work: Callable[[], object]) -> int:
+    """Most bytes that torch's CPU allocator held at once, kernels' own buffers included, above what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held_bytes = peak_bytes = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held_bytes += event.nbytes()
+        peak_bytes = max(peak_bytes, held_bytes)
+    return peak_bytes
+
+
+def check_bound(footprint: Footprint, peak_bytes: int) -> None:
+    assert peak_bytes > 0
+    assert peak_bytes <= footprint.nbytes <= MOST_OVER * peak_bytes + MOST_OVER_BYTES
+
+
+CASES = [
+    *((family, None) for family in ("llama", "mistral", "opt", "gpt2", "bloom", "mixtral", "deepseek_v3")),
+    *((family, "eager") for family in ("llama", "opt", "mixtral")),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_the_bound_holds_and_is_near(family: str, attention: str | None, width: int, dtype: torch.dtype) -> None:
+    model = model_of(family, width, dtype, attention)
+    shape = read_shape(model.config)
+    for request in REQUESTS:
+        batch = batch_of(request, "cpu")
+        peak_bytes = measured_peak_bytes(lambda batch=batch: model.generate(**batch))  # type: ignore[misc]
+        check_bound(find_footprint(shape, dtype, request, on_cuda=False), peak_bytes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_the_bound_holds_on_cuda(family: str, attention: str | None, dtype: torch.dtype) -> None:
+    model = model_of(family, 1024, dtype, attention).to("cuda")
+    shape = read_shape(model.config)
+    for request in (Request(8, 500, 8), Request(32, 32, 96)):
+        batch = batch_of(request, "cuda")
+        model.generate(**batch)  # workspaces of libraries, which the reserve is for
+        torch.cuda.synchronize()
+        before_bytes = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model.generate(**batch)
+        peak_bytes = torch.cuda.max_memory_allocated() - before_bytes
+        assert 0 < peak_bytes <= find_footprint(shape, dtype, request).nbytes
+
+
+def cache_bytes(cache: Any) -> int:
+    return sum(state.untyped_storage().nbytes() for layer in cache.layers for state in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "bloom", "deepseek_v3"])
+@pytest.mark.parametrize(("prompt_len", "num_passes"), [(96, 1), (96, 6), (8, 60)])
+def test_the_cache_is_counted_as_transformers_holds_it(family: str, prompt_len: int, num_passes: int) -> None:
+    """The tensors' own storages, for a window's layer keeps its whole prompt behind a view."""
+    model = model_of(family, 64, torch.float32)
+    cache, tokens, most_bytes = None, torch.randint(3, 1000, (2, prompt_len)), 0
+    with torch.no_grad():
+        for _ in range(num_passes):
+            output = model(tokens, past_key_values=cache, use_cache=True)
+            cache, tokens = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            most_bytes = max(most_bytes, cache_bytes(cache))
+    counted = find_footprint(read_shape(model.config), torch.float32, Request(2, prompt_len, num_passes)).kv_bytes
+    one_token = 2 * 3 * read_shape(model.config).cached * 4
+    assert most_bytes <= counted <= most_bytes + one_token
+
+
+def shape_of(name: str, folder: Path) -> ModelShape:
+    return outline_of(write_config(folder, CONFIGS[name])).shape
+
+
+def test_the_cache_of_large_models_by_hand(tmp_path: Path) -> None:
+    request = Request(32, 512, 128)
+    tokens = 32 * 640
+    grouped = find_footprint(shape_of("Llama-3-70B", tmp_path / "llama"), torch.bfloat16, request)
+    assert grouped.kv_bytes == tokens * 80 * 2 * 8 * 128 * 2
+    whole = find_footprint(shape_of("OPT-175B", tmp_path / "opt"), torch.float16, request)
+    assert whole.kv_bytes == tokens * 96 * 2 * 12288 * 2
+    assert grouped.decode_kv_bytes == 32 * 576 * 80 * 2 * 8 * 128 * 2
+
+
+def test_experts_that_decode_copies_are_counted_on_accelerators_only(tmp_path: Path) -> None:
+    shape = shape_of("Mixtral-8x22B", tmp_path)
+    request = Request(64, 1, 64)
+    copies = 64 * 2 * 3 * 6144 * 16384 * 2
+    on_cuda = find_footprint(shape, torch.bfloat16, request).activation_bytes
+    assert on_cuda > copies > find_footprint(shape, torch.bfloat16, request, on_cuda=False).activation_bytes
+
+
+@given(st.integers(1, 64), st.integers(1, 400), st.integers(1, 400), st.sampled_from(["batch", "prompt", "new"]))
+def test_a_larger_request_never_takes_less(batch_size: int, prompt_len: int, new_tokens: int, grown: str) -> None:
+    shape = read_shape(config_of("mistral", 64))
+    small = find_footprint(shape, torch.float16, Request(batch_size, prompt_len, new_tokens))
+    larger = Request(batch_size + (grown == "batch"), prompt_len + (grown == "prompt"), new_tokens + (grown == "new"))
+    large = find_footprint(shape, torch.float16, larger)
+    assert large.kv_bytes >= small.kv_bytes
+    assert large.activation_bytes >= small.activation_bytes
+    assert large.decode_kv_bytes >= small.decode_kv_bytes
+
+
+def test_the_weights_get_what_is_left() -> None:
+    footprint = Footprint(kv_bytes=5_000_000_000, activation_bytes=1_000_000_000, decode_kv_bytes=0)
+    assert weight_budget(48_000_000_000, footprint) == 48_000_000_000 - 800_000_000 - 1_440_000_000 - 6_000_000_000
+
+
+def test_a_request_that_leaves_nothing_says_what_to_lower() -> None:
+    footprint = Footprint(kv_bytes=7_000_000_000, activation_bytes=1_000_000_000, decode_kv_bytes=0)
+    with pytest.raises(PlanError, match=r"KV cache takes 7\.00 GB.*8\.00 GB device memory.*lower the batch size"):
+        weight_budget(8_000_000_000, footprint)
+
+
+@pytest.mark.parametrize("lengths", [(0, 1, 1), (1, -3, 1), (1, 1, 0), (1, 2.5, 1), (True, 1, 1)])
+def test_a_request_of_nothing_is_refused(lengths: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"is .*; give a whole number of at least 1"):
+        Request(*lengths)

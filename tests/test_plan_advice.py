@@ -1,0 +1,92 @@
+"""Advice names changes that pay, and what it promises is what planning with the change predicts."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from plan_support import SMALL_LLAMA, machine_with, outline_of, rates, write_config
+
+from zinfer.advice import Advice, advise
+from zinfer.config import Offload, Settings
+from zinfer.forecast import make_forecast
+from zinfer.offload.block import Tier
+from zinfer.outline import Outline
+from zinfer.presets import Machine
+from zinfer.request import Request
+
+ROOMY = 1_200_000_000  # for the model and the CUDA context
+TIGHT = 850_000_000  # for a few layers
+REQUEST = Request(2, 16, 64)
+
+
+@pytest.fixture(scope="module")
+def outline(tmp_path_factory: pytest.TempPathFactory) -> Outline:
+    return outline_of(write_config(tmp_path_factory.mktemp("small-llama"), SMALL_LLAMA))
+
+
+def advice_for(outline: Outline, machine: Machine, settings: Settings, request: Request = REQUEST) -> list[Advice]:
+    forecast = make_forecast(outline, machine, settings, request)
+    return list(advise(outline, machine, settings, forecast))
+
+
+def tokens_per_s(outline: Outline, machine: Machine, settings: Settings, request: Request = REQUEST) -> float:
+    return make_forecast(outline, machine, settings, request).prediction.tokens_per_s
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_idle_device_memory_is_pointed_out(outline: Outline, device: str) -> None:
+    machine = machine_with(ROOMY, ROOMY)
+    settings = Settings(offload=Offload(device=device))  # type: ignore[arg-type]
+    found = advice_for(outline, machine, settings)
+    removal = next(each for each in found if "offload_param.device" in each.change)
+    assert removal.change.startswith(f'remove zero_optimization.offload_param.device "{device}", which leaves ')
+    assert removal.tokens_per_s == pytest.approx(tokens_per_s(outline, machine, Settings()))
+    assert removal.gain > 10
+
+
+def test_enough_host_memory_is_named_and_enough(outline: Outline) -> None:
+    machine = machine_with(TIGHT, 20_000_000)
+    host = next(each for each in advice_for(outline, machine, Settings()) if "host memory" in each.change)
+    assert re.fullmatch(r"[\d.]+ MB of host memory for weights instead of 20\.00 MB, so .* on disk", host.change)
+    needed = round(float(host.change.split()[0]) * 1e6) + 10_000  # printed to 10 kB
+    larger = make_forecast(outline, machine_with(TIGHT, needed), Settings(), REQUEST)
+    assert larger.plan.num_blocks(Tier.DISK) == 0
+    assert larger.prediction.tokens_per_s == pytest.approx(host.tokens_per_s)
+    assert larger.plan.host_bytes == pytest.approx(needed, abs=20_000)
+    weights = larger.tier_bytes[Tier.HOST]  # without a place for staging they do not all fit
+    smaller = make_forecast(outline, machine_with(TIGHT, weights), Settings(), REQUEST)
+    assert smaller.plan.num_blocks(Tier.DISK) > 0
+
+
+def test_a_limit_on_elements_in_host_memory_is_pointed_out(outline: Outline) -> None:
+    settings = Settings(offload=Offload(max_in_cpu=1_000_000))
+    changes = [each.change for each in advice_for(outline, machine_with(TIGHT, ROOMY), settings)]
+    assert any("remove offload_param.max_in_cpu" in change for change in changes)
+
+
+def test_a_larger_batch_is_named_while_tokens_are_free(outline: Outline) -> None:
+    machine, settings = machine_with(TIGHT, ROOMY), Settings()
+    batch = next(each for each in advice_for(outline, machine, settings) if "a batch of" in each.change)
+    batch_size = int(batch.change.split()[3].replace(",", ""))
+    assert batch_size > 2
+    free_tokens = make_forecast(outline, machine, settings, REQUEST).prediction.free_tokens
+    assert batch_size <= free_tokens
+    assert batch.tokens_per_s == pytest.approx(
+        tokens_per_s(outline, machine, settings, replace(REQUEST, batch_size=batch_size))
+    )
+    assert str(batch).startswith(f"a batch of {batch_size:,} prompts: ")
+    assert str(batch).endswith(" times as many")
+
+
+def test_nothing_is_advised_where_nothing_pays(outline: Outline) -> None:
+    machine = machine_with(ROOMY, ROOMY, rates(flops_per_s=1e9))
+    forecast = make_forecast(outline, machine, Settings(), REQUEST)
+    assert forecast.plan.streamed_bytes == 0
+    assert advise(outline, machine, Settings(), forecast) == ()
+
+
+def test_the_best_comes_first(outline: Outline) -> None:
+    gains = [each.gain for each in advice_for(outline, machine_with(TIGHT, 20_000_000), Settings())]
+    assert len(gains) == 2
+    assert gains == sorted(gains, reverse=True)
+    assert min(gains) >= 1.05

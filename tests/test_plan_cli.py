@@ -1,0 +1,144 @@
+"""`zinfer plan` in this process: what it prints, its exit codes and its words."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import tiny_checkpoint
+from plan_support import CONFIGS, NUM_PARAMS, write_config
+from probe_support import CARD, made_up_device, made_up_findings
+from typer.testing import CliRunner, Result
+
+import zinfer
+from zinfer.cli import app
+from zinfer.presets import PRESETS
+
+
+@pytest.fixture(autouse=True)
+def no_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No findings of an earlier probe."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def zinfer_plan(model: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["plan", "--model", str(model), *options], env={"COLUMNS": "200"})
+
+
+def document(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_config_alone_is_planned_for_a_preset(name: str, preset: str, tmp_path: Path) -> None:
+    options = ("--machine", preset, "--batch-size", "4", "--prompt-len", "256", "--new-tokens", "32")
+    folder = write_config(tmp_path, CONFIGS[name])
+    result = zinfer_plan(folder, *options)
+    assert result.exit_code == 0, result.output
+    for words in ("config.json alone", f"preset {preset}", "home DEVICE", "KV cache", "decode pass", "bottleneck"):
+        assert words in result.stdout
+    found = document(zinfer_plan(folder, *options, "--json"))
+    assert sum(found["tier_bytes"].values()) == found["model"]["bytes"] == pytest.approx(2 * NUM_PARAMS[name], rel=1e-6)
+    assert found["memory"]["device_bytes"] <= found["budgets"]["device_bytes"]
+    assert found["memory"]["host_bytes"] <= found["budgets"]["host_bytes"]
+    for time_of_pass in (found["prefill"], found["decode"]):
+        terms = [seconds for key, seconds in time_of_pass.items() if key.endswith("_s")]
+        assert len(terms) == 5
+        assert time_of_pass["seconds"] == max(terms)
+    seconds = found["prefill"]["seconds"] + 31 * found["decode"]["seconds"]
+    assert found["tokens_per_s"] == pytest.approx(4 * 32 / seconds)
+    assert f"({found['bottleneck']})" in result.stdout
+    for each in found["advice"]:
+        assert f"advice: {each['change']}" in result.stdout
+
+
+def test_a_checkpoint_is_planned_as_it_is_run(checkpoint: Path, tmp_path: Path) -> None:
+    """On this machine, whose disk is measured with the checkpoint's own files."""
+    config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}, "zinfer": {"device": "cpu"}}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    lengths = ("--batch-size", "2", "--prompt-len", "16", "--new-tokens", "4")
+    found = document(zinfer_plan(checkpoint, "--config", str(path), *lengths, "--json"))
+    assert found["machine"]["name"] == "this machine"
+    assert found["machine"]["origin"] == "measured in a hurry; zinfer probe measures better"
+    engine = zinfer.init_inference(checkpoint, config)
+    try:
+        assert found["homes"] == [home.tier.value for home in engine.plan.homes]
+        assert found["streamed_bytes"] == engine.plan.streamed_bytes
+        assert found["memory"]["slot_bytes"] == engine.plan.slot_bytes
+    finally:
+        engine.destroy()
+    assert found["decode"]["disk_s"] == pytest.approx(
+        found["tier_bytes"]["disk"] / found["machine"]["disk_bytes_per_s"], rel=0.01
+    )
+
+
+def probe_on_file(folder: Path, *gpus: str) -> Path:
+    findings = made_up_findings(
+        card=replace(CARD, gpus=gpus), devices=tuple(made_up_device() for _ in gpus or ("the CPU",)), together=()
+    )
+    path = folder / f"probe-{len(gpus)}.json"
+    path.write_text(findings.to_json())
+    return path
+
+
+def test_a_probe_on_file_gives_the_rates(checkpoint: Path, tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text('{"zinfer": {"device": "cpu"}}')
+    options = ("--config", str(config), "--prompt-len", "16", "--new-tokens", "4", "--json")
+    found = document(zinfer_plan(checkpoint, *options, "--probe", str(probe_on_file(tmp_path))))
+    assert found["machine"]["origin"] == "measured by zinfer probe on 2026-11-21"
+    assert found["machine"]["link_bytes_per_s"] == 55e9
+    assert found["machine"]["disk_bytes_per_s"] == 20e9
+    of_gpu = str(probe_on_file(tmp_path, "a GPU"))
+    check_refused(zinfer_plan(checkpoint, *options, "--probe", of_gpu), "rates of a cuda device")
+    both = zinfer_plan(checkpoint, *options, "--probe", of_gpu, "--machine", "h200")
+    check_refused(both, "--machine and --probe both say")
+
+
+def test_presets_are_listed() -> None:
+    result = CliRunner().invoke(app, ["plan", "--machine", "list"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert all(preset in result.stdout for preset in PRESETS)
+    assert "790 TFLOP/s" in result.stdout
+
+
+def check_refused(result: Result, *words: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+def test_what_cannot_be_planned_is_refused_in_words(checkpoint: Path, tmp_path: Path) -> None:
+    large = write_config(tmp_path / "large", CONFIGS["OPT-175B"])
+    check_refused(zinfer_plan(checkpoint, "--machine", "b200"), "no such preset", "a6000, h200")
+    (tmp_path / "empty").mkdir()
+    check_refused(zinfer_plan(tmp_path / "empty", "--machine", "h200"), "empty folder", "config.json")
+    check_refused(zinfer_plan(tmp_path / "nowhere", "--machine", "h200"), "no such folder")
+    fits_not = zinfer_plan(large, "--machine", "a6000", "--batch-size", "64")
+    check_refused(fits_not, "the request does not fit", "KV cache", "lower the batch size first")
+    check_refused(zinfer_plan(large, "--machine", "h200", "--prompt-len", "2048"), "the model's positions (2048)")
+    check_refused(zinfer_plan(large, "--probe", str(tmp_path / "none.json")), "none.json", "zinfer probe --json")
+
+
+def test_without_files_and_record_a_probe_is_asked_for(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "large", CONFIGS["OPT-175B"])
+    check_refused(zinfer_plan(folder), "run `zinfer probe --path FOLDER` once")
+
+
+def test_the_model_must_be_named() -> None:
+    result = CliRunner().invoke(app, ["plan", "--machine", "h200"])
+    assert result.exit_code == 2
+    assert "--model" in result.stderr

@@ -1,0 +1,171 @@
+"""Predicted seconds are the design's arithmetic, term by term, by hand-computed values."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import tiny_checkpoint
+from plan_support import SMALL_LLAMA, machine_with, outline_of, rates, write_config
+
+from zinfer.config import Offload, Settings
+from zinfer.footprint import Footprint
+from zinfer.forecast import make_forecast
+from zinfer.offload.block import Block, Extent, Home, SlabLayout, Tier
+from zinfer.outline import Outline, read_outline
+from zinfer.planner import Plan
+from zinfer.prediction import BlockWork, find_work, predict
+from zinfer.presets import PRESETS
+from zinfer.request import Request
+
+NUM_BLOCKS = 4
+NUM_PARAMS = 1 << 20
+BLOCK_BYTES = 2 * NUM_PARAMS
+REQUEST = Request(batch_size=8, prompt_len=16, new_tokens=5)
+FOOTPRINT = Footprint(kv_bytes=9_000_000, activation_bytes=1, decode_kv_bytes=6_000_000)
+
+
+def block(index: int, dtype: torch.dtype = torch.bfloat16, file_dtype: torch.dtype = torch.bfloat16) -> Block:
+    layout = SlabLayout.pack([("weight", dtype, (1024, 1024))])
+    extent = Extent(Path("model.safetensors"), 8, NUM_PARAMS * file_dtype.itemsize, file_dtype, 0, dtype)
+    return Block(index, f"layers.{index}", layout, (extent,))
+
+
+def work(index: int, **changed: object) -> BlockWork:
+    one = BlockWork(block(index), 1, NUM_PARAMS, num_expert_params=0, expert_share=1.0, every_token=True)
+    return replace(one, **changed)  # type: ignore[arg-type]
+
+
+def plan(*homes: Home, pinned_bytes: int = 4096) -> Plan:
+    streamed = sum(home.tier is not Tier.DEVICE for home in homes)
+    return Plan(homes, 2, BLOCK_BYTES, 2, 8192, 0, 0, pinned_bytes, streamed * BLOCK_BYTES)
+
+
+WORK = [work(index) for index in range(NUM_BLOCKS)]
+PINNED, PAGEABLE, DISK, RESIDENT = Home(Tier.HOST, True), Home(Tier.HOST), Home(Tier.DISK), Home(Tier.DEVICE)
+
+
+def test_the_link_takes_what_is_streamed_once_a_pass() -> None:
+    prediction = predict(plan(PINNED, PINNED, PINNED, RESIDENT), WORK, rates(), REQUEST, FOOTPRINT)
+    assert prediction.decode.link_s == pytest.approx(3 * BLOCK_BYTES / 10e9, rel=1e-9)
+    assert prediction.decode.seconds == prediction.decode.link_s == prediction.prefill.link_s
+    assert prediction.decode.bottleneck == "link"
+    assert prediction.decode.disk_s == prediction.decode.host_s == 0
+
+
+def test_the_disk_takes_the_blocks_that_live_there() -> None:
+    prediction = predict(plan(DISK, PINNED, DISK, RESIDENT), WORK, rates(), REQUEST, FOOTPRINT)
+    assert prediction.decode.disk_s == pytest.approx(2 * BLOCK_BYTES / 2e9, rel=1e-9)
+    assert prediction.decode.link_s == pytest.approx(3 * BLOCK_BYTES / 10e9, rel=1e-9)
+    assert prediction.decode.bottleneck == "disk"
+
+
+def test_a_block_that_is_cast_crosses_as_the_file_has_it() -> None:
+    wide = work(0, block=block(0, torch.bfloat16, torch.float32))
+    prediction = predict(plan(DISK, RESIDENT), [wide, work(1)], rates(), REQUEST, FOOTPRINT)
+    assert prediction.decode.disk_s == pytest.approx(4 * NUM_PARAMS / 2e9, rel=1e-9)
+    assert prediction.decode.link_s == pytest.approx(4 * NUM_PARAMS / 10e9, rel=1e-9)
+    hosted = predict(plan(PINNED, RESIDENT), [wide, work(1)], rates(), REQUEST, FOOTPRINT)
+    assert hosted.decode.link_s == pytest.approx(2 * NUM_PARAMS / 10e9, rel=1e-9)
+
+
+def test_pageable_blocks_are_copied_on_the_host_first() -> None:
+    prediction = predict(plan(PAGEABLE, PINNED, PAGEABLE, RESIDENT), WORK, rates(), REQUEST, FOOTPRINT)
+    assert prediction.decode.host_s == pytest.approx(2 * BLOCK_BYTES / 5e9, rel=1e-9)
+    assert prediction.decode.bottleneck == "host copies"
+    without_staging = plan(PAGEABLE, PAGEABLE, PAGEABLE, RESIDENT, pinned_bytes=0)
+    assert predict(without_staging, WORK, rates(), REQUEST, FOOTPRINT).decode.host_s == 0
+
+
+def test_matrix_work_grows_with_the_tokens() -> None:
+    slow = rates(flops_per_s=1e9)
+    prediction = predict(plan(*[RESIDENT] * 4), WORK, slow, REQUEST, FOOTPRINT)
+    assert prediction.prefill.matrix_s == pytest.approx(2 * 4 * NUM_PARAMS * 8 * 16 / 1e9, rel=1e-9)
+    assert prediction.decode.matrix_s == pytest.approx(2 * 4 * NUM_PARAMS * 8 / 1e9, rel=1e-9)
+    assert prediction.prefill.num_tokens == 128
+    assert prediction.prefill.bottleneck == prediction.decode.bottleneck == "matrix work"
+
+
+def test_experts_multiply_a_share_and_the_head_one_position_a_row() -> None:
+    experts = work(0, num_expert_params=NUM_PARAMS // 2, expert_share=0.25)
+    head = work(1, every_token=False)
+    prediction = predict(plan(PINNED, PINNED), [experts, head], rates(flops_per_s=1e9), REQUEST, FOOTPRINT)
+    active = NUM_PARAMS // 2 + NUM_PARAMS // 8
+    assert prediction.prefill.matrix_s == pytest.approx(2 * (active * 128 + NUM_PARAMS * 8) / 1e9, rel=1e-9)
+    assert prediction.decode.matrix_s == pytest.approx(2 * (active + NUM_PARAMS) * 8 / 1e9, rel=1e-9)
+
+
+def test_device_memory_reads_weights_and_the_cache() -> None:
+    slow = rates(device_bytes_per_s=1e6)
+    prediction = predict(plan(*[RESIDENT] * 4), WORK, slow, REQUEST, FOOTPRINT)
+    assert prediction.prefill.device_s == pytest.approx(4 * BLOCK_BYTES / 1e6, rel=1e-9)
+    assert prediction.decode.device_s == pytest.approx((4 * BLOCK_BYTES + 3 * 6_000_000) / 1e6, rel=1e-9)
+    assert prediction.decode.bottleneck == "device memory"
+
+
+def test_a_request_is_one_prefill_and_a_decode_pass_for_each_further_token() -> None:
+    prediction = predict(plan(*[PINNED] * 4), WORK, rates(flops_per_s=1e11), REQUEST, FOOTPRINT)
+    assert prediction.prefill.seconds > prediction.decode.seconds
+    seconds = prediction.prefill.seconds + 4 * prediction.decode.seconds
+    assert prediction.seconds == pytest.approx(seconds, rel=1e-12)
+    assert prediction.tokens_per_s == pytest.approx(8 * 5 / seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 4, 40])
+def test_14200_tokens_are_free_on_an_h200(num_blocks: int) -> None:
+    """790e12 * 2 bytes / (55.5e9 * 2 operations) for two-byte weights, whatever the model's size."""
+    whole = [work(index) for index in range(num_blocks)]
+    prediction = predict(plan(*[PINNED] * num_blocks), whole, PRESETS["h200"].rates, REQUEST, FOOTPRINT)
+    assert prediction.free_tokens == 14_234
+    assert "14,200 tokens a pass are free" in str(prediction)
+
+
+def test_free_tokens_are_where_matrix_work_overtakes_the_transfers() -> None:
+    homes = plan(PINNED, PINNED, RESIDENT, RESIDENT)
+    prediction = predict(homes, WORK, rates(), REQUEST, FOOTPRINT)
+    assert prediction.free_tokens == 5_000  # half of 100e12 * 2 / (10e9 * 2)
+    for num_tokens, bottleneck in ((4_999, "link"), (5_001, "matrix work")):
+        assert predict(homes, WORK, rates(), Request(num_tokens, 1, 2), FOOTPRINT).decode.bottleneck == bottleneck
+    assert predict(plan(*[RESIDENT] * 4), WORK, rates(), REQUEST, FOOTPRINT).free_tokens == 0
+
+
+def test_it_reads_as_one_line() -> None:
+    line = str(predict(plan(*[DISK] * 4), WORK, rates(disk_bytes_per_s=31.4e6), REQUEST, FOOTPRINT))
+    assert line == "0.267 s a pass (disk), 29.9 tokens/s, 3,180,000 tokens a pass are free"
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_tied_head_crosses_twice_and_multiplies_once(tie: bool, tmp_path: Path) -> None:
+    outline = read_outline(tiny_checkpoint("llama", tmp_path, tie=tie))
+    outer = [each for each in find_work(outline.blocks, outline.shape) if not each.every_token]
+    by_name = {each.block.name: (each.num_uses, each.num_params) for each in outer}
+    embedding = 131 * 64
+    if tie:
+        assert by_name == {"model.embed_tokens": (2, embedding), "model.norm": (1, 64)}
+    else:
+        untied = {"model.embed_tokens": (1, 0), "model.norm": (1, 64), "lm_head": (1, embedding)}
+        assert by_name == untied
+    all_streamed = plan(*[PINNED] * len(outline.blocks))
+    link_s = predict(all_streamed, find_work(outline.blocks, outline.shape), rates(), REQUEST, FOOTPRINT).decode.link_s
+    assert link_s * 10e9 == pytest.approx(outline.nbytes + (4 * embedding if tie else 0), abs=1)
+
+
+@pytest.fixture
+def outline(tmp_path_factory: pytest.TempPathFactory) -> Outline:
+    return outline_of(write_config(tmp_path_factory.getbasetemp() / "small-llama", SMALL_LLAMA))
+
+
+def test_a_real_plan_that_the_link_bounds(outline: Outline) -> None:
+    settings = Settings(offload=Offload(device="cpu"))
+    forecast = make_forecast(outline, machine_with(2_000_000_000, 2_000_000_000), settings, REQUEST)
+    assert forecast.plan.num_blocks(Tier.HOST) == 14
+    assert forecast.prediction.decode.bottleneck == "link"
+    assert forecast.prediction.decode.seconds == pytest.approx(forecast.plan.streamed_bytes / 10e9, rel=1e-9)
+
+
+def test_a_real_plan_that_the_disk_bounds(outline: Outline) -> None:
+    settings = Settings(offload=Offload(device="nvme"))
+    forecast = make_forecast(outline, machine_with(2_000_000_000, 2_000_000_000), settings, REQUEST)
+    assert forecast.plan.num_blocks(Tier.DISK) == 14
+    assert forecast.prediction.decode.bottleneck == "disk"
+    assert forecast.prediction.decode.seconds == pytest.approx(forecast.plan.streamed_bytes / 2e9, rel=1e-9)

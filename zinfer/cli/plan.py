@@ -1,0 +1,95 @@
+"""`zinfer plan`: what a run would take and how fast it would be, before there is a GPU or even the weights."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from zinfer.cli.ending import EXIT_STOPPED, say, unusable_input_explained
+
+if TYPE_CHECKING:
+    from zinfer.config import Settings
+    from zinfer.outline import Outline
+    from zinfer.presets import Machine
+
+
+def plan(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder, or a folder with config.json alone.")] = None,
+    config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
+    machine: Annotated[str | None, typer.Option(help="A preset instead of this machine; `list` lists them.")] = None,
+    probe: Annotated[Path | None, typer.Option(help="Rates that `zinfer probe --json` printed.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts computed together.")] = 32,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated after each prompt.")] = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
+) -> None:
+    """Predict memory, speed and the bottleneck of a batch, and say what would make it faster.
+
+    Exit codes: 0 planned, 2 unusable input or a batch that does not fit, 1 stopped by an error of the disk.
+    """
+    if machine == "list":
+        from zinfer.plan_table import preset_table
+
+        Console().print(preset_table())
+        return
+    if model is None:
+        raise typer.BadParameter("say which model to plan for", param_hint="--model")
+    with _explained():
+        _print_plan(model, config, machine, probe, (batch_size, prompt_len, new_tokens), as_json=as_json)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        with unusable_input_explained():
+            yield
+    except OSError as error:
+        say(f"error: {error}")
+        raise typer.Exit(EXIT_STOPPED) from None
+
+
+def _print_plan(
+    model: Path,
+    config: Path | None,
+    machine_name: str | None,
+    probe: Path | None,
+    lengths: tuple[int, int, int],
+    *,
+    as_json: bool,
+) -> None:
+    from zinfer.advice import advise
+    from zinfer.config import resolve_settings
+    from zinfer.forecast import make_forecast
+    from zinfer.outline import read_outline
+    from zinfer.plan_table import plan_document, plan_table
+    from zinfer.request import Request
+
+    settings, request = resolve_settings(config), Request(*lengths)
+    outline = read_outline(model, settings.dtype)
+    machine = _choose_machine(machine_name, probe, settings, outline)
+    forecast = make_forecast(outline, machine, settings, request)
+    advice = advise(outline, machine, settings, forecast)
+    if as_json:
+        print(json.dumps(plan_document(outline, machine, forecast, advice), indent=2))
+        return
+    console = Console()
+    console.print(plan_table(outline, machine, forecast))
+    for line in (str(forecast.prediction), *(f"advice: {each}" for each in advice)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _choose_machine(name: str | None, probe: Path | None, settings: "Settings", outline: "Outline") -> "Machine":
+    from zinfer.errors import ConfigError
+    from zinfer.presets import find_preset, probed_machine, this_machine
+
+    if name is not None and probe is not None:
+        raise ConfigError("--machine and --probe both say how fast the machine is; remove one of the two")
+    if name is not None:
+        return find_preset(name, settings)
+    if probe is not None:
+        return probed_machine(settings, probe)
+    return this_machine(settings, outline.files)

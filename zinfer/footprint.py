@@ -1,0 +1,195 @@
+"""What a request takes of the device's memory beside the weights: the KV cache and the activations of a forward.
+
+Pure arithmetic over a `ModelShape`, an upper bound for transformers' eager and sdpa forwards under `generate`. Every
+formula names the code it counts; `tests/test_footprint.py` holds them against measured peaks.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from zinfer.errors import PlanError
+from zinfer.model_shape import Experts, ModelShape
+from zinfer.request import Request
+from zinfer.units import human_bytes
+
+# Allowances, not measurements: one for the CUDA context, loaded kernels and cuBLAS workspaces, one for the allocator,
+# which rounds blocks up to 2 MiB and leaves holes between them.
+_CONTEXT_BYTES: Final = 800_000_000
+_ALLOCATOR_SHARE: Final = 0.03
+
+_SCRATCH_BYTES: Final = 64 << 10  # of kernels, and the tensors of a few elements
+_FLOAT_BYTES: Final = 4
+_INDEX_BYTES: Final = 8
+# `generate` copies the logits to float32; top-p sorts them: values, indices, softmax, its sums, what is kept of them.
+_SAMPLING_BYTES: Final = _FLOAT_BYTES + (_FLOAT_BYTES + _INDEX_BYTES) + 3 * _FLOAT_BYTES
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of device memory, weights not counted.
+
+    Attributes:
+        kv_bytes: the cache at its largest.
+        activation_bytes: the most that a forward takes on top; the copy of one layer's cache is in it.
+        decode_kv_bytes: the cache in the middle of the decode passes.
+    """
+
+    kv_bytes: int
+    activation_bytes: int
+    decode_kv_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it at once."""
+        return self.kv_bytes + self.activation_bytes
+
+
+def find_footprint(shape: ModelShape, dtype: torch.dtype, request: Request, *, on_cuda: bool = True) -> Footprint:
+    """The bound for one `generate` over the request.
+
+    Args:
+        shape: of the model.
+        dtype: of its weights, activations and cache.
+        request: the batch, every prompt as long as the longest.
+        on_cuda: False leaves out what transformers does on accelerators only: it copies the weights of the experts
+            that the tokens of a decode pass have chosen (`batched_mm`, generation/utils.py).
+    """
+    middle = request.prompt_len + (request.new_tokens + 1) // 2
+    forward = _Forward(shape, dtype.itemsize, request.batch_size, on_cuda)
+    decode_bytes = forward.peak_bytes(1, request.total_len)
+    if on_cuda and shape.experts is not None:
+        decode_bytes += forward.chosen_expert_bytes(shape.experts)
+    return Footprint(
+        kv_bytes=_kv_bytes(shape, dtype, request, request.total_len),
+        activation_bytes=max(forward.peak_bytes(request.prompt_len, request.prompt_len), decode_bytes),
+        decode_kv_bytes=request.batch_size * _held_tokens(shape, middle) * shape.cached * dtype.itemsize,
+    )
+
+
+def weight_budget(device_memory_bytes: int, footprint: Footprint) -> int:
+    """Bytes of device memory that weights and slots may take beside a request.
+
+    Held back besides the footprint: 0.8 GB for the CUDA context and 3 % for the allocator.
+
+    Raises:
+        PlanError: nothing is left; says what takes the room and what to lower.
+    """
+    reserve_bytes = _CONTEXT_BYTES + int(device_memory_bytes * _ALLOCATOR_SHARE)
+    left_bytes = device_memory_bytes - reserve_bytes - footprint.nbytes
+    if left_bytes <= 0:
+        raise PlanError(
+            f"the request does not fit: the KV cache takes {human_bytes(footprint.kv_bytes)}, activations "
+            f"{human_bytes(footprint.activation_bytes)} and the reserve {human_bytes(reserve_bytes)} of "
+            f"{human_bytes(device_memory_bytes)} device memory, which leaves nothing for weights; lower the batch size "
+            f"first, then the lengths of prompts and outputs"
+        )
+    return left_bytes
+
+
+def _kv_bytes(shape: ModelShape, dtype: torch.dtype, request: Request, num_tokens: int) -> int:
+    """The cache of transformers' DynamicCache at its largest.
+
+    rows x tokens x layers x cached width. A layer with a window keeps its whole prompt until the first decode pass:
+    what it holds is a view of it (cache_utils.py, `DynamicSlidingWindowLayer.update`).
+    """
+    after_prefill = len(shape.windows) * (request.prompt_len + 1)
+    num_held = max(after_prefill, _held_tokens(shape, num_tokens))
+    return request.batch_size * num_held * shape.cached * dtype.itemsize
+
+
+def _held_tokens(shape: ModelShape, num_tokens: int) -> int:
+    """Tokens over all layers when each has seen ``num_tokens``."""
+    return sum(num_tokens if window is None else min(num_tokens, window) for window in shape.windows)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Live bytes in a forward of ``num_rows`` sequences; "q" are its new tokens in a row and "k" those attended to."""
+
+    shape: ModelShape
+    itemsize: int
+    num_rows: int
+    on_cuda: bool
+
+    def peak_bytes(self, q: int, k: int) -> int:
+        """The most at any time: what lives throughout, and on top attention, MLP, norm and logits in turns.
+
+        Where the attention's weights are tensors, those of the layer stay alive until its end, and BLOOM's until the
+        end of the next layer (`hidden_states, _ = self.self_attn(...)`, `outputs = block(...)`).
+        """
+        weights = self._num_scores(q, k) * self.itemsize
+        after_attention = weights + max(self._mlp(q), self._norm(q), self._experts(q), self._logits())
+        return self._throughout(q, k) + weights + max(self._attention(q, k), after_attention)
+
+    def _elements(self, num_tokens: int, width: int) -> int:
+        return self.num_rows * num_tokens * width * self.itemsize
+
+    def _throughout(self, q: int, k: int) -> int:
+        """The embeddings and the input of the layer (`LlamaModel.forward` holds both), rotary cosines and sines (made
+        in float32), ids, positions and the 2-D mask, and the 4-D masks."""
+        head = self.shape.query // self.shape.num_heads
+        states = self._elements(q, 2 * self.shape.hidden)
+        positions = self.num_rows * q * (2 * head * (self.itemsize + _FLOAT_BYTES) + 2 * _INDEX_BYTES)
+        ids = self.num_rows * k * 2 * _INDEX_BYTES
+        return states + positions + ids + self._masks(q, k) + _SCRATCH_BYTES
+
+    def _masks(self, q: int, k: int) -> int:
+        """masking_utils.py: booleans [rows, 1, q, k] out of two [q, k] ones, then floats; sdpa's kernels make floats
+        of them again and pad those. One mask for each kind of layer."""
+        num_kinds = len(set(self.shape.windows))
+        pairs = q * (k + 8)
+        return num_kinds * self.num_rows * pairs * (1 + 2 * self.itemsize) + 2 * pairs
+
+    def _num_scores(self, q: int, k: int) -> int:
+        """Elements of the attention's scores; none where a fused kernel computes them piece by piece."""
+        as_tensors = self.shape.is_eager or self._is_unfused
+        return self.num_rows * self.shape.num_heads * q * k if as_tensors else 0
+
+    @property
+    def _is_unfused(self) -> bool:
+        return self.shape.is_uneven and not self.on_cuda
+
+    def _attention(self, q: int, k: int) -> int:
+        """Residual and normed states, projections; then queries copied, output and its transpose, keys and values
+        repeated for each query head; in decode the old cache of the layer beside the new one.
+
+        Eager: scores before and after the mask (`BloomAttention` holds both), their softmax in float32, and where they
+        are narrower a float32 copy of its input. Fused: of each query the log-sum-exp and a float32 output.
+        """
+        shape = self.shape
+        alive = self._elements(q, 2 * shape.hidden + shape.query + shape.cached)
+        # Without a fused kernel sdpa scales and widens keys and values in copies (aten, `sdp_math`).
+        core = self._elements(q, 4 * shape.query) + self._elements(k, shape.expanded) * (3 if self._is_unfused else 1)
+        copied = self._elements(k, shape.cached) if q < k else 0
+        softmax = _FLOAT_BYTES if self.itemsize >= _FLOAT_BYTES else 2 * _FLOAT_BYTES
+        scores = self._num_scores(q, k) * (2 * self.itemsize + softmax)
+        fused = self.num_rows * q * (shape.num_heads + shape.query) * _FLOAT_BYTES
+        return alive + core + copied + (scores or fused)
+
+    def _mlp(self, q: int) -> int:
+        """Residual, input and output, and the intermediates (`LlamaMLP`, `GPT2MLP` with `NewGELUActivation`)."""
+        return self._elements(q, 3 * self.shape.hidden + self.shape.mlp_copies * self.shape.mlp)
+
+    def _norm(self, q: int) -> int:
+        """`LlamaRMSNorm`: residual and result, and two float32 copies between them."""
+        return self._elements(q, 2 * self.shape.hidden) + self.num_rows * q * self.shape.hidden * 2 * _FLOAT_BYTES
+
+    def _experts(self, q: int) -> int:
+        """integrations/moe.py, `grouped_mm`: every token once for each expert it chose, and the router's numbers."""
+        experts, hidden = self.shape.experts, self.shape.hidden
+        if experts is None:
+            return 0
+        each = hidden + max(4 * experts.width, 3 * hidden)
+        chosen = self._elements(q * experts.num_per_token, each)
+        router = self.num_rows * q * experts.num_experts * (2 * _FLOAT_BYTES + _INDEX_BYTES * experts.num_per_token)
+        return self._elements(q, 3 * hidden) + chosen + router
+
+    def chosen_expert_bytes(self, experts: Experts) -> int:
+        """integrations/moe.py, `batched_mm`: gate, up and down matrices once for each token and expert chosen."""
+        return self._elements(experts.num_per_token, 3 * self.shape.hidden * experts.width)
+
+    def _logits(self) -> int:
+        """Of the last position only (`logits_to_keep`, generation/utils.py), and what sampling makes of them."""
+        return self.num_rows * self.shape.vocab * (self.itemsize + _SAMPLING_BYTES)

@@ -1,0 +1,33 @@
+"""What a job is asked for, before anything is read."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zinfer.jobs.failure import UnusableInput
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """What a job was asked for; see `run_job`."""
+
+    model: PathLike
+    input: Path
+    output: Path
+    config: PathLike | Mapping[str, object] | None
+    device: str
+    max_new_tokens: int
+    batch_size: int
+    restart: bool
+    trace: Path | None
+
+    def check(self) -> None:
+        """Raises UnusableInput for numbers and paths that no job can use."""
+        for name, value in (("max_new_tokens", self.max_new_tokens), ("batch_size", self.batch_size)):
+            if value < 1:
+                raise UnusableInput(f"{name} must be at least 1, not {value}")
+        if self.output.exists() and self.input.exists() and self.output.samefile(self.input):
+            raise UnusableInput(f"output {self.output} is the input file; give another --output")

@@ -1,0 +1,137 @@
+"""A model as far as a plan needs it: its blocks, widths and limits, from a checkpoint or from config.json alone.
+
+Where there are no weights yet, their places are made up: every parameter once, end to end in one safetensors file, in
+the model's order. Cutting and planning then run the same code as on a real checkpoint. No weight is read here.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from transformers import PreTrainedModel
+
+from zinfer.checkpoint import Checkpoint, TensorEntry
+from zinfer.checkpoint.json_text import JsonFault, parse_object
+from zinfer.cut import ModelBlock, cut_model
+from zinfer.errors import CheckpointError
+from zinfer.model import build_meta_model
+from zinfer.model_shape import ModelShape, read_shape
+from zinfer.sequence_length import max_positions
+from zinfer.weights import match_weights
+
+_CONFIG_NAME: Final = "config.json"
+_MADE_UP_NAME: Final = "model.safetensors"
+# Where a file's weights would begin: past the header's length, and as little aligned to pages as real ones are.
+_MADE_UP_OFFSET: Final = 8
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a plan reads of a model.
+
+    Attributes:
+        name: the folder, or the hub name as it was given.
+        blocks: all of them, in the model's order.
+        shape: its widths.
+        dtype: of weights, activations and cache.
+        max_positions: tokens that it has positions for; None without such a limit.
+        files: the checkpoint's; empty where the weights' places are made up.
+    """
+
+    name: str
+    blocks: tuple[ModelBlock, ...]
+    shape: ModelShape
+    dtype: torch.dtype
+    max_positions: int | None
+    files: tuple[Path, ...]
+
+    @property
+    def layers(self) -> list[int]:
+        """Indices of the blocks that are transformer layers."""
+        return [block.block.index for block in self.blocks if block.is_layer]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slabs."""
+        return sum(block.block.nbytes for block in self.blocks)
+
+
+def read_outline(model: str | os.PathLike[str], dtype: torch.dtype | None = None) -> Outline:
+    """The outline of a checkpoint, or of a folder that holds config.json and no safetensors.
+
+    Args:
+        model: as `zinfer.init_inference` takes it, or a folder with config.json alone.
+        dtype: that the weights are cast to; None takes the checkpoint's own.
+
+    Raises:
+        CheckpointError: no config.json, one that describes no causal language model or states no dtype, or a damaged
+            checkpoint.
+        PlanError: the model keeps a state other than keys and values.
+    """
+    folder = Path(model).expanduser().absolute()
+    if _holds_config_alone(folder):
+        checkpoint = Checkpoint(folder, {}, {}, 0, "")
+        _check_states_dtype(checkpoint.config_path, dtype)
+        tree = build_meta_model(checkpoint, dtype)
+        weights = made_up_weights(tree, folder / _MADE_UP_NAME)
+    else:
+        checkpoint = Checkpoint.open(model)
+        tree = build_meta_model(checkpoint, dtype)
+        weights = match_weights(tree, checkpoint)
+    return Outline(
+        name=os.fspath(model),
+        blocks=tuple(cut_model(tree, weights)),
+        shape=read_shape(tree.config),
+        dtype=tree.config.dtype,
+        max_positions=max_positions(tree),
+        files=tuple(checkpoint.files),
+    )
+
+
+def made_up_weights(model: PreTrainedModel, file: Path) -> dict[str, TensorEntry]:
+    """A place in ``file`` for every parameter, laid end to end in the model's order; tied ones share theirs."""
+    ties: Mapping[str, str] = model.all_tied_weights_keys
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    entries: dict[str, TensorEntry] = {}
+    offset = _MADE_UP_OFFSET
+    for name, parameter in parameters.items():
+        owner = _owner(name, ties)
+        if owner not in entries:
+            nbytes = parameter.numel() * parameter.dtype.itemsize
+            entries[owner] = TensorEntry(owner, parameter.dtype, tuple(parameter.shape), file, offset, nbytes)
+            offset += nbytes
+    return {name: entries[_owner(name, ties)] for name in parameters}
+
+
+def _owner(name: str, ties: Mapping[str, str]) -> str:
+    """The parameter whose bytes a name stands for; a tie may lead to another one."""
+    seen = {name}
+    while name in ties and ties[name] not in seen:
+        name = ties[name]
+        seen.add(name)
+    return name
+
+
+def _holds_config_alone(folder: Path) -> bool:
+    return (folder / _CONFIG_NAME).is_file() and not any(_weight_files(folder))
+
+
+def _weight_files(folder: Path) -> Iterator[Path]:
+    yield from folder.glob("*.safetensors")
+    yield from folder.glob("*.safetensors.index.json")
+
+
+def _check_states_dtype(path: Path, dtype: torch.dtype | None) -> None:
+    """Without weights nothing else tells how wide they are."""
+    try:
+        config = parse_object(path.read_bytes(), lenient=True)
+    except (OSError, JsonFault) as error:
+        raise CheckpointError(f"{path}: {error}; download it again") from error
+    if dtype is None and not (config.get("dtype") or config.get("torch_dtype")):
+        raise CheckpointError(
+            f"{path}: states no dtype, and there are no weights beside it to tell; add "
+            f'"dtype": "bfloat16" to it, or state dtype in the configuration'
+        )

@@ -1,0 +1,204 @@
+"""How long a pass takes on a machine, before anything runs: pure arithmetic over a plan, rates and a request.
+
+    pass_seconds = max(disk, link, host copies, matrix work, device memory)
+
+Each term is what one resource has to do in a pass over its rate; they overlap, so the slowest one is the pass. The
+stream runs on from one pass into the next, so filling and draining it costs nothing but at the first pass. What the
+device slots cannot hide is not modelled: with a block that is much larger than the others, or disk and host homes side
+by side, a lane may wait for a slot although its resource has work. Kernel launches are not counted either, nor the
+products of queries with keys and of weights with values, which have no parameters.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import nn
+
+from zinfer.cut import ModelBlock
+from zinfer.footprint import Footprint
+from zinfer.model_shape import ModelShape
+from zinfer.offload.block import Block, Home, Tier
+from zinfer.planner import Plan
+from zinfer.rates import Rates
+from zinfer.request import Request
+
+_FLOPS_PER_PARAMETER: Final = 2  # a product and a sum
+# transformers' DynamicCache is read and written whole when a token is appended, then read by the attention.
+_CACHE_TOUCHES: Final = 3
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """What a pass does with one block.
+
+    Attributes:
+        block: the block.
+        num_uses: how often a pass brings it in; a tied embedding and head are one block used twice.
+        num_params: parameters that a position is multiplied with; looking up an embedding multiplies nothing.
+        num_expert_params: those of them that belong to experts.
+        expert_share: of the experts' parameters, what one token is multiplied with.
+        every_token: whether all tokens of a pass go through the matrices (layers), or the last of each row (the head).
+    """
+
+    block: Block
+    num_uses: int
+    num_params: int
+    num_expert_params: int
+    expert_share: float
+    every_token: bool
+
+    @property
+    def num_active_params(self) -> float:
+        """Parameters that one token is multiplied with."""
+        return self.num_params - self.num_expert_params * (1 - self.expert_share)
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds that each resource has work for in one pass over ``num_tokens`` tokens."""
+
+    num_tokens: int
+    disk_s: float
+    link_s: float
+    host_s: float
+    matrix_s: float
+    device_s: float
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Seconds by the resource's name."""
+        return {
+            "disk": self.disk_s,
+            "link": self.link_s,
+            "host copies": self.host_s,
+            "matrix work": self.matrix_s,
+            "device memory": self.device_s,
+        }
+
+    @property
+    def transfer_s(self) -> float:
+        """Of bringing in what is streamed, at the pace of its slowest stage."""
+        return max(self.disk_s, self.link_s, self.host_s)
+
+    @property
+    def seconds(self) -> float:
+        """Of the pass."""
+        return max(self.terms.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource that the pass waits for."""
+        return max(self.terms, key=self.terms.__getitem__)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a request will take: one prefill pass, then a decode pass for every new token but the first.
+
+    Attributes:
+        prefill: over all prompts.
+        decode: over one token a row, the cache as long as it is on average.
+        free_tokens: tokens a pass may carry before matrix work takes longer than the transfers; 0 if nothing streams.
+        tokens_per_s: new tokens of the whole request a second.
+        seconds: of the whole request.
+        origin: where the rates come from.
+    """
+
+    prefill: PassTime
+    decode: PassTime
+    free_tokens: int
+    tokens_per_s: float
+    seconds: float
+    origin: str
+
+    def __str__(self) -> str:
+        free = f"{_rounded(self.free_tokens):,} tokens a pass are free"
+        return f"{self.decode.seconds:.3g} s a pass ({self.decode.bottleneck}), {speed(self.tokens_per_s)}, {free}"
+
+
+def predict(plan: Plan, work: Sequence[BlockWork], rates: Rates, request: Request, footprint: Footprint) -> Prediction:
+    """Predict a request.
+
+    Args:
+        plan: homes and buffers.
+        work: all blocks, in the plan's order; `find_work` makes it.
+        rates: of the machine.
+        request: batch and lengths.
+        footprint: of the request; the cache's bytes are read.
+    """
+    rows = request.batch_size
+    prefill = _pass_time(plan, work, rates, rows * request.prompt_len, rows, cache_bytes=0)
+    decode_cache_bytes = footprint.decode_kv_bytes * _CACHE_TOUCHES
+    decode = _pass_time(plan, work, rates, rows, rows, cache_bytes=decode_cache_bytes)
+    seconds = prefill.seconds + (request.new_tokens - 1) * decode.seconds
+    active_params = sum(each.num_active_params for each in work)
+    return Prediction(
+        prefill=prefill,
+        decode=decode,
+        free_tokens=int(decode.transfer_s * rates.flops_per_s / (_FLOPS_PER_PARAMETER * active_params)),
+        tokens_per_s=rows * request.new_tokens / seconds,
+        seconds=seconds,
+        origin=rates.origin,
+    )
+
+
+def find_work(blocks: Iterable[ModelBlock], shape: ModelShape) -> tuple[BlockWork, ...]:
+    """What a pass does with each block of a model."""
+    return tuple(_work(block, shape) for block in blocks)
+
+
+def _work(block: ModelBlock, shape: ModelShape) -> BlockWork:
+    tensors = block.block.layout.tensors
+    num_params = block.block.layout.numel
+    num_multiplying_sites = sum(not isinstance(site, nn.Embedding) for site in block.sites)
+    num_expert_params = sum(
+        tensor.nbytes // tensor.dtype.itemsize for tensor in tensors if "experts" in tensor.name.split(".")
+    )
+    return BlockWork(
+        block=block.block,
+        num_uses=len(block.sites),
+        num_params=num_params * min(1, num_multiplying_sites),
+        num_expert_params=num_expert_params,
+        expert_share=shape.experts.share if shape.experts else 1.0,
+        every_token=block.is_layer,
+    )
+
+
+def _pass_time(
+    plan: Plan, work: Sequence[BlockWork], rates: Rates, num_tokens: int, num_rows: int, *, cache_bytes: int
+) -> PassTime:
+    wired = [(each, home, _wire_bytes(each, home)) for each, home in zip(work, plan.homes, strict=True)]
+    disk_bytes = sum(nbytes for _, home, nbytes in wired if home.tier is Tier.DISK)
+    # A pageable slab passes through pinned staging; without any pinned memory, on a CPU, it is copied as it lies.
+    pageable = [nbytes for _, home, nbytes in wired if home.tier is Tier.HOST and not home.pinned and plan.pinned_bytes]
+    flops = _FLOPS_PER_PARAMETER * sum(
+        each.num_active_params * (num_tokens if each.every_token else num_rows) for each in work
+    )
+    return PassTime(
+        num_tokens=num_tokens,
+        disk_s=disk_bytes / rates.disk_bytes_per_s,
+        link_s=sum(nbytes for _, _, nbytes in wired) / rates.link_bytes_per_s,
+        host_s=sum(pageable) / rates.host_bytes_per_s,
+        matrix_s=flops / rates.flops_per_s,
+        device_s=(sum(each.block.nbytes for each in work) + cache_bytes) / rates.device_bytes_per_s,
+    )
+
+
+def _wire_bytes(work: BlockWork, home: Home) -> int:
+    """Bytes of the block that a pass brings to the device: of the file where it lies there, cast on arrival."""
+    if home.tier is Tier.DEVICE:
+        return 0
+    if home.tier is Tier.DISK:
+        return work.num_uses * sum(extent.nbytes for extent in work.block.extents)
+    return work.num_uses * work.block.nbytes
+
+
+def speed(tokens_per_s: float) -> str:
+    """A speed as people read it, with two digits at least."""
+    return f"{tokens_per_s:,.1f} tokens/s" if tokens_per_s >= 1 else f"{tokens_per_s:.2g} tokens/s"
+
+
+def _rounded(number: int) -> int:
+    """To three digits: more would pretend to know."""
+    return round(number, min(0, 3 - len(str(number))))

@@ -1,0 +1,142 @@
+"""Machines to plan for: the one that this runs on, and named ones whose figures are known."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from zinfer.config import Settings
+from zinfer.errors import ConfigError
+from zinfer.machine import MachineLimits, find_limits, free_device_bytes
+from zinfer.rates import Rates
+
+_HOST_SHARE: Final = 0.8  # as `zinfer.machine` lends: the rest is the host's own
+# What an H200 was measured to reach of its published 989 TFLOP/s (dense bf16) and 4.8 TB/s; taken for other cards too.
+_MATRIX_SHARE: Final = 0.8
+_DEVICE_MEMORY_SHARE: Final = 0.85
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan may use, and how fast it is.
+
+    Attributes:
+        name: for people.
+        limits: budgets; ``device_bytes`` is the most that weights and slots may take, whatever else is free.
+        device_memory_bytes: free for everything: weights, KV cache, activations and the CUDA context.
+        rates: of the device and the disk that holds the checkpoint.
+    """
+
+    name: str
+    limits: MachineLimits
+    device_memory_bytes: int
+    rates: Rates
+
+
+def _preset(name: str, device_memory_bytes: int, host_memory_bytes: int, rates: Rates) -> Machine:
+    host_bytes = int(host_memory_bytes * _HOST_SHARE)
+    limits = MachineLimits(torch.device("cuda", 0), device_memory_bytes, host_bytes, host_bytes)
+    return Machine(name, limits, device_memory_bytes, rates)
+
+
+PRESETS: Final = {
+    machine.name: machine
+    for machine in (
+        _preset(
+            "a6000",
+            48_000_000_000,
+            256_000_000_000,
+            Rates(
+                link_bytes_per_s=25e9,
+                disk_bytes_per_s=5.6e9,
+                host_bytes_per_s=20e9,
+                device_bytes_per_s=768e9 * _DEVICE_MEMORY_SHARE,
+                flops_per_s=154.8e12 * _MATRIX_SHARE,
+                origin="preset a6000",
+            ),
+        ),
+        _preset(
+            "h200",
+            141_000_000_000,
+            512_000_000_000,
+            Rates(
+                link_bytes_per_s=55.5e9,
+                disk_bytes_per_s=4.1e9,
+                host_bytes_per_s=56.4e9,
+                device_bytes_per_s=4.1e12,
+                flops_per_s=790e12,
+                origin="preset h200",
+            ),
+        ),
+    )
+}
+"""Machines by name.
+
+a6000: an NVIDIA RTX A6000 in a workstation. 48 GB, 768 GB/s and 154.8 TFLOP/s of dense bf16 are published (NVIDIA's
+data sheet and its white paper on GA102), derated here to the shares that an H200 reaches of its own. 256 GB of host
+memory and a disk that reads 5.6 GB/s are those of DeepSpeed's ZeRO-Inference report. PCIe 4 x16 carries about 25 GB/s.
+Host copies of 20 GB/s are an assumption, what four threads do on a common server.
+
+h200: an NVIDIA H200 in a server with 512 GB; every rate was measured: copies from pinned memory, direct reads by 8
+threads, host copies by 16, a copy within the device, a bf16 product of 8192 x 8192 matrices.
+"""
+
+
+def find_preset(name: str, settings: Settings) -> Machine:
+    """A machine of `PRESETS`, used as far as the configuration's budgets let it.
+
+    Raises:
+        ConfigError: no such one (it lists them), or the configuration asks for a CPU.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"--machine {name}: no such preset; there are {', '.join(PRESETS)} (`--machine list`)")
+    if settings.device == "cpu":
+        raise ConfigError(f'zinfer.device is "cpu", but --machine {name} is a GPU; remove one of the two')
+    machine, memory = PRESETS[name], settings.memory
+    limits = machine.limits
+    host_bytes = limits.host_bytes if memory.max_host_memory is None else memory.max_host_memory
+    stated = MachineLimits(
+        limits.device,
+        limits.device_bytes if memory.max_device_memory is None else memory.max_device_memory,
+        host_bytes,
+        host_bytes if memory.max_pinned_memory is None else memory.max_pinned_memory,
+    )
+    return replace(machine, limits=stated)
+
+
+def this_machine(settings: Settings, files: Sequence[Path]) -> Machine:
+    """The machine that this runs on, its rates from `zinfer probe`'s record or measured in a hurry.
+
+    Args:
+        settings: device and budgets are read.
+        files: of the checkpoint, to tell its disk; without any, a probe must be on record.
+
+    Raises:
+        ConfigError: CUDA is asked for and not there, or nothing tells how fast the disk is.
+        OSError: the disk failed.
+    """
+    from zinfer.probe.rates import known_rates  # pulls in the measurements, which a preset has no need of
+
+    limits = find_limits(settings)
+    return Machine("this machine", limits, free_device_bytes(limits), known_rates(limits.device, files))
+
+
+def probed_machine(settings: Settings, path: Path) -> Machine:
+    """This machine's memory with the rates that `zinfer probe --json` wrote to a file.
+
+    Raises:
+        ConfigError: the file is no use, or it is of GPUs and the device is a CPU, or the other way round.
+    """
+    from zinfer.probe.findings import load_findings
+
+    limits, findings = find_limits(settings), load_findings(path)
+    measured = "cuda" if findings.card.gpus else "cpu"
+    if measured != limits.device.type:
+        raise ConfigError(
+            f"{path}: rates of a {measured} device, but the plan is for {limits.device.type}, with the memory of this "
+            f"machine; plan where it was measured, or with --machine"
+        )
+    rates = findings.to_rates(limits.device.index or 0)
+    return Machine(f"this machine, rates of {path.name}", limits, free_device_bytes(limits), rates)
