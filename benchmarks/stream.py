@@ -4,8 +4,9 @@
 
 Cases: all layers on the host; all on disk; every other one on either; 0, 25, 50, 75 % resident, the rest on the host;
 `overhead`, the host's time for a block that moves next to nothing. ``bound_s`` is the longer of bytes over the link and
-bytes over the disk, ``predicted_s`` what the plan says with the ceilings of this run. A disk's rate drifts by tens of
-percent within minutes, so the same files are read with nothing else to do before and after each round of passes.
+bytes over the disk, ``over_predicted`` the time taken over what the plan says with the ceilings of this run. A disk's
+rate drifts by tens of percent within minutes, so the same files are read with nothing else to do before and after each
+round of passes.
 
 A correctness gate comes first: a smaller model's logits are equal to the bit from every home. The last line is JSON.
 """
@@ -15,19 +16,24 @@ import json
 import shutil
 import statistics
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from card import machine_card
 from ceilings import best_disk_setting, link_bytes_per_s, read_bytes_per_s
-from homes import CASES, blocks_of, config_for
+from homes import CASES, blocks_of, config_for, model_blocks
 from opt_model import drop_page_cache, save_random_opt
 from passes import PassTimes, time_passes
 from transformers import OPTConfig, OPTForCausalLM
 
 import zinfer
 from zinfer.offload.stats import RunStats
+from zinfer.planning.footprint import find_footprint
+from zinfer.planning.model_shape import read_shape
+from zinfer.planning.prediction import Prediction, find_work, predict
+from zinfer.planning.request import Request
+from zinfer.probe.rates import known_rates
 
 _GATE_LAYERS = 5
 _DISK_ROUNDS = 3
@@ -71,6 +77,8 @@ class Bench:
         self._slab_bytes = max(block.nbytes for block in blocks_of(folder))
         self.link_rate = link_bytes_per_s(self._slab_bytes, device)
         self.disk_rates = [self._read()]
+        index = torch.cuda.current_device() if device.type == "cuda" else None
+        self._rates = known_rates(torch.device(device.type, index), self._files)
 
     def measure(self, case: str) -> dict[str, object]:
         """One engine's passes, beside what bounds them."""
@@ -80,9 +88,10 @@ class Bench:
         print(case, engine.plan, flush=True)
         reads = engine.stats().disk_bytes_per_pass > 0
         rounds = [self._round(engine, reads) for _ in range(_DISK_ROUNDS if reads else 1)]
+        self.link_rate = max(self.link_rate, link_bytes_per_s(self._slab_bytes, self._device))
+        predictions = [self._predict(engine, each) for each in rounds]
         stats, num_slots = engine.stats(), engine.plan.num_slots
         engine.destroy()
-        self.link_rate = max(self.link_rate, link_bytes_per_s(self._slab_bytes, self._device))
         found: dict[str, object] = {
             "slots": num_slots,
             "streamed_gb": round(stats.streamed_bytes_per_pass / 1e9, 3),
@@ -92,10 +101,13 @@ class Bench:
             bounds = [self._bound_s(stats, each.disk_rate) for each in rounds]
             seconds = [getattr(each.times, f"{name}_s") for each in rounds]
             shares = [bound / taken for bound, taken in zip(bounds, seconds, strict=True)]
+            predicted = [getattr(prediction, name).seconds for prediction in predictions]
+            errors = [taken / foreseen for taken, foreseen in zip(seconds, predicted, strict=True)]
             found |= {
                 f"{name}_s": round(statistics.median(seconds), 5),
                 f"{name}_bound_s": round(statistics.median(bounds), 5),
                 f"{name}_share": round(statistics.median(shares), 4),
+                f"{name}_over_predicted": round(statistics.median(errors), 4),
             }
         stalls = {cause: round(seconds, 3) for cause, seconds in stats.stall_s.items()}
         return found | {"stall_s": stalls, "pinned_gb": round(stats.pinned_bytes / 1e9, 3)}
@@ -107,6 +119,15 @@ class Bench:
         times = time_passes(engine, args.batch, args.prompt, 2, 3)
         self.disk_rates.append(self._read())
         return Round(times, statistics.mean(self.disk_rates[-2:]))
+
+    def _predict(self, engine: zinfer.InferenceEngine, each: Round) -> Prediction:
+        """What the plan says with the ceilings of this run."""
+        args = self._args
+        disk_rate = each.disk_rate or self.disk_rates[-1]
+        rates = replace(self._rates, link_bytes_per_s=self.link_rate, disk_bytes_per_s=disk_rate, origin="this run")
+        shape, request = read_shape(engine.module.config), Request(args.batch, args.prompt, 12)
+        footprint = find_footprint(shape, engine.module.dtype, request)
+        return predict(engine.plan, find_work(model_blocks(self._folder), shape), rates, request, footprint)
 
     def _bound_s(self, stats: RunStats, disk_rate: float) -> float:
         link_s = stats.streamed_bytes_per_pass / self.link_rate

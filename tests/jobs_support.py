@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from zinfer.offload.stats import RunStats
-from zinfer.prediction import PassTime, Prediction
+from zinfer.planning.prediction import PassTime, Prediction
 
 BOS, PAD, EOS = "<s>", "<pad>", "</s>"
 CHAT_TEMPLATE = (

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from zinfer.machine import MachineLimits
-from zinfer.outline import Outline, read_outline
-from zinfer.presets import Machine
-from zinfer.rates import Rates
+from zinfer.planning.machine import MachineLimits
+from zinfer.planning.outline import Outline, read_outline
+from zinfer.planning.presets import Machine
+from zinfer.planning.rates import Rates
 
 LLAMA = {
     "model_type": "llama",

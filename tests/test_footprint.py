@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from zinfer.errors import ConfigError, PlanError
-from zinfer.footprint import Footprint, find_footprint, weight_budget
-from zinfer.model_shape import ModelShape, read_shape
-from zinfer.request import Request
+from zinfer.planning.footprint import Footprint, find_footprint, weight_budget
+from zinfer.planning.model_shape import ModelShape, read_shape
+from zinfer.planning.request import Request
 
 MOST_OVER = 3.0  # times the measured peak
 MOST_OVER_BYTES = 128 << 10  # what is held for scratch weighs more than a tiny model

@@ -60,9 +60,11 @@ def test_the_table_names_bytes_and_stalls() -> None:
         passes=7,
         blocks_by_home={"DEVICE": 1, "HOST": 2, "DISK": 3},
         stall_s={"disk": 1.25, "link": 0.0},
+        link_share=0.995,
+        disk_share=0.02,
     )
     stream = io.StringIO()
-    Console(file=stream, width=100).print(summary_table(JobSummary(9, 7, 2, 4, 50, 60, 75.0, 30.0, stats, ())))
+    Console(file=stream, width=100).print(summary_table(JobSummary(9, 7, 2, 4, 50, 60, 75.0, 30.0, 20.0, 25.0, stats, ())))
     text = stream.getvalue()
     for part in (
         "7 done, 2 failed, 4 of them before this run",
@@ -72,6 +74,8 @@ def test_the_table_names_bytes_and_stalls() -> None:
         "3,000,000,000 (3.00 GB)",
         "DEVICE 1, HOST 2, DISK 3",
         "disk 1.25 s, link 0.00 s",
+        "20.00 s / 25.00 s (1.25 x)",
+        "link 99.5%, disk 2.0%",
     ):
         assert part in re.sub(r"tokens/s\s+│\s+2\.0", "tokens/s │                                         2.0", text)
     assert human_bytes(999) == "999 B"

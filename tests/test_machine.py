@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zinfer import machine
+from zinfer.planning import machine
 from zinfer.config import Settings
-from zinfer.machine import _free_in_cgroup, find_limits
+from zinfer.planning.machine import _free_in_cgroup, find_limits
 
 
 def cgroup(folder: Path, limit: str, used: str) -> Path:

@@ -13,7 +13,7 @@ from plan_support import CONFIGS, NUM_PARAMS, write_config
 
 from zinfer.errors import CheckpointError, PlanError
 from zinfer.offload.block import Block
-from zinfer.outline import Outline, read_outline
+from zinfer.planning.outline import Outline, read_outline
 
 
 def config_alone(checkpoint: Path, folder: Path) -> Path:

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from plan_support import SMALL_LLAMA, machine_with, outline_of, rates, write_config
 
-from zinfer.advice import Advice, advise
 from zinfer.config import Offload, Settings
-from zinfer.forecast import make_forecast
 from zinfer.offload.block import Tier
-from zinfer.outline import Outline
-from zinfer.presets import Machine
-from zinfer.request import Request
+from zinfer.planning.advice import Advice, advise
+from zinfer.planning.forecast import make_forecast
+from zinfer.planning.outline import Outline
+from zinfer.planning.presets import Machine
+from zinfer.planning.request import Request
 
 ROOMY = 1_200_000_000  # for the model and the CUDA context
 TIGHT = 850_000_000  # for a few layers

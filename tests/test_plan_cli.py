@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 import zinfer
 from zinfer.cli import app
-from zinfer.presets import PRESETS
+from zinfer.planning.presets import PRESETS
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ from plan_support import CONFIGS, NUM_PARAMS, outline_of, write_config
 
 from zinfer.config import Offload, Settings
 from zinfer.errors import ConfigError, PlanError
-from zinfer.forecast import Forecast, make_forecast
 from zinfer.offload.block import Tier
-from zinfer.outline import Outline
-from zinfer.presets import PRESETS, find_preset
-from zinfer.request import Request
+from zinfer.planning.forecast import Forecast, make_forecast
+from zinfer.planning.outline import Outline
+from zinfer.planning.presets import PRESETS, find_preset
+from zinfer.planning.request import Request
 
 REQUEST = Request(batch_size=4, prompt_len=512, new_tokens=32)
 # Homes come from the memory: 48 + 204.8 GB and 141 + 409.6 GB, less the request's part.

@@ -9,14 +9,14 @@ from checkpoints import tiny_checkpoint
 from plan_support import SMALL_LLAMA, machine_with, outline_of, rates, write_config
 
 from zinfer.config import Offload, Settings
-from zinfer.footprint import Footprint
-from zinfer.forecast import make_forecast
 from zinfer.offload.block import Block, Extent, Home, SlabLayout, Tier
-from zinfer.outline import Outline, read_outline
-from zinfer.planner import Plan
-from zinfer.prediction import BlockWork, find_work, predict
-from zinfer.presets import PRESETS
-from zinfer.request import Request
+from zinfer.planning.footprint import Footprint
+from zinfer.planning.forecast import make_forecast
+from zinfer.planning.outline import Outline, read_outline
+from zinfer.planning.planner import Plan
+from zinfer.planning.prediction import BlockWork, find_work, predict
+from zinfer.planning.presets import PRESETS
+from zinfer.planning.request import Request
 
 NUM_BLOCKS = 4
 NUM_PARAMS = 1 << 20

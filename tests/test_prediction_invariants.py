@@ -11,11 +11,11 @@ from plan_support import SMALL_LLAMA, machine_with, outline_of, write_config
 
 from zinfer.config import Offload, Settings
 from zinfer.errors import PlanError
-from zinfer.forecast import Forecast, make_forecast
-from zinfer.outline import Outline
-from zinfer.presets import Machine
-from zinfer.rates import Rates
-from zinfer.request import Request
+from zinfer.planning.forecast import Forecast, make_forecast
+from zinfer.planning.outline import Outline
+from zinfer.planning.presets import Machine
+from zinfer.planning.rates import Rates
+from zinfer.planning.request import Request
 
 RESERVE_BYTES = 830_000_000  # of a device of little more than that
 LEAST_STAGING_BYTES = 20_000

@@ -16,19 +16,19 @@ from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.cut import cut_model
 from zinfer.errors import ConfigError
-from zinfer.footprint import Footprint, find_footprint
-from zinfer.forecast import beside_request
-from zinfer.machine import MachineLimits, find_limits, free_device_bytes
 from zinfer.model import build_meta_model, compute_buffers, report_device
-from zinfer.model_shape import read_shape
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, open_stream
 from zinfer.offload.trace import Trace
-from zinfer.planner import Plan, make_plan
-from zinfer.prediction import Prediction, find_work, predict
+from zinfer.planning.footprint import Footprint, find_footprint
+from zinfer.planning.forecast import beside_request
+from zinfer.planning.machine import MachineLimits, find_limits, free_device_bytes
+from zinfer.planning.model_shape import read_shape
+from zinfer.planning.planner import Plan, make_plan
+from zinfer.planning.prediction import Prediction, find_work, predict
+from zinfer.planning.rates import Rates
+from zinfer.planning.request import Request
 from zinfer.probe.rates import known_rates
-from zinfer.rates import Rates
-from zinfer.request import Request
 from zinfer.runtime import Runtime
 from zinfer.sequence_length import check_input, check_length, check_room
 from zinfer.weights import load_buffers, match_weights

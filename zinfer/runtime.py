@@ -24,8 +24,8 @@ from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream
 from zinfer.offload.streamer import Streamer
 from zinfer.offload.trace import Trace
-from zinfer.planner import Plan
-from zinfer.rates import Rates
+from zinfer.planning.planner import Plan
+from zinfer.planning.rates import Rates
 
 _MOST_NUM_THREADS: Final = 64
 

@@ -35,9 +35,7 @@ def check_room(model: nn.Module, min_out_tokens: int) -> None:
         )
 
 
-def check_input(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_out_tokens: int | None
-) -> None:
+def check_input(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_out_tokens: int | None) -> None:
     """Refuse a forward call whose longest row, with what the cache holds, exceeds a limit; as `check_length`."""
     tokens = _tokens(args, kwargs)
     if tokens is None:

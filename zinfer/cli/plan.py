@@ -13,8 +13,8 @@ from zinfer.cli.ending import EXIT_STOPPED, say, unusable_input_explained
 
 if TYPE_CHECKING:
     from zinfer.config import Settings
-    from zinfer.outline import Outline
-    from zinfer.presets import Machine
+    from zinfer.planning.outline import Outline
+    from zinfer.planning.presets import Machine
 
 
 def plan(
@@ -32,7 +32,7 @@ def plan(
     Exit codes: 0 planned, 2 unusable input or a batch that does not fit, 1 stopped by an error of the disk.
     """
     if machine == "list":
-        from zinfer.plan_table import preset_table
+        from zinfer.planning.table import preset_table
 
         Console().print(preset_table())
         return
@@ -61,12 +61,12 @@ def _print_plan(
     *,
     as_json: bool,
 ) -> None:
-    from zinfer.advice import advise
     from zinfer.config import resolve_settings
-    from zinfer.forecast import make_forecast
-    from zinfer.outline import read_outline
-    from zinfer.plan_table import plan_document, plan_table
-    from zinfer.request import Request
+    from zinfer.planning.advice import advise
+    from zinfer.planning.forecast import make_forecast
+    from zinfer.planning.outline import read_outline
+    from zinfer.planning.request import Request
+    from zinfer.planning.table import plan_document, plan_table
 
     settings, request = resolve_settings(config), Request(*lengths)
     outline = read_outline(model, settings.dtype)
@@ -84,7 +84,7 @@ def _print_plan(
 
 def _choose_machine(name: str | None, probe: Path | None, settings: "Settings", outline: "Outline") -> "Machine":
     from zinfer.errors import ConfigError
-    from zinfer.presets import find_preset, probed_machine, this_machine
+    from zinfer.planning.presets import find_preset, probed_machine, this_machine
 
     if name is not None and probe is not None:
         raise ConfigError("--machine and --probe both say how fast the machine is; remove one of the two")

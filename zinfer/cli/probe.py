@@ -46,7 +46,7 @@ def _explained() -> Iterator[None]:
 
 def _probe(path: Path, device: Device, *, as_json: bool, no_cache: bool) -> None:
     from zinfer.config import Settings
-    from zinfer.machine import choose_device
+    from zinfer.planning.machine import choose_device
     from zinfer.probe.cache import record
     from zinfer.probe.probe import probed_devices, run_probe
     from zinfer.probe.sizes import full_sizes

@@ -17,7 +17,7 @@ from zinfer.errors import JobError
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.sampling import RowSampler
 from zinfer.jobs.stopping import RowProgress, RowStops
-from zinfer.prediction import Prediction
+from zinfer.planning.prediction import Prediction
 
 
 class Engine(Protocol):

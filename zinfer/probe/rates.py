@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from zinfer.errors import ConfigError
+from zinfer.planning.rates import Rates
 from zinfer.probe.cache import recall
 from zinfer.probe.card import read_card
 from zinfer.probe.device import measure_device
@@ -19,7 +20,6 @@ from zinfer.probe.findings import Findings
 from zinfer.probe.glance import glance_at
 from zinfer.probe.memory import measure_copy
 from zinfer.probe.sizes import hurried_sizes
-from zinfer.rates import Rates
 
 _HURRIED: Final = "in a hurry; zinfer probe measures better"
 _MOST_READ_BYTES: Final = 1 << 30

@@ -18,7 +18,7 @@ from zinfer.checkpoint.json_text import JsonFault, parse_object
 from zinfer.cut import ModelBlock, cut_model
 from zinfer.errors import CheckpointError
 from zinfer.model import build_meta_model
-from zinfer.model_shape import ModelShape, read_shape
+from zinfer.planning.model_shape import ModelShape, read_shape
 from zinfer.sequence_length import max_positions
 from zinfer.weights import match_weights
 

@@ -7,12 +7,12 @@ from typing import Final
 
 from zinfer.config import Memory, Settings
 from zinfer.errors import PlanError
-from zinfer.forecast import Forecast, make_forecast
 from zinfer.offload.block import Tier
-from zinfer.outline import Outline
-from zinfer.prediction import speed
-from zinfer.presets import Machine
-from zinfer.request import Request
+from zinfer.planning.forecast import Forecast, make_forecast
+from zinfer.planning.outline import Outline
+from zinfer.planning.prediction import speed
+from zinfer.planning.presets import Machine
+from zinfer.planning.request import Request
 from zinfer.units import human_bytes
 
 _LEAST_GAIN: Final = 1.05  # less is within the prediction's own error

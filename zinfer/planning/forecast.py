@@ -4,14 +4,14 @@ from dataclasses import dataclass, replace
 
 from zinfer.config import Settings
 from zinfer.errors import ConfigError, PlanError
-from zinfer.footprint import Footprint, find_footprint, weight_budget
-from zinfer.machine import MachineLimits
 from zinfer.offload.block import Block, Tier
-from zinfer.outline import Outline
-from zinfer.planner import Plan, make_plan
-from zinfer.prediction import Prediction, find_work, predict
-from zinfer.presets import Machine
-from zinfer.request import Request
+from zinfer.planning.footprint import Footprint, find_footprint, weight_budget
+from zinfer.planning.machine import MachineLimits
+from zinfer.planning.outline import Outline
+from zinfer.planning.planner import Plan, make_plan
+from zinfer.planning.prediction import Prediction, find_work, predict
+from zinfer.planning.presets import Machine
+from zinfer.planning.request import Request
 from zinfer.units import human_bytes
 
 

@@ -13,9 +13,9 @@ from typing import Final
 
 from zinfer.config import Settings
 from zinfer.errors import PlanError
-from zinfer.host_side import HostSide, choose_host_side, most_ring_bytes, spread
-from zinfer.machine import MachineLimits
 from zinfer.offload.block import Block, Home, Tier
+from zinfer.planning.host_side import HostSide, choose_host_side, most_ring_bytes, spread
+from zinfer.planning.machine import MachineLimits
 from zinfer.units import human_bytes
 
 _DEFAULT_NUM_SLOTS: Final = 2

@@ -16,12 +16,12 @@ from typing import Final
 from torch import nn
 
 from zinfer.cut import ModelBlock
-from zinfer.footprint import Footprint
-from zinfer.model_shape import ModelShape
 from zinfer.offload.block import Block, Home, Tier
-from zinfer.planner import Plan
-from zinfer.rates import Rates
-from zinfer.request import Request
+from zinfer.planning.footprint import Footprint
+from zinfer.planning.model_shape import ModelShape
+from zinfer.planning.planner import Plan
+from zinfer.planning.rates import Rates
+from zinfer.planning.request import Request
 
 _FLOPS_PER_PARAMETER: Final = 2  # a product and a sum
 # transformers' DynamicCache is read and written whole when a token is appended, then read by the attention.

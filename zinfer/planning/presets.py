@@ -9,10 +9,10 @@ import torch
 
 from zinfer.config import Settings
 from zinfer.errors import ConfigError
-from zinfer.machine import MachineLimits, find_limits, free_device_bytes
-from zinfer.rates import Rates
+from zinfer.planning.machine import MachineLimits, find_limits, free_device_bytes
+from zinfer.planning.rates import Rates
 
-_HOST_SHARE: Final = 0.8  # as `zinfer.machine` lends: the rest is the host's own
+_HOST_SHARE: Final = 0.8  # as `zinfer.planning.machine` lends: the rest is the host's own
 # What an H200 was measured to reach of its published 989 TFLOP/s (dense bf16) and 4.8 TB/s; taken for other cards too.
 _MATRIX_SHARE: Final = 0.8
 _DEVICE_MEMORY_SHARE: Final = 0.85

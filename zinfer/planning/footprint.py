@@ -10,8 +10,8 @@ from typing import Final
 import torch
 
 from zinfer.errors import PlanError
-from zinfer.model_shape import Experts, ModelShape
-from zinfer.request import Request
+from zinfer.planning.model_shape import Experts, ModelShape
+from zinfer.planning.request import Request
 from zinfer.units import human_bytes
 
 # Allowances, not measurements: one for the CUDA context, loaded kernels and cuBLAS workspaces, one for the allocator,

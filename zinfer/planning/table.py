@@ -4,12 +4,12 @@ from typing import Any
 
 from rich.table import Table
 
-from zinfer.advice import Advice
-from zinfer.forecast import Forecast
 from zinfer.offload.block import Tier
-from zinfer.outline import Outline
-from zinfer.prediction import PassTime, speed
-from zinfer.presets import PRESETS, Machine
+from zinfer.planning.advice import Advice
+from zinfer.planning.forecast import Forecast
+from zinfer.planning.outline import Outline
+from zinfer.planning.prediction import PassTime, speed
+from zinfer.planning.presets import PRESETS, Machine
 from zinfer.units import human_bytes
 
 
