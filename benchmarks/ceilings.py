@@ -15,7 +15,7 @@ from zinfer.nvme.reader import Reader
 from zinfer.offload.host_memory import HostBuffer
 
 # (bytes of a request, requests under way): the best of a wide sweep lie among these.
-DISK_SETTINGS = ((1 << 20, 16), (1 << 20, 32), (4 << 20, 8), (4 << 20, 16), (4 << 20, 32), (16 << 20, 8))
+DISK_SETTINGS = ((1 << 20, 32), (4 << 20, 16), (4 << 20, 32))
 _RANGE_BYTES = 16 << 20
 _NUM_RANGES = 16
 
@@ -55,8 +55,7 @@ def link_bytes_per_s(nbytes: int, device: torch.device, repeats: int = 5) -> flo
 def read_bytes_per_s(files: Sequence[Path], setting: tuple[int, int], most_bytes: int | None = None) -> float:
     """Read whole files directly, one after the other, with nothing else to do: what a pass from disk is a share of."""
     block_bytes, num_threads = setting
-    buffer = HostBuffer(_RANGE_BYTES * _NUM_RANGES)
-    buffer.touch()
+    buffer = HostBuffer(_RANGE_BYTES * _NUM_RANGES, pin=torch.cuda.is_available())
     under_way: deque[Future[None]] = deque()
     nbytes = 0
     with closing(Reader(num_threads=num_threads, block_bytes=block_bytes)) as reader:
@@ -69,7 +68,9 @@ def read_bytes_per_s(files: Sequence[Path], setting: tuple[int, int], most_bytes
             nbytes += size
         for read in under_way:
             read.result()
-        return nbytes / (time.perf_counter() - begin_s)
+        rate = nbytes / (time.perf_counter() - begin_s)
+    buffer.close()
+    return rate
 
 
 def best_disk_setting(files: Sequence[Path], most_bytes: int = 4 << 30) -> tuple[int, int]:

@@ -33,9 +33,9 @@ class PassTimes:
 
 
 def time_passes(
-    engine: zinfer.InferenceEngine, batch: int, prompt: int, num_prefills: int, num_decodes: int
+    engine: zinfer.InferenceEngine, batch: int, prompt: int, num_prefills: int, num_decodes: int, *, warm: bool = False
 ) -> PassTimes:
-    """Time passes of ``batch`` sequences with ``prompt`` tokens, after a warm-up of the same shapes.
+    """Time passes of ``batch`` sequences with ``prompt`` tokens, after a warm-up of the same shapes unless ``warm``.
 
     A decode pass is the time between two tokens. Prefills run back to back, each measured from the end of the last, so
     that what was fetched ahead of one is paid by the one before.
@@ -49,7 +49,8 @@ def time_passes(
         engine.generate(**options, max_new_tokens=num_new, min_new_tokens=num_new, stopping_criteria=criteria)
         return stamps.times_s
 
-    run(2)
+    if not warm:
+        run(2)
     ends = [run(1)[0] for _ in range(num_prefills + 1)]
     tokens = run(num_decodes + 2)[1:]
     return PassTimes(_median_step(ends), _median_step(tokens))

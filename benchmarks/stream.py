@@ -36,7 +36,7 @@ from zinfer.planning.request import Request
 from zinfer.probe.rates import known_rates
 
 _GATE_LAYERS = 5
-_DISK_ROUNDS = 3
+_DISK_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Bench:
         engine = zinfer.init_inference(self._folder, config_for(self._folder, case, args.slots))
         print(case, engine.plan, flush=True)
         reads = engine.stats().disk_bytes_per_pass > 0
-        rounds = [self._round(engine, reads) for _ in range(_DISK_ROUNDS if reads else 1)]
+        rounds = [self._round(engine, reads, warm=number > 0) for number in range(_DISK_ROUNDS if reads else 1)]
         self.link_rate = max(self.link_rate, link_bytes_per_s(self._slab_bytes, self._device))
         predictions = [self._predict(engine, each) for each in rounds]
         stats, num_slots = engine.stats(), engine.plan.num_slots
@@ -112,11 +112,12 @@ class Bench:
         stalls = {cause: round(seconds, 3) for cause, seconds in stats.stall_s.items()}
         return found | {"stall_s": stalls, "pinned_gb": round(stats.pinned_bytes / 1e9, 3)}
 
-    def _round(self, engine: zinfer.InferenceEngine, reads: bool) -> Round:
+    def _round(self, engine: zinfer.InferenceEngine, reads: bool, *, warm: bool) -> Round:
         args = self._args
         if not reads:
-            return Round(time_passes(engine, args.batch, args.prompt, 5, 12), 0.0)
-        times = time_passes(engine, args.batch, args.prompt, 2, 3)
+            return Round(time_passes(engine, args.batch, args.prompt, 5, 12, warm=warm), 0.0)
+        self.disk_rates.append(self._read())
+        times = time_passes(engine, args.batch, args.prompt, 1, 2, warm=warm)
         self.disk_rates.append(self._read())
         return Round(times, statistics.mean(self.disk_rates[-2:]))
 

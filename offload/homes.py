@@ -105,8 +105,8 @@ class Homes:
         # As planned, also where a registration is refused: there is no staging slot then, and torch copies by itself.
         part_bytes = self._lanes[Tier.HOST].slot_bytes if self._stream.needs_pinned and not home.pinned else None
         self.sources[block.index] = HostSource(block, slab, part_bytes)
-        slab.touch()
         self._fill(block, Target(slab.tensor, HostStream()), Tier.HOST)
+        slab.touch()  # ahead of the bytes, which come from the disk more slowly
         if home.pinned:
             slab.pin()
 
