@@ -8,6 +8,10 @@ import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
+
+# Of the year 9999; the times of a damaged inode may lie beyond what a date can say.
+_CALENDAR_END_NS: Final = 253_402_300_800 * 10**9
 
 
 @dataclass(frozen=True)
@@ -43,4 +47,6 @@ class FileIdentity:
 
 
 def _moment(time_ns: int) -> str:
+    if not 0 <= time_ns < _CALENDAR_END_NS:
+        return f"{time_ns / 1e9:.3f} s after 1970"
     return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(timespec="milliseconds")

@@ -9,12 +9,14 @@ import errno
 import importlib
 import logging
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 from zinfer.nvme.backend import Backend, Buffer, DeviceBuffer, OpenFile
+from zinfer.nvme.pool import Pool
 from zinfer.nvme.threads import ThreadsBackend, ThreadsFile
 
 log = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ class GdsBackend(Backend):
         self._kvikio = _load_kvikio()
         self._kvikio.defaults.set({"num_threads": num_threads})
         self._host = ThreadsBackend(num_threads=num_threads, direct=direct)
-        self._waiters = ThreadPoolExecutor(num_threads, thread_name_prefix="zinfer-gds")
+        self._waiters = Pool(num_threads, "zinfer-gds")
 
     def open(self, path: Path) -> "GdsFile":
         host = self._host.open(path)
@@ -57,14 +59,14 @@ class GdsBackend(Backend):
             raise _disk_error(error) from error
 
     def close(self) -> None:
-        self._waiters.shutdown(wait=True, cancel_futures=True)
+        self._waiters.close()
         self._host.close()
 
 
 class GdsFile(OpenFile):
     """A file open twice: for reads into host memory and, registered with cuFile, into device memory."""
 
-    def __init__(self, host: ThreadsFile, cufile: Any, waiters: ThreadPoolExecutor) -> None:
+    def __init__(self, host: ThreadsFile, cufile: Any, waiters: Pool) -> None:
         self.path = host.path
         self._host = host
         self._cufile = cufile
@@ -77,7 +79,7 @@ class GdsFile(OpenFile):
     def start(self, buffer: Buffer, offset: int) -> "Future[int]":
         if isinstance(buffer, memoryview):
             return self._host.start(buffer, offset)
-        return self._waiters.submit(self._fill, buffer, offset)
+        return self._waiters.submit(partial(self._fill, buffer, offset))
 
     def close(self) -> None:
         self._cufile.close()

@@ -227,8 +227,11 @@ class _Request:
             self._left -= 1
             if self._left:
                 return
-        if self._failure is None or isinstance(self._failure, DiskReadError):
-            self._failure = self.source.change(self._offset) or self._failure
+        try:
+            if self._failure is None or isinstance(self._failure, DiskReadError):
+                self._failure = self.source.change(self._offset) or self._failure
+        except BaseException as failure:  # whatever it is: a request that never ends hangs its waiter
+            self._failure = failure
         _end(self.future, self._failure)
 
 

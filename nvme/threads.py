@@ -4,12 +4,14 @@ import errno
 import logging
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from zinfer.nvme.aligned import ALIGNMENT_BYTES
 from zinfer.nvme.backend import Backend, Buffer, OpenFile
+from zinfer.nvme.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ class ThreadsBackend(Backend):
             raise ValueError(f"num_threads must be at least 1, not {num_threads}")
         self.num_threads = num_threads
         self._direct = direct
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="zinfer-read")
+        self._pool = Pool(num_threads, "zinfer-read")
         self._lock = threading.Lock()
         self._refusal_said = False
 
@@ -49,7 +51,7 @@ class ThreadsBackend(Backend):
 
     def submit(self, file: "ThreadsFile", buffer: memoryview, offset: int) -> "Future[int]":
         """Have a thread of the pool fill the buffer."""
-        return self._pool.submit(file.fill, buffer, offset)
+        return self._pool.submit(partial(file.fill, buffer, offset))
 
     def say_refused(self, path: Path) -> None:
         """Warn, the first time that direct I/O is refused."""
@@ -61,7 +63,7 @@ class ThreadsBackend(Backend):
         log.warning("%s: the file system refuses direct I/O; reading through the page cache instead; %s", path, remedy)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
 
 
 class ThreadsFile(OpenFile):

@@ -1,5 +1,6 @@
 """Fills and owns the slabs that have a home: resident ones on the device, host ones in memory of exact size."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,7 +13,9 @@ from zinfer.offload.lane import Lane
 from zinfer.offload.move import Move, Target
 from zinfer.offload.slots import Slot
 from zinfer.offload.source import DiskSource, HostSource, Source
-from zinfer.offload.stream import HostStream
+from zinfer.offload.stream import CopyStream, HostStream
+
+log = logging.getLogger(__name__)
 
 TakeTensors = Callable[[Block], Mapping[str, torch.Tensor]]
 """Hands over the tensors of a block that came in memory, by name; the giver keeps no reference to them."""
@@ -66,7 +69,9 @@ class Homes:
             self.load_s = time.perf_counter() - begin_s
         except BaseException:
             for lane in lanes.values():
-                lane.close()  # nothing writes into the slabs any more
+                lane.close()
+            for lane in lanes.values():
+                _drain(lane.stream)  # copies under way write into the slabs, and read staging
             self.close()
             raise
 
@@ -139,3 +144,11 @@ class Homes:
         failure = move.failure()
         if failure is not None:
             raise failure
+
+
+def _drain(stream: CopyStream) -> None:
+    """Wait for a stream's copies on the way out of a failure, which a failing device must not hide."""
+    try:
+        stream.mark().synchronize()
+    except RuntimeError as error:
+        log.warning("the device failed while the copies of a failed load were waited for: %s", error)

@@ -61,7 +61,7 @@ class HostBuffer:
             nbytes = min(share, self.nbytes - begin)
             if _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE):
                 why = os.strerror(ctypes.get_errno())
-                _say_once(f"MADV_POPULATE_WRITE: {why}; loading is slower, Linux 5.14 or newer has it")
+                _say_once(f"MADV_POPULATE_WRITE: {why}; pages are given one by one instead (Linux has it since 5.14)")
 
         with ThreadPoolExecutor(num_threads, thread_name_prefix="zinfer-touch") as pool:
             for _ in pool.map(populate, range(0, self.nbytes, share)):

@@ -57,12 +57,15 @@ class Lane:
         self.bytes_moved = 0
         self._moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
         self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=work, name=f"zinfer-{name}-{role}", daemon=True)
-            for role, work in (("load", self._load_moves), ("send", self._send_parts))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for role, work in (("load", self._load_moves), ("send", self._send_parts)):
+                thread = threading.Thread(target=work, name=f"zinfer-{name}-{role}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:  # the system gives no more threads
+            self.close()
+            raise
 
     @property
     def slot_bytes(self) -> int:
@@ -117,10 +120,17 @@ class Lane:
                 if failure is not None:
                     part.move.fail(failure)
             part.move.loaded_at_s = time.perf_counter()
-            if self._trace is not None and part.staging is not None:
-                self._trace.add(self._name, part.move.name, max(part.begun_at_s, last_loaded_s), part.move.loaded_at_s)
+            self._note_load(part, last_loaded_s)
             last_loaded_s = part.move.loaded_at_s
             self._send(part)
+
+    def _note_load(self, part: _Part, last_loaded_s: float) -> None:
+        """Put a load into the trace, from where the one before it ended: a lane's reads overlap."""
+        try:
+            if self._trace is not None and part.staging is not None:
+                self._trace.add(self._name, part.move.name, max(part.begun_at_s, last_loaded_s), part.move.loaded_at_s)
+        except BaseException as failure:  # as above
+            part.move.fail(failure)
 
     def _send(self, part: _Part) -> None:
         move, stream, number = part.move, part.move.target.stream, part.number

@@ -96,6 +96,7 @@ class HostStream(CopyStream):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
             # Not `copy_`: its pool of threads would spin beside those that read and compute.
+            assert target.nbytes == source.nbytes
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         else:
             target.copy_(source)

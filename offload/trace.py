@@ -5,11 +5,11 @@ chrome://tracing and ui.perfetto.dev open it.
 """
 
 import json
-import os
 import threading
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from zinfer.nvme.whole_file import replace_file
 from zinfer.offload.stream import Event
 
 LANES: Final = ("disk", "host", "host to device", "compute", "device to host")
@@ -57,21 +57,13 @@ class Trace:
             return sorted(self._slices, key=lambda slice: slice.begin_s)
 
     def write(self, path: Path) -> None:
-        """Write the trace: a temporary file beside it, synced and renamed.
+        """Write the trace as a whole.
 
         Raises:
-            OSError: the folder is missing or not writable.
+            OSError: the folder is missing, full or not writable; it names the file.
         """
         document = {"traceEvents": _events(self.slices()), "otherData": {"dropped": self.num_dropped}}
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("w") as file:
-                json.dump(document, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(path, json.dumps(document))
 
     def _keep(self, slice: Slice) -> None:
         if len(self._slices) < _MOST_SLICES:

@@ -64,7 +64,8 @@ def test_the_table_names_bytes_and_stalls() -> None:
         disk_share=0.02,
     )
     stream = io.StringIO()
-    Console(file=stream, width=100).print(summary_table(JobSummary(9, 7, 2, 4, 50, 60, 75.0, 30.0, 20.0, 25.0, stats, ())))
+    summary = JobSummary(9, 7, 2, 4, 50, 60, 75.0, 30.0, 20.0, 25.0, stats, ())
+    Console(file=stream, width=100).print(summary_table(summary))
     text = stream.getvalue()
     for part in (
         "7 done, 2 failed, 4 of them before this run",

@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zinfer.planning import machine
 from zinfer.config import Settings
+from zinfer.planning import machine
 from zinfer.planning.machine import _free_in_cgroup, find_limits
 
 

@@ -4,15 +4,14 @@ Memory budgets are no part of it: results are bit-equal whatever they are, so a 
 """
 
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 from zinfer.errors import JobError
+from zinfer.nvme.whole_file import replace_file
 
 KIND = "zinfer batch job"
 VERSION = 1
@@ -89,28 +88,10 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         JobError: it cannot be written; nothing is left behind.
     """
     content: dict[str, Any] = {"kind": KIND, "version": VERSION, **asdict(manifest)}
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
+        replace_file(path, json.dumps(content, indent=2) + "\n")
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise JobError(
             f"manifest {path} cannot be written: {error.strerror} (errno {error.errno}); "
             "make room or give an --output elsewhere"
         ) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes new names in a folder outlive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

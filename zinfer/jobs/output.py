@@ -18,7 +18,8 @@ from typing import Any, Self
 from zinfer.errors import JobError
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import RowIndex
-from zinfer.jobs.manifest import Manifest, manifest_path, read_manifest, sync_folder, write_manifest
+from zinfer.jobs.manifest import Manifest, manifest_path, read_manifest, write_manifest
+from zinfer.nvme.whole_file import sync_folder
 
 
 class RowState(IntEnum):

@@ -2,10 +2,10 @@
 
 import logging
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from zinfer.errors import ConfigError
+from zinfer.nvme.whole_file import replace_file
 from zinfer.probe.card import MachineCard
 from zinfer.probe.findings import Findings, parse_findings
 
@@ -42,21 +42,7 @@ def record(findings: Findings) -> None:
     path = cache_path(findings.card)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, whole.to_json())
+        replace_file(path, whole.to_json() + "\n")
     except OSError as error:
         reason = "the findings are not kept; set XDG_CACHE_HOME to a folder that can be written to"
         log.warning("%s: %s; %s", path, error.strerror, reason)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Whoever reads the file finds the old one or the whole new one, after a crash too."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()

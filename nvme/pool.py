@@ -1,0 +1,79 @@
+"""A fixed number of threads that run calls: all are there before the first call, so none can fail to come later."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Pool:
+    """Threads that take calls from one queue, in order.
+
+    Unlike `concurrent.futures.ThreadPoolExecutor` it starts its threads at once: that one may accept a call, fail to
+    start a thread for it, report that failure, and run the call later all the same.
+
+    Raises:
+        RuntimeError: the system gives no more threads; those that it gave have ended.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(num_threads):
+                thread = threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, call: Callable[[], Result]) -> "Future[Result]":
+        """Have a thread make the call; the future has what it returns or raises, and is cancelled if none comes to it.
+
+        Raises:
+            RuntimeError: the pool is closed.
+        """
+        future: Future[Result] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the pool is closed")
+            self._calls.put((future, call))
+        return future
+
+    def close(self) -> None:
+        """Cancel what has not begun, wait for what has, end the threads; may be called again."""
+        with self._lock:
+            self._is_closed = True
+        waiting: list[Future[Any]] = []
+        while not self._calls.empty():
+            try:
+                item = self._calls.get_nowait()
+            except queue.Empty:  # a thread was faster
+                break
+            if item is not None:
+                waiting.append(item[0])
+        for _ in self._threads:
+            self._calls.put(None)
+        for future in waiting:
+            future.cancel()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as failure:  # whoever waits for the future gets it
+                    future.set_exception(failure)
+                else:
+                    future.set_result(result)
+            del item, future, call  # they would keep their buffers alive while the thread waits
