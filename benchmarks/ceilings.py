@@ -90,11 +90,14 @@ def _ranges(files: Sequence[Path], most_bytes: int | None) -> list[tuple[Path, i
     return ranges if most_bytes is None else ranges[: max(1, most_bytes // _RANGE_BYTES)]
 
 
-def pin_bytes_per_s(nbytes: int) -> float:
-    """Touch and register one buffer after the other, as loading does, with nothing else to do."""
+def pin_bytes_per_s(sizes: Sequence[int]) -> float:
+    """Touch and register one buffer after the other, as loading does, with nothing else to do.
+
+    As many bytes as are loaded: the first gigabytes come faster than those that a hypervisor has to find.
+    """
     buffers: list[HostBuffer] = []
     begin_s = time.perf_counter()
-    for _ in range(4):
+    for nbytes in sizes:
         buffers.append(HostBuffer(nbytes))
         buffers[-1].touch()
         buffers[-1].pin()

@@ -16,6 +16,7 @@ import json
 import shutil
 import statistics
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,8 +25,8 @@ from card import machine_card
 from ceilings import best_disk_setting, link_bytes_per_s, read_bytes_per_s
 from homes import CASES, blocks_of, config_for, model_blocks
 from opt_model import drop_page_cache, save_random_opt
+from overhead import measure_overhead
 from passes import PassTimes, time_passes
-from transformers import OPTConfig, OPTForCausalLM
 
 import zinfer
 from zinfer.offload.stats import RunStats
@@ -116,8 +117,10 @@ class Bench:
         args = self._args
         if not reads:
             return Round(time_passes(engine, args.batch, args.prompt, 5, 12, warm=warm), 0.0)
+        _rest(engine)
         self.disk_rates.append(self._read())
         times = time_passes(engine, args.batch, args.prompt, 1, 2, warm=warm)
+        _rest(engine)
         self.disk_rates.append(self._read())
         return Round(times, statistics.mean(self.disk_rates[-2:]))
 
@@ -140,26 +143,12 @@ class Bench:
         return rate
 
 
-def measure_overhead(folder: Path) -> dict[str, object]:
-    """Host seconds per block: what a pass of many tiny layers takes longer streamed than resident."""
-    layers = 48
-    config = OPTConfig(
-        hidden_size=64, ffn_dim=64, num_hidden_layers=layers, num_attention_heads=1, word_embed_proj_dim=64
-    )
-    OPTForCausalLM(config).half().save_pretrained(folder)
-    seconds: dict[str, list[float]] = {"resident-100": [], "host": []}
-    for _ in range(3):  # by turns: the first engine of a process is always slower
-        for case, taken in seconds.items():
-            engine = zinfer.init_inference(folder, config_for(folder, case))
-            taken.append(time_passes(engine, 1, 8, 5, 60).decode_s)
-            engine.destroy()
-    shutil.rmtree(folder)
-    resident_s, streamed_s = (min(taken) for taken in seconds.values())
-    return {
-        "resident_pass_s": round(resident_s, 6),
-        "streamed_pass_s": round(streamed_s, 6),
-        "host_us_per_block": round((streamed_s - resident_s) / layers * 1e6, 1),
-    }
+def _rest(engine: zinfer.InferenceEngine) -> None:
+    """Wait until the engine has fetched what it fetches ahead: it would share the disk with who reads next."""
+    read_bytes = -1
+    while engine.stats().bytes_read_disk != read_bytes:
+        read_bytes = engine.stats().bytes_read_disk
+        time.sleep(0.3)
 
 
 def parse_args() -> argparse.Namespace:

@@ -56,7 +56,7 @@ class Lane:
         self._closing = False
         self.bytes_moved = 0
         self._moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
-        self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
+        self._parts: queue.SimpleQueue[_Part | Move | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         try:
             for role, work in (("load", self._load_moves), ("send", self._send_parts)):
@@ -74,7 +74,10 @@ class Lane:
 
     def submit(self, move: Move) -> None:
         """Have the move run; returns at once. A failure is the move's own, the lane goes on."""
-        self._moves.put(move)
+        if move.source.staged:
+            self._moves.put(move)
+        else:  # there is nothing to load
+            self._parts.put(move)
 
     def close(self) -> None:
         """Give up what has not begun, wait for what has, end the threads. May be called again."""
@@ -93,18 +96,15 @@ class Lane:
 
     def _load_parts(self, move: Move) -> None:
         for number in range(move.source.num_parts):
-            if self._closing:
-                move.fail(LaneClosed(f"the {self._name} lane was closed while {move.name} was on its way"))
-            if move.has_failed:
+            if self._gives_up(move):
                 return
             staging: StagingSlot | None = None
             loading: Sequence[Future[None]] = ()
             begun_at_s = time.perf_counter()
             try:
-                if move.source.staged:
-                    staging = self._staging.take()
-                    begun_at_s = time.perf_counter()
-                    loading = move.source.load(number, staging.memory)
+                staging = self._staging.take()
+                begun_at_s = time.perf_counter()
+                loading = move.source.load(number, staging.memory)
             except BaseException as failure:  # whoever waits for the move gets it
                 move.fail(failure)
             self._parts.put(_Part(move, number, staging, loading, begun_at_s))
@@ -112,6 +112,9 @@ class Lane:
     def _send_parts(self) -> None:
         last_loaded_s = 0.0
         while (part := self._parts.get()) is not None:
+            if isinstance(part, Move):
+                self._send_unstaged(part)
+                continue
             if part.number is None:
                 self._finish(part.move)
                 continue
@@ -123,6 +126,19 @@ class Lane:
             self._note_load(part, last_loaded_s)
             last_loaded_s = part.move.loaded_at_s
             self._send(part)
+
+    def _send_unstaged(self, move: Move) -> None:
+        if move.claim():
+            for number in range(move.source.num_parts):
+                if not self._gives_up(move):
+                    self._send(_Part(move, number))
+            self._finish(move)
+
+    def _gives_up(self, move: Move) -> bool:
+        """Whether no more of the move need be carried."""
+        if self._closing:
+            move.fail(LaneClosed(f"the {self._name} lane was closed while {move.name} was on its way"))
+        return move.has_failed
 
     def _note_load(self, part: _Part, last_loaded_s: float) -> None:
         """Put a load into the trace, from where the one before it ended: a lane's reads overlap."""

@@ -15,8 +15,8 @@ registered until it has arrived. `settle` finds such slots and frees them.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +30,7 @@ from zinfer.offload.stream import Event
 from zinfer.offload.trace import Trace
 
 
-@dataclass(frozen=True)
-class _Use:
+class _Use(NamedTuple):
     """A block that is moving into a slot, or in it; ``begin`` is where the compute that uses it begins."""
 
     block: Block
@@ -136,6 +135,10 @@ class Streamer:
         """The blocks in use, between `wait` and `release`."""
         return [use.block for use in self._held.values()]
 
+    def holds(self, block: Block) -> bool:
+        """Whether the block is in use."""
+        return block.index in self._held
+
     @property
     def bytes_moved(self) -> int:
         """Bytes copied into device slots so far, guesses that nobody used included."""
@@ -163,15 +166,19 @@ class Streamer:
     def _look_ahead(self) -> None:
         if self._synchronous:
             return
-        for index in self._expected():
-            if index in self._moving or index in self._held:
-                continue
-            if not self._slots.num_free:
-                self._full_since_s = self._full_since_s or time.perf_counter()
+        if self._slots.num_free:
+            for index in self._expected():
+                if index in self._moving or index in self._held:
+                    continue
+                if not self._slots.num_free:
+                    break
+                self._note_idleness()
+                self.prefetch(self._blocks[index])
+            else:  # all that is expected is there or on its way
+                self._full_since_s = None
                 return
-            self._note_idleness()
-            self.prefetch(self._blocks[index])
-        self._full_since_s = None
+        if self._full_since_s is None:
+            self._full_since_s = time.perf_counter()
 
     def _expected(self) -> list[int]:
         """The next uses, in the order in which they get slots.

@@ -39,13 +39,18 @@ class StreamingHooks:
         self._blocks = blocks
         self._streamer = streamer
         self._absent = [absent_tensors(block) for block in blocks]
+        # Looked up twice for every block of a pass: the dicts that hold the parameters, without the way to them.
+        self._places = [
+            [(binding.module._parameters, binding.leaf, binding.tensor) for binding in block.bindings]
+            for block in blocks
+        ]
         self._handles: list[RemovableHandle] = []
         self._in_pass = False
         self.passes = 0
         model.forward = self._one_pass(model.forward)
         for block in blocks:
             if block.block.index in resident:
-                _bind(block, resident[block.block.index])
+                self._bind(block, resident[block.block.index])
             else:
                 self._unbind(block)
                 for site in block.sites:
@@ -90,7 +95,7 @@ class StreamingHooks:
         assert streamer is not None, f"block {block.block.name} is not resident and nothing streams it"
 
         def bring(site: nn.Module, args: object) -> None:
-            _bind(block, streamer.wait(block.block))
+            self._bind(block, streamer.wait(block.block))
 
         return bring
 
@@ -99,14 +104,18 @@ class StreamingHooks:
         assert streamer is not None
 
         def let_go(site: nn.Module, args: object, output: object) -> None:
-            if block.block in streamer.held():  # a wait that failed runs this hook too
+            if streamer.holds(block.block):  # a wait that failed runs this hook too
                 self._unbind(block)
                 streamer.release(block.block)
 
         return let_go
 
     def _unbind(self, block: ModelBlock) -> None:
-        _bind(block, self._absent[block.block.index])
+        self._bind(block, self._absent[block.block.index])
+
+    def _bind(self, block: ModelBlock, tensors: Mapping[str, nn.Parameter]) -> None:
+        for parameters, leaf, tensor in self._places[block.block.index]:
+            parameters[leaf] = tensors[tensor]
 
 
 def absent_tensors(block: ModelBlock) -> dict[str, AbsentParameter]:
@@ -117,8 +126,3 @@ def absent_tensors(block: ModelBlock) -> dict[str, AbsentParameter]:
         assert parameter is not None
         absent[binding.tensor] = AbsentParameter.like(parameter)
     return absent
-
-
-def _bind(block: ModelBlock, tensors: Mapping[str, nn.Parameter]) -> None:
-    for binding in block.bindings:
-        binding.module._parameters[binding.leaf] = tensors[binding.tensor]
