@@ -1,9 +1,8 @@
 """The ceilings that a streaming figure is a share of, measured beside it."""
 
-import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
@@ -13,28 +12,12 @@ import torch
 from zinfer.nvme.aligned import align_up
 from zinfer.nvme.reader import Reader
 from zinfer.offload.host_memory import HostBuffer
+from zinfer.probe.clock import median_seconds
 
 # (bytes of a request, requests under way): the best of a wide sweep lie among these.
 DISK_SETTINGS = ((1 << 20, 32), (4 << 20, 16), (4 << 20, 32))
 _RANGE_BYTES = 16 << 20
 _NUM_RANGES = 16
-
-
-def median_s(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of one call, the median of several, with the device idle before and after each."""
-    seconds = []
-    for _ in range(repeats):
-        synchronize(device)
-        begin_s = time.perf_counter()
-        work()
-        synchronize(device)
-        seconds.append(time.perf_counter() - begin_s)
-    return statistics.median(seconds)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def link_bytes_per_s(nbytes: int, device: torch.device, repeats: int = 5) -> float:
@@ -46,8 +29,7 @@ def link_bytes_per_s(nbytes: int, device: torch.device, repeats: int = 5) -> flo
         for count in range(8):
             targets[count % 2].copy_(host.tensor, non_blocking=True)
 
-    copy()
-    seconds = median_s(copy, device, repeats)
+    seconds = median_seconds(copy, [device], repeats=repeats)
     host.close()
     return 8 * host.nbytes / seconds
 

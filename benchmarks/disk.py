@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from card import machine_card
+from result import publish
 
 from zinfer.nvme.reader import Reader
 from zinfer.nvme.tune import DiskRate, aio_section, best, sweep_reads, sweep_writes
@@ -121,11 +121,7 @@ def main() -> None:
         check_bytes(path, write_random(path, num_requests))
         figures = measure(path, args.seconds)
     work = {"benchmark": "disk", "gb": round(num_requests * REQUEST_BYTES / 1e9, 3), "seconds": args.seconds}
-    line = json.dumps(work | figures | {"card": machine_card()})
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(line + "\n")
-    print(line)
+    publish(work | figures, args.out)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 import torch
-from card import machine_card
 from ceilings import best_disk_setting, pin_bytes_per_s, read_bytes_per_s
 from homes import blocks_of, config_for
 from opt_model import drop_page_cache, save_random_opt
+from result import publish
 
 import zinfer
 
@@ -91,11 +91,7 @@ def main() -> None:
         "pin_gb_per_s": round(statistics.median(pin_rates or [0.0]) / 1e9, 3),
     }
     work = {"benchmark": "load", "layers": args.layers, "hidden": args.hidden}
-    line = json.dumps(work | rates | {"cases": found, "card": machine_card()})
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(line + "\n")
-    print(line)
+    publish(work | rates | {"cases": found}, args.out)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from card import machine_card
 from ceilings import best_disk_setting, link_bytes_per_s, read_bytes_per_s
 from homes import blocks_of
 from opt_model import drop_page_cache, random_opt, save_random_opt
 from peer_process import run_limited
 from peer_systems import SYSTEMS, System, Tier, chosen_systems
 from peer_worker import Work, greedy_options, layer_bytes
+from result import publish
 from transformers import OPTForCausalLM
 
 _SMALL_LAYERS: Final = 4
@@ -181,11 +181,7 @@ def main() -> None:
     }
     rates = {"link_gb_per_s": round(ceilings["host"] / 1e9, 3), "disk_gb_per_s": round(ceilings["disk"] / 1e9, 3)}
     versions = {package: importlib.metadata.version(package) for package in packages}
-    line = json.dumps(work | rates | {"systems": rows, "card": machine_card() | versions})
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(line + "\n")
-    print(line)
+    publish(work | rates | {"systems": rows}, args.out, versions)
 
 
 if __name__ == "__main__":

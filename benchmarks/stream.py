@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from card import machine_card
 from ceilings import best_disk_setting, link_bytes_per_s, read_bytes_per_s
 from homes import CASES, blocks_of, config_for, model_blocks
 from opt_model import drop_page_cache, save_random_opt
 from overhead import measure_overhead
 from passes import PassTimes, time_passes
+from result import publish
 
 import zinfer
 from zinfer.offload.stats import RunStats
@@ -181,11 +181,7 @@ def main() -> None:
     rates = {"link_gb_per_s": bench.link_rate / 1e9, "disk_gb_per_s": statistics.median(bench.disk_rates) / 1e9}
     ceilings = {name: round(rate, 3) for name, rate in rates.items()}
     work = {"benchmark": "stream", **shape, "dtype": str(dtype).removeprefix("torch.")}
-    line = json.dumps(work | ceilings | {"cases": found, "card": machine_card()})
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(line + "\n")
-    print(line)
+    publish(work | ceilings | {"cases": found}, args.out)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,17 @@ def unusable_input_explained() -> Iterator[None]:
         raise typer.Exit(EXIT_UNUSABLE) from None
 
 
+@contextmanager
+def failing_disk_explained() -> Iterator[None]:
+    """As `unusable_input_explained`, for commands that read or write: an error of the system is exit code 1."""
+    try:
+        with unusable_input_explained():
+            yield
+    except OSError as error:
+        say(f"error: {error}")
+        raise typer.Exit(EXIT_STOPPED) from None
+
+
 def say(text: str) -> None:
     """A message of the program itself, on stderr."""
     print(f"zinfer: {text}", file=sys.stderr)

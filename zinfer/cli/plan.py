@@ -1,15 +1,13 @@
 """`zinfer plan`: what a run would take and how fast it would be, before there is a GPU or even the weights."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import EXIT_STOPPED, say, unusable_input_explained
+from zinfer.cli.ending import failing_disk_explained
 
 if TYPE_CHECKING:
     from zinfer.config import Settings
@@ -38,18 +36,8 @@ def plan(
         return
     if model is None:
         raise typer.BadParameter("say which model to plan for", param_hint="--model")
-    with _explained():
+    with failing_disk_explained():
         _print_plan(model, config, machine, probe, (batch_size, prompt_len, new_tokens), as_json=as_json)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        with unusable_input_explained():
-            yield
-    except OSError as error:
-        say(f"error: {error}")
-        raise typer.Exit(EXIT_STOPPED) from None
 
 
 def _print_plan(

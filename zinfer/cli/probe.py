@@ -1,15 +1,13 @@
 """`zinfer probe`: measures this machine, says what holds it back, and keeps the figures for plans and runs."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import EXIT_STOPPED, Device, say, unusable_input_explained
+from zinfer.cli.ending import Device, failing_disk_explained, say
 
 
 def probe(
@@ -27,21 +25,11 @@ def probe(
 
     Exit codes: 0 measured, 2 an unusable path or device, 1 stopped by an error of the disk.
     """
-    with _explained():
+    with failing_disk_explained():
         if tune is not None:
             _tune(tune)
         else:
             _probe(path, device, as_json=as_json, no_cache=no_cache)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        with unusable_input_explained():
-            yield
-    except OSError as error:
-        say(f"error: {error}")
-        raise typer.Exit(EXIT_STOPPED) from None
 
 
 def _probe(path: Path, device: Device, *, as_json: bool, no_cache: bool) -> None:

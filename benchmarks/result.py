@@ -1,0 +1,20 @@
+"""A benchmark's last word: one line of JSON with the machine's card, printed and kept."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from card import machine_card
+
+
+def publish(figures: Mapping[str, object], out: Path | None, versions: Mapping[str, str] | None = None) -> None:
+    """Print the figures, and write them to ``out`` if it is given.
+
+    Args:
+        versions: of what ran beside zinfer, for the card.
+    """
+    line = json.dumps({**figures, "card": machine_card() | dict(versions or {})})
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(line + "\n")
+    print(line)
