@@ -3,9 +3,11 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 import torch
 
+from zinfer.nvme.pool import Pool
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, Home, Tier
 from zinfer.offload.host_memory import HostBuffer
@@ -24,8 +26,8 @@ TakeTensors = Callable[[Block], Mapping[str, torch.Tensor]]
 class Homes:
     """The homes of a model's blocks, filled when the constructor returns.
 
-    While the lanes read and place the bytes of one slab, this thread has the pages of the next ones touched and
-    registered.
+    While the lanes read and place the bytes of one slab, this thread has the pages of the next ones touched, and
+    another one has those registered that are.
 
     Args:
         blocks: all blocks in the model's order.
@@ -54,6 +56,8 @@ class Homes:
         self._stream = lanes[Tier.DISK].stream
         self._take_tensors = take_tensors
         self._slabs: list[HostBuffer] = []
+        self._pins = Pool(1, "zinfer-pin")
+        self._pinned: list[Future[None]] = []
         self._moves: list[Move] = []
         self.sources: dict[int, Source] = {}
         self.resident: dict[int, dict[str, torch.nn.Parameter]] = {}
@@ -72,8 +76,10 @@ class Homes:
                 lane.close()
             for lane in lanes.values():
                 _drain(lane.stream)  # copies under way write into the slabs, and read staging
+            self._pins.close()
             self.close()
             raise
+        self._pins.close()
 
     @property
     def host_bytes(self) -> int:
@@ -113,7 +119,7 @@ class Homes:
         self._fill(block, Target(slab.tensor, HostStream()), Tier.HOST)
         slab.touch()  # ahead of the bytes, which come from the disk more slowly
         if home.pinned:
-            slab.pin()
+            self._pinned.append(self._pins.submit(slab.pin))
 
     def _fill(self, block: Block, target: Target, tier: Tier) -> None:
         """Have the lane of a tier fill the target, or copy what came in memory."""
@@ -137,6 +143,8 @@ class Homes:
     def _wait(self) -> None:
         while self._moves:
             self._raise_failure(self._moves.pop(0))
+        for pinned in self._pinned:
+            pinned.result()
         self._stream.mark().synchronize()
 
     @staticmethod
