@@ -1,13 +1,13 @@
 """An engine that reads straight into device memory computes what one does that reads through the host."""
 
 import os
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoints import left_padded, random_prompts, tiny_checkpoint
+from kvikio_support import install_kvikio
 
 import zinfer
 
@@ -38,13 +38,7 @@ class DeviceCuFile:
 
 @pytest.fixture
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> None:
-    package, defaults, driver = (ModuleType(name) for name in ("kvikio", "kvikio.defaults", "kvikio.cufile_driver"))
-    package.CuFile, package.defaults, package.cufile_driver = DeviceCuFile, defaults, driver  # type: ignore[attr-defined]
-    defaults.is_compat_mode_preferred = lambda: False  # type: ignore[attr-defined]
-    defaults.set = lambda settings: None  # type: ignore[attr-defined]
-    driver.get = lambda name: True  # type: ignore[attr-defined]
-    for module in (package, defaults, driver):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    install_kvikio(monkeypatch, DeviceCuFile)
     monkeypatch.setattr(DeviceCuFile, "num_reads", 0)
 
 

@@ -1,22 +1,21 @@
 """Backends keep one contract; GPUDirect Storage fills device memory through kvikio and is given up with a word."""
 
-import ctypes
 import errno
 import importlib.util
 import logging
 import mmap
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kvikio_support import PretendCuFile, PretendDeviceMemory, PretendIOFuture, install_kvikio
 from reader_support import FILE_BYTES, PAGE, buffer_of, contents, file, open_descriptors_of, shared_file
 
 from zinfer.nvme.aligned import align_up
@@ -28,79 +27,9 @@ from zinfer.nvme.threads import ThreadsBackend
 __all__ = ["contents", "file", "shared_file"]  # fixtures
 
 
-class PretendDeviceMemory:
-    """Host memory that shows itself as device memory does: by its address, and not as a Python buffer."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self.memory = memory
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, object]:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
-
-    def __getitem__(self, part: slice) -> "PretendDeviceMemory":
-        return PretendDeviceMemory(self.memory[part])
-
-
-class PretendIOFuture:
-    """Reads on a thread of its own; `get` waits for it."""
-
-    def __init__(self, fd: int, address: int, size: int, offset: int) -> None:
-        self._outcome: int | RuntimeError = 0
-        self._thread = threading.Thread(target=self._read, args=(fd, address, size, offset))
-        self._thread.start()
-
-    def _read(self, fd: int, address: int, size: int, offset: int) -> None:
-        content = os.pread(fd, size, offset)
-        ctypes.memmove(address, content, len(content))
-        missing = len(content) < size  # as kvikio, which does not give fewer bytes
-        self._outcome = RuntimeError("pread: unexpected EOF within the requested range") if missing else size
-
-    def get(self) -> int:
-        self._thread.join()
-        if isinstance(self._outcome, RuntimeError):
-            raise self._outcome
-        return self._outcome
-
-
-class PretendCuFile:
-    """What kvikio's CuFile does with device memory; host memory is refused, because it would take the page cache."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            self._fd = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise RuntimeError(f"KvikIO failure: Unable to open file: {error.strerror}") from error
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def pread(self, buf: PretendDeviceMemory, size: int, file_offset: int) -> PretendIOFuture:
-        assert not isinstance(buf, memoryview), "host memory goes past the page cache"
-        assert size <= buf.nbytes
-        return PretendIOFuture(self._fd, buf.__cuda_array_interface__["data"][0], size, file_offset)
-
-
 @pytest.fixture
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A kvikio package whose driver works; the switches of what it reports are returned."""
-    switches = SimpleNamespace(compatibility=False, driver=True, settings={})
-    package, defaults, driver = (ModuleType(name) for name in ("kvikio", "kvikio.defaults", "kvikio.cufile_driver"))
-    package.CuFile, package.defaults, package.cufile_driver = PretendCuFile, defaults, driver
-    defaults.is_compat_mode_preferred = lambda: switches.compatibility
-    defaults.set = switches.settings.update
-    driver.get = lambda name: {"is_gds_available": switches.driver}[name]
-    for module in (package, defaults, driver):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return switches
+    return install_kvikio(monkeypatch, PretendCuFile)
 
 
 @pytest.fixture(params=["threads", "gds, host memory", "gds, device memory"])
