@@ -13,7 +13,22 @@ from hypothesis import strategies as st
 
 import zinfer
 from zinfer.nvme.aligned import ALIGNMENT_BYTES
+from zinfer.offload import host_memory, source
+from zinfer.offload.block import Block, SlabLayout
 from zinfer.offload.host_memory import HostBuffer
+from zinfer.offload.stream import HostStream
+
+
+class CopiedRanges(HostStream):
+    """Keeps the first and last address of every copy's source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranges: list[tuple[int, int]] = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.ranges.append((source.data_ptr(), source.data_ptr() + source.nbytes - 1))
+        super().copy(target, source)
 
 
 @given(nbytes=st.integers(0, 10**6))
@@ -48,6 +63,33 @@ def test_pinned_memory_copies_without_blocking_and_is_exact() -> None:
     assert torch.equal(buffer.tensor.to("cuda").cpu(), buffer.tensor)
     buffer.close()
     assert not buffer.tensor.is_pinned()
+
+
+@pytest.mark.gpu
+def test_a_large_buffer_is_registered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "MOST_REGISTERED_BYTES", 1 << 20)
+    buffer = HostBuffer(3_500_000, pin=True)
+    assert buffer.pinned
+    parts = [buffer.tensor[begin : begin + (1 << 20)] for begin in range(0, buffer.nbytes, 1 << 20)]
+    assert len(parts) == 4
+    assert all(part.is_pinned() for part in parts)
+    buffer.close()
+    assert not any(part.is_pinned() for part in parts)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 40960, 41000])
+def test_no_copy_crosses_two_registrations(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr(source, "MOST_REGISTERED_BYTES", 8192)
+    block = Block(0, "block", SlabLayout.pack([("bytes", torch.uint8, (nbytes,))]))
+    slab, copies = HostBuffer(block.nbytes), CopiedRanges()
+    slab.tensor.random_(0, 255)
+    moved = source.HostSource(block, slab, part_bytes=None)
+    target = torch.zeros(block.nbytes, dtype=torch.uint8)
+    for part in range(moved.num_parts):
+        moved.send(part, copies, target, None)
+    assert torch.equal(target, slab.tensor[: block.nbytes])
+    begin = slab.tensor.data_ptr()
+    assert all((first - begin) // 8192 == (last - begin) // 8192 for first, last in copies.ranges)
 
 
 @pytest.mark.gpu
