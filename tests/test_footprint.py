@@ -200,3 +200,10 @@ def test_a_request_that_leaves_nothing_says_what_to_lower() -> None:
 def test_a_request_of_nothing_is_refused(lengths: tuple[Any, ...]) -> None:
     with pytest.raises(ConfigError, match=r"is .*; give a whole number of at least 1"):
         Request(*lengths)
+
+
+def test_a_cpu_holds_nothing_back_for_cuda() -> None:
+    footprint = Footprint(kv_bytes=300, activation_bytes=200, decode_kv_bytes=0)
+    assert weight_budget(1_000, footprint, on_cuda=False) == 500
+    with pytest.raises(PlanError, match="the reserve 800"):
+        weight_budget(1_000, footprint)

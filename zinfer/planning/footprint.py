@@ -68,15 +68,15 @@ def find_footprint(shape: ModelShape, dtype: torch.dtype, request: Request, *, o
     )
 
 
-def weight_budget(device_memory_bytes: int, footprint: Footprint) -> int:
+def weight_budget(device_memory_bytes: int, footprint: Footprint, *, on_cuda: bool = True) -> int:
     """Bytes of device memory that weights and slots may take beside a request.
 
-    Held back besides the footprint: 0.8 GB for the CUDA context and 3 % for the allocator.
+    Held back besides the footprint on CUDA: 0.8 GB for its context and 3 % for the allocator.
 
     Raises:
         PlanError: nothing is left; says what takes the room and what to lower.
     """
-    reserve_bytes = _CONTEXT_BYTES + int(device_memory_bytes * _ALLOCATOR_SHARE)
+    reserve_bytes = _CONTEXT_BYTES + int(device_memory_bytes * _ALLOCATOR_SHARE) if on_cuda else 0
     left_bytes = device_memory_bytes - reserve_bytes - footprint.nbytes
     if left_bytes <= 0:
         raise PlanError(

@@ -83,7 +83,7 @@ def beside_request(
     Raises:
         PlanError: the request leaves too little.
     """
-    left_bytes = weight_budget(device_memory_bytes, footprint)
+    left_bytes = weight_budget(device_memory_bytes, footprint, on_cuda=limits.on_cuda)
     stated_bytes = settings.memory.max_device_memory
     if stated_bytes is not None and stated_bytes > left_bytes:
         raise PlanError(
