@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -34,42 +35,53 @@ def link_bytes_per_s(nbytes: int, device: torch.device, repeats: int = 5) -> flo
     return 8 * host.nbytes / seconds
 
 
-def read_bytes_per_s(files: Sequence[Path], setting: tuple[int, int], most_bytes: int | None = None) -> float:
-    """Read whole files directly, one after the other, with nothing else to do: what a pass from disk is a share of."""
-    block_bytes, num_threads = setting
-    buffer = HostBuffer(_RANGE_BYTES * _NUM_RANGES, pin=torch.cuda.is_available())
-    under_way: deque[Future[None]] = deque()
-    nbytes = 0
-    with closing(Reader(num_threads=num_threads, block_bytes=block_bytes)) as reader:
-        begin_s = time.perf_counter()
-        for number, (path, offset, size) in enumerate(_ranges(files, most_bytes)):
-            if len(under_way) == _NUM_RANGES:
-                under_way.popleft().result()
-            begin = number % _NUM_RANGES * _RANGE_BYTES
-            under_way.append(reader.read_async(path, offset, buffer.memory[begin : begin + align_up(size)], size))
-            nbytes += size
-        for read in under_way:
-            read.result()
-        rate = nbytes / (time.perf_counter() - begin_s)
-    buffer.close()
-    return rate
+class PlainReads:
+    """Direct reads of files with nothing else to do: what a pass from disk is a share of.
+
+    Each measurement goes on in the files where the one before it stopped, round and round.
+
+    Args:
+        setting: bytes of a request, and requests under way.
+    """
+
+    def __init__(self, files: Sequence[Path], setting: tuple[int, int]) -> None:
+        self._setting = setting
+        ranges = [
+            (path, offset, min(_RANGE_BYTES, path.stat().st_size - offset))
+            for path in files
+            for offset in range(0, path.stat().st_size, _RANGE_BYTES)
+        ]
+        self._num_ranges = len(ranges)
+        self._walk = cycle(ranges)
+
+    def bytes_per_s(self, most_bytes: int | None = None) -> float:
+        """Read about ``most_bytes``, or all the files once."""
+        block_bytes, num_threads = self._setting
+        count = self._num_ranges if most_bytes is None else min(self._num_ranges, most_bytes // _RANGE_BYTES)
+        buffer = HostBuffer(_RANGE_BYTES * _NUM_RANGES, pin=torch.cuda.is_available())
+        under_way: deque[Future[None]] = deque()
+        nbytes = 0
+        with closing(Reader(num_threads=num_threads, block_bytes=block_bytes)) as reader:
+            begin_s = time.perf_counter()
+            for number, (path, offset, size) in enumerate(islice(self._walk, max(count, 1))):
+                if len(under_way) == _NUM_RANGES:
+                    under_way.popleft().result()
+                begin = number % _NUM_RANGES * _RANGE_BYTES
+                under_way.append(reader.read_async(path, offset, buffer.memory[begin : begin + align_up(size)], size))
+                nbytes += size
+            for read in under_way:
+                read.result()
+            rate = nbytes / (time.perf_counter() - begin_s)
+        buffer.close()
+        return rate
 
 
 def best_disk_setting(files: Sequence[Path], most_bytes: int = 4 << 30) -> tuple[int, int]:
     """The setting that reads up to ``most_bytes`` the fastest."""
-    rates = {setting: read_bytes_per_s(files, setting, most_bytes) for setting in DISK_SETTINGS}
+    rates = {setting: PlainReads(files, setting).bytes_per_s(most_bytes) for setting in DISK_SETTINGS}
     for (block_bytes, num_threads), rate in rates.items():
         print(f"disk: {num_threads:2} x {block_bytes >> 20:2} MiB: {rate / 1e9:.2f} GB/s", flush=True)
     return max(rates, key=lambda setting: rates[setting])
-
-
-def _ranges(files: Sequence[Path], most_bytes: int | None) -> list[tuple[Path, int, int]]:
-    ranges = [
-        (path, offset, min(_RANGE_BYTES, path.stat().st_size - offset))
-        for path in files
-        for offset in range(0, path.stat().st_size, _RANGE_BYTES)
-    ]
-    return ranges if most_bytes is None else ranges[: max(1, most_bytes // _RANGE_BYTES)]
 
 
 def pin_bytes_per_s(sizes: Sequence[int]) -> float:

@@ -9,7 +9,6 @@ requests of 16 MiB, 8 of them waiting at any time. The last line is JSON.
 
 import argparse
 import json
-import mmap
 import os
 import tempfile
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from result import publish
 
+from zinfer.nvme.memory import map_memory
 from zinfer.nvme.reader import Reader
 from zinfer.nvme.tune import DiskRate, aio_section, best, sweep_reads, sweep_writes
 
@@ -44,7 +44,7 @@ def write_random(path: Path, num_requests: int) -> int:
 
 def stream_s(reader: Reader, path: Path, consume: Callable[[memoryview], None]) -> float:
     """Seconds of reading the whole file in order, with 8 requests waiting at any time."""
-    memory = memoryview(mmap.mmap(-1, NUM_REQUESTS * REQUEST_BYTES))
+    memory = memoryview(map_memory(NUM_REQUESTS * REQUEST_BYTES))
     memory[:] = bytes(memory.nbytes)
     slots = [memory[begin : begin + REQUEST_BYTES] for begin in range(0, memory.nbytes, REQUEST_BYTES)]
     offsets = iter(range(0, path.stat().st_size, REQUEST_BYTES))

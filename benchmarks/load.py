@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from ceilings import best_disk_setting, pin_bytes_per_s, read_bytes_per_s
+from ceilings import PlainReads, best_disk_setting, pin_bytes_per_s
 from homes import blocks_of, config_for
 from opt_model import drop_page_cache, save_random_opt
 from result import publish
@@ -63,16 +63,16 @@ def main() -> None:
         folder = Path(temporary)
         save_random_opt(folder, args.layers, args.hidden, dtype, device)
         files = sorted(folder.glob("*.safetensors"))
-        setting = best_disk_setting(files)
+        plain_reads = PlainReads(files, best_disk_setting(files))
         slabs = [block.nbytes for block in blocks_of(folder)]
         pin_rates: list[float] = []
         load_once(folder, "disk")  # imports, kernels
-        disk_rates, tokens = [read_bytes_per_s(files, setting)], set()
+        disk_rates, tokens = [plain_reads.bytes_per_s()], set()
         for case in CASES:
             figures, shares = [], []
             for _ in range(args.repeats):
                 once, token = load_once(folder, case)
-                disk_rates.append(read_bytes_per_s(files, setting))
+                disk_rates.append(plain_reads.bytes_per_s())
                 ceiling = statistics.mean(disk_rates[-2:])
                 if case == "host" and device == "cuda":
                     pin_rates.append(pin_bytes_per_s(slabs))

@@ -1,6 +1,7 @@
 """The host's time for a block that moves next to nothing: what the hot path costs the thread that runs the model."""
 
 import shutil
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from homes import config_for
-from passes import time_passes
+from passes import Passes
 from transformers import OPTConfig, OPTForCausalLM
 
 import zinfer
@@ -65,10 +66,11 @@ def measure_overhead(folder: Path) -> dict[str, object]:
     for _ in range(_ROUNDS):  # by turns: the first engine of a process is always slower
         for case, taken in seconds.items():
             engine = zinfer.init_inference(folder, config_for(folder, case))
-            taken.append(time_passes(engine, 1, 8, 5, 60).decode_s)
+            passes = Passes(engine, 1, 8)
+            taken.append(statistics.median(passes.time(5, 60).decode_s))
             if case == "host":
                 with hot_path.watched():
-                    time_passes(engine, 1, 8, 5, 60, warm=True)
+                    passes.time(5, 60)
             engine.destroy()
     shutil.rmtree(folder)
     resident_s, streamed_s = (min(taken) for taken in seconds.values())

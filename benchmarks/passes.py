@@ -1,6 +1,5 @@
 """Seconds of a pass in the steady state: the stream never rests between the calls that are timed."""
 
-import statistics
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,35 +25,44 @@ class _Stamps(StoppingCriteria):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Medians, in seconds."""
+    """Seconds of each pass that was timed."""
 
-    prefill_s: float
-    decode_s: float
+    prefill_s: list[float]
+    decode_s: list[float]
 
 
-def time_passes(
-    engine: zinfer.InferenceEngine, batch: int, prompt: int, num_prefills: int, num_decodes: int, *, warm: bool = False
-) -> PassTimes:
-    """Time passes of ``batch`` sequences with ``prompt`` tokens, after a warm-up of the same shapes unless ``warm``.
+class Passes:
+    """Runs an engine on ``batch`` sequences with ``prompt`` tokens; the first run warms up.
 
     A decode pass is the time between two tokens. Prefills run back to back, each measured from the end of the last, so
     that what was fetched ahead of one is paid by the one before.
     """
-    ids = torch.randint(10, 50000, (batch, prompt), generator=torch.Generator().manual_seed(2))
-    options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 1}
 
-    def run(num_new: int) -> list[float]:
+    def __init__(self, engine: zinfer.InferenceEngine, batch: int, prompt: int) -> None:
+        ids = torch.randint(10, 50000, (batch, prompt), generator=torch.Generator().manual_seed(2))
+        self._engine = engine
+        self._inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        self._tokens(2)
+
+    def time(self, num_prefills: int, num_decodes: int) -> PassTimes:
+        """Time so many of each, one after the other."""
+        ends = [self._tokens(1)[0] for _ in range(num_prefills)]
+        tokens = self._tokens(num_decodes + 1)
+        return PassTimes(_steps([*ends, tokens[0]]), _steps(tokens))
+
+    def _tokens(self, num_new: int) -> list[float]:
+        """When each of the new tokens was there."""
         stamps = _Stamps()
-        criteria = StoppingCriteriaList([stamps])
-        engine.generate(**options, max_new_tokens=num_new, min_new_tokens=num_new, stopping_criteria=criteria)
+        self._engine.generate(
+            **self._inputs,
+            do_sample=False,
+            pad_token_id=1,
+            max_new_tokens=num_new,
+            min_new_tokens=num_new,
+            stopping_criteria=StoppingCriteriaList([stamps]),
+        )
         return stamps.times_s
 
-    if not warm:
-        run(2)
-    ends = [run(1)[0] for _ in range(num_prefills + 1)]
-    tokens = run(num_decodes + 2)[1:]
-    return PassTimes(_median_step(ends), _median_step(tokens))
 
-
-def _median_step(times_s: list[float]) -> float:
-    return statistics.median(after - before for before, after in pairwise(times_s))
+def _steps(times_s: list[float]) -> list[float]:
+    return [after - before for before, after in pairwise(times_s)]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from ceilings import best_disk_setting, link_bytes_per_s, read_bytes_per_s
+from ceilings import PlainReads, best_disk_setting, link_bytes_per_s
 from homes import blocks_of
 from opt_model import drop_page_cache, random_opt, save_random_opt
 from peer_process import run_limited
@@ -68,7 +68,7 @@ def measure_ceilings(folder: Path, device: torch.device) -> dict[Tier, float]:
     """Bytes per second of the link, with copies of a block's size, and of the disk at its best setting."""
     largest = max(blocks_of(folder), key=lambda block: block.nbytes).nbytes
     files = sorted(folder.glob("*.safetensors"))
-    disk_rate = read_bytes_per_s(files, best_disk_setting(files))
+    disk_rate = PlainReads(files, best_disk_setting(files)).bytes_per_s()
     return {"host": link_bytes_per_s(largest, device), "disk": disk_rate}
 
 

@@ -6,7 +6,7 @@ Cases: all layers on the host; all on disk; every other one on either; 0, 25, 50
 `overhead`, the host's time for a block that moves next to nothing. ``bound_s`` is the longer of bytes over the link and
 bytes over the disk, ``over_predicted`` the time taken over what the plan says with the ceilings of this run. A disk's
 rate drifts by tens of percent within minutes, so the same files are read with nothing else to do before and after each
-round of passes.
+two passes, and all figures are medians over such rounds.
 
 A correctness gate comes first: a smaller model's logits are equal to the bit from every home. The last line is JSON.
 """
@@ -17,15 +17,16 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from ceilings import best_disk_setting, link_bytes_per_s, read_bytes_per_s
+from ceilings import PlainReads, best_disk_setting, link_bytes_per_s
 from homes import CASES, blocks_of, config_for, model_blocks
 from opt_model import drop_page_cache, save_random_opt
 from overhead import measure_overhead
-from passes import PassTimes, time_passes
+from passes import Passes, PassTimes
 from result import publish
 
 import zinfer
@@ -37,7 +38,8 @@ from zinfer.planning.request import Request
 from zinfer.probe.rates import known_rates
 
 _GATE_LAYERS = 5
-_DISK_ROUNDS = 2
+_DISK_ROUNDS = 6
+_PLAIN_BYTES = 4 << 30  # about a second's
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,14 @@ class Bench:
     def __init__(self, folder: Path, args: argparse.Namespace, device: torch.device) -> None:
         self._folder = folder
         self._args = args
-        self._files = sorted(folder.glob("*.safetensors"))
-        self._setting = best_disk_setting(self._files)
+        files = sorted(folder.glob("*.safetensors"))
+        self._plain_reads = PlainReads(files, best_disk_setting(files))
         self._device = device
         self._slab_bytes = max(block.nbytes for block in blocks_of(folder))
         self.link_rate = link_bytes_per_s(self._slab_bytes, device)
         self.disk_rates = [self._read()]
-        index = torch.cuda.current_device() if device.type == "cuda" else None
-        self._rates = known_rates(torch.device(device.type, index), self._files)
+        indexed = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        self._rates = known_rates(indexed, files)
 
     def measure(self, case: str) -> dict[str, object]:
         """One engine's passes, beside what bounds them."""
@@ -88,7 +90,8 @@ class Bench:
         engine = zinfer.init_inference(self._folder, config_for(self._folder, case, args.slots))
         print(case, engine.plan, flush=True)
         reads = engine.stats().disk_bytes_per_pass > 0
-        rounds = [self._round(engine, reads, warm=number > 0) for number in range(_DISK_ROUNDS if reads else 1)]
+        passes = Passes(engine, args.batch, args.prompt)
+        rounds = list(self._disk_rounds(engine, passes)) if reads else [Round(passes.time(5, 12), 0.0)]
         self.link_rate = max(self.link_rate, link_bytes_per_s(self._slab_bytes, self._device))
         predictions = [self._predict(engine, each) for each in rounds]
         stats, num_slots = engine.stats(), engine.plan.num_slots
@@ -100,7 +103,7 @@ class Bench:
         }
         for name in ("decode", "prefill"):
             bounds = [self._bound_s(stats, each.disk_rate) for each in rounds]
-            seconds = [getattr(each.times, f"{name}_s") for each in rounds]
+            seconds = [statistics.median(getattr(each.times, f"{name}_s")) for each in rounds]
             shares = [bound / taken for bound, taken in zip(bounds, seconds, strict=True)]
             predicted = [getattr(prediction, name).seconds for prediction in predictions]
             errors = [taken / foreseen for taken, foreseen in zip(seconds, predicted, strict=True)]
@@ -113,16 +116,15 @@ class Bench:
         stalls = {cause: round(seconds, 3) for cause, seconds in stats.stall_s.items()}
         return found | {"stall_s": stalls, "pinned_gb": round(stats.pinned_bytes / 1e9, 3)}
 
-    def _round(self, engine: zinfer.InferenceEngine, reads: bool, *, warm: bool) -> Round:
-        args = self._args
-        if not reads:
-            return Round(time_passes(engine, args.batch, args.prompt, 5, 12, warm=warm), 0.0)
-        _rest(engine)
-        self.disk_rates.append(self._read())
-        times = time_passes(engine, args.batch, args.prompt, 1, 2, warm=warm)
-        _rest(engine)
-        self.disk_rates.append(self._read())
-        return Round(times, statistics.mean(self.disk_rates[-2:]))
+    def _disk_rounds(self, engine: zinfer.InferenceEngine, passes: Passes) -> Iterator[Round]:
+        for _ in range(_DISK_ROUNDS):
+            _rest(engine)
+            before = self._read()
+            times = passes.time(1, 1)
+            _rest(engine)
+            self.disk_rates += [before, self._read()]
+            yield Round(times, statistics.mean(self.disk_rates[-2:]))
+            print(f"passes: {times}", flush=True)
 
     def _predict(self, engine: zinfer.InferenceEngine, each: Round) -> Prediction:
         """What the plan says with the ceilings of this run."""
@@ -138,7 +140,7 @@ class Bench:
         return max(link_s, stats.disk_bytes_per_pass / disk_rate if disk_rate else 0.0)
 
     def _read(self) -> float:
-        rate = read_bytes_per_s(self._files, self._setting)
+        rate = self._plain_reads.bytes_per_s(_PLAIN_BYTES)
         print(f"disk: {rate / 1e9:.3f} GB/s with nothing else to do", flush=True)
         return rate
 

@@ -23,6 +23,7 @@ class Pool:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
+        self.num_threads = num_threads
         self._threads: list[threading.Thread] = []
         try:
             for number in range(num_threads):

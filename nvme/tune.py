@@ -8,7 +8,6 @@ import errno
 import fcntl
 import itertools
 import logging
-import mmap
 import os
 import shutil
 import tempfile
@@ -22,6 +21,7 @@ from queue import SimpleQueue
 from typing import Final, Literal, TypeAlias
 
 from zinfer.nvme.aligned import ALIGNMENT_BYTES
+from zinfer.nvme.memory import map_memory
 from zinfer.nvme.reader import Reader
 
 log = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ def _keep_under_way(start: Callable[[int], "Future[None]"], num_requests: int, s
 
 def _touched_memory(nbytes: int) -> memoryview:
     """Page-aligned bytes whose pages the system has given: a read into new ones would pay for them."""
-    memory = mmap.mmap(-1, nbytes)
+    memory = map_memory(nbytes)
     memory[::ALIGNMENT_BYTES] = bytes(len(range(0, nbytes, ALIGNMENT_BYTES)))
     return memoryview(memory)
 

@@ -4,6 +4,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import closing
+from typing import Final
 
 import torch
 
@@ -18,6 +20,8 @@ from zinfer.offload.source import DiskSource, HostSource, Source
 from zinfer.offload.stream import CopyStream, HostStream
 
 log = logging.getLogger(__name__)
+
+_NUM_COPIERS: Final = 2  # one copies 6 GB/s at best, and half of that beside reads and touches; four are no faster
 
 TakeTensors = Callable[[Block], Mapping[str, torch.Tensor]]
 """Hands over the tensors of a block that came in memory, by name; the giver keeps no reference to them."""
@@ -56,7 +60,6 @@ class Homes:
         self._stream = lanes[Tier.DISK].stream
         self._take_tensors = take_tensors
         self._slabs: list[HostBuffer] = []
-        self._pins = Pool(1, "zinfer-pin")
         self._pinned: list[Future[None]] = []
         self._moves: list[Move] = []
         self.sources: dict[int, Source] = {}
@@ -65,21 +68,22 @@ class Homes:
         self.bytes_to_device = 0
         self.loaded_bytes = 0
         begin_s = time.perf_counter()
-        try:
-            for block, home in zip(blocks, homes, strict=True):
-                self._settle(block, home)
-                self._raise_early_failure()
-            self._wait()
-            self.load_s = time.perf_counter() - begin_s
-        except BaseException:
-            for lane in lanes.values():
-                lane.close()
-            for lane in lanes.values():
-                _drain(lane.stream)  # copies under way write into the slabs, and read staging
-            self._pins.close()
-            self.close()
-            raise
-        self._pins.close()
+        with closing(Pool(1, "zinfer-pin")) as self._pins, closing(Pool(_NUM_COPIERS, "zinfer-copy")) as copiers:
+            self._into_host = HostStream(copiers)
+            try:
+                for block, home in zip(blocks, homes, strict=True):
+                    self._settle(block, home)
+                    self._raise_early_failure()
+                self._wait()
+            except BaseException:
+                for lane in lanes.values():
+                    lane.close()
+                for lane in lanes.values():
+                    _drain(lane.stream)  # copies under way write into the slabs, and read staging
+                self._pins.close()
+                self.close()
+                raise
+        self.load_s = time.perf_counter() - begin_s
 
     @property
     def host_bytes(self) -> int:
@@ -116,7 +120,7 @@ class Homes:
         # As planned, also where a registration is refused: there is no staging slot then, and torch copies by itself.
         part_bytes = self._lanes[Tier.HOST].slot_bytes if self._stream.needs_pinned and not home.pinned else None
         self.sources[block.index] = HostSource(block, slab, part_bytes)
-        self._fill(block, Target(slab.tensor, HostStream()), Tier.HOST)
+        self._fill(block, Target(slab.tensor, self._into_host), Tier.HOST)
         slab.touch()  # ahead of the bytes, which come from the disk more slowly
         if home.pinned:
             self._pinned.append(self._pins.submit(slab.pin))

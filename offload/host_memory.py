@@ -1,4 +1,4 @@
-"""Host buffers of exact size: anonymous ``mmap``, touched by several threads, registered with CUDA to pin them.
+"""Host buffers of exact size: anonymous memory, touched by several threads, registered with CUDA to pin them.
 
 torch's pinned allocator rounds up to powers of two; a private mapping is rounded to whole pages only. One registration
 of 512 GiB or more fails on some systems, so a buffer is registered in parts of at most 64 GiB, and no copy may cross
@@ -8,7 +8,6 @@ two of them.
 import ctypes
 import functools
 import logging
-import mmap
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Final
 import torch
 
 from zinfer.nvme.aligned import ALIGNMENT_BYTES, align_up
+from zinfer.nvme.memory import map_memory
 
 log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -40,7 +40,7 @@ class HostBuffer:
     def __init__(self, nbytes: int, *, pin: bool = False) -> None:
         self.nbytes = align_up(max(nbytes, 1), ALIGNMENT_BYTES)
         # The tensor keeps the mapping alive; the mapping is given back when the last view of it is gone.
-        self._map = mmap.mmap(-1, self.nbytes)
+        self._map = map_memory(self.nbytes)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.memory = memoryview(self._map)
         self.pinned = False

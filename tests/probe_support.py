@@ -45,6 +45,7 @@ CALM_FACTS = HostFacts(
     memory_bytes=512 * GIB,
     cgroup_bytes=None,
     memlock_bytes=None,
+    huge_pages=True,
     node_cpus={0: frozenset(range(16))},
     own_cpus=frozenset(range(16)),
     gpu_nodes=(0, 0),

@@ -103,9 +103,18 @@ def test_facts_of_a_system_with_two_nodes(tmp_path: Path) -> None:
     assert facts.gpu_nodes == (1, None, None, None)
 
 
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [("[always] madvise never\n", True), ("always [madvise] never\n", True), ("always madvise [never]\n", False)],
+)
+def test_huge_pages_are_given_unless_they_are_off(text: str, given: bool, tmp_path: Path) -> None:
+    root = made_up_system(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": text})
+    assert read_facts([], root).huge_pages is given
+
+
 def test_facts_of_a_system_that_says_nothing(tmp_path: Path) -> None:
     facts = read_facts([], tmp_path)
-    assert (facts.cgroup_bytes, facts.node_cpus, facts.gpu_nodes) == (None, {}, ())
+    assert (facts.cgroup_bytes, facts.huge_pages, facts.node_cpus, facts.gpu_nodes) == (None, False, {}, ())
     made_up_system(tmp_path, {"sys/fs/cgroup/memory.max": "max\n"})
     assert read_facts([], tmp_path).cgroup_bytes is None
 

@@ -104,6 +104,12 @@ def test_a_containers_memory() -> None:
     assert find_warnings(made_up_findings(), replace(CALM_FACTS, cgroup_bytes=1024 * GIB)) == ()
 
 
+def test_small_pages() -> None:
+    line = only_warning(made_up_findings(), replace(CALM_FACTS, huge_pages=False))
+    assert "transparent huge pages are off" in line
+    assert "echo madvise >" in line
+
+
 def test_several_causes_give_several_lines() -> None:
     facts = replace(TWO_NODES, cgroup_bytes=64 * GIB, memlock_bytes=2 * GIB)
     assert len(find_warnings(made_up_findings(), facts)) == 3

@@ -191,7 +191,6 @@ def test_a_file_that_changes_is_seen_and_the_streamer_goes_on_once_it_is_mended(
         with short.open("r+b") as opened:
             opened.truncate(end)
 
-
         def use_the_others() -> None:
             for block in blocks[1:]:
                 use(streamer, block, contents, compute_s=0)

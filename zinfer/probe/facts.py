@@ -1,4 +1,4 @@
-"""What the system says of itself that can hold a run back: limits of memory, NUMA nodes."""
+"""What the system says of itself that can hold a run back: limits of memory, huge pages, NUMA nodes."""
 
 import os
 import resource
@@ -13,13 +13,15 @@ import psutil
 class HostFacts:
     """Limits in bytes, None where there is none.
 
-    ``node_cpus``: the processors of each NUMA node; ``own_cpus``: those that this process may run on; ``gpu_nodes``:
-    for each GPU its node, None where the system does not say.
+    ``huge_pages``: whether memory that asks for huge pages can get them; ``node_cpus``: the processors of each NUMA
+    node; ``own_cpus``: those that this process may run on; ``gpu_nodes``: for each GPU its node, None where the system
+    does not say.
     """
 
     memory_bytes: int
     cgroup_bytes: int | None
     memlock_bytes: int | None
+    huge_pages: bool
     node_cpus: Mapping[int, frozenset[int]]
     own_cpus: frozenset[int]
     gpu_nodes: tuple[int | None, ...]
@@ -37,6 +39,7 @@ def read_facts(gpu_addresses: Sequence[str | None], root: Path = Path("/")) -> H
         memory_bytes=psutil.virtual_memory().total,
         cgroup_bytes=_read_limit(root / "sys/fs/cgroup/memory.max"),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
+        huge_pages=_read_huge_pages(root / "sys/kernel/mm/transparent_hugepage/enabled"),
         node_cpus={
             int(folder.name.removeprefix("node")): parse_cpus((folder / "cpulist").read_text())
             for folder in (root / "sys/devices/system/node").glob("node[0-9]*")
@@ -62,6 +65,14 @@ def _read_limit(path: Path) -> int | None:
     except FileNotFoundError:  # not in a container, or cgroup v1
         return None
     return None if limit == "max" else int(limit)
+
+
+def _read_huge_pages(path: Path) -> bool:
+    """Transparent huge pages: the chosen one of "always [madvise] never" (the kernel's admin-guide/mm/transhuge)."""
+    try:
+        return "[never]" not in path.read_text()
+    except FileNotFoundError:  # a kernel without them
+        return False
 
 
 def _read_node(root: Path, address: str | None) -> int | None:

@@ -12,7 +12,7 @@ _SLOW_DISK_RATIO: Final = 4.0  # below it a modest share of the model on disk st
 
 def find_warnings(findings: Findings, facts: HostFacts) -> tuple[str, ...]:
     """All lines that the findings of this machine give rise to."""
-    checks = (_narrow_links, _refused_pins, _remote_nodes, _cached_disks, _slow_disks, _memory_limits)
+    checks = (_narrow_links, _refused_pins, _remote_nodes, _cached_disks, _slow_disks, _memory_limits, _small_pages)
     return tuple(line for check in checks for line in check(findings, facts))
 
 
@@ -98,4 +98,12 @@ def _memory_limits(findings: Findings, facts: HostFacts) -> Iterator[str]:
         yield (
             f"the container may use {human_bytes(limit)} of the host's {human_bytes(facts.memory_bytes)}, fewer blocks "
             "fit into host memory: raise its limit (docker run --memory, the pod's resources.limits.memory)"
+        )
+
+
+def _small_pages(findings: Findings, facts: HostFacts) -> Iterator[str]:
+    if not facts.huge_pages:
+        yield (
+            "transparent huge pages are off, memory is given in pages of 4 KiB: loading models and reading fast disks "
+            "take longer; allow them (echo madvise > /sys/kernel/mm/transparent_hugepage/enabled)"
         )
