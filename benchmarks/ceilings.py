@@ -17,6 +17,7 @@ from zinfer.probe.clock import median_seconds
 
 # (bytes of a request, requests under way): the best of a wide sweep lie among these.
 DISK_SETTINGS = ((1 << 20, 32), (4 << 20, 16), (4 << 20, 32))
+PLAIN_BYTES = 4 << 30  # about a second's
 _RANGE_BYTES = 16 << 20
 _NUM_RANGES = 16
 
@@ -54,10 +55,10 @@ class PlainReads:
         self._num_ranges = len(ranges)
         self._walk = cycle(ranges)
 
-    def bytes_per_s(self, most_bytes: int | None = None) -> float:
-        """Read about ``most_bytes``, or all the files once."""
+    def bytes_per_s(self, most_bytes: int = PLAIN_BYTES) -> float:
+        """Read about ``most_bytes``, all the files once at the most."""
         block_bytes, num_threads = self._setting
-        count = self._num_ranges if most_bytes is None else min(self._num_ranges, most_bytes // _RANGE_BYTES)
+        count = min(self._num_ranges, most_bytes // _RANGE_BYTES)
         buffer = HostBuffer(_RANGE_BYTES * _NUM_RANGES, pin=torch.cuda.is_available())
         under_way: deque[Future[None]] = deque()
         nbytes = 0
@@ -76,9 +77,9 @@ class PlainReads:
         return rate
 
 
-def best_disk_setting(files: Sequence[Path], most_bytes: int = 4 << 30) -> tuple[int, int]:
-    """The setting that reads up to ``most_bytes`` the fastest."""
-    rates = {setting: PlainReads(files, setting).bytes_per_s(most_bytes) for setting in DISK_SETTINGS}
+def best_disk_setting(files: Sequence[Path]) -> tuple[int, int]:
+    """The setting that reads the files the fastest."""
+    rates = {setting: PlainReads(files, setting).bytes_per_s() for setting in DISK_SETTINGS}
     for (block_bytes, num_threads), rate in rates.items():
         print(f"disk: {num_threads:2} x {block_bytes >> 20:2} MiB: {rate / 1e9:.2f} GB/s", flush=True)
     return max(rates, key=lambda setting: rates[setting])

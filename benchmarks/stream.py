@@ -39,7 +39,6 @@ from zinfer.probe.rates import known_rates
 
 _GATE_LAYERS = 5
 _DISK_ROUNDS = 6
-_PLAIN_BYTES = 4 << 30  # about a second's
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class Bench:
         return max(link_s, stats.disk_bytes_per_pass / disk_rate if disk_rate else 0.0)
 
     def _read(self) -> float:
-        rate = self._plain_reads.bytes_per_s(_PLAIN_BYTES)
+        rate = self._plain_reads.bytes_per_s()
         print(f"disk: {rate / 1e9:.3f} GB/s with nothing else to do", flush=True)
         return rate
 
