@@ -1,8 +1,15 @@
 """Fixtures that the whole suite shares."""
 
+import os
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import settings
+
+# Triton decides when it is imported and when a kernel is decorated: without a GPU its interpreter runs the kernels.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A loaded machine is slow at times; that is no fault of the property.
 settings.register_profile("zinfer", deadline=None)
@@ -13,6 +20,28 @@ settings.load_profile("zinfer")
 def device(request: pytest.FixtureRequest) -> str:
     """Each device that this machine may have; tests with it are marked `gpu` for cuda."""
     return str(request.param)
+
+
+@pytest.fixture
+def kernel_device(device: str) -> str:
+    """As `device`, for tests that run Triton kernels: compiled ones on cuda, interpreted ones on the CPU."""
+    from zinfer.kernels.dequantize import INTERPRETED
+
+    if (device == "cuda") is INTERPRETED:
+        pytest.skip("with a GPU the kernels are compiled" if device == "cpu" else "TRITON_INTERPRET is set")
+    return device
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.empty` gives NaN, or 77 where there is no NaN: what a kernel leaves out is seen."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found = empty(*args, **kwargs)
+        return found.fill_(float("nan") if found.is_floating_point() else 77)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,237 @@
+"""Times the kernels for quantized weights: over the fp16 vendor product, and over what the memory's rate allows.
+
+    python benchmarks/kernels.py [--shapes 28672x7168,7168x28672] [--tokens 1,16] [--dtype float16] [--tune] [--out F]
+
+Products of few tokens by both ways (fused, and dequantized for the vendor's product: where one overtakes the other is
+MOST_FUSED_TOKENS in kernels/quantized_linear.py), INT8 by INT8 products, and `dequantize` itself. ``over_fp16`` is the
+time of `torch.nn.functional.linear` in the full dtype over the time taken, ``over_bound`` the time taken over that of
+moving the bytes at the rate of a device copy, both of this run; ``call_us`` is what a call from Python takes. Matrices
+are used in turn, so that their bytes come from memory and not from the cache.
+
+--tune measures the candidates of kernels/tiles.py and kernels/int8_linear.py instead, and prints the best.
+
+A correctness gate comes first. The last line is JSON.
+"""
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import torch
+from device_clock import Call, call_seconds, copy_bytes_per_s, graph_seconds, num_copies
+from result import publish
+from torch.nn import functional
+from triton.runtime.errors import OutOfResources
+
+from zinfer.kernels.cases import FORMATS, SMALL, TYPICAL, Shape, allowed_error, fits, random_input, random_matrix
+from zinfer.kernels.dequantize import dequantize_kernel, dequantize_ref
+from zinfer.kernels.int8_linear import CANDIDATES, int8_linear, int8_linear_kernel, int8_linear_ref
+from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.kernels.quantized_linear import can_fuse, fused_linear, quantized_linear, quantized_linear_ref
+from zinfer.kernels.tiles import Tiles, block_tokens_for, candidates
+
+_TUNED_FORMATS: Final = (QuantFormat(8), QuantFormat(4, group_size=128))
+_TUNED_TOKENS: Final = (1, 8, 16, 32, 64)
+_TUNED_INT8_TOKENS: Final = 4096
+_MOST_FUSED: Final = 256  # tokens that the fused kernel is tried with
+_FEWEST_INT8: Final = 256  # tokens that INT8 by INT8 is tried with
+_COMPILERS: Final = 12  # threads
+_GATE_SHAPES: Final = (*SMALL, Shape(1, 1024, 4096), Shape(40, 512, 2048))
+
+
+def check_kernels(dtype: torch.dtype) -> None:
+    """The gate: every kernel equals its reference where its outputs were NaN before."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found = empty(*args, **kwargs)
+        return found.fill_(float("nan") if found.is_floating_point() else 77)
+
+    for format in (*FORMATS, *TYPICAL):
+        for shape in filter(lambda shape: fits(format, shape), _GATE_SHAPES):
+            matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cuda")
+            x, bias = random_input(shape, dtype, "cuda")
+            with mock.patch.object(torch, "empty", poisoned):
+                right = torch.equal(dequantize_kernel(matrix), dequantize_ref(matrix))
+                if can_fuse(matrix):
+                    right &= _is_near(fused_linear(x, matrix, bias), quantized_linear_ref(x, matrix, bias), x, matrix)
+                if format == QuantFormat(8):
+                    right &= _is_near(int8_linear_kernel(x, matrix, bias), int8_linear_ref(x, matrix, bias), x, matrix)
+            if not right:
+                raise SystemExit(f"gate: {format}, {shape}: a kernel differs from its reference; no figure is reported")
+
+
+def _is_near(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor, matrix: QuantizedMatrix) -> bool:
+    allowed = allowed_error(x, matrix, wanted, rounds=False)
+    return bool(((found.double() - wanted.double()).abs() <= allowed).all())
+
+
+class Bench:
+    """One machine's kernels, beside its copy rate."""
+
+    def __init__(self, dtype: torch.dtype, tokens: Sequence[int]) -> None:
+        self._dtype = dtype
+        self._tokens = tokens
+        self.copy_rate = copy_bytes_per_s()
+
+    def measure(self, rows: int, columns: int) -> Iterator[tuple[str, dict[str, float]]]:
+        """Name and figures of each case of one matrix's shape."""
+        full_s = self._full_seconds(rows, columns)
+        for format in TYPICAL:
+            matrices = self._matrices(format, rows, columns)
+            yield f"{name_of(format)} {rows}x{columns} dequantize", self._dequantizing(matrices)
+            for tokens in self._tokens:
+                x, _ = random_input(Shape(tokens, rows, columns), self._dtype, "cuda")
+                for way, product in self._products(matrices[0], tokens).items():
+                    calls = [partial(product, x, matrix) for matrix in matrices]
+                    moved_bytes = matrices[0].nbytes + (rows + columns) * tokens * self._dtype.itemsize
+                    figures = self._figures(calls, moved_bytes) if tokens <= _MOST_FUSED else self._figures(calls, 0)
+                    figures["over_fp16"] = round(full_s[tokens] * 1e6 / figures["us"], 3)
+                    yield f"{name_of(format)} {rows}x{columns} tokens {tokens} {way}", figures
+
+    @staticmethod
+    def _products(matrix: QuantizedMatrix, tokens: int) -> dict[str, Callable[..., torch.Tensor]]:
+        """The ways to multiply so many tokens that are worth measuring, by name."""
+        found: dict[str, Callable[..., torch.Tensor]] = {"dequantize": partial(quantized_linear, way="dequantize")}
+        if tokens <= _MOST_FUSED:
+            found["fused"] = partial(quantized_linear, way="fused")
+        if tokens >= _FEWEST_INT8 and matrix.format == QuantFormat(8):
+            found["w8a8"] = int8_linear
+            found["w8a8-vendor"] = partial(int8_linear, way="vendor")
+        return found
+
+    def _figures(self, calls: Sequence[Call], moved_bytes: int) -> dict[str, float]:
+        seconds = graph_seconds(calls)
+        figures = {"us": round(seconds * 1e6, 2), "call_us": round(call_seconds(calls) * 1e6, 2)}
+        if moved_bytes:
+            figures["over_bound"] = round(seconds * self.copy_rate / moved_bytes, 3)
+        return figures
+
+    def _dequantizing(self, matrices: Sequence[QuantizedMatrix]) -> dict[str, float]:
+        first = matrices[0]
+        out = torch.empty(first.rows, first.columns, dtype=self._dtype, device="cuda")
+        return self._figures(
+            [partial(dequantize_kernel, matrix, out) for matrix in matrices], first.nbytes + out.nbytes
+        )
+
+    def _matrices(self, format: QuantFormat, rows: int, columns: int) -> list[QuantizedMatrix]:
+        first = random_matrix(format, rows, columns, self._dtype, "cuda")
+        others = [
+            random_matrix(format, rows, columns, self._dtype, "cuda") for _ in range(num_copies(first.nbytes) - 1)
+        ]
+        return [first, *others]
+
+    def _full_seconds(self, rows: int, columns: int) -> dict[int, float]:
+        """Of the vendor's product in the full dtype, by tokens."""
+        nbytes = rows * columns * self._dtype.itemsize
+        weights = [torch.randn(rows, columns, dtype=self._dtype, device="cuda") for _ in range(num_copies(nbytes))]
+        found = {}
+        for tokens in self._tokens:
+            x, _ = random_input(Shape(tokens, rows, columns), self._dtype, "cuda")
+            found[tokens] = graph_seconds([partial(functional.linear, x, weight) for weight in weights])
+        return found
+
+    def tune(self, shapes: Sequence[tuple[int, int]]) -> dict[str, str]:
+        """The best tiles of each table's entry, by the geometric mean of seconds over the shapes."""
+        best: dict[str, str] = {}
+        for format in _TUNED_FORMATS:
+            by_tile: dict[int, dict[Tiles, list[float]]] = defaultdict(lambda: defaultdict(list))
+            for rows, columns in shapes:
+                matrices = self._matrices(format, rows, columns)
+                for tokens in _TUNED_TOKENS:
+                    x, _ = random_input(Shape(tokens, rows, columns), self._dtype, "cuda")
+                    tried = {
+                        tiles: [partial(fused_linear, x, matrix, None, tiles) for matrix in matrices]
+                        for tiles in candidates(format.bits, tokens)
+                    }
+                    for tiles, seconds in _race(f"{name_of(format)} {rows}x{columns} tokens {tokens}", tried).items():
+                        by_tile[block_tokens_for(tokens)][tiles].append(seconds)
+            for block_tokens, times in by_tile.items():
+                best[f"({format.bits}, {block_tokens})"] = str(_least(times))
+        return best | {"int8_linear": self._tune_int8(shapes)}
+
+    def _tune_int8(self, shapes: Sequence[tuple[int, int]]) -> str:
+        times: dict[Any, list[float]] = defaultdict(list)
+        for rows, columns in shapes:
+            matrices = self._matrices(QuantFormat(8), rows, columns)
+            x, _ = random_input(Shape(_TUNED_INT8_TOKENS, rows, columns), self._dtype, "cuda")
+            tried = {
+                tiles: [partial(int8_linear_kernel, x, matrix, None, tiles) for matrix in matrices]
+                for tiles in CANDIDATES
+            }
+            for tiles, seconds in _race(f"w8a8 {rows}x{columns} tokens {_TUNED_INT8_TOKENS}", tried).items():
+                times[tiles].append(seconds)
+        return str(_least(times))
+
+
+def _race(name: str, tried: Mapping[Any, Sequence[Call]]) -> dict[Any, float]:
+    """Seconds of each that runs; prints the three fastest."""
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        runs = dict(zip(tried, pool.map(_runs, (calls[0] for calls in tried.values())), strict=True))
+    torch.cuda.synchronize()
+    found = {tiles: graph_seconds(calls, replays=7) for tiles, calls in tried.items() if runs[tiles]}
+    for tiles in sorted(found, key=lambda tiles: found[tiles])[:3]:
+        print(f"{name}: {found[tiles] * 1e6:8.2f} us {tiles}", flush=True)
+    return found
+
+
+def _runs(call: Call) -> bool:
+    """Whether a kernel fits the device; compiles it."""
+    try:
+        call()
+    except OutOfResources:
+        return False
+    return True
+
+
+def _least(times: dict[Any, list[float]]) -> Any:
+    """The key with the least geometric mean, of those that ran everywhere."""
+    most = max(map(len, times.values()))
+    return min(
+        (tiles for tiles in times if len(times[tiles]) == most), key=lambda tiles: sum(map(math.log, times[tiles]))
+    )
+
+
+def name_of(format: QuantFormat) -> str:
+    kind = "fp8" if format.is_float else f"int{format.bits}"
+    return kind + (f"-{format.group_size}" if format.group_size else "") + ("" if format.symmetric else "-asymmetric")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="28672x7168,7168x28672", help="rows x columns")
+    parser.add_argument("--tokens", default="1,8,16,32,64,128,256,4096")
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    dtype = getattr(torch, args.dtype)
+    check_kernels(dtype)
+    shapes = [(int(rows), int(columns)) for rows, columns in (shape.split("x") for shape in args.shapes.split(","))]
+    bench = Bench(dtype, [int(count) for count in args.tokens.split(",")])
+    found: dict[str, object] = {}
+    if args.tune:
+        found |= bench.tune(shapes)
+        print(*(f"{key}: {tiles}," for key, tiles in found.items()), sep="\n", flush=True)
+    else:
+        for rows, columns in shapes:
+            for name, figures in bench.measure(rows, columns):
+                found[name] = figures
+                print(name, json.dumps(figures), flush=True)
+    work = {"benchmark": "kernels", "dtype": args.dtype, "copy_gb_per_s": round(bench.copy_rate / 1e9, 1)}
+    publish(work | {"tiles" if args.tune else "cases": found}, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Matrices and activations that the kernels' tests and benchmarks share, and how far a result may be off."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from zinfer.kernels.dequantize import dequantize_ref
+from zinfer.kernels.quantized import FLOAT8, QuantFormat, QuantizedMatrix
+
+FORMATS: Final = (
+    QuantFormat(8),
+    QuantFormat(8, symmetric=False),
+    QuantFormat(8, group_size=32),
+    QuantFormat(8, group_size=32, symmetric=False),
+    QuantFormat(8, group_size=5),
+    QuantFormat(8, is_float=True),
+    QuantFormat(8, group_size=32, is_float=True),
+    QuantFormat(4),
+    QuantFormat(4, symmetric=False),
+    QuantFormat(4, group_size=32),
+    QuantFormat(4, group_size=32, symmetric=False),
+    QuantFormat(4, group_size=96),
+    QuantFormat(4, group_size=5),
+    QuantFormat(4, group_size=5, symmetric=False),
+)
+TYPICAL: Final = (
+    QuantFormat(8),
+    QuantFormat(4, group_size=128),
+    QuantFormat(4, group_size=128, symmetric=False),
+    QuantFormat(8, is_float=True),
+)
+DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
+HALVES: Final = (torch.float16, torch.bfloat16)
+
+_TYPICAL_SCALE: Final = 0.02  # of a weight's size in a transformer of a few thousand columns
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a product: x [tokens, columns], a matrix [rows, columns]."""
+
+    tokens: int
+    rows: int
+    columns: int
+
+
+SMALL: Final = (Shape(1, 7, 160), Shape(3, 33, 35), Shape(17, 130, 960))
+"""Fast enough for an interpreter; nothing is a multiple of a tile, and a row's bytes are not of 16."""
+
+LARGE: Final = (Shape(1, 28672, 7168), Shape(16, 7168, 28672), Shape(33, 1000, 4352))
+"""A feed-forward block of a model of width 7168, and what no tile divides; for a GPU."""
+
+
+def fits(format: QuantFormat, shape: Shape) -> bool:
+    """Whether the format's groups divide the columns."""
+    return format.group_size is None or shape.columns % format.group_size == 0
+
+
+def random_matrix(
+    format: QuantFormat, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str
+) -> QuantizedMatrix:
+    """Random codes and scales, made on the device; codes also in the unused half of an odd row's last byte."""
+    matrix = QuantizedMatrix.empty(format, rows, columns, dtype, device)
+    if format.is_float:
+        matrix.codes.copy_((torch.randn(matrix.codes.shape, device=device) * 100).clamp(-448, 448).to(FLOAT8))
+    else:
+        first = -127 if matrix.codes.dtype == torch.int8 else 0
+        matrix.codes.random_(first, 128 if matrix.codes.dtype == torch.int8 else 256)
+    largest = 100 if format.is_float else max(format.code_range)
+    matrix.scales.uniform_(0.5, 1.5).mul_(2 * _TYPICAL_SCALE / largest)
+    if matrix.zeros is not None:
+        matrix.zeros.random_(0, 16 if format.bits == 4 else 256)
+    return matrix
+
+
+def random_input(shape: Shape, dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [tokens, columns] and a bias [rows]."""
+    x = torch.randn(shape.tokens, shape.columns, dtype=dtype, device=device)
+    return x, torch.randn(shape.rows, dtype=dtype, device=device)
+
+
+def allowed_error(x: torch.Tensor, matrix: QuantizedMatrix, wanted: torch.Tensor, rounds: bool) -> torch.Tensor:
+    """How far each element of a product of x [tokens, columns] may be from ``wanted`` [tokens, rows], in float64.
+
+    One place of the result's dtype, sums as tensor cores take them, which cut places off, and, where the elements of
+    the matrix were rounded first (``rounds``), half a place of each.
+    """
+    place = torch.finfo(wanted.dtype).eps
+    magnitudes = x.double().abs() @ dequantize_ref(matrix, torch.float64).abs().T
+    return place * wanted.double().abs() + magnitudes * (2**-18 + (place / 2 if rounds else 0)) + 1e-7

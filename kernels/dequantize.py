@@ -1,0 +1,251 @@
+"""Turns a quantized matrix back into one that any product takes.
+
+Also how codes become floating-point numbers in registers, for every kernel that reads a quantized matrix. A GPU
+converts 16 integers a clock where it could multiply 128: so codes are or-ed into the mantissa of a number whose last
+place is worth 1 (1024 in float16, 128 in bfloat16), which is then taken off (Kim et al. 2022, "Who says elephants can't
+run"). All of it is exact: the codes come out as whole numbers. Triton's interpreter knows no PTX and has no arithmetic
+for bfloat16: there they come out in float32.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from zinfer.kernels.quantized import SYMMETRIC_INT4_ZERO, QuantizedMatrix
+
+INTERPRETED: Final = bool(triton.knobs.runtime.interpret)  # fixed when the kernels below are decorated
+_SLICE_ELEMENTS: Final = 4 << 20  # 16 MiB in float32, of which the reference holds at most four at a time
+_TILE_ELEMENTS: Final = 4096
+_WARPS: Final = 4
+
+
+def dequantize(matrix: QuantizedMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The values of a matrix, [rows, columns] in its own dtype; on the CPU a slice of rows at a time.
+
+    Args:
+        out: where they are written; contiguous, of the matrix's shape, dtype and device.
+
+    Raises:
+        ValueError: ``out`` is something else.
+    """
+    out = _target(matrix, out)
+    if has_kernels(matrix):
+        return dequantize_kernel(matrix, out)
+    count = max(1, _SLICE_ELEMENTS // max(matrix.columns, 1))
+    for begin in range(0, matrix.rows, count):
+        out[begin : begin + count] = dequantize_ref(_rows(matrix, slice(begin, begin + count)))
+    return out
+
+
+def dequantize_kernel(matrix: QuantizedMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
+    """As `dequantize`, by the Triton kernel: of a matrix on a GPU, or on the CPU under Triton's interpreter."""
+    out = _target(matrix, out)
+    four_bits, groups = matrix.format.bits == 4, matrix.scales.shape[1]
+    length = matrix.columns // groups
+    split_bytes = four_bits and groups > 1 and length % 2 == 1
+    lines, line_bytes = matrix.rows * groups, -(-length // 2) if four_bits else length
+    block_columns = max(16, min(1024, triton.next_power_of_2(length)))
+    block_lines = _TILE_ELEMENTS // block_columns
+    grid = (triton.cdiv(lines, block_lines), triton.cdiv(length, block_columns))
+    if lines == 0 or length == 0:
+        return out
+    with on_device(out):
+        _dequantize_kernel[grid](
+            kernel_codes(matrix),
+            matrix.scales.contiguous(),
+            None if matrix.zeros is None else matrix.zeros.contiguous(),
+            out,
+            lines,
+            length,
+            line_bytes,
+            groups,
+            matrix.codes.shape[1],
+            FOUR_BITS=four_bits,
+            IS_FLOAT=matrix.format.is_float,
+            SPLIT_BYTES=split_bytes,
+            BLOCK_LINES=block_lines,
+            BLOCK_COLUMNS=block_columns,
+            COMPILED=not INTERPRETED,
+            num_warps=_WARPS,
+        )
+    return out
+
+
+def dequantize_ref(matrix: QuantizedMatrix, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """As `dequantize`, in plain torch; computed in float32 and rounded to ``dtype`` once."""
+    values = codes_of(matrix).float()
+    groups = values.view(matrix.rows, matrix.scales.shape[1], -1)
+    if matrix.zeros is not None:
+        groups -= matrix.zeros.float().unsqueeze(-1)
+    groups *= matrix.scales.float().unsqueeze(-1)
+    return values.to(dtype or matrix.dtype)
+
+
+def codes_of(matrix: QuantizedMatrix) -> torch.Tensor:
+    """The codes one by one, [rows, columns]: with 8 bits as stored, with 4 bits int8, about 0 if symmetric."""
+    if matrix.format.bits == 8:
+        return matrix.codes
+    pairs = torch.stack((matrix.codes & 15, matrix.codes >> 4), dim=-1).view(matrix.rows, -1)[:, : matrix.columns]
+    codes = pairs.to(torch.int8)
+    return codes - SYMMETRIC_INT4_ZERO if matrix.format.symmetric else codes
+
+
+def has_kernels(matrix: QuantizedMatrix) -> bool:
+    """Whether Triton compiles for the device and the format; e4m3 needs compute capability 8.9."""
+    if matrix.codes.device.type != "cuda":
+        return False
+    return not matrix.format.is_float or torch.cuda.get_device_capability(matrix.codes.device) >= (8, 9)
+
+
+def kernel_codes(matrix: QuantizedMatrix) -> torch.Tensor:
+    """The codes as the kernels take them: e4m3 numbers as their bits, for which a masked load has a zero."""
+    codes = matrix.codes.contiguous()
+    return codes.view(torch.uint8) if matrix.format.is_float else codes
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever the tensors' own."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
+
+
+def _target(matrix: QuantizedMatrix, out: torch.Tensor | None) -> torch.Tensor:
+    shape, dtype, device = (matrix.rows, matrix.columns), matrix.dtype, matrix.codes.device
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if (out.shape, out.dtype, out.device) != (shape, dtype, device) or not out.is_contiguous():
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()}; the matrix needs "
+            f"contiguous {dtype} {shape} on {device}"
+        )
+    return out
+
+
+def _rows(matrix: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
+    zeros = None if matrix.zeros is None else matrix.zeros[rows]
+    return QuantizedMatrix(matrix.format, matrix.columns, matrix.codes[rows], matrix.scales[rows], zeros)
+
+
+def _bytes_asm(bfloat: bool, signed: bool) -> str:
+    """PTX: four codes ($2) to four numbers ($0, $1), unsigned codes less 128.
+
+    bfloat16 has 7 bits of mantissa, one too few for 128 + code. But for a signed code of bits s and r its value is
+    r - 128 s, and 128 + 128 s is what the lone bit s makes of 128: it is the last bit of the exponent.
+    """
+    first = "{ .reg .b32 c, a, b, d; "
+    first += f"xor.b32 c, $2, {'0x80808080' if signed != bfloat else '0'}; "
+    if not bfloat:
+        spread = "prmt.b32 a, c, 0x64646464, 0x4140; prmt.b32 b, c, 0x64646464, 0x4342; mov.b32 d, 0xe480e480; "
+        return first + spread + "add.rn.f16x2 $0, a, d; add.rn.f16x2 $1, b, d; }"
+    spread = ".reg .b32 p, q, m; prmt.b32 a, c, 0x43434343, 0x4140; prmt.b32 b, c, 0x43434343, 0x4342; "
+    spread += "and.b32 p, a, 0xff80ff80; and.b32 q, b, 0xff80ff80; and.b32 a, a, 0xff7fff7f; and.b32 b, b, 0xff7fff7f; "
+    spread += "mov.b32 m, 0xbf80bf80; "
+    return first + spread + "fma.rn.bf16x2 $0, p, m, a; fma.rn.bf16x2 $1, q, m, b; }"
+
+
+def _nibbles_asm(bfloat: bool) -> str:
+    """PTX: eight codes ($4) less 8: those in the low halves of the bytes ($0, $1), those in the high ones ($2, $3)."""
+    first = "{ .reg .b32 a, b, c, d, m, n; prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; "
+    magic = "0x43004300" if bfloat else "0x64006400"
+    low = f"lop3.b32 $0, a, 0x000f000f, {magic}, 0xea; lop3.b32 $1, b, 0x000f000f, {magic}, 0xea; "
+    if bfloat:
+        high = "shr.b32 c, a, 4; shr.b32 d, b, 4; "
+        high += f"lop3.b32 $2, c, 0x000f000f, {magic}, 0xea; lop3.b32 $3, d, 0x000f000f, {magic}, 0xea; "
+        last = "mov.b32 m, 0x3f803f80; mov.b32 n, 0xc308c308; "
+        return first + low + high + last + " ".join(f"fma.rn.bf16x2 ${i}, ${i}, m, n;" for i in range(4)) + " }"
+    high = f"lop3.b32 $2, a, 0x00f000f0, {magic}, 0xea; lop3.b32 $3, b, 0x00f000f0, {magic}, 0xea; "
+    low += "mov.b32 c, 0xe408e408; add.rn.f16x2 $0, $0, c; add.rn.f16x2 $1, $1, c; "
+    high += "mov.b32 m, 0x2c002c00; mov.b32 n, 0xd480d480; "  # (1024 + 16 code) / 16 - 72
+    return first + low + high + "fma.rn.f16x2 $2, $2, m, n; fma.rn.f16x2 $3, $3, m, n; }"
+
+
+_SIGNED_TO_FP16 = tl.constexpr(_bytes_asm(bfloat=False, signed=True))
+_SIGNED_TO_BF16 = tl.constexpr(_bytes_asm(bfloat=True, signed=True))
+_UNSIGNED_TO_FP16 = tl.constexpr(_bytes_asm(bfloat=False, signed=False))
+_UNSIGNED_TO_BF16 = tl.constexpr(_bytes_asm(bfloat=True, signed=False))
+_NIBBLES_TO_FP16 = tl.constexpr(_nibbles_asm(bfloat=False))
+_NIBBLES_TO_BF16 = tl.constexpr(_nibbles_asm(bfloat=True))
+
+
+@triton.jit
+def widen_bytes(codes, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes of 8 bits as float16, or bfloat16: int8, uint8 less 128, or the bits of e4m3 numbers (IS_FLOAT)."""
+    signed: tl.constexpr = codes.dtype == tl.int8
+    if IS_FLOAT:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16 if IS_BFLOAT else tl.float16)
+    elif not COMPILED:
+        return codes.to(tl.float32) if signed else codes.to(tl.float32) - 128
+    elif IS_BFLOAT:
+        to_bf16: tl.constexpr = _SIGNED_TO_BF16 if signed else _UNSIGNED_TO_BF16
+        return tl.inline_asm_elementwise(to_bf16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        to_fp16: tl.constexpr = _SIGNED_TO_FP16 if signed else _UNSIGNED_TO_FP16
+        return tl.inline_asm_elementwise(to_fp16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+
+
+@triton.jit
+def widen_nibbles(codes, IS_BFLOAT: tl.constexpr, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes of 4 bits less 8 as float16, or bfloat16: those in the low halves of the bytes, those in the high ones."""
+    if not COMPILED:
+        return (codes & 15).to(tl.float32) - 8, (codes >> 4).to(tl.float32) - 8
+    elif IS_BFLOAT:
+        return tl.inline_asm_elementwise(
+            _NIBBLES_TO_BF16, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _NIBBLES_TO_FP16, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+
+
+@triton.jit
+def _dequantize_kernel(  # type: ignore[no-untyped-def]
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    out_ptr,
+    num_lines,
+    length,
+    line_bytes,
+    groups,
+    row_bytes,
+    FOUR_BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    SPLIT_BYTES: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """A line is what one scale serves: lines lie one behind the other, in codes as in values.
+
+    But for SPLIT_BYTES, lines of an odd number of 4-bit codes: there one byte holds codes of two lines.
+    """
+    lines = tl.program_id(0).to(tl.int64) * BLOCK_LINES + tl.arange(0, BLOCK_LINES)
+    in_lines = (lines < num_lines)[:, None]
+    begin = tl.program_id(1) * BLOCK_COLUMNS
+    columns = begin + tl.arange(0, BLOCK_COLUMNS)
+    scale = tl.load(scales_ptr + lines, mask=lines < num_lines, other=0).to(tl.float32)[:, None]
+    zero = tl.full((BLOCK_LINES, 1), 0, tl.float32)
+    if zeros_ptr is not None:
+        centre: tl.constexpr = 8 if FOUR_BITS else 128
+        zero = tl.load(zeros_ptr + lines, mask=lines < num_lines, other=0).to(tl.float32)[:, None] - centre
+    mask = in_lines & (columns < length)[None, :]
+    if SPLIT_BYTES:
+        places = (lines % groups)[:, None] * length + columns[None, :]
+        pairs = tl.load(codes_ptr + (lines // groups)[:, None] * row_bytes + places // 2, mask=mask, other=0)
+        codes = (pairs.to(tl.int32) >> (places % 2 * 4).to(tl.int32)) & 15
+        values = ((codes - 8).to(tl.float32) - zero) * scale
+    elif FOUR_BITS:
+        places = begin // 2 + tl.arange(0, BLOCK_COLUMNS // 2)
+        in_bytes = in_lines & (places < line_bytes)[None, :]
+        pairs = tl.load(codes_ptr + lines[:, None] * line_bytes + places[None, :], mask=in_bytes, other=0)
+        low, high = widen_nibbles(pairs, False, COMPILED)
+        low = ((low.to(tl.float32) - zero) * scale).to(out_ptr.dtype.element_ty)
+        high = ((high.to(tl.float32) - zero) * scale).to(out_ptr.dtype.element_ty)
+        values = tl.interleave(low, high)
+    else:
+        codes = tl.load(codes_ptr + lines[:, None] * line_bytes + columns[None, :], mask=mask, other=0)
+        values = (widen_bytes(codes, False, IS_FLOAT, COMPILED).to(tl.float32) - zero) * scale
+    tl.store(out_ptr + lines[:, None] * length + columns[None, :], values.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,256 @@
+"""Multiplies activations with a matrix of INT8 codes in INT8 as well: W8A8 (Yao et al. 2022, "ZeroQuant").
+
+Each token's activations are quantized when they are met, symmetrically, with a scale of their own; tensor cores
+multiply codes with codes into 32-bit integers, exactly, and the two scales and the bias are applied to the sums. The
+price is the rounding of the activations.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from zinfer.kernels.dequantize import on_device
+from zinfer.kernels.quantized import QuantizedMatrix
+from zinfer.kernels.quantized_linear import check_operands
+
+Way: TypeAlias = Literal["fused", "vendor"]
+
+_LAST: Final = 127  # the largest code
+_MOST_COLUMNS: Final = (2**31 - 1) // _LAST**2  # more of them might overflow a sum
+_EXACT_COLUMNS: Final = 2**24 // _LAST**2  # as many products of codes add up exactly in float32
+_LEAST = tl.constexpr(2.0**-100)  # a token with no larger magnitude counts as zeros: 127 over one might overflow
+_TOKEN_BLOCK: Final = 4096
+_TOKEN_WARPS: Final = 8
+
+
+@dataclass(frozen=True)
+class Int8Tiles:
+    """A program's tile, the columns of a step, how it runs; ``swizzle`` token tiles go through the rows together."""
+
+    block_tokens: int
+    block_rows: int
+    block_columns: int
+    warps: int
+    stages: int
+    swizzle: int = 8
+
+
+# To be set by measurement: `benchmarks/kernels.py --tune` prints the best.
+CHOSEN: Final = Int8Tiles(128, 256, 128, 8, 4)
+CANDIDATES: Final = (
+    CHOSEN,
+    Int8Tiles(128, 256, 128, 8, 3),
+    Int8Tiles(128, 256, 64, 8, 5),
+    Int8Tiles(256, 128, 128, 8, 4),
+    Int8Tiles(128, 128, 128, 8, 4),
+    Int8Tiles(128, 128, 128, 4, 3),
+    Int8Tiles(128, 128, 256, 8, 3),
+    Int8Tiles(128, 256, 128, 8, 4, 16),
+)
+
+_PLAIN: Final = Int8Tiles(64, 64, 64, 4, 2)  # without descriptors, rows may begin at any byte
+
+
+def int8_linear(
+    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, way: Way = "fused"
+) -> torch.Tensor:
+    """``x @ W.T + bias`` with x quantized token by token and the values of ``matrix`` for W.
+
+    Args:
+        x: [..., columns], of the matrix's dtype and device.
+        matrix: symmetric INT8 with one scale a row.
+        bias: [rows].
+        way: the product by "fused", the Triton kernel, or on a GPU by "vendor", `torch._int_mm`.
+
+    Returns:
+        [..., rows] in the dtype of x; on the CPU by `int8_linear_ref`.
+
+    Raises:
+        ValueError: x or bias do not fit the matrix, or its format is another one.
+    """
+    check_operands(x, matrix, bias)
+    check_matrix(matrix)
+    if x.device.type != "cuda":
+        return int8_linear_ref(x, matrix, bias)
+    if way == "vendor":
+        return _vendor_linear(x, matrix, bias)
+    return int8_linear_kernel(x, matrix, bias)
+
+
+def check_matrix(matrix: QuantizedMatrix) -> None:
+    """Raise ValueError unless INT8 tensor cores can multiply the matrix's codes."""
+    format = matrix.format
+    if format.bits != 8 or not format.symmetric or format.is_float or matrix.scales.shape[1] != 1:
+        raise ValueError(f"INT8 products need symmetric INT8 weights with one scale a row, not {format}")
+    if matrix.columns > _MOST_COLUMNS:
+        raise ValueError(
+            f"INT8 products take at most {_MOST_COLUMNS} columns, not {matrix.columns}: sums would overflow"
+        )
+
+
+def int8_linear_ref(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As `int8_linear` in plain torch: exact sums, by way of float32 products too short to round."""
+    codes, scales = quantize_tokens_ref(x.reshape(-1, matrix.columns))
+    sums = torch.zeros(codes.shape[0], matrix.rows, dtype=torch.int32, device=x.device)
+    for begin in range(0, matrix.columns, _EXACT_COLUMNS):
+        part = slice(begin, begin + _EXACT_COLUMNS)
+        sums += (codes[:, part].float() @ matrix.codes[:, part].float().T).to(torch.int32)
+    return _finish(sums, scales, matrix, bias).to(x.dtype).view(*x.shape[:-1], matrix.rows)
+
+
+def quantize_tokens_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `quantize_tokens_kernel`, in plain torch."""
+    values = x.float()
+    largest = values.abs().amax(dim=1, keepdim=True) if x.shape[1] else values.new_zeros(x.shape[0], 1)
+    steps = torch.where(largest > _LEAST.value, torch.full_like(largest, _LAST) / largest, 0)
+    codes = (values * steps).round().clamp(-_LAST, _LAST).to(torch.int8)
+    return codes, largest.squeeze(1) / _LAST + (values * 0).sum(dim=1)
+
+
+def quantize_tokens_kernel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (int8, of x's shape) and scales [tokens] (float32) of x [tokens, columns]; zeros have scale 0."""
+    x = x.contiguous()
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    block = min(_TOKEN_BLOCK, triton.next_power_of_2(x.shape[1]))
+    with on_device(x):
+        _quantize_tokens[(x.shape[0],)](x, codes, scales, x.shape[1], BLOCK=block, num_warps=_TOKEN_WARPS)
+    return codes, scales
+
+
+def int8_linear_kernel(
+    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, tiles: Int8Tiles = CHOSEN
+) -> torch.Tensor:
+    """As `int8_linear`, by the Triton kernels: on a GPU, or on the CPU under Triton's interpreter."""
+    flat, rows, columns = x.reshape(-1, matrix.columns), matrix.rows, matrix.columns
+    tokens = flat.shape[0]
+    out = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
+    if out.numel() == 0 or columns == 0:
+        return int8_linear_ref(x, matrix, bias)
+    codes, scales = quantize_tokens_kernel(flat)
+    left, right = codes, matrix.codes.contiguous()
+    by_descriptor = columns % 16 == 0 and right.data_ptr() % 16 == 0 and _has_bulk_copies(x)
+    if not by_descriptor:
+        tiles = _PLAIN
+    else:
+        left = TensorDescriptor.from_tensor(left, [tiles.block_tokens, tiles.block_columns])
+        right = TensorDescriptor.from_tensor(right, [tiles.block_rows, tiles.block_columns])
+    with on_device(x):
+        _int8_kernel[(triton.cdiv(tokens, tiles.block_tokens) * triton.cdiv(rows, tiles.block_rows),)](
+            left,
+            right,
+            scales,
+            matrix.scales.contiguous(),
+            None if bias is None else bias.contiguous(),
+            out,
+            tokens,
+            rows,
+            columns,
+            BY_DESCRIPTOR=by_descriptor,
+            EVEN=columns % tiles.block_columns == 0,
+            SWIZZLE=tiles.swizzle,
+            BLOCK_TOKENS=tiles.block_tokens,
+            BLOCK_ROWS=tiles.block_rows,
+            BLOCK=tiles.block_columns,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+    return out.view(*x.shape[:-1], rows)
+
+
+def _has_bulk_copies(x: torch.Tensor) -> bool:
+    """Whether tiles are copied by descriptors: the tensor memory accelerator, from compute capability 9 on."""
+    return x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _vendor_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+    codes, scales = quantize_tokens_kernel(x.reshape(-1, matrix.columns))
+    sums = torch._int_mm(codes, matrix.codes.T)
+    return _finish(sums, scales, matrix, bias).to(x.dtype).view(*x.shape[:-1], matrix.rows)
+
+
+def _finish(
+    sums: torch.Tensor, scales: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Sums of codes [tokens, rows] as values, in float32."""
+    values = sums.float().mul_(scales.unsqueeze(1)).mul_(matrix.scales.float().T)
+    return values if bias is None else values.add_(bias.float())
+
+
+@triton.jit
+def _quantize_tokens(x_ptr, codes_ptr, scales_ptr, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One token a program: its largest magnitude, then its codes, rounded to even as torch does."""
+    begin = tl.program_id(0).to(tl.int64) * columns
+    largest = tl.zeros((BLOCK,), tl.float32)
+    nothing = tl.zeros((BLOCK,), tl.float32)  # but for an infinity or a NaN, which a maximum would lose
+    for offset in range(0, columns, BLOCK):
+        place = offset + tl.arange(0, BLOCK)
+        value = tl.load(x_ptr + begin + place, mask=place < columns, other=0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+        nothing += value * 0
+    top = tl.max(largest, axis=0)
+    step = tl.where(top > _LEAST, tl.div_rn(127.0, tl.maximum(top, _LEAST)), 0.0)
+    tl.store(scales_ptr + tl.program_id(0), tl.div_rn(top, 127.0) + tl.sum(nothing, axis=0))
+    for offset in range(0, columns, BLOCK):
+        place = offset + tl.arange(0, BLOCK)
+        value = tl.load(x_ptr + begin + place, mask=place < columns, other=0).to(tl.float32) * step
+        value = (value + 12582912.0) - 12582912.0  # 1.5 * 2**23: float32 has no places behind the point there
+        value = tl.minimum(tl.maximum(value, -127.0), 127.0)
+        tl.store(codes_ptr + begin + place, value.to(tl.int8), mask=place < columns)
+
+
+@triton.jit
+def _int8_kernel(  # type: ignore[no-untyped-def]
+    x,
+    weights,
+    x_scales_ptr,
+    scales_ptr,
+    bias_ptr,
+    out_ptr,
+    tokens,
+    rows,
+    columns,
+    BY_DESCRIPTOR: tl.constexpr,
+    EVEN: tl.constexpr,
+    SWIZZLE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One tile [tokens, rows]; SWIZZLE token tiles go through the rows together, and find them in the L2 cache."""
+    token_tiles = tl.cdiv(tokens, BLOCK_TOKENS)
+    group_tiles = SWIZZLE * tl.cdiv(rows, BLOCK_ROWS)
+    first = tl.program_id(0) // group_tiles * SWIZZLE
+    height = tl.minimum(token_tiles - first, SWIZZLE)
+    token_begin = (first + tl.program_id(0) % group_tiles % height) * BLOCK_TOKENS
+    row_begin = tl.program_id(0) % group_tiles // height * BLOCK_ROWS
+    token = token_begin + tl.arange(0, BLOCK_TOKENS)
+    row = row_begin + tl.arange(0, BLOCK_ROWS)
+    place = tl.arange(0, BLOCK)
+    if not BY_DESCRIPTOR:
+        x_ptrs = x + tl.minimum(token, tokens - 1)[:, None].to(tl.int64) * columns + place[None, :]
+        weights_ptrs = weights + tl.minimum(row, rows - 1)[:, None].to(tl.int64) * columns + place[None, :]
+    sums = tl.zeros((BLOCK_TOKENS, BLOCK_ROWS), tl.int32)
+    for begin in range(0, columns, BLOCK):
+        if BY_DESCRIPTOR:
+            left = x.load([token_begin, begin])
+            right = weights.load([row_begin, begin])
+        elif EVEN:
+            left = tl.load(x_ptrs + begin)
+            right = tl.load(weights_ptrs + begin)
+        else:
+            inside = (place < columns - begin)[None, :]
+            left = tl.load(x_ptrs + begin, mask=inside, other=0)
+            right = tl.load(weights_ptrs + begin, mask=inside, other=0)
+        sums = tl.dot(left, tl.trans(right), sums, out_dtype=tl.int32)
+    in_tokens, in_rows = token < tokens, row < rows
+    values = sums.to(tl.float32) * tl.load(x_scales_ptr + token, mask=in_tokens, other=0)[:, None]
+    values *= tl.load(scales_ptr + row, mask=in_rows, other=0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        values += tl.load(bias_ptr + row, mask=in_rows, other=0).to(tl.float32)[None, :]
+    out_ptrs = out_ptr + token[:, None].to(tl.int64) * rows + row[None, :]
+    tl.store(out_ptrs, values.to(out_ptr.dtype.element_ty), mask=in_tokens[:, None] & in_rows[None, :])

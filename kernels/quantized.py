@@ -1,0 +1,121 @@
+"""Quantized matrices: what a format is, and the tensors that a matrix in it consists of.
+
+A matrix has shape [rows, columns]: rows are output channels, columns are what a product sums over, as in the weight of
+`nn.Linear`. An element's value is ``(code - zero) * scale``; a scale, and a zero where the format is asymmetric, serve
+``group_size`` neighbouring columns of one row.
+
+codes:  [rows, columns] int8 (symmetric 8 bits), uint8 (asymmetric 8 bits) or float8_e4m3fn;
+        [rows, ceil(columns / 2)] uint8 (4 bits): column 2j in the low half of byte j, column 2j + 1 in the high half.
+scales: [rows, groups] in the dtype that products are computed in.
+zeros:  [rows, groups] uint8, asymmetric formats only. 4 bits without zeros: 8 stands for nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+
+SYMMETRIC_INT4_ZERO: Final = 8
+FLOAT8: Final = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class QuantFormat:
+    """How a matrix is stored.
+
+    Args:
+        bits: 4 or 8.
+        group_size: columns that share a scale, a divisor of the columns; None: a whole row shares one.
+        symmetric: without zero points.
+        is_float: 8 bits as e4m3 floating point (Micikevicius et al. 2022, "FP8 formats for deep learning").
+        group_rows: neighbouring rows that share their scales, which are then stored once a row all the same; None: all
+            rows, with ``group_size`` None a scale per tensor.
+
+    Raises:
+        ValueError: no such format.
+    """
+
+    bits: Literal[4, 8]
+    group_size: int | None = None
+    symmetric: bool = True
+    is_float: bool = False
+    group_rows: int | None = 1
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits must be 4 or 8, not {self.bits}")
+        if self.is_float and (self.bits != 8 or not self.symmetric):
+            raise ValueError("a floating-point format has 8 bits and is symmetric")
+        for name in ("group_size", "group_rows"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, not {size}")
+
+    @property
+    def codes_dtype(self) -> torch.dtype:
+        if self.is_float:
+            return FLOAT8
+        return torch.int8 if self.bits == 8 and self.symmetric else torch.uint8
+
+    @property
+    def code_range(self) -> tuple[float, float]:
+        """The least and the largest code, as a multiple of the scale above the zero; symmetric ones about 0."""
+        if self.is_float:
+            largest = torch.finfo(FLOAT8).max
+            return -largest, largest
+        if self.symmetric:
+            largest = 2 ** (self.bits - 1) - 1
+            return -largest, largest
+        return 0, 2**self.bits - 1
+
+    def check_shape(self, rows: int, columns: int) -> None:
+        """Raise ValueError if a matrix of this shape cannot be stored so."""
+        if self.group_size is not None and columns % self.group_size:
+            raise ValueError(f"group_size {self.group_size} does not divide the {columns} columns")
+        if self.group_rows is not None and rows % self.group_rows:
+            raise ValueError(f"group_rows {self.group_rows} does not divide the {rows} rows")
+
+    def num_groups(self, columns: int) -> int:
+        """Scales of a row."""
+        return 1 if self.group_size is None else columns // self.group_size
+
+    def codes_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        return (rows, columns if self.bits == 8 else -(-columns // 2))
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedMatrix:
+    """A matrix in stored form; the tensors lie on one device and are as the module's docstring says.
+
+    ``dtype`` is what its values are computed in: that of ``scales``.
+    """
+
+    format: QuantFormat
+    columns: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.scales.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.codes, self.scales, self.zeros) if part is not None)
+
+    @classmethod
+    def empty(
+        cls, format: QuantFormat, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str
+    ) -> "QuantizedMatrix":
+        """Memory for a matrix, not filled."""
+        format.check_shape(rows, columns)
+        groups = (rows, format.num_groups(columns))
+        codes = torch.empty(format.codes_shape(rows, columns), dtype=format.codes_dtype, device=device)
+        scales = torch.empty(groups, dtype=dtype, device=device)
+        zeros = None if format.symmetric else torch.empty(groups, dtype=torch.uint8, device=device)
+        return cls(format, columns, codes, scales, zeros)

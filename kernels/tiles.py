@@ -1,0 +1,116 @@
+"""How the fused product of few tokens is cut into tiles: what has been chosen, and what is worth trying."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from zinfer.kernels.quantized import QuantizedMatrix
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A program's share of the product, powers of two all but ``programs``.
+
+    Args:
+        block_tokens: tokens of a tile.
+        block_rows: rows of the matrix of a tile.
+        block_columns: columns of a step; fewer where a group has fewer.
+        warps: of a program.
+        stages: steps under way: one is multiplied while the others are loaded.
+        programs: the columns are split over several programs as long as there are no more than these.
+        weights_left: the matrix is the product's left operand, of 64 or 16 rows to an instruction, and tokens the right
+            one, of 8; otherwise the other way round.
+    """
+
+    block_tokens: int
+    block_rows: int
+    block_columns: int
+    warps: int
+    stages: int
+    programs: int
+    weights_left: bool
+
+
+_FEWEST_TOKENS: Final = 8  # of an instruction's right operand
+_MOST_TOKENS: Final = 64
+
+_MOST_PARTS: Final = 16  # that a row's columns are split into: their sums are written and read again
+
+# To be set by measurement: `benchmarks/kernels.py --tune` prints the best. Keys are bits and tokens of a tile.
+_CHOSEN: Final = {
+    (4, 8): Tiles(8, 128, 128, 4, 4, 528, True),
+    (4, 16): Tiles(16, 128, 128, 4, 4, 528, False),
+    (4, 32): Tiles(32, 128, 128, 4, 4, 528, False),
+    (4, 64): Tiles(64, 128, 128, 4, 4, 264, False),
+    (8, 8): Tiles(8, 64, 128, 4, 4, 528, True),
+    (8, 16): Tiles(16, 64, 128, 4, 4, 528, False),
+    (8, 32): Tiles(32, 64, 128, 4, 4, 528, False),
+    (8, 64): Tiles(64, 128, 128, 4, 4, 264, False),
+}
+
+
+def tiles_for(bits: int, tokens: int) -> Tiles:
+    """The tiles chosen for so many tokens; from 65 on there are several to a program's rows."""
+    return _CHOSEN[bits, block_tokens_for(tokens)]
+
+
+def block_tokens_for(tokens: int) -> int:
+    """Tokens of a tile: the least power of two that holds them, between 8 and 64."""
+    return min(max(1 << (tokens - 1).bit_length(), _FEWEST_TOKENS), _MOST_TOKENS)
+
+
+def candidates(bits: int, tokens: int) -> Iterator[Tiles]:
+    """Tiles worth measuring for so many tokens, at most 24."""
+    block_tokens = block_tokens_for(tokens)
+    left = block_tokens == _FEWEST_TOKENS
+    wide = 256 if bits == 8 else 128
+    shapes = [  # rows, columns, warps, stages, is the matrix left
+        (64, 128, 2, 5, left),
+        (64, 128, 4, 4, left),
+        (128, 128, 4, 3, left),
+        (128, 128, 4, 5, left),
+        (128, 128, 2, 4, True),
+        (128, 128, 8, 4, left),
+        (256, 128, 8, 4, left),
+        (64, wide, 4, 3, left) if bits == 8 else (256, 128, 4, 4, left),
+    ]
+    for rows, columns, warps, stages, weights_left in shapes:
+        for programs in (264, 528, 1056):
+            yield Tiles(block_tokens, rows, columns, warps, stages, programs, weights_left)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A call cut into programs.
+
+    A row has ``width`` units, bytes of codes and the numbers of x beside each. A step takes ``block`` of them, a
+    program ``steps`` steps, and ``num_parts`` programs share each of ``num_tiles`` tiles.
+    """
+
+    width: int
+    block: int
+    steps_per_group: int
+    steps: int
+    num_parts: int
+    num_tiles: int
+
+    @classmethod
+    def of(cls, tokens: int, matrix: QuantizedMatrix, tiles: Tiles) -> "Cut":
+        """For x [tokens, columns]."""
+        width, groups = matrix.codes.shape[1], matrix.scales.shape[1]
+        block = min(tiles.block_columns * matrix.format.bits // 8, most_block(matrix))
+        num_steps = -(-width // block)
+        num_tiles = -(-matrix.rows // tiles.block_rows) * -(-tokens // tiles.block_tokens)
+        parts = max(1, min(tiles.programs // num_tiles, num_steps // tiles.stages, _MOST_PARTS))
+        steps = -(-num_steps // parts)
+        steps_per_group = 1 if groups == 1 else num_steps // groups
+        return cls(width, block, steps_per_group, steps, -(-num_steps // steps), num_tiles)
+
+
+def most_block(matrix: QuantizedMatrix) -> int:
+    """Most bytes of a step: a power of two that divides a group, if a row has several."""
+    groups = matrix.scales.shape[1]
+    if groups == 1:
+        return 1 << 30
+    group = matrix.columns // groups
+    return (group & -group) * matrix.format.bits // 8

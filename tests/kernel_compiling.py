@@ -1,0 +1,88 @@
+"""Compiles the Triton kernels for a GPU that this machine need not have: run as a script, apart from the interpreter.
+
+A launch with tensors on the CPU is caught, its arguments described as Triton would describe them, and compiled down to
+machine code by the assembler that comes with Triton. Prints a line for each: kernel, bytes, tensor core instructions.
+"""
+
+import re
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from zinfer.kernels import dequantize, int8_linear, quantized_linear
+from zinfer.kernels.cases import HALVES, TYPICAL, Shape, random_input, random_matrix
+from zinfer.kernels.quantized import QuantFormat
+
+TARGET = GPUTarget("cuda", 90, 32)
+KINDS = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+}
+
+
+class Compiled:
+    """Stands for a kernel: a launch compiles it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: object) -> Any:
+        return self.compile
+
+    def compile(self, *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
+        values = dict(zip((parameter.name for parameter in self.kernel.params), args, strict=False)) | constants
+        signature: dict[str, str] = {}
+        known: dict[str, Any] = {}
+        aligned: dict[tuple[int], list[list[object]]] = {}
+        for index, parameter in enumerate(self.kernel.params):
+            value = values[parameter.name]
+            if parameter.is_constexpr or value is None or value is True:
+                signature[parameter.name], known[parameter.name] = "constexpr", value
+            elif isinstance(value, TensorDescriptor):
+                signature[parameter.name] = f"tensordesc<{KINDS[value.base.dtype]}{list(value.block_shape)}>"
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name], aligned[(index,)] = f"*{KINDS[value.dtype]}", [["tt.divisibility", 16]]
+            else:
+                signature[parameter.name] = "i32"
+                if value % 16 == 0 and not parameter.do_not_specialize:
+                    aligned[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, known, aligned)
+        found = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})
+        products = sorted(set(re.findall(r"wgmma\.mma_async|mma\.sync", found.asm["ptx"])))
+        print(self.kernel.__name__, len(found.asm["cubin"]), *products)
+
+
+def main() -> None:
+    names = {
+        dequantize: ["_dequantize_kernel"],
+        quantized_linear: ["_fused_kernel", "_sum_kernel"],
+        int8_linear: ["_quantize_tokens", "_int8_kernel"],
+    }
+    for module, kernels in names.items():
+        for name in kernels:
+            mock.patch.object(module, name, Compiled(getattr(module, name))).start()
+    mock.patch.object(quantized_linear, "has_kernels", return_value=True).start()
+    for dtype in HALVES:
+        for format in TYPICAL:
+            matrix = random_matrix(format, 1024, 4096, dtype, "cpu")
+            dequantize.dequantize_kernel(matrix)
+            for tokens in (1, 16, 64):
+                x, bias = random_input(Shape(tokens, 1024, 4096), dtype, "cpu")
+                quantized_linear.fused_linear(x, matrix, bias)
+        for columns in (4096, 4097):
+            matrix = random_matrix(QuantFormat(8), 1024, columns, dtype, "cpu")
+            x, bias = random_input(Shape(300, 1024, columns), dtype, "cpu")
+            int8_linear.int8_linear_kernel(x, matrix, bias)
+
+
+if __name__ == "__main__":
+    main()

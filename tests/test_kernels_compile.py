@@ -1,0 +1,23 @@
+"""The kernels compile to machine code for compute capability 9.0 without a GPU; what they do there, `gpu` tests see."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("kernel_compiling.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    child = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )
+    assert child.returncode == 0, child.stderr
+    lines = [line.split() for line in child.stdout.splitlines()]
+    kernels = {line[0] for line in lines}
+    assert kernels == {"_dequantize_kernel", "_fused_kernel", "_sum_kernel", "_quantize_tokens", "_int8_kernel"}
+    for name, _, *products in lines:
+        assert bool(products) == (name in ("_fused_kernel", "_int8_kernel")), (name, products)

@@ -1,0 +1,215 @@
+"""Products with quantized matrices: the fused kernel beside float64, repeated, cut into parts, and what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from zinfer.kernels.cases import (
+    DTYPES,
+    FORMATS,
+    HALVES,
+    LARGE,
+    SMALL,
+    TYPICAL,
+    Shape,
+    allowed_error,
+    fits,
+    random_input,
+    random_matrix,
+)
+from zinfer.kernels.dequantize import INTERPRETED, dequantize, dequantize_ref
+from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.kernels.quantized_linear import Way, can_fuse, fused_linear, quantized_linear, quantized_linear_ref
+from zinfer.kernels.tiles import Cut, Tiles, block_tokens_for, candidates, most_block, tiles_for
+
+FUSED = [format for format in FORMATS if format.group_size != 5]
+PLAIN = Tiles(16, 32, 64, 4, 2, 1, False)
+"""Small tiles, and the columns summed by one program."""
+
+
+def assert_right(
+    found: torch.Tensor, x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None, rounds: bool = False
+) -> None:
+    wanted = quantized_linear_ref(x, matrix, bias)
+    assert found.shape == wanted.shape
+    assert found.dtype == wanted.dtype
+    distance = (found.double() - wanted.double()).abs()
+    worst = (distance / allowed_error(x, matrix, wanted, rounds)).max().item()
+    assert worst <= 1, f"{worst} times the allowed error"
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("format", FUSED, ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("weights_left", [True, False], ids=["weights-left", "weights-right"])
+def test_the_fused_kernel(kernel_device: str, format: QuantFormat, dtype: torch.dtype, weights_left: bool) -> None:
+    torch.manual_seed(0)
+    for shape in filter(lambda shape: fits(format, shape), SMALL):
+        matrix = random_matrix(format, shape.rows, shape.columns, dtype, kernel_device)
+        x, bias = random_input(shape, dtype, kernel_device)
+        tiles = Tiles(block_tokens_for(shape.tokens), 64, 128, 4, 2, 1, weights_left)
+        whole = fused_linear(x, matrix, bias, tiles)
+        assert_right(whole, x, matrix, bias)
+        parts = fused_linear(x, matrix, bias, replace(tiles, programs=64))
+        assert_right(parts, x, matrix, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("format", TYPICAL, ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_large_products(format: QuantFormat, dtype: torch.dtype, shape: Shape) -> None:
+    torch.manual_seed(0)
+    matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cuda")
+    x, bias = random_input(shape, dtype, "cuda")
+    found = [quantized_linear(x, matrix, bias, "fused") for _ in range(5)]
+    assert_right(found[0], x, matrix, bias)
+    assert all(torch.equal(found[0], other) for other in found)
+    assert_right(quantized_linear(x, matrix, bias, "dequantize"), x, matrix, bias, rounds=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tokens", [1, 9, 17, 64, 65])
+def test_every_candidate(bits: int, tokens: int) -> None:
+    torch.manual_seed(0)
+    shape = Shape(tokens, 1000, 4352)
+    matrix = random_matrix(QuantFormat(4, 128) if bits == 4 else QuantFormat(8), 1000, 4352, torch.float16, "cuda")
+    x, bias = random_input(shape, torch.float16, "cuda")
+    for tiles in candidates(bits, tokens):
+        assert_right(fused_linear(x, matrix, bias, tiles), x, matrix, bias)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("format", [QuantFormat(8), QuantFormat(8, symmetric=False), QuantFormat(4)], ids=str)
+def test_every_byte(kernel_device: str, format: QuantFormat, dtype: torch.dtype) -> None:
+    matrix = QuantizedMatrix.empty(format, 256, 32 if format.bits == 4 else 16, dtype, kernel_device)
+    bytes_of = matrix.codes.view(torch.uint8)
+    bytes_of.copy_(torch.arange(256, device=kernel_device).unsqueeze(1).expand_as(bytes_of))
+    matrix.scales.fill_(1)
+    if matrix.zeros is not None:
+        matrix.zeros.zero_()
+    unit = torch.eye(matrix.columns, dtype=dtype, device=kernel_device)
+    assert torch.equal(fused_linear(unit, matrix).T, dequantize_ref(matrix))
+
+
+@pytest.mark.parametrize("format", [QuantFormat(8), QuantFormat(4, 32, symmetric=False)], ids=str)
+def test_the_same_arguments_give_the_same_bits(kernel_device: str, format: QuantFormat) -> None:
+    torch.manual_seed(0)
+    matrix = random_matrix(format, 100, 960, torch.float16, kernel_device)
+    x, bias = random_input(Shape(5, 100, 960), torch.float16, kernel_device)
+    tiles = replace(PLAIN, programs=1000)
+    assert Cut.of(5, matrix, tiles).num_parts > 2
+    first = fused_linear(x, matrix, bias, tiles)
+    assert all(torch.equal(first, fused_linear(x, matrix, bias, tiles)) for _ in range(3))
+
+
+@given(
+    bits=st.sampled_from([4, 8]),
+    symmetric=st.booleans(),
+    tokens=st.integers(1, 20),
+    rows=st.integers(1, 70),
+    groups=st.integers(1, 4),
+    group_size=st.sampled_from([32, 64, 96, 160]),
+    programs=st.sampled_from([1, 50]),
+)
+@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+def test_a_token_does_not_see_the_others(
+    bits: int, symmetric: bool, tokens: int, rows: int, groups: int, group_size: int, programs: int
+) -> None:
+    device = "cpu" if INTERPRETED else "cuda"
+    format = QuantFormat(4 if bits == 4 else 8, group_size, symmetric)
+    matrix = random_matrix(format, rows, groups * group_size, torch.float16, device)
+    x, bias = random_input(Shape(tokens, rows, matrix.columns), torch.float16, device)
+    tiles = replace(PLAIN, programs=programs)
+    found = fused_linear(x, matrix, bias, tiles)
+    assert_right(found, x, matrix, bias)
+    if Cut.of(tokens, matrix, tiles).num_parts == Cut.of(1, matrix, tiles).num_parts:
+        alone = fused_linear(x[-1:], matrix, bias, tiles)
+        torch.testing.assert_close(found[-1:], alone, rtol=torch.finfo(torch.float16).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", [None, "dequantize"])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_cpu_dequantizes(format: QuantFormat, dtype: torch.dtype, way: Way | None) -> None:
+    torch.manual_seed(0)
+    matrix = random_matrix(format, 33, 480, dtype, "cpu")
+    x, bias = random_input(Shape(6, 33, 480), dtype, "cpu")
+    assert torch.equal(quantized_linear(x, matrix, bias, way), functional.linear(x, dequantize(matrix), bias))
+
+
+def test_leading_dimensions_strides_and_no_tokens(kernel_device: str) -> None:
+    torch.manual_seed(0)
+    matrix = random_matrix(QuantFormat(4), 9, 70, torch.float16, kernel_device)
+    wide = torch.randn(2, 3, 71, dtype=torch.float16, device=kernel_device)
+    x = wide[..., 1:]
+    assert_right(fused_linear(x, matrix).view(6, 9), x.reshape(6, 70), matrix, None)
+    shifted = torch.randn(211, dtype=torch.float16, device=kernel_device)[1:].view(3, 70)
+    assert shifted.data_ptr() % 4 == 2
+    assert_right(fused_linear(shifted, matrix), shifted, matrix, None)
+    assert fused_linear(x[:, :0], matrix).shape == (2, 0, 9)
+    assert_right(fused_linear(x[0, 0], matrix).view(1, 9), x[0, :1], matrix, None)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    matrix = random_matrix(QuantFormat(8), 7, 64, torch.float16, "cpu")
+    x = torch.zeros(2, 64, dtype=torch.float16)
+    with pytest.raises(ValueError, match="last dimension must be the matrix's 64 columns"):
+        quantized_linear(x[:, :63], matrix)
+    with pytest.raises(ValueError, match=r"x is torch.float32 on cpu, the matrix torch.float16 on cpu"):
+        quantized_linear(x.float(), matrix)
+    with pytest.raises(ValueError, match=r"x is torch.float16 on meta, the matrix torch.float16 on cpu"):
+        quantized_linear(x.to("meta"), matrix)
+    with pytest.raises(ValueError, match=r"bias has shape \(8,\), the matrix 7 rows"):
+        quantized_linear(x, matrix, torch.zeros(8, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"bias is torch.float32"):
+        quantized_linear(x, matrix, torch.zeros(7))
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [(QuantFormat(8, 5), torch.float16), (QuantFormat(4, 16), torch.float16), (QuantFormat(8), torch.float32)],
+    ids=str,
+)
+def test_what_the_fused_kernel_leaves_to_the_other_way(format: QuantFormat, dtype: torch.dtype) -> None:
+    matrix = random_matrix(format, 4, 80, dtype, "cpu")
+    x = torch.zeros(1, 80, dtype=dtype)
+    assert not can_fuse(matrix)
+    with pytest.raises(ValueError, match="takes float16 or bfloat16, and groups that"):
+        quantized_linear(x, matrix, way="fused")
+
+
+@given(
+    bits=st.sampled_from([4, 8]),
+    tokens=st.integers(1, 300),
+    rows=st.integers(1, 5000),
+    groups=st.integers(1, 60),
+    group_size=st.sampled_from([32, 96, 128]),
+)
+def test_a_cut_covers_each_step_once(bits: int, tokens: int, rows: int, groups: int, group_size: int) -> None:
+    format = QuantFormat(4 if bits == 4 else 8, group_size)
+    matrix = QuantizedMatrix.empty(format, rows, groups * group_size, torch.float16, "meta")
+    for tiles in (tiles_for(bits, tokens), *candidates(bits, tokens)):
+        cut = Cut.of(tokens, matrix, tiles)
+        num_steps = -(-cut.width // cut.block)
+        assert cut.num_parts * cut.steps >= num_steps > (cut.num_parts - 1) * cut.steps
+        assert cut.block * 8 // bits <= tiles.block_columns
+        if groups > 1:
+            assert most_block(matrix) % cut.block == 0
+            assert cut.steps_per_group * cut.block * 8 // bits == group_size
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 33, 64, 65, 4096])
+def test_tables_of_tiles(bits: int, tokens: int) -> None:
+    found = list(candidates(bits, tokens))
+    assert len(found) == len(set(found)) <= 24
+    assert {tiles.block_tokens for tiles in (*found, tiles_for(bits, tokens))} == {block_tokens_for(tokens)}
+    assert block_tokens_for(tokens) >= min(tokens, 64)
