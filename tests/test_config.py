@@ -147,12 +147,6 @@ def test_agreeing_spellings_are_fine() -> None:
             "tensor_parallel.tp_size = 2 is not available yet: splitting layers over",
         ),
         ({"tp": {"tp_size": 2}}, "tp.tp_size = 2 is not available yet: "),
-        ({"quant": {"weight": {"num_bits": 4}}}, 'quant = {"weight": {"num_bits": 4}} is not available yet: quantized'),
-        (
-            {"quantization_setting": (True, 8)},
-            "quantization_setting = [true, 8] is not available yet: quantized weights",
-        ),
-        ({"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 4}}}}, "weight_quantization = "),
         ({"moe": True}, "moe = true is not available yet: "),
         ({"moe": {"enabled": True}}, 'moe = {"enabled": true} is not available yet: '),
         ({"replace_with_kernel_inject": True}, "replace_with_kernel_inject = true is not available yet: replacing"),
@@ -173,7 +167,7 @@ def test_what_is_not_available_yet_is_refused(kwargs: dict[str, Any], message: s
 def test_a_refused_feature_says_which_value_is_fine() -> None:
     assert _refusal(mp_size=2).endswith("; remove it or set it to 1")
     assert _refusal(use_triton=True).endswith("; remove it or set it to false")
-    assert _refusal(quant={"enabled": True}).endswith('; remove it or set it to {"enabled": false}')
+    assert _refusal(moe={"enabled": True}).endswith('; remove it or set it to {"enabled": false}')
     assert _refusal(save_mp_checkpoint_path="/x").endswith("; remove it or set it to null")
 
 

@@ -16,6 +16,7 @@ from zinfer.config import Settings, resolve_settings
 from zinfer.config.key import Key, Status
 from zinfer.config.triage import BY_NAME, BY_PATH, KEYS
 from zinfer.errors import ConfigError
+from zinfer.quantization import QuantizationConfig
 
 SECTIONS = {
     "tensor_parallel": ["tp"],
@@ -26,6 +27,13 @@ SECTIONS = {
     "fp16": [],
     "bf16": [],
     "zinfer": [],
+    "quant": [],
+    "quant.activation": [],
+    "quant.weight": [],
+    "quant.qkv": [],
+    "weight_quantization": [],
+    "weight_quantization.quantized_initialization": [],
+    "zinfer.quantization": [],
 }
 HONOURED = {
     "dtype": [],
@@ -54,6 +62,21 @@ HONOURED = {
     "zinfer.num_slots": [],
     "zinfer.synchronous": [],
     "zinfer.device": [],
+    "quant.enabled": [],
+    "quant.q_bits": [],
+    "quant.q_type": [],
+    "quant.q_groups": [],
+    "quant.weight.num_bits": [],
+    "quant.activation.enabled": [],
+    "quant.qkv.enabled": [],
+    "quantization_setting": [],
+    "zero_optimization.zero_quantized_weights": [],
+    "weight_quantization.post_init_quant": [],
+    "weight_quantization.quantized_initialization.num_bits": [],
+    "weight_quantization.quantized_initialization.group_size": [],
+    "weight_quantization.quantized_initialization.group_dim": [],
+    "weight_quantization.quantized_initialization.symmetric": [],
+    "zinfer.quantization.bits": [],
 }
 NOT_YET = {
     "tensor_parallel.tp_size": [],
@@ -66,14 +89,6 @@ NOT_YET = {
     "enable_cuda_graph": [],
     "use_triton": [],
     "triton_autotune": [],
-    "quant": [],
-    "quant.activation": [],
-    "quant.weight": [],
-    "quant.qkv": [],
-    "quant.q_bits": [],
-    "quant.q_type": [],
-    "quant.q_groups": [],
-    "quantization_setting": [],
     "moe": [],
     "moe.enabled": [],
     "moe.ep_size": [],
@@ -86,15 +101,7 @@ NOT_YET = {
     "injection_policy": ["injection_dict"],
     "injection_policy_tuple": [],
     "zero_optimization.zero_hpz_partition_size": [],
-    "zero_optimization.zero_quantized_weights": [],
     "zero_optimization.leaf_module": [],
-    "weight_quantization": [],
-    "weight_quantization.post_init_quant": [],
-    "weight_quantization.quantized_initialization": [],
-    "weight_quantization.quantized_initialization.num_bits": [],
-    "weight_quantization.quantized_initialization.group_size": [],
-    "weight_quantization.quantized_initialization.group_dim": [],
-    "weight_quantization.quantized_initialization.symmetric": [],
 }
 NO_EFFECT = {
     "zero_optimization.stage3_max_reuse_distance": ["max_reuse_distance"],
@@ -211,9 +218,11 @@ def test_a_letter_too_many_is_understood(key: Key) -> None:
 
 
 WORDS = ["auto", "cpu", "nvme", "cuda", "none", "fp16", "24GB", "folder", "standard"]
+WORDS += ["int8", "symmetric", "asymmetric", "int", "fp8", "clip"]
 VALUES: list[Any] = [
     *("", None, True, False, torch.float16, 0, 1, 3, 8, 0.5, 1e9, -1),
     *([1], [], {}, {"enabled": False}, {"enabled": True, "num_bits": 8}, {"lr": [0.1]}),
+    *(4, [True, 8], ["fc1"], {"fc1": {"num_bits": 4}}, {"fc1": {"group_size": 64}}, QuantizationConfig()),
     *WORDS,
 ]
 

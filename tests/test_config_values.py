@@ -99,8 +99,8 @@ def test_counts_of_any_length_are_read_or_refused(number: int) -> None:
         ("max_out_tokens", "1024", "a whole number of at least 1"),
         ("synchronous", 1, "true or false"),
         ("device", "gpu", 'one of "auto", "cuda", "cpu"'),
-        ("dtype", "float64", 'a torch dtype, "fp16", "bf16" or "fp32"'),
-        ("dtype", 16, 'a torch dtype, "fp16", "bf16" or "fp32"'),
+        ("dtype", "float64", 'a torch dtype, "fp16", "bf16", "fp32" or "int8"'),
+        ("dtype", 16, 'a torch dtype, "fp16", "bf16", "fp32" or "int8"'),
         ("checkpoint", 3, "a path, as text"),
         ("zinfer", 3, "an object {...}"),
     ],
@@ -139,9 +139,3 @@ def test_type_errors_in_sections(section: dict[str, object], value: str, expecte
 def test_dtype_spellings(spelling: object, dtype: torch.dtype | None) -> None:
     assert resolve_settings({"dtype": spelling}).dtype is dtype
     assert resolve_settings(kwargs={"dtype": spelling}).dtype is dtype
-
-
-@pytest.mark.parametrize("spelling", ["int8", "torch.int8", torch.int8])
-def test_int8_is_not_available_yet(spelling: object) -> None:
-    with pytest.raises(ConfigError, match=r'^dtype = .*int8"? is not available yet: quantized weights; .*"bf16"'):
-        resolve_settings({"dtype": spelling})

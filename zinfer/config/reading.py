@@ -13,6 +13,7 @@ from zinfer.config.suggestion import advice
 from zinfer.config.triage import BY_NAME, BY_PATH
 from zinfer.config.values import NoEffect, NotAvailable, Unusable, show
 from zinfer.errors import ConfigError
+from zinfer.quantization.rules import QuantizationConfig
 
 AUTO = "auto"
 
@@ -63,6 +64,8 @@ class Reading:
             self._value(key, written, value)
         elif isinstance(value, Mapping):
             self.section(value, key.path, written)
+        elif isinstance(value, QuantizationConfig):
+            self.section(value.as_section(), key.path, written)
         elif value is not False:
             raise self._unusable(written, value, "an object {...}")
 
@@ -71,6 +74,8 @@ class Reading:
         try:
             value = key.parse(raw)
         except Unusable as expected:
+            if expected.inside:
+                written, raw = f"{written}.{expected.inside}", expected.value
             raise self._unusable(written, raw, str(expected)) from None
         except NotAvailable as missing:
             raise self._not_available(written, raw, str(missing), missing.instead) from None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zinfer.config.quantization import resolve_quantization
 from zinfer.config.reading import Given, Reading, merge, read
 from zinfer.config.settings import Aio, Batch, Ignored, Memory, Offload, Settings, Streaming
 from zinfer.config.source import config_source, kwargs_source
@@ -45,7 +46,13 @@ def resolve_settings(
         if item.key.field is not None:
             section, _, name = item.key.field.rpartition(".")
             fields[section][name] = item.value
-    fields[""] |= {"dtype": _dtype(given), "checkpoint": _checkpoint(given), "without_effect": _without_effect(reading)}
+    quantization, idle = resolve_quantization(given)
+    fields[""] |= {
+        "dtype": _dtype(given),
+        "checkpoint": _checkpoint(given),
+        "quantization": quantization,
+        "without_effect": _without_effect(reading) + idle,
+    }
     return Settings(
         **fields[""],
         offload=Offload(**fields["offload"]),
@@ -79,9 +86,9 @@ def _check_batch(given: Mapping[str, Given]) -> None:
 
 
 def _dtype(given: Mapping[str, Given]) -> torch.dtype | None:
-    """The one dtype that `dtype`, `fp16.enabled` and `bf16.enabled` agree on."""
+    """The one dtype that `dtype`, `fp16.enabled` and `bf16.enabled` agree on; int8 speaks of stored weights only."""
     stated: list[tuple[Given, torch.dtype]] = []
-    if "dtype" in given:
+    if "dtype" in given and given["dtype"].value.is_floating_point:
         stated.append((given["dtype"], given["dtype"].value))
     for path, dtype in (("fp16.enabled", torch.float16), ("bf16.enabled", torch.bfloat16)):
         if path in given and given[path].value:

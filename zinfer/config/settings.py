@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from zinfer.quantization.rules import Quantization
+
 
 @dataclass(frozen=True)
 class Offload:
@@ -72,7 +74,10 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Settings:
-    """A whole configuration, checked. `dtype` None means the checkpoint's own."""
+    """A whole configuration, checked. `dtype` None means the checkpoint's own.
+
+    Products with quantized weights are computed in `dtype` too.
+    """
 
     dtype: torch.dtype | None = None
     max_out_tokens: int | None = None
@@ -89,4 +94,6 @@ class Settings:
     streaming: Streaming = field(default_factory=Streaming)
     memory: Memory = field(default_factory=Memory)
     batch: Batch = field(default_factory=Batch)
+    quantization: Quantization | None = None
+    """Which weights are quantized, and how; None: none."""
     without_effect: tuple[Ignored, ...] = ()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from zinfer.config import values
 from zinfer.config.key import Key, honoured, no_effect, not_yet, parts, section
+from zinfer.config.quantization_keys import QUANTIZATION_KEYS
 
-QUANTIZED = "quantized weights"
 SEVERAL_GPUS = "splitting layers over several GPUs"
 EXPERT_PARALLEL = "spreading experts over several GPUs"
 KERNELS = "replacing modules by fused kernels"
@@ -32,7 +32,12 @@ _ZERO = "zero_optimization"
 _OFFLOAD = "zero_optimization.offload_param"
 
 _INFERENCE: tuple[Key, ...] = (
-    honoured("dtype", values.dtype, "dtype of weights and compute; by default the checkpoint's own", field="dtype"),
+    honoured(
+        "dtype",
+        values.dtype,
+        "dtype of weights and compute, by default the checkpoint's own; int8: quantized weights",
+        field="dtype",
+    ),
     honoured(
         "max_out_tokens",
         values.count(1),
@@ -73,14 +78,6 @@ _INFERENCE: tuple[Key, ...] = (
     not_yet("enable_cuda_graph", "replaying CUDA graphs", idle=(False,)),
     not_yet("use_triton", "Triton kernels", idle=(False,)),
     not_yet("triton_autotune", "Triton kernels", idle=(False,)),
-    not_yet("quantization_setting", QUANTIZED),
-    not_yet("quant", QUANTIZED, idle=({"enabled": False},), is_section=True),
-    *parts("quant", QUANTIZED, "enabled", "num_bits", "q_bits", "q_type", "q_groups"),
-    *(not_yet(f"quant.{part}", QUANTIZED, is_section=True) for part in ("activation", "weight", "qkv")),
-    *parts("quant.activation", QUANTIZED, "enabled", "num_bits", "q_bits", "q_type", "q_groups"),
-    *parts("quant.weight", QUANTIZED, "enabled", "num_bits", "q_bits", "q_type", "q_groups"),
-    *parts("quant.weight", QUANTIZED, "quantized_initialization", "post_init_quant"),
-    *parts("quant.qkv", QUANTIZED, "enabled"),
     not_yet("moe", EXPERT_PARALLEL, idle=({"enabled": False},), is_section=True),
     *parts("moe", EXPERT_PARALLEL, "enabled", "ep_mp_group"),
     not_yet("moe.ep_size", EXPERT_PARALLEL, idle=(1,)),
@@ -152,8 +149,6 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
         "stage3_max_reuse_distance|max_reuse_distance",
     ),
     not_yet(f"{_ZERO}.zero_hpz_partition_size", "secondary partitions over several GPUs", idle=(1, 0)),
-    not_yet(f"{_ZERO}.zero_quantized_weights", QUANTIZED, idle=(False,)),
-    not_yet(f"{_ZERO}.zero_quantized_nontrainable_weights", QUANTIZED, idle=(False,)),
     not_yet(f"{_ZERO}.leaf_module", "choosing the streaming unit; a transformer layer is one"),
     *no_effect(_ZERO, GRADIENTS, "contiguous_gradients", "reduce_scatter", "reduce_bucket_size"),
     *no_effect(_ZERO, GRADIENTS, "round_robin_gradients", "zero_quantized_gradients", "zeropp_loco_param"),
@@ -202,12 +197,6 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
         "read from disk straight into device memory, where kvikio and the driver allow it",
         field="aio.use_gds",
         default=False,
-    ),
-    not_yet("weight_quantization", QUANTIZED, idle=({},), is_section=True),
-    *parts("weight_quantization", QUANTIZED, "enabled", "num_bits", "q_type", "q_groups", "post_init_quant"),
-    not_yet("weight_quantization.quantized_initialization", QUANTIZED, is_section=True),
-    *parts(
-        "weight_quantization.quantized_initialization", QUANTIZED, "num_bits", "group_size", "group_dim", "symmetric"
     ),
 )
 
@@ -281,7 +270,7 @@ _ZINFER: tuple[Key, ...] = (
     ),
 )
 
-KEYS: tuple[Key, ...] = (*_INFERENCE, *_ZERO_INFERENCE, *_PRECISION, *_TRAINING, *_ZINFER)
+KEYS: tuple[Key, ...] = (*_INFERENCE, *_ZERO_INFERENCE, *_PRECISION, *_TRAINING, *_ZINFER, *QUANTIZATION_KEYS)
 
 BY_PATH: dict[str, Key] = {key.path: key for key in KEYS}
 

@@ -30,13 +30,21 @@ DTYPES = {
     **dict.fromkeys(("fp16", "half", "float16", "torch.float16", "torch.half"), torch.float16),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
     **dict.fromkeys(("fp32", "float", "float32", "torch.float32", "torch.float"), torch.float32),
+    **dict.fromkeys(("int8", "torch.int8"), torch.int8),
 }
-QUANTIZED_DTYPES = ("int8", "torch.int8", "int4", "uint8", "torch.uint8")
 TRAINING_CHECKPOINT_KEYS = {"tag_validation", "load_universal", "use_node_local_storage", "parallel_write", "writer"}
 
 
 class Unusable(ValueError):
-    """The value cannot be read; the text says what is expected."""
+    """The value cannot be read; the text says what is expected.
+
+    `inside` is the path of the faulty part within the value, and `value` what stands there; empty: the whole value.
+    """
+
+    def __init__(self, expected: str, inside: str = "", value: object = None) -> None:
+        super().__init__(expected)
+        self.inside = inside
+        self.value = value
 
 
 class NotAvailable(ValueError):
@@ -140,12 +148,10 @@ def choice(*names: str) -> Parser:
 
 
 def dtype(value: object) -> torch.dtype:
-    """A floating-point torch dtype or its name."""
+    """A floating-point torch dtype or its name; also int8, which asks for quantized weights."""
     name = str(value).lower() if isinstance(value, (str, torch.dtype)) else ""
-    if name in QUANTIZED_DTYPES:
-        raise NotAvailable("quantized weights", '"fp16", "bf16" or "fp32"')
     if name not in DTYPES:
-        raise Unusable('a torch dtype, "fp16", "bf16" or "fp32"')
+        raise Unusable('a torch dtype, "fp16", "bf16", "fp32" or "int8"')
     return DTYPES[name]
 
 

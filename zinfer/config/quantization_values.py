@@ -1,0 +1,170 @@
+"""Parsers of what keys say about quantized weights. They know no paths, as all parsers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Final, Literal
+
+from zinfer.config.values import Parser, Unusable, choice, count, flag
+from zinfer.quantization.rules import QuantizationConfig
+
+_PATTERN: Final = re.compile(r"[\w.-]+")
+_PATTERN_EXPECTED: Final = 'a part of parameter names, such as "fc1" or "self_attn.q_proj", without wildcards'
+_SETTING_EXPECTED: Final = "a number of groups, or (mlp_extra_grouping, groups) such as [true, 8]"
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """What shares a scale: so many columns, or an even part of the whole matrix."""
+
+    group_size: int | None = None
+    num_groups: int | None = None
+    mlp_extra_grouping: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one key, or several that agree, say of a format; None: nothing. Any of them asks for quantized weights."""
+
+    bits: Literal[4, 8] | None = None
+    symmetric: bool | None = None
+    is_float: bool | None = None
+    grouping: Grouping | None = None
+
+    def stated(self) -> dict[str, object]:
+        """The fields that say something."""
+        pairs = ((item.name, getattr(self, item.name)) for item in fields(self))
+        return {name: value for name, value in pairs if value is not None}
+
+
+INT8: Final = Part(bits=8, is_float=False)
+FP8: Final = Part(bits=8, symmetric=True, is_float=True)
+
+
+def bits(value: object) -> Part:
+    """4 or 8."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value not in (4, 8):
+        raise Unusable("4 or 8")
+    return Part(bits=4 if value == 4 else 8)
+
+
+def q_type(value: object) -> Part:
+    """DeepSpeed's `QuantTypeEnum`."""
+    return Part(symmetric=choice("symmetric", "asymmetric")(value) == "symmetric")
+
+
+def symmetric(value: object) -> Part:
+    """True or false; DeepSpeed takes false only."""
+    return Part(symmetric=flag(value))
+
+
+def group_size(value: object) -> Part:
+    """Columns that share a scale."""
+    return Part(grouping=Grouping(group_size=_positive(value)))
+
+
+def q_groups(value: object) -> Part:
+    """Parts of a matrix, row after row."""
+    return Part(grouping=Grouping(num_groups=_positive(value)))
+
+
+def group_dim(value: object) -> Part:
+    """The dimension of a weight [rows, columns] whose neighbours share a scale: 1. DeepSpeed has 0 as well, scales for
+    each column that several rows share; a product that sums over columns cannot apply them afterwards."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != 1:
+        raise Unusable("1: neighbouring columns share a scale; rows that share one (0) are not supported")
+    return Part()
+
+
+def number_format(value: object) -> Part:
+    """Whole numbers or floating-point ones."""
+    return FP8 if choice("int", "fp8")(value) == "fp8" else Part(is_float=False)
+
+
+def int8_if_true(value: object) -> Part | None:
+    """True asks for INT8 weights, false for nothing."""
+    return INT8 if flag(value) else None
+
+
+def patterns(value: object) -> tuple[str, ...] | None:
+    """A list of parts of names; an empty one says nothing."""
+    if not isinstance(value, (list, tuple)):
+        raise Unusable('a list of parts of parameter names, such as ["fc1", "self_attn.q_proj"]')
+    for index, item in enumerate(value):
+        if not _is_pattern(item):
+            raise Unusable(_PATTERN_EXPECTED, str(index), item)
+    return tuple(value) or None
+
+
+def post_init_quant(value: object) -> tuple[tuple[str, Part], ...] | None:
+    """A format for each pattern; an empty object says nothing."""
+    if not isinstance(value, Mapping):
+        raise Unusable('an object {...} of patterns, such as {"fc1": {"num_bits": 4, "group_size": 64}}')
+    return tuple((_pattern(name), _format(str(name), keys)) for name, keys in value.items()) or None
+
+
+def quantization_setting(value: object) -> Part:
+    """A number of groups, with extra grouping for the MLP or without, as `_init_quantization_setting` of DeepSpeed's
+    `inference/engine.py` unpacks it; also a `QuantizationConfig`."""
+    if isinstance(value, QuantizationConfig):
+        stated = {name: part for name, part in value.as_section().items() if part is not None}
+        return _merged("", stated, _OLDER_KEYS)
+    extra: object = False
+    groups = value
+    if isinstance(value, (tuple, list)):
+        extra, groups = value if len(value) == 2 else (None, None)
+    try:
+        return Part(grouping=Grouping(num_groups=_positive(groups), mlp_extra_grouping=flag(extra)))
+    except Unusable:
+        raise Unusable(_SETTING_EXPECTED) from None
+
+
+_GROUP_KEYS: Final[dict[str, Parser]] = {
+    "num_bits": bits,
+    "group_size": group_size,
+    "group_dim": group_dim,
+    "symmetric": symmetric,
+}
+"""What `Quantizer` of DeepSpeed's `inference/quantization/utils.py` reads."""
+
+_OLDER_KEYS: Final[dict[str, Parser]] = {"q_bits": bits, "q_type": q_type, "q_groups": q_groups}
+
+
+def _format(pattern: str, keys: object) -> Part:
+    if not isinstance(keys, Mapping):
+        raise Unusable('an object {...}, such as {"num_bits": 4, "group_size": 64}', pattern, keys)
+    return _merged(f"{pattern}.", keys, _GROUP_KEYS)
+
+
+def _merged(prefix: str, keys: Mapping[str, object], known: Mapping[str, Parser]) -> Part:
+    """What keys that say different things say together."""
+    stated: dict[str, object] = {}
+    for name, value in keys.items():
+        parse = known.get(name)
+        if parse is None:
+            raise Unusable(f"one of the keys {', '.join(known)}", f"{prefix}{name}", value)
+        try:
+            part = parse(value)
+        except Unusable as expected:
+            raise Unusable(str(expected), f"{prefix}{name}", value) from None
+        assert isinstance(part, Part)
+        stated |= part.stated()
+    return Part(**stated)  # type: ignore[arg-type]
+
+
+def _positive(value: object) -> int:
+    number = count(1)(value)
+    assert isinstance(number, int)
+    return number
+
+
+def _pattern(name: object) -> str:
+    if not _is_pattern(name):
+        raise Unusable(_PATTERN_EXPECTED, str(name), name)
+    return str(name)
+
+
+def _is_pattern(name: object) -> bool:
+    return isinstance(name, str) and _PATTERN.fullmatch(name) is not None
