@@ -4,8 +4,8 @@ A slab holds a block's tensors back to back, each at a multiple of 256 bytes, in
 that neighbours in the file stay neighbours in the slab and move in one copy.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from math import prod
@@ -37,11 +37,15 @@ class SlabTensor:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
     @property
     def end(self) -> int:
@@ -50,6 +54,10 @@ class SlabTensor:
     def view(self, slab: torch.Tensor) -> torch.Tensor:
         """The tensor over the slab's bytes (uint8), sharing their memory."""
         return slab[self.offset : self.end].view(self.dtype).view(self.shape)
+
+    def parameter(self, slab: torch.Tensor) -> torch.nn.Parameter:
+        """The tensor in the form that modules hold."""
+        return torch.nn.Parameter(self.view(slab), requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -76,12 +84,17 @@ class SlabLayout:
     @classmethod
     def pack(cls, specs: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> "SlabLayout":
         """Lay out ``(name, dtype, shape)`` one after the other, each aligned to 256 bytes."""
-        tensors: list[SlabTensor] = []
+        return cls.place(SlabTensor(*spec) for spec in specs)
+
+    @classmethod
+    def place(cls, tensors: Iterable[SlabTensor]) -> "SlabLayout":
+        """Give tensors their offsets, one after the other, each aligned to 256 bytes."""
+        placed: list[SlabTensor] = []
         offset = 0
-        for name, dtype, shape in specs:
-            tensors.append(SlabTensor(name, dtype, shape, offset))
-            offset = align_up(tensors[-1].end, SLAB_ALIGNMENT_BYTES)
-        return cls(tuple(tensors))
+        for tensor in tensors:
+            placed.append(replace(tensor, offset=offset))
+            offset = align_up(placed[-1].end, SLAB_ALIGNMENT_BYTES)
+        return cls(tuple(placed))
 
     @cached_property
     def nbytes(self) -> int:
@@ -91,11 +104,11 @@ class SlabLayout:
     @cached_property
     def numel(self) -> int:
         """Elements of all tensors."""
-        return sum(prod(tensor.shape) for tensor in self.tensors)
+        return sum(tensor.numel for tensor in self.tensors)
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.nn.Parameter]:
         """Tensors by name over ``buffer`` (uint8, at least ``nbytes`` long), in the form that modules hold."""
-        return {tensor.name: torch.nn.Parameter(tensor.view(buffer), requires_grad=False) for tensor in self.tensors}
+        return {tensor.name: tensor.parameter(buffer) for tensor in self.tensors}
 
 
 @dataclass(frozen=True)
@@ -118,18 +131,41 @@ class Extent:
 
 
 @dataclass(frozen=True)
+class Conversion:
+    """How a slab is made of weights that are stored in another form, while homes are filled.
+
+    Attributes:
+        layout: of the slab that the stored form is read into.
+        extents: what fills that slab from disk; empty for weights that are in memory.
+        convert: makes the block's slab out of it: both uint8, on one device, by the compute stream.
+    """
+
+    layout: SlabLayout
+    extents: tuple[Extent, ...]
+    convert: Callable[[torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
 class Block:
     """The streaming unit: a name for messages, the slab's layout, and the extents that fill it from disk.
 
     ``index`` is the block's place in the model's order. ``extents`` is empty for a module that was handed over in
-    memory: such a block has no home on disk.
+    memory, and for a block with a ``conversion``: such a block has no home on disk. ``checksum`` is of what is read:
+    xxh3_128, in hexadecimal digits, over the bytes of all its extents in the file's order; None: not known.
     """
 
     index: int
     name: str
     layout: SlabLayout
     extents: tuple[Extent, ...] = ()
+    conversion: Conversion | None = None
+    checksum: str | None = None
 
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes
+
+    @property
+    def read_extents(self) -> tuple[Extent, ...]:
+        """What is read from disk to fill the block's home."""
+        return self.extents if self.conversion is None else self.conversion.extents

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Final
@@ -12,6 +12,7 @@ import torch
 from zinfer.nvme.pool import Pool
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, Home, Tier
+from zinfer.offload.conversions import Conversions, TakeTensors
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.lane import Lane
 from zinfer.offload.move import Move, Target
@@ -22,9 +23,6 @@ from zinfer.offload.stream import CopyStream, HostStream
 log = logging.getLogger(__name__)
 
 _NUM_COPIERS: Final = 2  # one copies 6 GB/s at best, and half of that beside reads and touches; four are no faster
-
-TakeTensors = Callable[[Block], Mapping[str, torch.Tensor]]
-"""Hands over the tensors of a block that came in memory, by name; the giver keeps no reference to them."""
 
 
 class Homes:
@@ -62,6 +60,7 @@ class Homes:
         self._slabs: list[HostBuffer] = []
         self._pinned: list[Future[None]] = []
         self._moves: list[Move] = []
+        self._conversions = Conversions(blocks, lanes[Tier.DISK], reader, take_tensors)
         self.sources: dict[int, Source] = {}
         self.resident: dict[int, dict[str, torch.nn.Parameter]] = {}
         self.device_bytes = 0
@@ -111,8 +110,11 @@ class Homes:
             slot = Slot.allocate(block.nbytes, self._stream)
             self.device_bytes += block.nbytes
             self.resident[block.index] = slot.views(block.layout)
-            self._fill(block, Target(slot.buffer, self._stream, slot.vacant), Tier.DISK)
-            self.bytes_to_device += block.nbytes
+            if block.conversion is None:
+                self._fill(block, Target(slot.buffer, self._stream, slot.vacant), Tier.DISK)
+                self.bytes_to_device += block.nbytes
+            else:
+                self._convert(block, slot.buffer)
 
     def _settle_on_host(self, block: Block, home: Home) -> None:
         slab = HostBuffer(block.nbytes)
@@ -120,10 +122,13 @@ class Homes:
         # As planned, also where a registration is refused: there is no staging slot then, and torch copies by itself.
         part_bytes = self._lanes[Tier.HOST].slot_bytes if self._stream.needs_pinned and not home.pinned else None
         self.sources[block.index] = HostSource(block, slab, part_bytes)
-        self._fill(block, Target(slab.tensor, self._into_host), Tier.HOST)
+        if block.conversion is None:
+            self._fill(block, Target(slab.tensor, self._into_host), Tier.HOST)
         slab.touch()  # ahead of the bytes, which come from the disk more slowly
         if home.pinned:
             self._pinned.append(self._pins.submit(slab.pin))
+        if block.conversion is not None:
+            self._convert(block, slab.tensor[: block.nbytes], self._pinned[-1] if home.pinned else None)
 
     def _fill(self, block: Block, target: Target, tier: Tier) -> None:
         """Have the lane of a tier fill the target, or copy what came in memory."""
@@ -137,6 +142,11 @@ class Homes:
         for tensor in block.layout.tensors:
             tensor.view(target.memory).copy_(tensors[tensor.name])
 
+    def _convert(self, block: Block, home: torch.Tensor, ready: "Future[None] | None" = None) -> None:
+        assert block.conversion is not None
+        self.loaded_bytes += self._conversions.begin(block, home, ready)
+        self.bytes_to_device += block.conversion.layout.nbytes
+
     def _disk_source(self, block: Block, tier: Tier) -> DiskSource:
         return DiskSource(block, self._reader, self._lanes[tier].slot_bytes)
 
@@ -145,11 +155,13 @@ class Homes:
             self._raise_failure(self._moves.pop(0))
 
     def _wait(self) -> None:
+        self._conversions.finish()
         while self._moves:
             self._raise_failure(self._moves.pop(0))
         for pinned in self._pinned:
             pinned.result()
         self._stream.mark().synchronize()
+        self._stream.mark_compute().synchronize()  # conversions write slabs by the compute stream
 
     @staticmethod
     def _raise_failure(move: Move) -> None:
@@ -162,5 +174,6 @@ def _drain(stream: CopyStream) -> None:
     """Wait for a stream's copies on the way out of a failure, which a failing device must not hide."""
     try:
         stream.mark().synchronize()
+        stream.mark_compute().synchronize()
     except RuntimeError as error:
         log.warning("the device failed while the copies of a failed load were waited for: %s", error)

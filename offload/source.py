@@ -12,6 +12,7 @@ import torch
 
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, Tier
+from zinfer.offload.checksum import BlockChecksum
 from zinfer.offload.chunks import cut_chunks
 from zinfer.offload.host_memory import MOST_REGISTERED_BYTES, HostBuffer
 from zinfer.offload.staging import StagingBuffer
@@ -46,6 +47,7 @@ class DiskSource(Source):
     def __init__(self, block: Block, reader: Reader, chunk_bytes: int) -> None:
         assert block.extents, f"block {block.name} has no bytes on disk"
         self._chunks = cut_chunks(block.extents, chunk_bytes)
+        self._checksum = BlockChecksum(block) if block.checksum is not None else None
         self._reader = reader
         self.num_parts = len(self._chunks)
         self.wire_bytes = sum(chunk.wire_bytes for chunk in self._chunks)
@@ -60,8 +62,11 @@ class DiskSource(Source):
 
     def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: StagingBuffer | None) -> None:
         assert staging is not None
-        for piece in self._chunks[part].placements:
-            source = staging.tensor[piece.staging_offset : piece.staging_offset + piece.nbytes]
+        placements = self._chunks[part].placements
+        sources = [staging.tensor[piece.staging_offset : piece.staging_offset + piece.nbytes] for piece in placements]
+        if self._checksum is not None and not self._checksum.is_checked:
+            self._checksum.add(part, self.num_parts, sources)
+        for piece, source in zip(placements, sources, strict=True):
             place = target[piece.slab_offset : piece.slab_offset + piece.slab_nbytes]
             if piece.dtype == piece.slab_dtype:
                 stream.copy(place, source)

@@ -14,7 +14,7 @@ LINKS = ("offload", "kernels", "nvme")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "nvme": ("zinfer.nvme", "kvikio"),
     "kernels": ("zinfer.kernels", "torch", "triton"),
-    "offload": ("zinfer.offload", "zinfer.nvme", "torch"),
+    "offload": ("zinfer.offload", "zinfer.nvme", "torch", "xxhash"),
 }
 """What a room may import besides the standard library; zinfer itself may import what it likes below it."""
 

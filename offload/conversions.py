@@ -1,0 +1,139 @@
+"""Makes slabs out of blocks that are stored in another form: while one is converted, the next one is read.
+
+What is stored passes through two slots on the device. The slab comes out where it is to live; in host memory beside a
+CUDA device by way of one more buffer, for the device converts.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+
+from zinfer.nvme.reader import Reader
+from zinfer.offload.block import Block, Conversion
+from zinfer.offload.lane import Lane
+from zinfer.offload.move import Move, Target
+from zinfer.offload.slots import Slot
+from zinfer.offload.source import DiskSource
+
+NUM_SLOTS: Final = 2
+
+TakeTensors: TypeAlias = Callable[[Block], Mapping[str, torch.Tensor]]
+"""Hands over the tensors of a block that came in memory, by name; the giver keeps no reference to them."""
+
+
+def conversion_bytes(blocks: Sequence[Block], *, to_host: bool) -> int:
+    """Device memory that conversions take while homes are filled; ``to_host``: beside CUDA, slabs live on the host."""
+    stored = max((block.conversion.layout.nbytes for block in blocks if block.conversion), default=0)
+    slab = max((block.nbytes for block in blocks if block.conversion), default=0)
+    return NUM_SLOTS * stored + (slab if to_host else 0)
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A block that is being read. ``ready``: done when ``home`` may be written to."""
+
+    block: Block
+    conversion: Conversion
+    slot: Slot
+    move: Move | None
+    home: torch.Tensor
+    ready: "Future[None] | None"
+
+
+class Conversions:
+    """Converts blocks, in the order in which they are begun.
+
+    Args:
+        blocks: all that may come.
+        lane: brings what is stored to the device.
+        reader: reads it.
+        take_tensors: where the tensors of blocks that are in memory come from.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], lane: Lane, reader: Reader, take_tensors: TakeTensors | None = None
+    ) -> None:
+        self._lane = lane
+        self._reader = reader
+        self._take_tensors = take_tensors
+        self._blocks = blocks
+        self._free: deque[Slot] = deque()
+        self._scratch: torch.Tensor | None = None
+        self._under_way: deque[_UnderWay] = deque()
+
+    def begin(self, block: Block, home: torch.Tensor, ready: "Future[None] | None" = None) -> int:
+        """Have a block read, once one of those before it is converted; returns the bytes that are read from disk.
+
+        Args:
+            home: where its slab is to live (uint8).
+            ready: done when that may be written to; None: at once.
+
+        Raises:
+            whatever the reading or the converting of a block before it failed with.
+        """
+        conversion = block.conversion
+        assert conversion is not None
+        if not self._free and not self._under_way:
+            self._allocate()
+        if not self._free:
+            self._finish_oldest()
+        slot = self._free.popleft()
+        move: Move | None = None
+        if conversion.extents:
+            stored = Block(block.index, block.name, conversion.layout, conversion.extents, checksum=block.checksum)
+            source = DiskSource(stored, self._reader, self._lane.slot_bytes)
+            move = Move(block.name, source, Target(slot.buffer, self._lane.stream, slot.vacant))
+        self._under_way.append(_UnderWay(block, conversion, slot, move, home, ready))
+        if move is None:
+            self._take(block, conversion, slot)
+            return 0
+        self._lane.submit(move)
+        return move.source.wire_bytes
+
+    def finish(self) -> None:
+        """Convert what is left, and give the slots back."""
+        while self._under_way:
+            self._finish_oldest()
+        self._free.clear()
+        self._scratch = None
+
+    def _allocate(self) -> None:
+        conversions = [block.conversion for block in self._blocks if block.conversion]
+        nbytes = max(conversion.layout.nbytes for conversion in conversions)
+        self._free.extend(Slot.allocate(nbytes, self._lane.stream) for _ in range(NUM_SLOTS))
+
+    def _take(self, block: Block, conversion: Conversion, slot: Slot) -> None:
+        assert self._take_tensors is not None, f"block {block.name} has bytes neither on disk nor in memory"
+        tensors = self._take_tensors(block)
+        for tensor in conversion.layout.tensors:
+            tensor.view(slot.buffer).copy_(tensors[tensor.name])
+
+    def _finish_oldest(self) -> None:
+        oldest = self._under_way.popleft()
+        if oldest.move is not None:
+            failure = oldest.move.failure()
+            if failure is not None:
+                raise failure
+            self._lane.stream.join(oldest.move.sent())
+        stored = oldest.slot.buffer[: oldest.conversion.layout.nbytes]
+        if oldest.ready is not None:
+            oldest.ready.result()
+        if oldest.home.device == stored.device:
+            oldest.conversion.convert(stored, oldest.home)
+        else:
+            slab = self._scratch_of(oldest.block.nbytes)
+            oldest.conversion.convert(stored, slab)
+            # By the stream that converts: it overwrites the buffer no sooner than the copy is over.
+            oldest.home.copy_(slab, non_blocking=True)
+        oldest.slot.vacant = self._lane.stream.mark_compute()
+        self._free.append(oldest.slot)
+
+    def _scratch_of(self, nbytes: int) -> torch.Tensor:
+        if self._scratch is None:
+            most = max(block.nbytes for block in self._blocks if block.conversion)
+            self._scratch = torch.empty(most, dtype=torch.uint8, device=self._lane.stream.device)
+        return self._scratch[:nbytes]
