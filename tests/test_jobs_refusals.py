@@ -20,6 +20,7 @@ __all__ = ["model", "output", "prompts", "whole"]  # fixtures
         ({"max_new_tokens": 9}, "settings.max_new_tokens: 8 in the manifest, 9 now"),
         ({"batch_size": 5}, "settings.batch_size: 4 in the manifest, 5 now"),
         ({"config": {"dtype": "bf16"}}, "settings.dtype: float32 in the manifest, bfloat16 now"),
+        ({"config": {"dtype": "int8"}}, "settings.quantization: absent in the manifest, {"),
         ({"config": {"max_out_tokens": 64}}, "settings.max_out_tokens: the model's in the manifest, 64 now"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from plan_support import SMALL_LLAMA, machine_with, outline_of, rates, write_config
@@ -10,9 +11,10 @@ from zinfer.config import Offload, Settings
 from zinfer.offload.block import Tier
 from zinfer.planning.advice import Advice, advise
 from zinfer.planning.forecast import make_forecast
-from zinfer.planning.outline import Outline
+from zinfer.planning.outline import Outline, read_outline
 from zinfer.planning.presets import Machine
 from zinfer.planning.request import Request
+from zinfer.quantization import Quantization, QuantRule
 
 ROOMY = 1_200_000_000  # for the model and the CUDA context
 TIGHT = 850_000_000  # for a few layers
@@ -78,6 +80,22 @@ def test_a_larger_batch_is_named_while_tokens_are_free(outline: Outline) -> None
     assert str(batch).endswith(" times as many")
 
 
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 128)])
+def test_quantized_weights_are_named_and_what_they_bring(
+    outline: Outline, bits: Literal[4, 8], group_size: int
+) -> None:
+    machine = machine_with(TIGHT, 20_000_000)
+    change = f'zinfer.quantization {{"bits": {bits}' + (f', "group_size": {group_size}' if group_size else "") + "}"
+    quantized = next(each for each in advice_for(outline, machine, Settings()) if each.change == change)
+    rules = Quantization((QuantRule(bits=bits, group_size=group_size),))
+    smaller = read_outline(outline.name, outline.dtype, rules)
+    assert smaller.nbytes < outline.nbytes
+    settings = Settings(quantization=rules)
+    assert quantized.tokens_per_s == pytest.approx(tokens_per_s(smaller, machine, settings))
+    assert quantized.gain > 2
+    assert not any("quantization" in each.change for each in advice_for(smaller, machine, settings))
+
+
 def test_nothing_is_advised_where_nothing_pays(outline: Outline) -> None:
     machine = machine_with(ROOMY, ROOMY, rates(flops_per_s=1e9))
     forecast = make_forecast(outline, machine, Settings(), REQUEST)
@@ -87,6 +105,6 @@ def test_nothing_is_advised_where_nothing_pays(outline: Outline) -> None:
 
 def test_the_best_comes_first(outline: Outline) -> None:
     gains = [each.gain for each in advice_for(outline, machine_with(TIGHT, 20_000_000), Settings())]
-    assert len(gains) == 2
+    assert len(gains) == 4
     assert gains == sorted(gains, reverse=True)
     assert min(gains) >= 1.05

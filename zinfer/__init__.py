@@ -1,18 +1,26 @@
 """Runs models that do not fit in GPU memory: weights stream from disk and host memory while the layers compute."""
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from zinfer.engine import InferenceEngine, init_inference
+    from zinfer.quantization.in_place import quantize_transformer
+    from zinfer.quantization.rules import QuantizationConfig
 
 __version__ = "0.1.0"
-__all__ = ["InferenceEngine", "__version__", "init_inference"]
+__all__ = ["InferenceEngine", "QuantizationConfig", "__version__", "init_inference", "quantize_transformer"]
+
+_HOMES: Final = {
+    "InferenceEngine": "zinfer.engine",
+    "init_inference": "zinfer.engine",
+    "quantize_transformer": "zinfer.quantization.in_place",
+    "QuantizationConfig": "zinfer.quantization.rules",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine on first use: torch and transformers take seconds, `zinfer --help` should not."""
-    if name in ("InferenceEngine", "init_inference"):
-        from zinfer import engine
-
-        return getattr(engine, name)
+    """Import on first use: torch and transformers take seconds, `zinfer --help` should not."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'zinfer' has no attribute {name!r}")

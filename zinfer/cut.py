@@ -4,14 +4,32 @@
 head) are one block with several places of use.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
 
+import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import TensorEntry
 from zinfer.errors import CheckpointError
-from zinfer.offload.block import Block, Extent, SlabLayout
+from zinfer.kernels.quantize import Bounds, full_range
+from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
+from zinfer.quantization.conversion import Quantizing
+from zinfer.quantization.slab_matrix import SlabMatrix
+from zinfer.quantization.stored import StoredMatrix
+from zinfer.weights import Weight
+
+Form: TypeAlias = Callable[[str, nn.Module, torch.Tensor], SlabTensor]
+"""How a parameter lies in a slab: its name, the module that holds it, and the parameter in; its place, at offset 0."""
+
+
+def full_form(name: str, module: nn.Module, parameter: torch.Tensor) -> SlabTensor:
+    """As the module holds it."""
+    return SlabTensor(name, parameter.dtype, tuple(parameter.shape))
 
 
 @dataclass(frozen=True)
@@ -43,20 +61,36 @@ class _Piece:
     is_layer: bool
 
 
-def cut_model(model: nn.Module, weights: Mapping[str, TensorEntry]) -> list[ModelBlock]:
+def cut_model(
+    model: nn.Module,
+    weights: Mapping[str, Weight],
+    form: Form = full_form,
+    bounds: Bounds = full_range,
+    checksums: Mapping[Path, str] = MappingProxyType({}),
+) -> list[ModelBlock]:
     """The blocks of a model in its own order; every parameter is in exactly one.
 
     Args:
         model: a transformers model whose class or parts name `_no_split_modules`.
-        weights: the checkpoint tensor of each parameter; empty for a model whose weights are in memory.
+        weights: what the checkpoint holds of each parameter; empty for a model whose weights are in memory.
+        form: how a parameter that is stored in full lies in its slab.
+        bounds: what codes cover where that form quantizes it.
+        checksums: of files that hold one block each.
 
     Raises:
         CheckpointError: the model does not say which of its modules are layers.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     bytes_of = {name: weights[name] if weights else id(value) for name, value in parameters.items()}
-    cutter = _Cutter(model, parameters, weights, bytes_of)
-    return [cutter.finish(index, piece) for index, piece in enumerate(cutter.pieces())]
+    cutter = _Cutter(model, parameters, weights, bytes_of, form, bounds)
+    blocks = [cutter.finish(index, piece) for index, piece in enumerate(cutter.pieces())]
+    return [_with_checksum(block, checksums) for block in blocks]
+
+
+def _with_checksum(block: ModelBlock, checksums: Mapping[Path, str]) -> ModelBlock:
+    files = {extent.file for extent in block.block.read_extents}
+    checksum = checksums.get(next(iter(files))) if len(files) == 1 else None
+    return replace(block, block=replace(block.block, checksum=checksum))
 
 
 @dataclass(frozen=True)
@@ -65,8 +99,10 @@ class _Cutter:
 
     model: nn.Module
     parameters: Mapping[str, nn.Parameter]
-    weights: Mapping[str, TensorEntry]
+    weights: Mapping[str, Weight]
     bytes_of: Mapping[str, Hashable]
+    form: Form
+    bounds: Bounds
 
     def pieces(self) -> list[_Piece]:
         """Layers, and the modules that hold weights outside them; the latter joined where they share bytes."""
@@ -95,13 +131,56 @@ class _Cutter:
         if self.weights:
             names.sort(key=lambda name: (str(self.weights[name].file), self.weights[name].offset))
         prefix = f"{piece.name}." if piece.is_layer else ""  # equal layers then have equal layouts
-        layout = SlabLayout.pack(
-            (name.removeprefix(prefix), self.parameters[name].dtype, tuple(self.parameters[name].shape))
-            for name in names
-        )
-        extents = tuple(_extents(layout, [self.weights[name] for name in names])) if self.weights else ()
+        layout = SlabLayout.place(replace(self._form_of(name), name=name.removeprefix(prefix)) for name in names)
         bindings = tuple(self._binding(name, target.removeprefix(prefix)) for name, target in alias.items())
-        return ModelBlock(Block(index, piece.name, layout, extents), tuple(piece.sites), bindings, piece.is_layer)
+        block = Block(index, piece.name, layout)
+        if any(self._converts(name, tensor) for name, tensor in zip(names, layout.tensors, strict=True)):
+            block = replace(block, conversion=self._conversion(block, names))
+        elif self.weights:
+            block = replace(block, extents=tuple(self._extents(layout, names)))
+        return ModelBlock(block, tuple(piece.sites), bindings, piece.is_layer)
+
+    def _form_of(self, name: str) -> SlabTensor:
+        module, parameter = self.model.get_submodule(name.rpartition(".")[0]), self.parameters[name]
+        weight = self.weights.get(name)
+        if not isinstance(weight, StoredMatrix):
+            return self.form(name, module, parameter)
+        shape, transposed = tuple(parameter.shape), isinstance(module, Conv1D)
+        return SlabMatrix(name, parameter.dtype, shape, format=weight.format, transposed=transposed)
+
+    def _converts(self, name: str, tensor: SlabTensor) -> bool:
+        """Whether the parameter's place in the slab takes more than placing what is stored."""
+        weight = self.weights.get(name)
+        return isinstance(tensor, SlabMatrix) and not (isinstance(weight, StoredMatrix) and weight.scheme.is_native)
+
+    def _extents(self, layout: SlabLayout, names: list[str]) -> Iterator[Extent]:
+        """The bytes of weights that are stored as they lie in the slab."""
+        for name, tensor in zip(names, layout.tensors, strict=True):
+            weight = self.weights[name]
+            if isinstance(weight, TensorEntry):
+                yield _extent(weight, tensor)
+            else:
+                assert isinstance(tensor, SlabMatrix)
+                for (_, entry), part in zip(weight.parts, tensor.parts(), strict=True):
+                    yield _extent(entry, part)
+
+    def _conversion(self, block: Block, names: list[str]) -> Conversion:
+        """Weights as they are stored, and what makes the block's slab of them."""
+        stored: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        entries: list[TensorEntry] = []
+        matrices: dict[str, StoredMatrix] = {}
+        for name, tensor in zip(names, block.layout.tensors, strict=True):
+            weight = self.weights.get(name)
+            if isinstance(weight, StoredMatrix):
+                matrices[tensor.name] = weight
+                stored += [(f"{tensor.name}.{part}", entry.dtype, entry.shape) for part, entry in weight.parts]
+                entries += [entry for _, entry in weight.parts]
+            else:
+                stored.append((tensor.name, (weight or self.parameters[name]).dtype, tensor.shape))
+                entries += [weight] if weight else []
+        layout = SlabLayout.pack(stored)
+        extents = tuple(_extent(entry, tensor) for entry, tensor in zip(entries, layout.tensors, strict=False))
+        return Conversion(layout, extents, Quantizing(block.name, layout, block.layout, matrices, self.bounds))
 
     def _binding(self, name: str, tensor: str) -> Binding:
         path, _, leaf = name.rpartition(".")
@@ -126,6 +205,5 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
         yield name, module, is_layer
 
 
-def _extents(layout: SlabLayout, entries: list[TensorEntry]) -> Iterator[Extent]:
-    for tensor, entry in zip(layout.tensors, entries, strict=True):
-        yield Extent(entry.file, entry.offset, entry.nbytes, entry.dtype, tensor.offset, tensor.dtype)
+def _extent(entry: TensorEntry, tensor: SlabTensor) -> Extent:
+    return Extent(entry.file, entry.offset, entry.nbytes, entry.dtype, tensor.offset, tensor.dtype)

@@ -29,8 +29,12 @@ from zinfer.planning.prediction import Prediction, find_work, predict
 from zinfer.planning.rates import Rates
 from zinfer.planning.request import Request
 from zinfer.probe.rates import known_rates
+from zinfer.quantization.forms import check_patterns, find_bounds, find_form
+from zinfer.quantization.slab_matrix import most_dequantized_bytes
+from zinfer.quantization.stored import find_stored_scheme
 from zinfer.runtime import Runtime
 from zinfer.sequence_length import check_input, check_length, check_room
+from zinfer.store.manifest import refuse_unfinished
 from zinfer.weights import load_buffers, match_weights
 
 
@@ -89,12 +93,17 @@ class InferenceEngine(nn.Module):
         self.device = limits.device
         self.module, checkpoint = _find_model(model, settings)
         check_room(self.module, settings.min_out_tokens)
-        weights = match_weights(self.module, checkpoint) if checkpoint else {}
-        blocks = cut_model(self.module, weights)
+        scheme = find_stored_scheme(checkpoint) if checkpoint else None
+        weights = match_weights(self.module, checkpoint, scheme) if checkpoint else {}
+        rules = settings.quantization
+        check_patterns(rules, self.module)
+        blocks = cut_model(
+            self.module, weights, find_form(rules), find_bounds(rules), scheme.checksums if scheme else {}
+        )
         layers = [block.block.index for block in blocks if block.is_layer]
+        self._blocks = tuple(blocks)
         limits = self._beside_batch(limits)
         self.plan: Plan = make_plan([block.block for block in blocks], layers, limits, settings)
-        self._blocks = tuple(blocks)
         self._files = tuple(checkpoint.files) if checkpoint else None
         self._rates: Rates | None = None
         load_buffers(self.module, weights)
@@ -178,7 +187,9 @@ class InferenceEngine(nn.Module):
 
     def _footprint(self, request: Request) -> Footprint:
         shape, dtype = read_shape(self.module.config), self.module.dtype
-        return find_footprint(shape, dtype, request, on_cuda=self.device.type == "cuda")
+        dequantized_bytes = most_dequantized_bytes(block.block for block in self._blocks)
+        on_cuda = self.device.type == "cuda"
+        return find_footprint(shape, dtype, request, on_cuda=on_cuda, dequantized_bytes=dequantized_bytes)
 
     def _beside_batch(self, limits: MachineLimits) -> MachineLimits:
         """The budgets, less what the batch that the configuration states takes of the device."""
@@ -233,6 +244,7 @@ def _find_model(
     if not isinstance(model, nn.Module):
         if settings.checkpoint is not None:
             raise ConfigError(f"checkpoint: the model is given as a folder ({model}) already; remove one of the two")
+        refuse_unfinished(Path(model).expanduser())
         checkpoint = Checkpoint.open(model)
         return build_meta_model(checkpoint, settings.dtype), checkpoint
     if not isinstance(model, PreTrainedModel):
@@ -251,5 +263,6 @@ def _find_model(
             parameter.data = parameter.data.to(settings.dtype)
     if settings.checkpoint is None:
         return module, None
+    refuse_unfinished(settings.checkpoint.expanduser())
     compute_buffers(module)
     return module, Checkpoint.open(settings.checkpoint)

@@ -2,14 +2,21 @@
 
 import re
 from collections.abc import Mapping
-from typing import Final
+from math import prod
+from typing import Final, TypeAlias
 
 from safetensors import safe_open
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import Checkpoint, TensorEntry
 from zinfer.checkpoint.faults import listed
 from zinfer.errors import CheckpointError
+from zinfer.quantization.foreign import Scheme
+from zinfer.quantization.stored import StoredMatrix
+
+Weight: TypeAlias = TensorEntry | StoredMatrix
+"""Where the values of a parameter lie."""
 
 # Older checkpoints hold what is computed today: rotary frequencies, causal masks (transformers drops them likewise).
 _SPARE_PATTERNS: Final = (
@@ -19,8 +26,11 @@ _SPARE_PATTERNS: Final = (
 )
 
 
-def match_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, TensorEntry]:
-    """The checkpoint tensor of each parameter and persistent buffer, by the module's name for it.
+def match_weights(model: PreTrainedModel, checkpoint: Checkpoint, scheme: Scheme | None = None) -> dict[str, Weight]:
+    """What the checkpoint holds of each parameter and persistent buffer, by the module's name for it.
+
+    Args:
+        scheme: how quantized parameters are stored, if any are.
 
     A tied parameter that the checkpoint lacks takes the tensor of the one it is tied to, whichever way round. Where the
     checkpoint holds both, each takes its own, as transformers does when they differ.
@@ -29,32 +39,51 @@ def match_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, T
         CheckpointError: weights are missing, left over, of another shape, or not floating-point where they must be.
     """
     wanted = _wanted(model)
-    found: dict[str, TensorEntry] = {}
+    found: dict[str, Weight] = {}
+    holders: dict[str, str] = {}
     spare: list[str] = []
-    for name, entry in checkpoint.tensors.items():
+    for name, entry in _stored_weights(checkpoint, scheme).items():
         target = _module_name(name, wanted, model.base_model_prefix)
         if target is None:
-            spare.append(name)
+            spare += [name] if isinstance(entry, TensorEntry) else [part.name for _, part in entry.parts]
         elif target in found:
             raise CheckpointError(
-                f"{entry.file}: {name} and {found[target].name} both hold the weights of {target}; remove one of them"
+                f"{entry.file}: {name} and {holders[target]} both hold the weights of {target}; remove one of them"
             )
         else:
-            found[target] = entry
+            found[target], holders[target] = entry, name
     _share_tied(model, found)
     _refuse_missing(checkpoint, [name for name in wanted if name not in found])
     _refuse_spare(checkpoint, spare, model)
     for name, entry in found.items():
-        _check_form(name, entry, wanted[name])
+        if isinstance(entry, TensorEntry):
+            _check_form(name, entry, wanted[name])
+        else:
+            _check_stored(name, entry, model)
     return found
 
 
-def load_buffers(model: PreTrainedModel, weights: Mapping[str, TensorEntry]) -> None:
+def load_buffers(model: PreTrainedModel, weights: Mapping[str, Weight]) -> None:
     """Copy the persistent buffers out of the checkpoint; they are small and stay in memory."""
     for name, buffer in model.named_buffers():
-        if entry := weights.get(name):
+        entry = weights.get(name)
+        if isinstance(entry, TensorEntry):
             with safe_open(entry.file, framework="pt") as file:
                 buffer.copy_(file.get_tensor(entry.name))
+
+
+def _stored_weights(checkpoint: Checkpoint, scheme: Scheme | None) -> dict[str, Weight]:
+    """The checkpoint's tensors by name, those that make up one parameter joined under its name."""
+    if scheme is None:
+        return dict(checkpoint.tensors)
+    joined = {
+        parameter: StoredMatrix.of(
+            parameter, scheme, {part: checkpoint.tensors[tensor] for part, tensor in parts.items()}
+        )
+        for parameter, parts in scheme.stored(checkpoint.tensors.keys()).items()
+    }
+    taken = {part.name for matrix in joined.values() for _, part in matrix.parts}
+    return {name: entry for name, entry in checkpoint.tensors.items() if name not in taken} | joined
 
 
 def _wanted(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], bool]]:
@@ -69,7 +98,7 @@ def _module_name(name: str, wanted: Mapping[str, object], prefix: str) -> str | 
     return next((candidate for candidate in candidates if candidate in wanted), None)
 
 
-def _share_tied(model: PreTrainedModel, found: dict[str, TensorEntry]) -> None:
+def _share_tied(model: PreTrainedModel, found: dict[str, Weight]) -> None:
     ties: Mapping[str, str] = model.all_tied_weights_keys
     for _ in range(2):  # a second round reaches parameters tied to one that was itself absent
         for target, source in ties.items():
@@ -108,4 +137,15 @@ def _check_form(name: str, entry: TensorEntry, wanted: tuple[tuple[int, ...], bo
         raise CheckpointError(
             f"{entry.file}: {entry.name} at byte {entry.offset} is {entry.dtype}, but the model's {name} is "
             f"{'' if floating else 'not '}floating-point: quantized checkpoints are not supported yet"
+        )
+
+
+def _check_stored(name: str, matrix: StoredMatrix, model: PreTrainedModel) -> None:
+    module = model.get_submodule(name.rpartition(".")[0])
+    wanted = tuple(model.get_parameter(name).shape)
+    shape = (matrix.columns, matrix.rows) if isinstance(module, Conv1D) else (matrix.rows, matrix.columns)
+    if shape != (prod(wanted[:-1]), wanted[-1]):  # experts lie one below the other
+        raise CheckpointError(
+            f"{matrix.file}: {matrix.parameter} has shape {list(shape)}, the model's {name} has {list(wanted)}: "
+            f"config.json describes another model, or the file is damaged"
         )

@@ -10,6 +10,7 @@ import typer
 from zinfer import __version__
 from zinfer.cli.plan import plan
 from zinfer.cli.probe import probe
+from zinfer.cli.quantize import quantize
 from zinfer.cli.run import run
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(run)
 app.command()(probe)
 app.command()(plan)
+app.command()(quantize)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,14 +1,17 @@
 """How a command ends: an exit code, and words on stderr that say what to do next."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Final
+from types import FrameType
+from typing import Final, NoReturn
 
 import typer
 
 from zinfer.errors import CheckpointError, ConfigError, PlanError
+from zinfer.jobs.failure import Interrupted
 
 EXIT_STOPPED: Final = 1
 EXIT_UNUSABLE: Final = 2
@@ -46,3 +49,20 @@ def failing_disk_explained() -> Iterator[None]:
 def say(text: str) -> None:
     """A message of the program itself, on stderr."""
     print(f"zinfer: {text}", file=sys.stderr)
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """SIGINT and SIGTERM raise `Interrupted` once; the second one ends the process at once."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        raise Interrupted(number)
+
+    former = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

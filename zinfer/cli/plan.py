@@ -57,7 +57,7 @@ def _print_plan(
     from zinfer.planning.table import plan_document, plan_table
 
     settings, request = resolve_settings(config), Request(*lengths)
-    outline = read_outline(model, settings.dtype)
+    outline = read_outline(model, settings.dtype, settings.quantization)
     machine = _choose_machine(machine_name, probe, settings, outline)
     forecast = make_forecast(outline, machine, settings, request)
     advice = advise(outline, machine, settings, forecast)

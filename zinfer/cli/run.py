@@ -5,13 +5,12 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import EXIT_STOPPED, EXIT_UNUSABLE, Device, say, unusable_input_explained
+from zinfer.cli.ending import EXIT_STOPPED, EXIT_UNUSABLE, Device, say, signals_raise, unusable_input_explained
 from zinfer.errors import JobError
 from zinfer.jobs.failure import Interrupted, UnusableInput
 
@@ -34,7 +33,7 @@ def run(
     Exit codes: 0 all rows done, 3 some rows failed, 2 unusable input, 1 stopped by an error, 130 by Ctrl-C, 143 by
     SIGTERM.
     """
-    with _explained(output), _signals_raise():
+    with _explained(output), signals_raise():
         from zinfer.jobs.job import run_job
         from zinfer.jobs.summary import summary_table
 
@@ -72,20 +71,3 @@ def _explained(output: Path) -> Iterator[None]:
             traceback.print_exception(error.__cause__)
         say(f"error: {error}")
         raise typer.Exit(EXIT_STOPPED) from None
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGINT and SIGTERM raise `Interrupted` once; the second one ends the process at once."""
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)
-        raise Interrupted(number)
-
-    former = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)

@@ -4,6 +4,7 @@ A row's bytes depend on the model, the input, the settings in the manifest and t
 when the job was ended or how often. A batch in which anything fails writes no row.
 """
 
+import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from zinfer.jobs.rows import BadRow
 from zinfer.jobs.summary import JobSummary
 from zinfer.model import build_meta_model
 from zinfer.sequence_length import max_positions
+from zinfer.store.manifest import refuse_unfinished
 from zinfer.units import name_values
 
 EngineFactory = Callable[..., Engine]
@@ -98,6 +100,7 @@ class _Job:
         settings = self._settings = resolve_settings(request.config, {"device": request.device})
         for ignored in settings.without_effect:
             self._meter.note(f"without effect: {ignored.path} ({ignored.reason})")
+        refuse_unfinished(Path(request.model).expanduser())
         checkpoint = Checkpoint.open(request.model)
         model = build_meta_model(checkpoint, settings.dtype)
         room = Room.least(max_positions(model), settings.max_out_tokens)
@@ -259,7 +262,7 @@ def _result_settings(request: JobRequest, settings: Settings, dtype: torch.dtype
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {
+    found: dict[str, str | int] = {
         "max_new_tokens": request.max_new_tokens,
         "batch_size": request.batch_size,
         "dtype": str(dtype).removeprefix("torch."),
@@ -267,6 +270,9 @@ def _result_settings(request: JobRequest, settings: Settings, dtype: torch.dtype
         "max_out_tokens": settings.max_out_tokens or "the model's",
         "min_out_tokens": settings.min_out_tokens,
     }
+    if settings.quantization is not None:
+        found["quantization"] = json.dumps(settings.quantization.as_document())
+    return found
 
 
 def _versions() -> dict[str, str]:

@@ -3,18 +3,21 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 from zinfer.config import Memory, Settings
-from zinfer.errors import PlanError
+from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.block import Tier
 from zinfer.planning.forecast import Forecast, make_forecast
-from zinfer.planning.outline import Outline
+from zinfer.planning.outline import Outline, read_outline
 from zinfer.planning.prediction import speed
 from zinfer.planning.presets import Machine
 from zinfer.planning.request import Request
+from zinfer.quantization.rules import Quantization, QuantRule
+from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.units import human_bytes
 
+_QUANTIZED: Final[tuple[tuple[Literal[4, 8], int | None], ...]] = ((8, None), (4, 128))
 _LEAST_GAIN: Final = 1.05  # less is within the prediction's own error
 
 
@@ -37,6 +40,7 @@ def advise(outline: Outline, machine: Machine, settings: Settings, forecast: For
         *_without_offload_device(outline, machine, settings, forecast),
         *_with_host_memory(outline, machine, settings, forecast),
         *_with_larger_batch(outline, machine, settings, forecast),
+        *_with_quantized_weights(outline, machine, settings, forecast),
     ]
     found = [Advice(change, then, then / now) for change, then in changes if then >= now * _LEAST_GAIN]
     return tuple(sorted(found, key=lambda advice: -advice.gain))
@@ -94,6 +98,28 @@ def _with_larger_batch(
             best = then
     if best is not forecast:
         yield f"a batch of {best.request.batch_size:,} prompts", best.prediction.tokens_per_s
+
+
+def _with_quantized_weights(
+    outline: Outline, machine: Machine, settings: Settings, forecast: Forecast
+) -> Iterator[tuple[str, float]]:
+    """Fewer bytes to bring in, for a model whose weights are in full."""
+    if settings.quantization is not None or not forecast.plan.streamed_bytes or _is_quantized(outline):
+        return
+    for bits, group_size in _QUANTIZED:
+        rules = Quantization((QuantRule(bits=bits, group_size=group_size),))
+        try:
+            smaller = read_outline(outline.name, outline.dtype, rules)
+        except ConfigError:  # the groups do not divide this model's matrices
+            continue
+        then = _try(smaller, machine, settings, forecast.request)
+        if then is not None:
+            groups = "" if group_size is None else f', "group_size": {group_size}'
+            yield f'zinfer.quantization {{"bits": {bits}{groups}}}', then.prediction.tokens_per_s
+
+
+def _is_quantized(outline: Outline) -> bool:
+    return any(isinstance(tensor, SlabMatrix) for block in outline.blocks for tensor in block.block.layout.tensors)
 
 
 def _try(outline: Outline, machine: Machine, settings: Settings, request: Request) -> Forecast | None:

@@ -46,7 +46,9 @@ class Footprint:
         return self.kv_bytes + self.activation_bytes
 
 
-def find_footprint(shape: ModelShape, dtype: torch.dtype, request: Request, *, on_cuda: bool = True) -> Footprint:
+def find_footprint(
+    shape: ModelShape, dtype: torch.dtype, request: Request, *, on_cuda: bool = True, dequantized_bytes: int = 0
+) -> Footprint:
     """The bound for one `generate` over the request.
 
     Args:
@@ -55,6 +57,7 @@ def find_footprint(shape: ModelShape, dtype: torch.dtype, request: Request, *, o
         request: the batch, every prompt as long as the longest.
         on_cuda: False leaves out what transformers does on accelerators only: it copies the weights of the experts
             that the tokens of a decode pass have chosen (`batched_mm`, generation/utils.py).
+        dequantized_bytes: of the largest quantized matrix in full, which a product of many tokens makes.
     """
     middle = request.prompt_len + (request.new_tokens + 1) // 2
     forward = _Forward(shape, dtype.itemsize, request.batch_size, on_cuda)
@@ -63,7 +66,8 @@ def find_footprint(shape: ModelShape, dtype: torch.dtype, request: Request, *, o
         decode_bytes += forward.chosen_expert_bytes(shape.experts)
     return Footprint(
         kv_bytes=_kv_bytes(shape, dtype, request, request.total_len),
-        activation_bytes=max(forward.peak_bytes(request.prompt_len, request.prompt_len), decode_bytes),
+        activation_bytes=max(forward.peak_bytes(request.prompt_len, request.prompt_len), decode_bytes)
+        + dequantized_bytes,
         decode_kv_bytes=request.batch_size * _held_tokens(shape, middle) * shape.cached * dtype.itemsize,
     )
 

@@ -12,6 +12,7 @@ from zinfer.planning.planner import Plan, make_plan
 from zinfer.planning.prediction import Prediction, find_work, predict
 from zinfer.planning.presets import Machine
 from zinfer.planning.request import Request
+from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.units import human_bytes
 
 
@@ -45,7 +46,10 @@ def make_forecast(outline: Outline, machine: Machine, settings: Settings, reques
     """
     _check_length(outline, settings, request)
     on_cuda = machine.limits.device.type == "cuda"
-    footprint = find_footprint(outline.shape, outline.dtype, request, on_cuda=on_cuda)
+    dequantized_bytes = most_dequantized_bytes(block.block for block in outline.blocks)
+    footprint = find_footprint(
+        outline.shape, outline.dtype, request, on_cuda=on_cuda, dequantized_bytes=dequantized_bytes
+    )
     limits = beside_request(machine.limits, machine.device_memory_bytes, settings, footprint)
     plan = _plan(outline, machine, settings, limits, footprint)
     blocks = [block.block for block in outline.blocks]

@@ -114,8 +114,11 @@ class _HostPlanner:
         )
 
     def _check_offload(self, in_memory: list[Block]) -> None:
-        """Weights that came in memory have one home when they are streamed, host memory."""
+        """What no file holds as it is has one home when it is streamed, host memory."""
         if not in_memory:
+            return
+        if any(block.conversion for block in in_memory):
+            self._check_converted(in_memory)
             return
         remedy = "save the model with save_pretrained and give the folder instead"
         if self.settings.offload.device == "nvme":
@@ -128,6 +131,20 @@ class _HostPlanner:
             raise PlanError(
                 f"zero_optimization.offload_param.max_in_cpu is {most} elements, but {numel} of the module's weights "
                 f"are in memory and in no file to stream from; raise it, or {remedy}"
+            )
+
+    def _check_converted(self, converted: list[Block]) -> None:
+        remedy = "write a quantized checkpoint with `zinfer quantize` and give that"
+        if self.settings.offload.device == "nvme":
+            raise PlanError(
+                f'zero_optimization.offload_param.device is "nvme", but weights that are quantized while they are '
+                f'loaded are in no file to stream from; {remedy}, or set it to "cpu"'
+            )
+        numel, most = sum(block.layout.numel for block in converted), self.settings.offload.max_in_cpu
+        if most is not None and numel > most:
+            raise PlanError(
+                f"zero_optimization.offload_param.max_in_cpu is {most} elements, but {numel} weights are quantized "
+                f"while they are loaded and in no file to stream from; raise it, or {remedy}"
             )
 
     def _hosted(self, count: int) -> frozenset[int]:
@@ -165,7 +182,7 @@ class _HostPlanner:
     @cached_property
     def _read_bytes(self) -> list[int]:
         """Bytes of the aligned reads that bring each block in."""
-        return [covered_bytes(block.extents) for block in self.blocks]
+        return [covered_bytes(block.read_extents) for block in self.blocks]
 
     @cached_property
     def _slab_bytes(self) -> list[int]:

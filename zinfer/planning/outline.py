@@ -6,7 +6,7 @@ the model's order. Cutting and planning then run the same code as on a real chec
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -18,9 +18,14 @@ from zinfer.checkpoint.json_text import JsonFault, parse_object
 from zinfer.cut import ModelBlock, cut_model
 from zinfer.errors import CheckpointError
 from zinfer.model import build_meta_model
+from zinfer.offload.block import Extent
 from zinfer.planning.model_shape import ModelShape, read_shape
+from zinfer.quantization.forms import find_form
+from zinfer.quantization.rules import Quantization
+from zinfer.quantization.stored import find_stored_scheme
 from zinfer.sequence_length import max_positions
-from zinfer.weights import match_weights
+from zinfer.store.manifest import refuse_unfinished
+from zinfer.weights import Weight, match_weights
 
 _CONFIG_NAME: Final = "config.json"
 _MADE_UP_NAME: Final = "model.safetensors"
@@ -59,12 +64,15 @@ class Outline:
         return sum(block.block.nbytes for block in self.blocks)
 
 
-def read_outline(model: str | os.PathLike[str], dtype: torch.dtype | None = None) -> Outline:
+def read_outline(
+    model: str | os.PathLike[str], dtype: torch.dtype | None = None, quantization: Quantization | None = None
+) -> Outline:
     """The outline of a checkpoint, or of a folder that holds config.json and no safetensors.
 
     Args:
         model: as `zinfer.init_inference` takes it, or a folder with config.json alone.
         dtype: that the weights are cast to; None takes the checkpoint's own.
+        quantization: which matrices are stored quantized; they are planned for as if a store of them was on disk.
 
     Raises:
         CheckpointError: no config.json, one that describes no causal language model or states no dtype, or a damaged
@@ -72,23 +80,34 @@ def read_outline(model: str | os.PathLike[str], dtype: torch.dtype | None = None
         PlanError: the model keeps a state other than keys and values.
     """
     folder = Path(model).expanduser().absolute()
+    weights: Mapping[str, Weight]
     if _holds_config_alone(folder):
         checkpoint = Checkpoint(folder, {}, {}, 0, "")
         _check_states_dtype(checkpoint.config_path, dtype)
         tree = build_meta_model(checkpoint, dtype)
         weights = made_up_weights(tree, folder / _MADE_UP_NAME)
     else:
+        refuse_unfinished(folder)
         checkpoint = Checkpoint.open(model)
         tree = build_meta_model(checkpoint, dtype)
-        weights = match_weights(tree, checkpoint)
+        weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
     return Outline(
         name=os.fspath(model),
-        blocks=tuple(cut_model(tree, weights)),
+        blocks=tuple(_as_in_store(block, folder) for block in cut_model(tree, weights, find_form(quantization))),
         shape=read_shape(tree.config),
         dtype=tree.config.dtype,
         max_positions=max_positions(tree),
         files=tuple(checkpoint.files),
     )
+
+
+def _as_in_store(block: ModelBlock, folder: Path) -> ModelBlock:
+    """The block with what a store would hold of it in place of what is converted while it is loaded."""
+    if block.block.conversion is None:
+        return block
+    layout = block.block.layout
+    extent = Extent(folder / _MADE_UP_NAME, _MADE_UP_OFFSET, layout.nbytes, torch.uint8, 0, torch.uint8)
+    return replace(block, block=replace(block.block, extents=(extent,), conversion=None))
 
 
 def made_up_weights(model: PreTrainedModel, file: Path) -> dict[str, TensorEntry]:

@@ -14,6 +14,7 @@ from typing import Final
 from zinfer.config import Settings
 from zinfer.errors import PlanError
 from zinfer.offload.block import Block, Home, Tier
+from zinfer.offload.conversions import conversion_bytes
 from zinfer.planning.host_side import HostSide, choose_host_side, most_ring_bytes, spread
 from zinfer.planning.machine import MachineLimits
 from zinfer.units import human_bytes
@@ -163,7 +164,9 @@ class _Planner:
     def _device_bytes(self, resident: frozenset[int]) -> int:
         streamed = [block.nbytes for block in self.blocks if block.index not in resident]
         slots = min(self.num_slots, len(streamed)) * max(streamed, default=0)
-        return slots + sum(self.blocks[index].nbytes for index in resident)
+        # Conversions are over when the slots are allocated.
+        converting = conversion_bytes(self.blocks, to_host=self.limits.on_cuda)
+        return max(slots, converting) + sum(self.blocks[index].nbytes for index in resident)
 
     @property
     def _gds_bytes(self) -> int:

@@ -152,9 +152,7 @@ def _work(block: ModelBlock, shape: ModelShape) -> BlockWork:
     tensors = block.block.layout.tensors
     num_params = block.block.layout.numel
     num_multiplying_sites = sum(not isinstance(site, nn.Embedding) for site in block.sites)
-    num_expert_params = sum(
-        tensor.nbytes // tensor.dtype.itemsize for tensor in tensors if "experts" in tensor.name.split(".")
-    )
+    num_expert_params = sum(tensor.numel for tensor in tensors if "experts" in tensor.name.split("."))
     return BlockWork(
         block=block.block,
         num_uses=len(block.sites),

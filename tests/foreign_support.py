@@ -1,0 +1,152 @@
+"""Quantized parameters as other tools store them, packed code by code after the tools' own description.
+
+Nothing here is shared with what is tested. Codes and zeros are whole numbers counted from 0, scales floats:
+codes [rows, columns], zeros and scales [rows, groups].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from zinfer.kernels.dequantize import dequantize_ref
+from zinfer.kernels.quantized import QuantizedMatrix
+from zinfer.quantization.foreign.scheme import Scheme, find_scheme
+
+PARAMETER = "model.layers.0.mlp.up_proj.weight"
+MODULE = PARAMETER.removesuffix(".weight")
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Random weights as codes."""
+
+    codes: torch.Tensor
+    zeros: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def random(
+        cls,
+        rows: int,
+        columns: int,
+        groups: int,
+        bits: int,
+        symmetric: bool,
+        seed: int,
+        dtype: torch.dtype = torch.float16,
+    ) -> "Weights":
+        generator = torch.Generator().manual_seed(seed)
+        top = 2**bits
+        codes = torch.randint(0, top, (rows, columns), generator=generator)
+        zeros = torch.randint(0, top, (rows, groups), generator=generator)
+        scales = (torch.rand(rows, groups, generator=generator) * 0.1 + 1e-3).to(dtype)
+        return cls(codes, torch.full_like(zeros, top // 2) if symmetric else zeros, scales)
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """What they stand for (float64), the scales rounded to ``dtype`` first."""
+        size = self.codes.shape[1] // self.scales.shape[1]
+        zeros, scales = (
+            part.to(torch.float64).repeat_interleave(size, 1) for part in (self.zeros, self.scales.to(dtype))
+        )
+        return (self.codes.to(torch.float64) - zeros) * scales
+
+
+def pack_words(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Codes [n, count] as int32 words [n, ceil(count / codes a word)]; place j of a word, from its lowest bits, holds
+    its code number order[j], by default j."""
+    per_word = 32 // bits
+    order = order or tuple(range(per_word))
+    words = torch.zeros(codes.shape[0], -(-codes.shape[1] // per_word), dtype=torch.int64)
+    for word in range(words.shape[1]):
+        for place, number in enumerate(order):
+            column = word * per_word + number
+            if column < codes.shape[1]:
+                words[:, word] |= codes[:, column].to(torch.int64) << bits * place
+    return as_int32(words)
+
+
+def as_int32(words: torch.Tensor) -> torch.Tensor:
+    """Whole numbers modulo 2**32 as int32."""
+    words = words % 2**32
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def gptq_parts(weights: Weights, bits: int, *, less_one: bool, index: bool = True) -> dict[str, torch.Tensor]:
+    """GPTQModel 7.7: nn_modules/qlinear/__init__.py `pack_original`, and for the format gptq utils/model.py
+    `convert_gptq_v2_to_v1_format_module`."""
+    columns, groups = weights.codes.shape[1], weights.scales.shape[1]
+    zeros = pack_words(weights.zeros.t(), bits)
+    if less_one:
+        zeros = as_int32(zeros.to(torch.int64) - {4: 0x11111111, 8: 0x01010101}[bits])
+    parts = {
+        "qweight": pack_words(weights.codes, bits).t().contiguous(),
+        "qzeros": zeros,
+        "scales": weights.scales.t().contiguous(),
+    }
+    group_index = torch.arange(columns, dtype=torch.int32) // (columns // groups)
+    return parts | ({"g_idx": group_index} if index else {})
+
+
+def awq_parts(weights: Weights) -> dict[str, torch.Tensor]:
+    """AutoAWQ 0.2.9: awq/modules/linear/gemm.py `WQLinear_GEMM.from_linear`."""
+    return {
+        "qweight": pack_words(weights.codes.t(), 4, AWQ_ORDER),
+        "qzeros": pack_words(weights.zeros.t(), 4, AWQ_ORDER),
+        "scales": weights.scales.t().contiguous(),
+    }
+
+
+def packed_parts(weights: Weights, bits: int, *, symmetric: bool) -> dict[str, torch.Tensor]:
+    """compressed-tensors 0.20: compressors/pack_quantized/base.py `PackedQuantizationCompressor.compress`, for scales
+    per channel or group."""
+    parts = {
+        "weight_packed": pack_words(weights.codes, bits),
+        "weight_scale": weights.scales,
+        "weight_shape": torch.tensor(weights.codes.shape),
+    }
+    return parts if symmetric else parts | {"weight_zero_point": pack_words(weights.zeros.t(), bits).t().contiguous()}
+
+
+def plain_parts(weights: Weights, bits: int, *, symmetric: bool) -> dict[str, torch.Tensor]:
+    """compressed-tensors 0.20: compressors/naive_quantized/base.py `NaiveQuantizationCompressor.compress`."""
+    middle = 2 ** (bits - 1)
+    parts = {"weight": (weights.codes - middle).to(torch.int8), "weight_scale": weights.scales}
+    return parts if symmetric else parts | {"weight_zero_point": (weights.zeros - middle).to(torch.int8)}
+
+
+def scheme_of(method: str, **settings: object) -> Scheme:
+    """The scheme of a config.json with this method and these settings."""
+    scheme = find_scheme({"model_type": "llama", "quantization_config": {"quant_method": method, **settings}})
+    assert scheme is not None
+    return scheme
+
+
+def packed_scheme(bits: int, *, format: str = "pack-quantized", **weights: object) -> Scheme:
+    """The scheme of a compressed-tensors config with one group."""
+    group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", **weights}}
+    return scheme_of("compressed-tensors", format=format, config_groups={"group_0": group}, ignore=["lm_head"])
+
+
+def read(
+    scheme: Scheme, parts: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float16, device: str = "cpu"
+) -> QuantizedMatrix:
+    """A matrix out of the parts, its bytes poisoned before; the parts have the strides of tensors from a file."""
+    names = {"model.embed_tokens.weight", "model.norm.weight", *(f"{MODULE}.{part}" for part in parts)}
+    stored = scheme.stored(names)
+    assert stored == {PARAMETER: {part: f"{MODULE}.{part}" for part in parts}}
+    format, rows, columns = scheme.format_of(PARAMETER, {part: tuple(value.shape) for part, value in parts.items()})
+    matrix = QuantizedMatrix.empty(format, rows, columns, dtype, device)
+    matrix.codes.view(torch.uint8).fill_(0xA5)
+    matrix.scales.fill_(float("nan"))
+    if matrix.zeros is not None:
+        matrix.zeros.fill_(0xA5)
+    loaded = {part: torch.empty(value.shape, dtype=value.dtype, device=device) for part, value in parts.items()}
+    scheme.convert_into(matrix, {part: place.copy_(parts[part]) for part, place in loaded.items()})
+    return matrix
+
+
+def assert_reads(matrix: QuantizedMatrix, values: torch.Tensor) -> None:
+    """The matrix holds just these values (float64): a product with a scale is rounded to float32 once, as they are."""
+    assert torch.equal(dequantize_ref(matrix, torch.float32).cpu(), values.to(torch.float32))

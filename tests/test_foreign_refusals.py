@@ -1,0 +1,129 @@
+"""What config.json asks for and is not supported is named by its key, with what to do instead."""
+
+from typing import Any
+
+import pytest
+
+from zinfer.errors import CheckpointError
+from zinfer.quantization.foreign.scheme import find_scheme
+
+INSTEAD = "; use the full-precision checkpoint and quantize it while loading"
+AFTERWARDS = "; restore config.json"
+
+
+def gptq(**more: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, **more}
+
+
+def awq(**more: Any) -> dict[str, Any]:
+    return {"quant_method": "awq", "bits": 4, **more}
+
+
+def compressed(**more: Any) -> dict[str, Any]:
+    groups = {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "channel"}}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, **more}
+
+
+def weights(**more: Any) -> dict[str, Any]:
+    fields = {"num_bits": 4, "strategy": "channel", **more}
+    return compressed(config_groups={"a": {"targets": ["Linear"], "weights": fields}})
+
+
+def group(**more: Any) -> dict[str, Any]:
+    fields = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}, **more}
+    return compressed(format="int-quantized", config_groups={"a": fields})
+
+
+NOT_SUPPORTED = [
+    *(({"quant_method": method}, f"quant_method is '{method}'") for method in ("bitsandbytes", "hqq", "marlin", "fp8")),
+    ({"load_in_4bit": True}, "quant_method is missing"),
+    *((gptq(bits=bits), f"bits is {bits}: GPTQ weights") for bits in (2, 3)),
+    (gptq(checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),
+    (gptq(format="gptq_p"), "format is 'gptq_p'"),
+    (gptq(is_marlin_format=True), "is_marlin_format is True"),
+    (gptq(pack_dtype="int64"), "pack_dtype is 'int64'"),
+    (gptq(dynamic={"-:a": {}, "+:.*down": {"bits": 8}}), "dynamic.+:.*down is {'bits': 8}"),
+    (awq(bits=8), "bits is 8: AWQ weights"),
+    *((awq(version=version), f"version is '{version}'") for version in ("gemv", "gemv_fast", "exllama", "marlin")),
+    (awq(format="llm-awq"), "format is 'llm-awq'"),
+    (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is {'num_bits': 8}"),
+    (compressed(transform_config={"config_groups": {"u": 1}}), "transform_config is {"),
+    (compressed(moe_sparsity_config={"method": "prune"}), "moe_sparsity_config is {"),
+    (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format is 'sparse-24-bitmask'"),
+    (compressed(quantization_status="frozen"), "quantization_status is 'frozen'"),
+    (compressed(config_groups={}), "config_groups is {}"),
+    (compressed(config_groups=None), "config_groups is None"),
+    *(
+        (compressed(format=name), "config_groups.a.format is missing: weights in the format")
+        for name in (None, "marlin-24")
+    ),
+    (compressed(format="nvfp4-pack-quantized"), "'nvfp4-pack-quantized' are not read"),
+    (weights(num_bits=3), "config_groups.a.weights.num_bits is 3"),
+    (weights(type="float"), "config_groups.a.weights.type is 'float'"),
+    (weights(strategy="tensor_group"), "config_groups.a.weights.strategy is 'tensor_group'"),
+    (weights(strategy="block", block_structure=[8, 8]), "config_groups.a.weights.strategy is 'block'"),
+    (group(weights=None, input_activations={"dynamic": True}), "config_groups.a.weights is None"),
+    (group(input_activations={"num_bits": 8, "dynamic": False}), "config_groups.a.input_activations.dynamic is False"),
+    (group(input_activations={"dynamic": "local"}), "config_groups.a.input_activations.dynamic is 'local'"),
+    (group(output_activations={"dynamic": True}), "config_groups.a.output_activations is {"),
+    (
+        group(format="float-quantized", weights={"type": "float", "num_bits": 4}),
+        "config_groups.a.weights.num_bits is 4",
+    ),
+    (group(format="float-quantized", weights={"type": "float", "symmetric": False}), "weights.symmetric is False"),
+]
+MISSPELT = [
+    ([], "quantization_config is []: not an object"),
+    ({"quant_method": 4}, "quant_method is 4: not a text"),
+    ({"quant_method": "gptq"}, "bits is missing: not a whole number"),
+    (gptq(bits="4"), "bits is '4': not a whole number"),
+    (gptq(bits=True), "bits is True: not a whole number"),
+    (gptq(sym="yes"), "sym is 'yes': neither true nor false"),
+    (gptq(group_size=0), "group_size is 0: neither -1"),
+    (awq(group_size=-2), "group_size is -2: neither -1"),
+    (compressed(config_groups={"a": ["Linear"]}), "config_groups.a is ['Linear']: not an object"),
+    (group(targets="Linear"), "config_groups.a.targets is 'Linear': not a list"),
+    (group(targets=["re:("]), "'re:(' is no pattern"),
+    (weights(strategy="group"), "config_groups.a.weights.group_size is missing: not a number"),
+    (
+        group(format="float-quantized", weights={"type": "float", "strategy": "block"}),
+        "weights.block_structure is missing",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), NOT_SUPPORTED)
+def test_what_is_not_supported_is_named(config: dict[str, Any], message: str) -> None:
+    assert_refused(config, message, INSTEAD)
+
+
+@pytest.mark.parametrize(("config", "message"), MISSPELT)
+def test_what_makes_no_sense_is_named(config: Any, message: str) -> None:
+    assert_refused(config, message, AFTERWARDS)
+
+
+def assert_refused(config: Any, message: str, ending: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        find_scheme({"quantization_config": config})
+    text = str(caught.value)
+    assert text.startswith("config.json: quantization_config")
+    assert message in text
+    assert text.endswith(ending)
+
+
+@pytest.mark.parametrize("config", [{}, {"quantization_config": None}, {"model_type": "llama"}])
+def test_a_checkpoint_that_is_not_quantized_has_no_scheme(config: dict[str, Any]) -> None:
+    assert find_scheme(config) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        compressed(sparsity_config={"format": "dense", "sparsity_structure": "2:4"}),
+        compressed(quantization_status="compressed", kv_cache_scheme=None, transform_config={}),
+        gptq(dynamic={"-:.*gate": {}, "+:.*up": {"damp_percent": 0.1}}, meta={"quantizer": "gptqmodel:7"}),
+        awq(version="GEMM", modules_to_not_convert=["gate"]),
+    ],
+)
+def test_what_changes_nothing_is_accepted(config: dict[str, Any]) -> None:
+    assert find_scheme({"quantization_config": config}) is not None

@@ -1,0 +1,188 @@
+"""A quantized model says the same wherever its blocks live: what its rounded weights say, for their packed bytes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import HIDDEN_SIZE, left_padded, random_prompts, tiny_checkpoint, tiny_model
+from engines import distinct_tokens
+from torch import nn
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+import zinfer
+from zinfer.errors import CheckpointError, ConfigError, PlanError
+from zinfer.kernels.dequantize import dequantize_ref
+from zinfer.kernels.quantize import quantize
+from zinfer.kernels.quantized import QuantFormat
+from zinfer.quantization.parameter import QuantizedParameter
+
+FORMATS = {
+    "int8": ({"bits": 8}, QuantFormat(8)),
+    "int8 asymmetric groups": ({"bits": 8, "group_size": 32, "symmetric": False}, QuantFormat(8, 32, symmetric=False)),
+    "int4 groups": ({"bits": 4, "group_size": 32}, QuantFormat(4, 32)),
+    "int4 asymmetric": ({"bits": 4, "group_size": 64, "symmetric": False}, QuantFormat(4, 64, symmetric=False)),
+    "fp8": ({"bits": 8, "format": "fp8"}, QuantFormat(8, is_float=True)),
+}
+NUM_NEW_TOKENS = 12
+NUM_LAYERS = 5
+
+
+@pytest.fixture(scope="module", params=["llama", "opt", "gpt2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param), num_layers=NUM_LAYERS, shards=2)
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, torch.Tensor]:
+    input_ids, attention_mask = left_padded(random_prompts(5, seed=3))
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+@contextmanager
+def quantized(
+    model: Any, section: dict[str, object], homes: str, device: str, num_slots: int = 2
+) -> Iterator[zinfer.InferenceEngine]:
+    """An engine with quantized layers on the device, or all of them in host memory, or on both."""
+    offload = {"resident": "none", "host": "cpu", "mixed": "none"}[homes]
+    ours: dict[str, object] = {"quantization": section, "device": device, "num_slots": num_slots}
+    config = {"zero_optimization": {"offload_param": {"device": offload}}, "zinfer": ours}
+    if homes == "mixed":  # what loading takes leaves room for some layers
+        with quantized(model, section, "host", device, num_slots) as engine:
+            ours["max_device_memory"] = engine.plan.device_bytes + 2 * engine.plan.slot_bytes
+    engine = zinfer.init_inference(model, config)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+@cache
+def rounded(folder: Path, format: QuantFormat, device: str) -> PreTrainedModel:
+    """transformers' own model, its layers' matrices replaced by what their codes stand for."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    num_replaced = 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and name != "lm_head":
+            weight = module.weight.data
+            matrix = weight.t() if isinstance(module, Conv1D) else weight
+            values = dequantize_ref(quantize(matrix, format))
+            module.weight.data = values.t().contiguous() if isinstance(module, Conv1D) else values
+            num_replaced += 1
+    assert num_replaced >= 4 * NUM_LAYERS
+    return model.to(device)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_text_and_logits_are_those_of_the_rounded_weights(
+    folder: Path, batch: dict[str, torch.Tensor], name: str, device: str
+) -> None:
+    section, format = FORMATS[name]
+    model = rounded(folder, format, device)
+    inputs = {key: value.to(device) for key, value in batch.items()}
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        tokens = model.generate(**inputs, max_new_tokens=NUM_NEW_TOKENS, do_sample=False)
+    assert distinct_tokens(tokens[:, batch["input_ids"].shape[1] :]) >= 4
+    with quantized(folder, section, "host", device) as engine:
+        torch.testing.assert_close(engine(**batch).logits, logits, rtol=1e-3, atol=1e-3)
+        assert torch.equal(engine.generate(**batch, max_new_tokens=NUM_NEW_TOKENS, do_sample=False), tokens)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_streamed_equals_resident_to_the_bit(
+    folder: Path, batch: dict[str, torch.Tensor], name: str, device: str
+) -> None:
+    section, _ = FORMATS[name]
+    with quantized(folder, section, "resident", device) as engine:
+        assert engine.stats().streamed_bytes_per_pass == 0
+        resident = engine(**batch).logits
+        tokens = engine.generate(**batch, max_new_tokens=NUM_NEW_TOKENS, do_sample=False)
+    for homes, num_slots in (("host", 2), ("host", 3), ("mixed", 2)):
+        with quantized(folder, section, homes, device, num_slots) as engine:
+            by_home = engine.stats().blocks_by_home
+            assert by_home["HOST"] > 0
+            assert (by_home["DEVICE"] > 0) == (homes == "mixed" or by_home["HOST"] < len(engine.plan.homes))
+            assert torch.equal(engine(**batch).logits, resident)
+            assert torch.equal(engine.generate(**batch, max_new_tokens=NUM_NEW_TOKENS, do_sample=False), tokens)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int8", 8 + 32 / 64), ("int4 groups", 4 + 32 / 32)])
+def test_a_pass_moves_the_packed_bytes(
+    tmp_path: Path, batch: dict[str, torch.Tensor], name: str, bits: float, device: str
+) -> None:
+    """Codes and float32 scales of every matrix; norms are in full. 256-byte alignment is the rest of the hundredth."""
+    folder = tiny_checkpoint("llama", tmp_path, num_layers=NUM_LAYERS)
+    with quantized(folder, FORMATS[name][0], "host", device) as engine:
+        before = engine.stats()
+        layer = AutoModelForCausalLM.from_pretrained(folder).model.layers[0]
+        expected = 0.0
+        for parameter in layer.parameters():
+            columns = parameter.shape[-1]
+            own_bits = (8 + 32 / columns if name == "int8" else bits) if parameter.dim() == 2 else 32
+            expected += parameter.numel() * own_bits / 8
+        layers_bytes = NUM_LAYERS * expected
+        assert before.streamed_bytes_per_pass == pytest.approx(layers_bytes, rel=0.05)
+        engine(**batch)
+        engine(**batch)
+        moved = engine.stats().bytes_to_device - before.bytes_to_device
+        assert moved >= 2 * before.streamed_bytes_per_pass
+        assert engine.stats().bytes_read_disk == before.bytes_read_disk
+
+
+def test_experts_and_a_module_in_memory(device: str, batch: dict[str, torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=131,
+        num_local_experts=4,
+        initializer_range=0.3,
+    )
+    logits = []
+    for homes in ("resident", "host"):
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(config).eval()
+        expected = MixtralForCausalLM(config).eval()
+        expected.load_state_dict(model.state_dict())
+        with quantized(model, {"bits": 8}, homes, device) as engine:
+            experts = engine.module.model.layers[0].mlp.experts
+            if homes == "resident":
+                assert isinstance(experts.gate_up_proj, QuantizedParameter)
+                assert isinstance(engine.module.model.layers[0].mlp.gate.weight, nn.Parameter)
+                assert not isinstance(engine.module.model.layers[0].mlp.gate.weight, QuantizedParameter)
+            logits.append(engine(**batch).logits)
+        with torch.no_grad():
+            full = expected.to(device)(**{name: value.to(device) for name, value in batch.items()}).logits
+        error = (logits[-1] - full).norm() / full.norm()
+        assert 0 < error < 0.2
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_weights_that_are_quantized_while_loading_cannot_stay_on_disk(folder: Path) -> None:
+    config = {"zero_optimization": {"offload_param": {"device": "nvme"}}, "zinfer": {"quantization": {"bits": 8}}}
+    with pytest.raises(PlanError, match=r"quantized while they are loaded.*zinfer quantize"):
+        zinfer.init_inference(folder, config, device="cpu")
+
+
+def test_a_weight_that_no_scale_covers_is_named(tmp_path: Path) -> None:
+    model = tiny_model("llama", num_layers=2)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("inf")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"layers\.1: mlp\.up_proj\.weight cannot be quantized: row 3, column 5"):
+        zinfer.init_inference(tmp_path, {"zinfer": {"quantization": {"bits": 4, "group_size": 32}, "device": "cpu"}})
+
+
+def test_groups_that_do_not_divide_and_patterns_without_a_match_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="48"):
+        zinfer.init_inference(folder, {"zinfer": {"quantization": {"bits": 4, "group_size": 48}, "device": "cpu"}})
+    section = {"bits": 4, "exclude": ["no_such_module"]}
+    with pytest.raises(ConfigError, match="no_such_module"):
+        zinfer.init_inference(folder, {"zinfer": {"quantization": section, "device": "cpu"}})

@@ -1,0 +1,177 @@
+"""A store's manifest and the scheme that reads it: what is written comes back, faults are named with their remedy."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import tiny_checkpoint
+from store_support import document, make_store
+from test_store_files import FORMATS
+
+from zinfer.checkpoint import Checkpoint
+from zinfer.errors import CheckpointError
+from zinfer.kernels.quantize import quantize
+from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.store.identity import Identity
+from zinfer.store.manifest import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    StoredBlock,
+    StoredParameter,
+    is_store,
+    read_manifest,
+    refuse_unfinished,
+)
+from zinfer.store.scheme import StoreScheme
+
+Document = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("model"), num_layers=2)
+
+
+@pytest.fixture
+def store(model: Path, tmp_path: Path) -> Path:
+    make_store(model, tmp_path / "store", bits=4, group_size=32, symmetric=False)
+    return tmp_path / "store"
+
+
+def change(store: Path, edit: Callable[[Document], object]) -> None:
+    members = document(store)
+    edit(members)
+    (store / MANIFEST_NAME).write_text(json.dumps(members))
+
+
+def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    formats = [format for _, format in FORMATS.values()] + [QuantFormat(8, group_rows=None), QuantFormat(4, 32)]
+    identity = Identity({"name": "a", "fingerprint": "b"}, {"dtype": "float16", "rules": [{"bits": 4}]})
+    parameters = {f"w{number}": StoredParameter(format, 33 + number) for number, format in enumerate(formats)}
+    (tmp_path / "block").write_bytes(b"12345")
+    blocks = (StoredBlock("model.layers.0", "block", 5, "0123"),)
+    manifest = Manifest(tmp_path, identity, parameters, blocks)
+    manifest.write()
+    assert read_manifest(tmp_path) == manifest
+    assert len(document(tmp_path)["formats"]) == len(set(formats)) == len(formats) - 1
+    assert is_store(tmp_path)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("columns", [96, 33])
+def test_the_scheme_gives_matrices_back(tmp_path: Path, name: str, columns: int) -> None:
+    format = FORMATS[name][1]
+    format = format if columns == 96 else QuantFormat(format.bits, None, format.symmetric, format.is_float)
+    matrix = quantize(torch.randn(12, columns, generator=torch.Generator().manual_seed(1)), format)
+    tensors = {"codes": matrix.codes, "scales": matrix.scales}
+    if matrix.zeros is not None:
+        tensors["zeros"] = matrix.zeros
+    manifest = Manifest(tmp_path, Identity({}, {}), {"p.weight": StoredParameter(format, columns)}, ())
+    scheme = StoreScheme(manifest)
+    assert scheme.is_native
+    names = {part: f"p.weight.{part}" for part in tensors}
+    assert scheme.stored([*names.values(), "other"]) == {"p.weight": names}
+    shapes = {part: tuple(tensor.shape) for part, tensor in tensors.items()}
+    assert scheme.format_of("p.weight", shapes) == (format, 12, columns)
+    target = QuantizedMatrix.empty(format, 12, columns, torch.float32, "cpu")
+    scheme.convert_into(target, tensors)
+    assert torch.equal(target.codes.view(torch.uint8), matrix.codes.view(torch.uint8))
+    assert torch.equal(target.scales, matrix.scales)
+    assert matrix.zeros is None or torch.equal(target.zeros, matrix.zeros)
+    with pytest.raises(CheckpointError, match=r"1 tensors that no file holds, p\.weight\.codes the first"):
+        scheme.stored([name for name in names.values() if not name.endswith("codes")])
+    with pytest.raises(CheckpointError, match=r"p\.weight\.scales has shape \[11, \d\].*wants \[12, \d\].*copy"):
+        scheme.format_of("p.weight", shapes | {"scales": (11, shapes["scales"][1])})
+
+
+def test_checksums_go_by_the_files_of_the_opened_checkpoint(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(store.parent)
+    scheme = StoreScheme.open(Path("store"))
+    checkpoint = Checkpoint.open("store")
+    assert scheme.checksums.keys() == set(checkpoint.files)
+    assert len(set(scheme.checksums.values())) == 5
+    for parts in scheme.stored(checkpoint.tensors).values():
+        entries = [checkpoint.tensors[name] for name in parts.values()]
+        assert len({entry.file for entry in entries}) == 1
+        assert [entry.offset for entry in entries] == sorted(entry.offset for entry in entries)
+
+
+FAULTS: dict[str, tuple[Callable[[Document], object], str]] = {
+    "another version": (lambda d: d.update(format_version=2), r"format_version is 2, this zinfer reads 1; write the"),
+    "no version": (lambda d: d.pop("format_version"), r"format_version is None, this zinfer reads 1"),
+    "no source": (lambda d: d.pop("source"), r"json: source: no object: the manifest is damaged; copy the whole"),
+    "a source that is no text": (lambda d: d["source"].update(fingerprint=1), r"source\.fingerprint: not a text"),
+    "no settings": (lambda d: d.update(settings=[]), r"settings: no object"),
+    "bits 3": (lambda d: d["formats"][0].update(bits=3), r"formats\[0\]: no format of this version \(bits must be 4"),
+    "an unknown format": (lambda d: d["formats"][0].update(sparse=1), r"formats\[0\]: no format of this version"),
+    "a size that is no number": (lambda d: d["formats"][0].update(group_size=1.5), r"formats\[0\]: no format: sizes"),
+    "a flag that is none": (lambda d: d["formats"][0].update(symmetric=1), r"formats\[0\]: no format: sizes"),
+    "formats of no kind": (lambda d: d.update(formats=[1]), r"formats: not a list of objects"),
+    "no parameters": (lambda d: d.pop("parameters"), r"parameters: no object"),
+    "a parameter of no format": (
+        lambda d: d["parameters"]["model.layers.0.mlp.up_proj.weight"].update(format=7),
+        r"parameters\.model\.layers\.0\.mlp\.up_proj\.weight\.format: 7, but there are 1 formats",
+    ),
+    "a parameter without columns": (
+        lambda d: d["parameters"]["model.layers.0.mlp.up_proj.weight"].pop("columns"),
+        r"up_proj\.weight\.columns: not a whole number",
+    ),
+    "no blocks": (lambda d: d.update(blocks=[]), r"blocks: no list of different files"),
+    "a block twice": (lambda d: d["blocks"].append(d["blocks"][0]), r"blocks: no list of different files"),
+    "a block without a checksum": (lambda d: d["blocks"][2].pop("checksum"), r"blocks\[2\]\.checksum: not a text"),
+    "a block without a size": (lambda d: d["blocks"][2].update(bytes="9"), r"blocks\[2\]\.bytes: not a whole number"),
+    "a file elsewhere": (lambda d: d["blocks"][1].update(file="../x"), r"blocks\[1\]\.file names '\.\./x', not a file"),
+    "a file that is not there": (
+        lambda d: d["blocks"][1].update(file="x"),
+        r"store/x: no such file, but zinfer_store\.json names it for the block model\.layers\.0; copy the whole",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_damaged_manifest_is_refused(store: Path, name: str) -> None:
+    edit, message = FAULTS[name]
+    read_manifest(store)
+    change(store, edit)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_manifest(store)
+    assert str(store) in str(caught.value)
+
+
+def test_what_is_no_json_is_refused_with_its_byte(store: Path) -> None:
+    text = (store / MANIFEST_NAME).read_text()
+    (store / MANIFEST_NAME).write_text(text[: len(text) // 2])
+    with pytest.raises(
+        CheckpointError, match=r"zinfer_store\.json: at byte \d+ not valid JSON.*damaged; copy the whole"
+    ):
+        read_manifest(store)
+
+
+def test_a_file_that_lost_its_end_is_refused(store: Path) -> None:
+    block = document(store)["blocks"][2]
+    with (store / block["file"]).open("r+b") as file:
+        file.truncate(block["bytes"] - 1)
+    message = (
+        rf"{block['file']}: {block['bytes'] - 1} bytes long, but .* says {block['bytes']} for the block model\.lay"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        read_manifest(store)
+
+
+def test_a_store_that_is_half_written_says_how_to_go_on(store: Path, model: Path, tmp_path: Path) -> None:
+    refuse_unfinished(store)
+    refuse_unfinished(model)
+    assert is_store(store)
+    assert not is_store(model)
+    (store / MANIFEST_NAME).rename(store / JOURNAL_NAME)
+    assert is_store(store)
+    for read in (read_manifest, refuse_unfinished):
+        with pytest.raises(CheckpointError, match=r"store: a store that is written half.*run the same zinfer quantize"):
+            read(store)
+    (store / JOURNAL_NAME).unlink()
+    with pytest.raises(CheckpointError, match=r"zinfer_store\.json: no such file, but a store has one; copy the whole"):
+        read_manifest(store)

@@ -1,0 +1,136 @@
+"""`zinfer quantize`: writes a store of quantized weights. Says in its exit code how that ended, and what to do next."""
+
+import errno
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.console import Console
+
+from zinfer.cli.ending import EXIT_STOPPED, Device, say, signals_raise, unusable_input_explained
+from zinfer.jobs.failure import Interrupted
+
+if TYPE_CHECKING:
+    from zinfer.config import Settings
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Format(StrEnum):
+    """What codes are."""
+
+    INT = "int"
+    FP8 = "fp8"
+
+
+class Search(StrEnum):
+    """How the range that codes cover is found."""
+
+    NONE = "none"
+    CLIP = "clip"
+
+
+def quantize(
+    model: Annotated[Path, typer.Option(help="Checkpoint folder: fp16, bf16, fp32, GPTQ, AWQ or compressed-tensors.")],
+    output: Annotated[Path, typer.Option(help="A new or empty folder, or one that was begun.")],
+    bits: Annotated[int | None, typer.Option(help="4 or 8; 8 by default.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Columns that share a scale; by default a whole row.")] = None,
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="With zero points.")] = False,
+    format: Annotated[Format | None, typer.Option(help="Whole numbers, or 8 bits e4m3; int by default.")] = None,
+    include: Annotated[list[str] | None, typer.Option(help="Only weights in whose names one of these occurs.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Not those in whose names one of these occurs.")] = None,
+    search: Annotated[Search | None, typer.Option(help="clip narrows ranges to the least squared error.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a page of what rounding has cost, in HTML.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL of prompts; the report says how likelihoods and greedy tokens changed.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where the weights are converted.")] = Device.AUTO,
+    config: Annotated[
+        Path | None, typer.Option(help="DeepSpeed-style JSON whose quantization is taken, instead of the options here.")
+    ] = None,
+) -> None:
+    """Write a store: a checkpoint of quantized weights that streams from the disk as it lies there.
+
+    Run again after any interruption, it goes on where it stopped. Exit codes: 0 finished, 2 unusable input, 1 stopped
+    by an error of the disk, 130 by Ctrl-C, 143 by SIGTERM.
+    """
+    section: dict[str, object] = {
+        "bits": bits,
+        "group_size": group_size,
+        "symmetric": False if asymmetric else None,
+        "format": format.value if format else None,
+        "include": include or None,
+        "exclude": exclude or None,
+        "search": search.value if search else None,
+    }
+    with _explained(output), signals_raise():
+        from zinfer.store.summary import summary_table
+        from zinfer.store.writing import write_store
+
+        stated = {key: value for key, value in section.items() if value is not None}
+        settings = _settings(config, stated, device)
+        _check_report(report, prompts)
+        summary = write_store(model, output, settings, console=Console(stderr=True))
+        Console().print(summary_table(summary))
+        if report is not None:
+            _write_report(model, output, report, prompts, settings)
+
+
+def _check_report(report: Path | None, prompts: Path | None) -> None:
+    """Said now, not when the store is written."""
+    from zinfer.errors import ConfigError
+
+    if report is None and prompts is not None:
+        raise ConfigError(f"--prompts {prompts} is for the report; say where to write that: --report FILE.html")
+    if report is not None and not report.expanduser().absolute().parent.is_dir():
+        raise ConfigError(f"--report {report}: {report.parent} is no folder; make it first")
+    if prompts is not None and not prompts.is_file():
+        raise ConfigError(f"--prompts {prompts}: no such file")
+
+
+def _write_report(model: Path, store: Path, report: Path, prompts: Path | None, settings: "Settings") -> None:
+    from zinfer.checkpoint import Checkpoint
+    from zinfer.report.agreement import compare_models
+    from zinfer.report.errors import measure_errors
+    from zinfer.report.page import error_table, write_page
+
+    errors = list(measure_errors(Checkpoint.open(model), Checkpoint.open(store)))
+    plain = replace(settings, quantization=None)
+    agreement = compare_models(model, store, prompts, plain) if prompts is not None else None
+    Console().print(error_table(errors, agreement))
+    write_page(report, store.name, errors, agreement)
+    say(f"the report is in {report}")
+
+
+def _settings(config: Path | None, stated: dict[str, object], device: Device) -> "Settings":
+    """What the options say, or the configuration's file."""
+    from zinfer.config import resolve_settings
+    from zinfer.errors import ConfigError
+
+    if config is None:
+        return resolve_settings({"zinfer": {"device": device.value, "quantization": {"bits": 8} | stated}})
+    if stated:
+        options = ", ".join("--asymmetric" if key == "symmetric" else f"--{key.replace('_', '-')}" for key in stated)
+        raise ConfigError(f"--config says how to quantize, and so does {options}; remove one of the two")
+    return resolve_settings(config, {"device": device.value})
+
+
+@contextmanager
+def _explained(output: Path) -> Iterator[None]:
+    """Turns what ends the command early into a message on stderr and an exit code."""
+    try:
+        with unusable_input_explained():
+            yield
+    except Interrupted as interruption:
+        name = signal.Signals(interruption.signal_number).name
+        say(f"{name}: stopped. The finished blocks in {output} are kept; run the same command again to go on.")
+        raise typer.Exit(interruption.exit_code) from None
+    except OSError as error:
+        remedy = "make room" if error.errno in _FULL else "check the disk"
+        say(f"error: {error}. Finished blocks in {output} are kept; {remedy} and run the same command again to go on")
+        raise typer.Exit(EXIT_STOPPED) from None

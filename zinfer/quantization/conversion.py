@@ -1,0 +1,59 @@
+"""Quantizes a block's weights while its home is filled, or takes over those that are quantized already."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from zinfer.errors import CheckpointError
+from zinfer.kernels.quantize import Bounds, CannotQuantize, full_range, quantize_into
+from zinfer.offload.block import SlabLayout
+from zinfer.quantization.slab_matrix import SlabMatrix
+from zinfer.quantization.stored import StoredMatrix
+
+
+@dataclass(frozen=True)
+class Quantizing:
+    """Makes a slab of quantized matrices, and of the block's other tensors as they are, out of full weights.
+
+    Args:
+        block: its name, for messages.
+        stored: layout of what is read: full weights under their names in ``layout``, and the parts of ``matrices``.
+        layout: of the slab that is made.
+        matrices: those that the checkpoint holds quantized, by their names in ``layout``.
+        bounds: the range that codes cover.
+    """
+
+    block: str
+    stored: SlabLayout
+    layout: SlabLayout
+    matrices: Mapping[str, StoredMatrix] = field(default_factory=dict)
+    bounds: Bounds = full_range
+
+    def __call__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Fill ``target`` out of ``source``, both uint8 and on one device.
+
+        Raises:
+            CheckpointError: a weight cannot be quantized; names it.
+        """
+        weights = {tensor.name: tensor.view(source) for tensor in self.stored.tensors}
+        for tensor in self.layout.tensors:
+            stored = self.matrices.get(tensor.name)
+            if stored is not None:
+                assert isinstance(tensor, SlabMatrix)
+                parts = {part: weights[f"{tensor.name}.{part}"] for part, _ in stored.parts}
+                stored.convert_into(tensor.matrix(target), parts)
+            elif isinstance(tensor, SlabMatrix):
+                self._quantize(tensor, weights[tensor.name], target)
+            else:
+                tensor.view(target).copy_(weights[tensor.name])
+
+    def _quantize(self, tensor: SlabMatrix, weight: torch.Tensor, target: torch.Tensor) -> None:
+        rows = weight.t() if tensor.transposed else weight.view(tensor.rows, tensor.columns)
+        try:
+            quantize_into(tensor.matrix(target), rows, self.bounds)
+        except CannotQuantize as error:
+            raise CheckpointError(
+                f"{self.block}: {tensor.name} cannot be quantized: {error}; leave it out "
+                f"(zinfer.quantization.exclude), or mend the checkpoint"
+            ) from error

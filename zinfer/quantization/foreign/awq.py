@@ -1,0 +1,107 @@
+"""AWQ checkpoints with 4 bits in the layout "gemm", as AutoAWQ and GPTQModel write them.
+
+For a linear layer of ``rows`` outputs and ``columns`` inputs
+(AutoAWQ 0.2.9, awq/modules/linear/gemm.py: `WQLinear_GEMM.from_linear`; awq/utils/packing_utils.py: `dequantize_gemm`):
+
+qweight: int32 [columns, rows / 8], the codes of a word being eight successive rows of one column;
+qzeros:  int32 [groups, rows / 8], likewise;
+scales:  [groups, rows]; a value is (code - zero) * scale.
+
+From the lowest bits up a word holds its rows in the order 0, 2, 4, 6, 1, 3, 5, 7.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from zinfer.kernels.quantize import pack_int4
+from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.quantization.foreign.contract import Scheme
+from zinfer.quantization.foreign.filling import fill_scales, fill_zeros
+from zinfer.quantization.foreign.gptq import FLOATS, group_size_of
+from zinfer.quantization.foreign.parts import (
+    Shapes,
+    check_dtypes,
+    check_format,
+    check_shapes,
+    marked_modules,
+    matrix_shape,
+    parts_of,
+)
+from zinfer.quantization.foreign.section import Section
+from zinfer.quantization.foreign.words import bytes_of
+
+_ROW_AT_NIBBLE: Final = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True)
+class Awq(Scheme):
+    """Weights that AWQ's tools wrote.
+
+    Args:
+        group_size: columns that share a scale; None: a whole row.
+        symmetric: without zeros, or every one 8.
+    """
+
+    group_size: int | None
+    symmetric: bool
+
+    @classmethod
+    def from_config(cls, config: Section) -> "Awq":
+        """The scheme of a ``quantization_config`` whose method is awq.
+
+        Raises:
+            CheckpointError: bits or a layout that are not supported; names the key.
+        """
+        if config.integer("bits", 4) != 4:
+            raise config.unsupported("bits", "AWQ weights are read with 4 bits")
+        for key in ("version", "format", "checkpoint_format"):
+            if config.text(key, "gemm") != "gemm":
+                raise config.unsupported(key, "AWQ weights are read in the layout gemm")
+        return cls(group_size_of(config), symmetric=not config.flag("zero_point", True))
+
+    def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
+        names = set(names)
+        required, optional = (
+            (("qweight", "scales"), ("qzeros",)) if self.symmetric else (("qweight", "scales", "qzeros"), ())
+        )
+        modules = marked_modules(names, ("qweight", "qzeros", "scales"))
+        return {f"{module}.weight": parts_of(module, names, required, optional) for module in modules}
+
+    def format_of(self, parameter: str, shapes: Shapes) -> tuple[QuantFormat, int, int]:
+        columns, words = matrix_shape(parameter, "qweight", shapes)
+        rows = words * len(_ROW_AT_NIBBLE)
+        size = self.group_size if self.group_size and self.group_size < columns else None
+        format = QuantFormat(4, size, self.symmetric)
+        check_format(parameter, format, rows, columns)
+        groups = format.num_groups(columns)
+        check_shapes(
+            parameter,
+            shapes,
+            {"qweight": [(columns, words)], "qzeros": [(groups, words)], "scales": [(groups, rows)]},
+        )
+        return format, rows, columns
+
+    def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
+        check_dtypes(parts, {"qweight": (torch.int32,), "qzeros": (torch.int32,), "scales": FLOATS})
+        fill_zeros(target, _unpack(parts["qzeros"]) if "qzeros" in parts else None, "qzeros")
+        fill_scales(target, parts["scales"].t(), "scales")
+        for row, codes in _planes(parts["qweight"]):
+            target.codes[row :: len(_ROW_AT_NIBBLE)] = pack_int4(codes).to(target.codes.device)
+
+
+def _planes(words: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Of words [columns, words] every eighth row: the first of them, and their codes, [words, columns] uint8."""
+    octets = bytes_of(words.t())
+    for nibble, row in enumerate(_ROW_AT_NIBBLE):
+        pairs = octets[:, nibble // 2 :: 4]
+        yield row, pairs >> 4 if nibble % 2 else pairs & 15
+
+
+def _unpack(words: torch.Tensor) -> torch.Tensor:
+    codes = torch.empty(8 * words.shape[1], words.shape[0], dtype=torch.uint8, device=words.device)
+    for row, plane in _planes(words):
+        codes[row :: len(_ROW_AT_NIBBLE)] = plane
+    return codes

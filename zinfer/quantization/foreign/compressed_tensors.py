@@ -1,0 +1,221 @@
+"""compressed-tensors checkpoints: integers of 4 and 8 bits, packed into words or a byte each, and e4m3 floats.
+
+For a linear layer of ``rows`` outputs and ``columns`` inputs (compressed-tensors 0.20, compressors/pack_quantized and
+compressors/naive_quantized):
+
+weight_packed: int32 [rows, columns / codes a word], codes plus 8 or 128, the codes of a word being successive columns;
+weight_shape:  integers [2], rows and columns; or, where nothing is packed,
+weight:        int8 or float8_e4m3fn [rows, columns];
+weight_scale:  one, [rows, 1], [rows, groups] or [blocks of rows, blocks of columns]; a value is (code - zero) * scale;
+weight_zero_point: as weight_scale, int8; with packed weights and more than one scale packed along the rows, plus 8 or
+    128 too, int32 [rows / codes a word, groups] (int8 as it is before version 0.9);
+weight_g_idx:  int32 [columns], the group of each column, of weights in activation order.
+
+Activations are left in full precision. Refused: what changes the computation besides (static activation scales,
+quantized key-value caches, transforms), and sparse layouts.
+"""
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from zinfer.errors import CheckpointError
+from zinfer.kernels.quantize import pack_int4
+from zinfer.kernels.quantized import FLOAT8, QuantFormat, QuantizedMatrix
+from zinfer.quantization.foreign.contract import Scheme
+from zinfer.quantization.foreign.filling import check_group_index, fill_codes, fill_scales, fill_zeros
+from zinfer.quantization.foreign.gptq import FLOATS, INTEGERS
+from zinfer.quantization.foreign.parts import (
+    Shapes,
+    check_dtypes,
+    check_format,
+    check_shapes,
+    marked_modules,
+    matrix_shape,
+    parts_of,
+)
+from zinfer.quantization.foreign.section import REMEDY, Section
+from zinfer.quantization.foreign.weight_group import ANY_MODULE, WeightGroup
+from zinfer.quantization.foreign.words import bytes_of, unpack
+
+log = logging.getLogger(__name__)
+
+_MARKS: Final = ("weight_packed", "weight_scale")
+_CHANGES: Final = {
+    "kv_cache_scheme": "quantized key-value caches are not supported",
+    "transform_config": "weights that were rotated (transforms) are not supported",
+    "moe_sparsity_config": "pruned experts are not supported",
+}
+
+
+@dataclass(frozen=True)
+class CompressedTensors(Scheme):
+    """Weights that compressed-tensors wrote, in one or more groups of modules."""
+
+    groups: tuple[WeightGroup, ...]
+
+    @classmethod
+    def from_config(cls, config: Section) -> "CompressedTensors":
+        """The scheme of a ``quantization_config`` whose method is compressed-tensors.
+
+        Raises:
+            CheckpointError: something that is not supported; names the key.
+        """
+        for key, reason in _CHANGES.items():
+            if config.members.get(key):
+                raise config.unsupported(key, reason)
+        sparsity = config.section("sparsity_config")
+        if sparsity is not None and sparsity.text("format", "dense") != "dense":
+            raise sparsity.unsupported("format", "sparse layouts (2:4 and bitmasks) are not supported")
+        if config.text("quantization_status", "compressed") != "compressed":
+            raise config.unsupported("quantization_status", "only compressed weights are read")
+        groups = config.section("config_groups")
+        sections = [] if groups is None else [groups.section(name) for name in groups.members]
+        default = config.text("format", "dense")
+        found = [WeightGroup.from_config(group, default) for group in sections if group is not None]
+        if not found:
+            raise config.unusable("config_groups", f"no group says how weights are stored; {REMEDY}")
+        for group in sections:
+            if group is not None:
+                _check_activations(group)
+        return cls(tuple(found))
+
+    def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
+        names = set(names)
+        return {
+            f"{module}.weight": parts_of(module, names, self._group(module).required)
+            for module in marked_modules(names, _MARKS)
+        }
+
+    def format_of(self, parameter: str, shapes: Shapes) -> tuple[QuantFormat, int, int]:
+        group = self._group(parameter.removesuffix(".weight"))
+        format = group.format
+        rows, columns = _extent(parameter, shapes, group)
+        check_format(parameter, format, rows, columns)
+        grid = _grid(format, rows, columns)
+        scales: list[tuple[int, ...]] = [grid, (1,), ()] if grid == (1, 1) and format.group_rows is None else [grid]
+        codes = 32 // format.bits
+        packed_zeros: list[tuple[int, ...]] = (
+            [(-(-rows // codes), grid[1])] if group.packed and format.group_rows else []
+        )
+        expected: dict[str, list[tuple[int, ...]]] = {
+            "weight_packed": [(rows, -(-columns // codes))],
+            "weight_shape": [(2,)],
+            "weight": [(rows, columns)],
+            "weight_scale": scales,
+            "weight_zero_point": [*packed_zeros, *scales],
+            "weight_g_idx": [(columns,)],
+        }
+        check_shapes(parameter, shapes, expected)
+        return format, rows, columns
+
+    def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
+        _check_parts(target, parts)
+        fill_zeros(target, _zeros(target, parts), "weight_zero_point")
+        fill_scales(target, _per_row(parts["weight_scale"], target), "weight_scale")
+        if "weight_packed" in parts:
+            fill_codes(target, bytes_of(parts["weight_packed"]))
+        elif target.format.is_float:
+            target.codes.copy_(parts["weight"])
+        else:
+            codes = _unsigned(parts["weight"], target.format.bits, "weight")
+            fill_codes(target, pack_int4(codes) if target.format.bits == 4 else codes)
+
+    def _group(self, module: str) -> WeightGroup:
+        """Names go before patterns, and these before classes; every module here is a linear layer."""
+        if len(self.groups) == 1:
+            return self.groups[0]
+        tests = (lambda group: group.names(module), lambda group: group.fits(module), _takes_all)
+        found = next((group for test in tests for group in self.groups if test(group)), None)
+        if found is None:
+            raise CheckpointError(
+                f"{module} is quantized, but no group in quantization_config.config_groups of config.json has it among "
+                f"its targets: restore config.json"
+            )
+        return found
+
+
+def _takes_all(group: WeightGroup) -> bool:
+    return group.names(ANY_MODULE)
+
+
+def _check_activations(group: Section) -> None:
+    if group.members.get("output_activations"):
+        raise group.unsupported("output_activations", "quantized outputs are not supported")
+    activations = group.section("input_activations")
+    if activations is None:
+        return
+    if activations.members.get("dynamic") is not True:
+        raise activations.unsupported("dynamic", "static scales of activations are not supported")
+    log.warning(
+        "%s asks for quantized activations; they stay in full precision, only weights are quantized: "
+        "leave the key out of config.json to silence this",
+        activations.path,
+    )
+
+
+def _extent(parameter: str, shapes: Shapes, group: WeightGroup) -> tuple[int, int]:
+    """Rows and columns; of packed rows with one scale each the columns are those that their words have room for."""
+    if not group.packed:
+        return matrix_shape(parameter, "weight", shapes)
+    rows, words = matrix_shape(parameter, "weight_packed", shapes)
+    if group.format.group_size is None:
+        return rows, words * 32 // group.format.bits
+    return rows, matrix_shape(parameter, "weight_scale", shapes)[1] * group.format.group_size
+
+
+def _grid(format: QuantFormat, rows: int, columns: int) -> tuple[int, int]:
+    """The shape of the scales as they are stored."""
+    return (1 if format.group_rows is None else rows // format.group_rows, format.num_groups(columns))
+
+
+def _check_parts(target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
+    dtypes = {
+        "weight_packed": (torch.int32,),
+        "weight_shape": INTEGERS,
+        "weight": (FLOAT8,) if target.format.is_float else (torch.int8,),
+        "weight_scale": FLOATS,
+        "weight_zero_point": (torch.int32, torch.int8) if "weight_packed" in parts else (torch.int8,),
+        "weight_g_idx": INTEGERS,
+    }
+    check_dtypes(parts, dtypes)
+    if "weight_shape" in parts and parts["weight_shape"].tolist() != [target.rows, target.columns]:
+        raise CheckpointError(
+            f"weight_shape is {parts['weight_shape'].tolist()}, but the packed weight has room for "
+            f"[{target.rows}, {target.columns}]: rows of one scale are read if they fill their words; {REMEDY}"
+        )
+    if "weight_g_idx" in parts:
+        check_group_index(parts["weight_g_idx"], target, "weight_g_idx")
+
+
+def _zeros(target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    if "weight_zero_point" not in parts:
+        return None
+    zeros = parts["weight_zero_point"]
+    if zeros.dtype == torch.int32:
+        return unpack(zeros.t(), target.format.bits, target.rows).t()
+    return _per_row(_unsigned(zeros, target.format.bits, "weight_zero_point"), target)
+
+
+def _per_row(values: torch.Tensor, target: QuantizedMatrix) -> torch.Tensor:
+    """Scales or zeros as stored, once a row; [1, 1] stands for all rows."""
+    values = values.reshape(_grid(target.format, target.rows, target.columns))
+    group_rows = target.format.group_rows or 1
+    return values if group_rows == 1 else values.repeat_interleave(group_rows, dim=0)
+
+
+def _unsigned(codes: torch.Tensor, bits: int, part: str) -> torch.Tensor:
+    """Codes about 0 (int8), counted from 0 (uint8)."""
+    middle = 1 << (bits - 1)
+    if bits == 8:
+        return codes.view(torch.uint8) ^ 0x80
+    low, high = codes.aminmax()
+    if int(low) < -middle or int(high) >= middle:
+        raise CheckpointError(
+            f"{part} holds codes from {int(low)} to {int(high)}, but quantization_config of config.json says "
+            f"{bits} bits: correct num_bits"
+        )
+    return (codes + middle).to(torch.uint8)

@@ -1,0 +1,69 @@
+"""Which of a model's parameters are stored quantized, and how their modules hold them."""
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from zinfer.cut import Form, full_form
+from zinfer.errors import ConfigError
+from zinfer.kernels.clipping import least_error_range
+from zinfer.kernels.quantize import Bounds, full_range
+from zinfer.offload.block import SlabTensor
+from zinfer.quantization.rules import Quantization
+from zinfer.quantization.slab_matrix import SlabMatrix
+
+
+def find_form(rules: Quantization | None) -> Form:
+    """How parameters lie in their slabs under these rules; in full without any."""
+    return full_form if rules is None else QuantizedForms(rules)
+
+
+def find_bounds(rules: Quantization | None) -> Bounds:
+    """The range that codes are to cover under these rules."""
+    return least_error_range if rules is not None and rules.search == "clip" else full_range
+
+
+def check_patterns(rules: Quantization | None, model: nn.Module) -> None:
+    """Raise ConfigError if a pattern of the rules occurs in no parameter's name: it would change nothing, unseen."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    unmatched = rules.patterns_without_a_match(names) if rules is not None else ()
+    if unmatched:
+        raise ConfigError(
+            f"quantization: the pattern {unmatched[0]!r} occurs in no parameter of this model, whose names are like "
+            f"{names[len(names) // 2]}; correct it, or remove it"
+        )
+
+
+class QuantizedForms:
+    """Gives each parameter its place in a slab: matrices that the rules name as codes and scales, the others in full.
+
+    Matrices are the weights of linear layers (transformers' Conv1D holds them transposed) and those that experts hold
+    one below the other; tables that are looked up and not multiplied with stay as they are.
+    """
+
+    def __init__(self, rules: Quantization) -> None:
+        self._rules = rules
+
+    def __call__(self, name: str, module: nn.Module, parameter: torch.Tensor) -> SlabTensor:
+        """The place of the parameter ``name`` of ``module``, at offset 0.
+
+        Raises:
+            ConfigError: a rule names it and its groups do not divide it.
+        """
+        shape = tuple(parameter.shape)
+        plain = SlabTensor(name, parameter.dtype, shape)
+        if len(shape) not in (2, 3) or not parameter.is_floating_point() or isinstance(module, nn.Embedding):
+            return plain
+        transposed = isinstance(module, Conv1D)
+        columns = shape[0] if transposed else shape[-1]
+        format = self._rules.format_for(name, parameter.numel() // max(columns, 1), columns)
+        if format is None:
+            return plain
+        return SlabMatrix(
+            name,
+            parameter.dtype,
+            shape,
+            format=format,
+            transposed=transposed,
+            quantizes_input=self._rules.activations,
+        )

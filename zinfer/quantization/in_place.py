@@ -1,0 +1,73 @@
+"""Post-training quantization of a module whose weights are in memory, where they are."""
+
+from typing import Literal, TypeVar
+
+from torch import nn
+
+from zinfer.cut import Form
+from zinfer.errors import CheckpointError, ConfigError
+from zinfer.kernels.quantize import CannotQuantize, quantize
+from zinfer.quantization.forms import find_form
+from zinfer.quantization.parameter import QuantizedParameter
+from zinfer.quantization.rules import Quantization, QuantRule
+from zinfer.quantization.slab_matrix import SlabMatrix
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def quantize_transformer(
+    model: Model,
+    quant_bits: Literal[4, 8] = 8,
+    quant_type: Literal["symmetric", "asymmetric"] = "symmetric",
+    quant_groups: int | None = None,
+) -> Model:
+    """Replace the matrices of a model's layers by quantized ones; its forward stays as it is.
+
+    Each matrix is freed once its codes are there. Embeddings, norms, heads and routers stay in full precision.
+
+    Args:
+        model: changed in place, and returned; on any device.
+        quant_bits: 4 or 8.
+        quant_type: with or without zero points.
+        quant_groups: even parts of each matrix, row after row, with a scale each; None: one an output channel.
+
+    Raises:
+        ConfigError: an argument cannot be used, or a matrix cannot be cut into so many groups.
+        CheckpointError: a weight is infinite or not a number; names it.
+    """
+    if quant_bits not in (4, 8):
+        raise ConfigError(f"quant_bits must be 4 or 8, not {quant_bits}")
+    if quant_type not in ("symmetric", "asymmetric"):
+        raise ConfigError(f'quant_type must be "symmetric" or "asymmetric", not {quant_type!r}')
+    if quant_groups is not None and quant_groups < 1:
+        raise ConfigError(f"quant_groups must be at least 1, not {quant_groups}")
+    symmetric = quant_type == "symmetric"
+    rule = QuantRule(bits=quant_bits, symmetric=symmetric, num_groups=quant_groups, origin="quant_groups")
+    form = find_form(Quantization((rule,)))
+    done: dict[nn.Parameter, QuantizedParameter] = {}
+    for path, module in model.named_modules():
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is not None and not isinstance(parameter, QuantizedParameter):
+                _replace(module, leaf, f"{path}.{leaf}".lstrip("."), parameter, form, done)
+    return model
+
+
+def _replace(
+    module: nn.Module,
+    leaf: str,
+    name: str,
+    parameter: nn.Parameter,
+    form: Form,
+    done: dict[nn.Parameter, QuantizedParameter],
+) -> None:
+    if parameter not in done:
+        place = form(name, module, parameter)
+        if not isinstance(place, SlabMatrix):
+            return
+        weight = parameter.detach().t() if place.transposed else parameter.detach().view(place.rows, place.columns)
+        try:
+            matrix = quantize(weight, place.format)
+        except CannotQuantize as error:
+            raise CheckpointError(f"{name} cannot be quantized: {error}") from error
+        done[parameter] = QuantizedParameter.make(matrix, place.shape, transposed=place.transposed)
+    module._parameters[leaf] = done[parameter]

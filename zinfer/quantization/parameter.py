@@ -1,0 +1,148 @@
+"""A quantized weight in the place of a full one: modules multiply with it as ever, and never see its codes.
+
+`torch.nn.functional.linear` and its like go to the fused product; whatever else a module does with its weight gets
+the dequantized matrix, so that no architecture computes something wrong.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from zinfer.kernels.dequantize import dequantize
+from zinfer.kernels.int8_linear import int8_linear
+from zinfer.kernels.quantized import QuantizedMatrix
+from zinfer.kernels.quantized_linear import quantized_linear
+
+
+class QuantizedParameter(nn.Parameter):
+    """A parameter that consists of codes and scales.
+
+    Attributes:
+        matrix: [rows, columns], as stored.
+        transposed: the parameter is the matrix's transpose, [columns, rows] (transformers' Conv1D).
+        quantizes_input: products are of INT8 with INT8, as ZeroQuant has them.
+
+    Its own shape is the module's: [rows, columns], [columns, rows], or several matrices one below the other, [number,
+    rows of each, columns].
+    """
+
+    matrix: QuantizedMatrix
+    transposed: bool
+    quantizes_input: bool
+
+    @staticmethod
+    def make(
+        matrix: QuantizedMatrix, shape: Sequence[int], *, transposed: bool = False, quantizes_input: bool = False
+    ) -> "QuantizedParameter":
+        """One that shares the matrix's memory and is seen with ``shape``."""
+        made = torch.Tensor._make_wrapper_subclass(
+            QuantizedParameter, tuple(shape), dtype=matrix.dtype, device=matrix.codes.device
+        )
+        assert isinstance(made, QuantizedParameter)
+        made.matrix, made.transposed, made.quantizes_input = matrix, transposed, quantizes_input
+        return made
+
+    def multiplied(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``input`` [..., columns] times the transposed matrix, and ``bias``: [..., rows]."""
+        product = int8_linear if self.quantizes_input else quantized_linear
+        return product(input, self.matrix, bias)
+
+    def dequantized(self) -> torch.Tensor:
+        """The full weight, in a tensor of its own."""
+        values = dequantize(self.matrix)
+        return values.t() if self.transposed else values.view(self.shape)
+
+    def part(self, index: int) -> "QuantizedParameter":
+        """One of several matrices."""
+        num_matrices, rows, columns = self.shape
+        if not -num_matrices <= index < num_matrices:
+            raise IndexError(f"index {index} is out of range for {num_matrices} matrices")
+        begin = index % num_matrices * rows
+        matrix = self.matrix
+        own = slice(begin, begin + rows)
+        zeros = None if matrix.zeros is None else matrix.zeros[own]
+        part = QuantizedMatrix(matrix.format, matrix.columns, matrix.codes[own], matrix.scales[own], zeros)
+        return QuantizedParameter.make(part, (rows, columns), quantizes_input=self.quantizes_input)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        product = _PRODUCTS.get(func)
+        if product is not None:
+            result = product(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it with the class and the function
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # state_dict() detaches what it lists
+            return args[0]
+        full = tree_map_only(QuantizedParameter, QuantizedParameter.dequantized, (tuple(args), dict(kwargs or {})))
+        return func(*full[0], **full[1])
+
+
+def _linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> Any:
+    if not isinstance(weight, QuantizedParameter) or weight.transposed or weight.dim() != 2:
+        return NotImplemented
+    return weight.multiplied(input, bias)
+
+
+def _addmm(input: torch.Tensor, mat1: torch.Tensor, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    """``input + mat1 @ mat2``, as transformers' Conv1D writes it, the input being the bias."""
+    is_product = isinstance(mat2, QuantizedParameter) and mat2.transposed and beta == alpha == 1 and input.dim() == 1
+    return mat2.multiplied(mat1, input) if is_product else NotImplemented
+
+
+def _getitem(weight: Any, index: Any) -> Any:
+    is_one_of_several = isinstance(weight, QuantizedParameter) and weight.dim() == 3
+    if not is_one_of_several or not isinstance(index, int | torch.Tensor):
+        return NotImplemented
+    if isinstance(index, torch.Tensor) and (index.dim() or index.dtype == torch.bool):
+        return NotImplemented
+    return weight.part(int(index))
+
+
+def _transposed(weight: Any) -> Any:
+    """The same codes seen the other way round: a module may write ``input @ weight.T``."""
+    if not isinstance(weight, QuantizedParameter) or weight.dim() != 2:
+        return NotImplemented
+    columns, rows = reversed(weight.shape)
+    return QuantizedParameter.make(
+        weight.matrix,
+        (columns, rows),
+        transposed=not weight.transposed,
+        quantizes_input=weight.quantizes_input,
+    )
+
+
+def _matmul(input: Any, other: Any) -> Any:
+    is_product = isinstance(other, QuantizedParameter) and other.transposed and input.dim() > 1
+    return other.multiplied(input, None) if is_product else NotImplemented
+
+
+_PRODUCTS: dict[Callable[..., Any], Callable[..., Any]] = {
+    nn.functional.linear: _linear,
+    torch.addmm: _addmm,
+    torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.T.__get__: _transposed,  # type: ignore[attr-defined]
+    torch.Tensor.t: _transposed,
+    torch.t: _transposed,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+}

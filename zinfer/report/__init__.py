@@ -1,0 +1,1 @@
+"""What quantizing a model has cost: errors of its matrices, and of what it says."""

@@ -1,0 +1,149 @@
+"""How much of what a model says is left when its weights are quantized: likelihoods and greedy tokens."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from zinfer.config import Settings
+from zinfer.engine import InferenceEngine
+from zinfer.errors import ConfigError
+from zinfer.jobs.index import scan_input
+from zinfer.jobs.prompts import PromptMaker, Room
+from zinfer.jobs.rows import BadRow, read_lines
+from zinfer.sequence_length import max_positions
+
+_BATCH_SIZE: Final = 16
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A quantized model beside the full one.
+
+    Attributes:
+        num_prompts: that were read.
+        num_tokens: of the prompts, whose likelihood was taken: all but each one's first.
+        full_log_likelihood, quantized_log_likelihood: mean over those tokens, natural logarithm.
+        num_new_tokens: generated after each prompt, greedily.
+        equal_tokens: share of new tokens that both models chose; after the first that differs they read other texts.
+    """
+
+    num_prompts: int
+    num_tokens: int
+    full_log_likelihood: float
+    quantized_log_likelihood: float
+    num_new_tokens: int
+    equal_tokens: float
+
+    @property
+    def change(self) -> float:
+        """Of the mean log-likelihood a token; below 0 the quantized model expects the texts less."""
+        return self.quantized_log_likelihood - self.full_log_likelihood
+
+    @property
+    def perplexity_ratio(self) -> float:
+        """Quantized over full."""
+        return math.exp(-self.change)
+
+
+@dataclass(frozen=True)
+class _Sayings:
+    """What one model makes of the prompts."""
+
+    log_likelihood: float
+    num_tokens: int
+    new_tokens: list[list[int]]
+
+
+def compare_models(
+    source: Path, store: Path, prompts: Path, settings: Settings, *, num_new_tokens: int = 16
+) -> Agreement:
+    """Run both models over a JSONL of prompts, one model after the other.
+
+    Args:
+        source, store: checkpoint folders; the source has the tokenizer.
+        prompts: rows as `zinfer run` takes them.
+        settings: device and budgets; quantization is left out of it.
+        num_new_tokens: generated after each prompt.
+
+    Raises:
+        ConfigError: a row that is no prompt, or does not fit the model; names its line.
+        CheckpointError: as `zinfer.init_inference`.
+    """
+    full = _run(source, source, prompts, settings, num_new_tokens)
+    quantized = _run(store, source, prompts, settings, num_new_tokens)
+    pairs = [
+        (one, other)
+        for row, twin in zip(full.new_tokens, quantized.new_tokens, strict=True)
+        for one, other in zip(row, twin, strict=True)
+    ]
+    return Agreement(
+        num_prompts=len(full.new_tokens),
+        num_tokens=full.num_tokens,
+        full_log_likelihood=full.log_likelihood,
+        quantized_log_likelihood=quantized.log_likelihood,
+        num_new_tokens=num_new_tokens,
+        equal_tokens=sum(one == other for one, other in pairs) / max(len(pairs), 1),
+    )
+
+
+def _run(model: Path, tokenizer: Path, prompts: Path, settings: Settings, num_new_tokens: int) -> _Sayings:
+    engine = InferenceEngine(model, settings)
+    try:
+        rows = _token_ids(engine, tokenizer, prompts, num_new_tokens)
+        total, num_tokens, new_tokens = 0.0, 0, []
+        for begin in range(0, len(rows), _BATCH_SIZE):
+            batch = rows[begin : begin + _BATCH_SIZE]
+            ids, mask = _right_padded(batch)
+            total += _log_likelihood(engine, ids, mask)
+            num_tokens += int(mask[:, 1:].sum())
+            new_tokens += [_greedy(engine, row, num_new_tokens) for row in batch]
+        return _Sayings(total / max(num_tokens, 1), num_tokens, new_tokens)
+    finally:
+        engine.destroy()
+
+
+def _token_ids(engine: InferenceEngine, tokenizer: Path, prompts: Path, num_new_tokens: int) -> list[tuple[int, ...]]:
+    room = Room.least(max_positions(engine.module), engine.settings.max_out_tokens)
+    maker = PromptMaker.from_folder(tokenizer, room, engine.module.config.vocab_size, num_new_tokens)
+    index = scan_input(prompts)
+    found: list[tuple[int, ...]] = []
+    for line in read_lines(prompts):
+        _, prompt = maker.prompt_of(line, index)
+        if isinstance(prompt, BadRow):
+            raise ConfigError(f"{prompts}: {prompt.message}; correct the row, or leave it out")
+        found.append(prompt.token_ids)
+    return found
+
+
+def _right_padded(rows: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask [rows, longest]; what comes behind a row changes none of its logits."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    return ids, mask
+
+
+def _log_likelihood(engine: InferenceEngine, ids: torch.Tensor, mask: torch.Tensor) -> float:
+    """The sum over all tokens but each row's first."""
+    logits = engine(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    logs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
+    chosen = logs.gather(-1, ids[:, 1:].to(logs.device).unsqueeze(-1)).squeeze(-1)
+    return float((chosen * mask[:, 1:].to(logs.device)).sum())
+
+
+def _greedy(engine: InferenceEngine, row: tuple[int, ...], num_new_tokens: int) -> list[int]:
+    ids = torch.tensor([row])
+    tokens = engine.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        pad_token_id=0,
+        max_new_tokens=num_new_tokens,
+        min_new_tokens=num_new_tokens,
+    )
+    new: list[int] = tokens[0, len(row) :].tolist()
+    return new

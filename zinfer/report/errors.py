@@ -1,0 +1,86 @@
+"""How far a store's matrices are from the weights that they were made of."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from safetensors import safe_open
+from transformers.pytorch_utils import Conv1D
+
+from zinfer.checkpoint import Checkpoint, TensorEntry
+from zinfer.kernels.dequantize import dequantize_ref
+from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.model import build_meta_model
+from zinfer.quantization.stored import StoredMatrix, find_stored_scheme
+from zinfer.weights import match_weights
+
+_SLICE_ROWS: Final = 1024  # compared at a time, in float32
+
+
+@dataclass(frozen=True)
+class MatrixError:
+    """One quantized parameter.
+
+    Attributes:
+        parameter: its name.
+        layer: the number of its layer, None outside the layers.
+        format: in which it is stored.
+        nbytes: stored.
+        full_bytes: before.
+        relative_error: Frobenius norm of the difference over that of the weight.
+    """
+
+    parameter: str
+    layer: int | None
+    format: QuantFormat
+    nbytes: int
+    full_bytes: int
+    relative_error: float
+
+
+def measure_errors(source: Checkpoint, store: Checkpoint) -> Iterator[MatrixError]:
+    """Compare every matrix that the store quantized with the source's weight, one after the other.
+
+    Matrices that the source held quantized already are left out: they were taken over as they were.
+
+    Raises:
+        CheckpointError: one of the two cannot be read.
+    """
+    model = build_meta_model(source)
+    full = match_weights(model, source, find_stored_scheme(source))
+    stored = match_weights(model, store, find_stored_scheme(store))
+    for name, matrix in stored.items():
+        weight = full[name]
+        if isinstance(matrix, StoredMatrix) and isinstance(weight, TensorEntry):
+            transposed = isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)
+            yield _compare(name, weight, matrix, transposed=transposed)
+
+
+def _compare(name: str, weight: TensorEntry, stored: StoredMatrix, *, transposed: bool) -> MatrixError:
+    values = _read(weight)
+    values = values.t() if transposed else values.reshape(stored.rows, stored.columns)
+    parts = [_read(entry) for _, entry in stored.parts]
+    squares = torch.zeros(2, dtype=torch.float64)
+    for begin in range(0, stored.rows, _SLICE_ROWS):
+        rows = slice(begin, begin + _SLICE_ROWS)
+        matrix = QuantizedMatrix(stored.format, stored.columns, *(part[rows] for part in parts))
+        own = values[rows].float()
+        difference = dequantize_ref(matrix, torch.float32) - own
+        squares += torch.stack([difference.double().square().sum(), own.double().square().sum()])
+    layer = re.search(r"\.(\d+)\.", name)
+    return MatrixError(
+        parameter=name,
+        layer=int(layer[1]) if layer else None,
+        format=stored.format,
+        nbytes=sum(entry.nbytes for _, entry in stored.parts),
+        full_bytes=weight.nbytes,
+        relative_error=float((squares[0] / squares[1]).sqrt()) if squares[1] else 0.0,
+    )
+
+
+def _read(entry: TensorEntry) -> torch.Tensor:
+    with safe_open(entry.file, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(entry.name)
+    return tensor

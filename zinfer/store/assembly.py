@@ -1,0 +1,195 @@
+"""Makes the slabs of a store, one after the other, and has each written while the next ones are read and converted.
+
+Two slabs in host memory take turns. What is stored as it is read goes into them straight; what is converted passes
+through two slots on the device first. Both kinds go through separately, so that none waits for a slab of the other.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import torch
+
+from zinfer.nvme.file_identity import FileIdentity
+from zinfer.nvme.pool import Pool
+from zinfer.nvme.reader import Reader
+from zinfer.offload.block import Block
+from zinfer.offload.conversions import Conversions
+from zinfer.offload.host_memory import HostBuffer
+from zinfer.offload.lane import Lane
+from zinfer.offload.move import Move, Target
+from zinfer.offload.source import DiskSource
+from zinfer.offload.staging import StagingRing
+from zinfer.offload.stream import HostStream, open_stream
+
+log = logging.getLogger(__name__)
+
+_NUM_SLABS: Final = 2
+# As plans have it: 256 MiB outlast any hiccup of a disk that gives 4 GB/s.
+_NUM_STAGING: Final = 16
+_STAGING_BYTES: Final = 16 << 20
+
+Keep: TypeAlias = Callable[[Block, memoryview], None]
+"""Writes a block: it and its slab's bytes in. Called by a thread of its own, one block at a time."""
+
+
+@dataclass
+class _Slab:
+    """Host memory that a slab is made in; ``vacant`` is done when what it held is written, or has that failure."""
+
+    memory: HostBuffer
+    vacant: "Future[None]"
+
+
+class _Slabs:
+    """The slabs, taken in turn."""
+
+    def __init__(self) -> None:
+        self._slabs: deque[_Slab] = deque()
+
+    def allocate(self, nbytes: int, *, pin: bool) -> None:
+        """New ones in the place of the former, which nothing uses any more."""
+        self.close()
+        for _ in range(_NUM_SLABS):
+            vacant: Future[None] = Future()
+            vacant.set_result(None)
+            self._slabs.append(_Slab(HostBuffer(nbytes, pin=pin), vacant))
+
+    def take(self) -> tuple[HostBuffer, "Future[None]", "Future[None]"]:
+        """The memory, the future of its being vacant, and the one to be fulfilled when it is so again."""
+        slab = self._slabs[0]
+        self._slabs.rotate(-1)
+        vacant, slab.vacant = slab.vacant, Future()
+        return slab.memory, vacant, slab.vacant
+
+    def wait(self) -> None:
+        """Return when all that was taken is vacant again; raises what a writing failed with."""
+        for slab in self._slabs:
+            slab.vacant.result()
+
+    def close(self) -> None:
+        for slab in self._slabs:
+            slab.memory.close()
+        self._slabs.clear()
+
+
+class Assembly:
+    """Threads and buffers that carry blocks from a checkpoint to ``keep``.
+
+    Args:
+        device: where weights are converted.
+        files: of the checkpoint, as they were when it was opened.
+        keep: what becomes of a slab.
+    """
+
+    def __init__(self, device: torch.device, files: Mapping[Path, FileIdentity], keep: Keep) -> None:
+        self._keep = keep
+        self._stream = open_stream(device)
+        self._converted: deque[int] = deque()
+        with ExitStack() as owned:
+            self._reader = owned.enter_context(closing(Reader(expected=files)))
+            staging = owned.enter_context(closing(StagingRing()))
+            for _ in range(_NUM_STAGING):
+                staging.add(HostBuffer(_STAGING_BYTES, pin=self._stream.needs_pinned))
+            self._slabs = owned.enter_context(closing(_Slabs()))
+            # On the way out the lane ends first: what waits in the writer's thread for it is let go then.
+            self._writer = owned.enter_context(closing(Pool(1, "zinfer-write")))
+            owned.callback(self._drain)
+            self._lane = owned.enter_context(closing(Lane("disk", self._stream, staging)))
+            self._owned = owned.pop_all()
+
+    @property
+    def bytes_read(self) -> int:
+        """From the disk so far."""
+        return self._reader.bytes_read
+
+    def run(self, blocks: Sequence[Block]) -> None:
+        """Make all the blocks, and return when the last one is written.
+
+        Raises:
+            OSError: a read, or what ``keep`` did, failed.
+            CheckpointError: a weight cannot be converted.
+        """
+        plain = [block for block in blocks if block.conversion is None]
+        converted = [block for block in blocks if block.conversion is not None]
+        for part, carry in ((plain, self._place), (converted, self._convert)):
+            if part:
+                self._slabs.allocate(max(block.nbytes for block in part), pin=self._stream.needs_pinned)
+                carry(part)
+                self._slabs.wait()
+
+    def close(self) -> None:
+        """Give up what has not begun, end the threads, give the memory back."""
+        self._owned.close()
+
+    def _place(self, blocks: Sequence[Block]) -> None:
+        """Read blocks that need no conversion into their slabs."""
+        for block in blocks:
+            memory, vacant, written = self._slabs.take()
+            vacant.result()
+            source = DiskSource(block, self._reader, self._lane.slot_bytes)
+            move = Move(block.name, source, Target(memory.tensor, HostStream()))
+            self._lane.submit(move)
+            self._hand_over(block, memory, written, partial(_arrive, move))
+
+    def _convert(self, blocks: Sequence[Block]) -> None:
+        noted = [self._noted(block) for block in blocks]
+        conversions = Conversions(noted, self._lane, self._reader)
+        places: dict[int, tuple[Block, HostBuffer, Future[None]]] = {}
+        for block in noted:
+            memory, vacant, written = self._slabs.take()
+            places[block.index] = block, memory, written
+            conversions.begin(block, memory.tensor[: block.nbytes], vacant)
+            self._hand_over_converted(places)
+        conversions.finish()
+        self._hand_over_converted(places)
+
+    def _noted(self, block: Block) -> Block:
+        """The block, with its conversion noting when it is carried out."""
+        conversion = block.conversion
+        assert conversion is not None
+        convert = conversion.convert
+
+        def convert_and_note(source: torch.Tensor, target: torch.Tensor) -> None:
+            convert(source, target)
+            self._converted.append(block.index)
+
+        return replace(block, conversion=replace(conversion, convert=convert_and_note))
+
+    def _hand_over_converted(self, places: dict[int, tuple[Block, HostBuffer, "Future[None]"]]) -> None:
+        """Have the slabs written whose conversions, and copies to the host, are all enqueued."""
+        while self._converted:
+            block, memory, written = places.pop(self._converted.popleft())
+            self._hand_over(block, memory, written, self._stream.mark_compute().synchronize)
+
+    def _hand_over(self, block: Block, memory: HostBuffer, written: "Future[None]", arrive: Callable[[], None]) -> None:
+        def write() -> None:
+            try:
+                arrive()
+                self._keep(block, memory.memory[: block.nbytes])
+            except BaseException as failure:  # whoever wants the slab next gets it
+                written.set_exception(failure)
+            else:
+                written.set_result(None)
+
+        self._writer.submit(write)
+
+    def _drain(self) -> None:
+        """Wait for copies from and to memory that is about to be given back."""
+        try:
+            self._stream.mark().synchronize()
+            self._stream.mark_compute().synchronize()
+        except RuntimeError as error:  # on the way out of a failure, which it must not hide
+            log.warning("the device failed while its copies were waited for: %s", error)
+
+
+def _arrive(move: Move) -> None:
+    failure = move.failure()
+    if failure is not None:
+        raise failure

@@ -1,0 +1,68 @@
+"""What a store was made of: the source's files and every setting that changes its bytes. Paths are no part of it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zinfer.checkpoint import Checkpoint
+from zinfer.jobs.identity import weights_sample
+from zinfer.quantization.rules import Quantization
+
+_NAME = "name"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Compared: ``settings``, and ``source`` but for the folder's name, which is for people."""
+
+    source: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, rules: Quantization, dtype: torch.dtype) -> "Identity":
+        """From an opened source; reads samples of its weights, which tell fine-tunes of one model apart.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        source = {
+            _NAME: checkpoint.folder.name,
+            "fingerprint": checkpoint.fingerprint(),
+            "weights_sample": weights_sample(tuple(checkpoint.files)),
+        }
+        return cls(source, {"dtype": str(dtype).removeprefix("torch.")} | _settings(rules))
+
+    def differences(self, now: "Identity") -> list[str]:
+        """One line for each thing that is not as it was, in words for the user; empty for the same store."""
+        former, new = dict(self.source), dict(now.source)
+        if {**former, _NAME: ""} == {**new, _NAME: ""}:
+            former = new
+        old_values = dict(_leaves(former, "source")) | dict(_leaves(self.settings, "settings"))
+        new_values = dict(_leaves(new, "source")) | dict(_leaves(now.settings, "settings"))
+        return [
+            f"{path}: {old_values.get(path, 'absent')} in the store, {new_values.get(path, 'absent')} now"
+            for path in dict.fromkeys((*old_values, *new_values))
+            if old_values.get(path) != new_values.get(path)
+        ]
+
+
+def _settings(rules: Quantization) -> dict[str, Any]:
+    """What changes a store's bytes."""
+    settings = rules.as_document()
+    del settings["activations"]
+    return settings
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """The path and the text of every plain value in a JSON document."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _leaves(part, f"{path}.{key}")
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            yield from _leaves(part, f"{path}[{number}]")
+    else:
+        yield path, json.dumps(value)

@@ -1,0 +1,70 @@
+"""A store's quantized parameters as a checkpoint's scheme: parts that lie in the file as they lie in a slab."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+
+from zinfer.errors import CheckpointError
+from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.quantization.foreign.contract import Scheme
+from zinfer.store.manifest import MANIFEST_NAME, Manifest, read_manifest
+
+
+class StoreScheme(Scheme):
+    """What `zinfer quantize` writes: codes, scales and zeros as `QuantizedMatrix` has them, placed without conversion.
+
+    Attributes:
+        checksums: of each block's weights, by its file (absolute): xxh3_128 of all bytes after the header, hexadecimal.
+    """
+
+    is_native = True
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self.checksums: Mapping[Path, str] = {manifest.folder / block.file: block.checksum for block in manifest.blocks}
+
+    @classmethod
+    def open(cls, folder: Path) -> "StoreScheme":
+        """From a finished store. Raises CheckpointError as `read_manifest`."""
+        return cls(read_manifest(folder))
+
+    def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
+        parameters = self._manifest.parameters
+        found = {
+            parameter: {part: f"{parameter}.{part}" for part in part_names(stored.format)}
+            for parameter, stored in parameters.items()
+        }
+        absent = [tensor for parts in found.values() for tensor in parts.values() if tensor not in names]
+        if absent:
+            raise CheckpointError(
+                f"{self._manifest.folder / MANIFEST_NAME}: parameters names {len(absent)} tensors that no file holds, "
+                f"{absent[0]} the first: files and manifest are of different stores; copy the whole folder again"
+            )
+        return found
+
+    def format_of(self, parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[QuantFormat, int, int]:
+        stored = self._manifest.parameters[parameter]
+        format, columns, codes = stored.format, stored.columns, shapes["codes"]
+        rows = codes[0] if codes else 0
+        expected = {part: (rows, format.num_groups(columns)) for part in shapes} | {
+            "codes": format.codes_shape(rows, columns)
+        }
+        for part, shape in shapes.items():
+            if tuple(shape) != expected[part]:
+                raise CheckpointError(
+                    f"{parameter}.{part} has shape {list(shape)}, {MANIFEST_NAME} wants {list(expected[part])}: files "
+                    "and manifest are of different stores; copy the whole folder again"
+                )
+        return format, rows, columns
+
+    def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
+        target.codes.copy_(parts["codes"])
+        target.scales.copy_(parts["scales"])
+        if target.zeros is not None:
+            target.zeros.copy_(parts["zeros"])
+
+
+def part_names(format: QuantFormat) -> tuple[str, ...]:
+    """The parts of a matrix, in the order in which they lie in slabs and files."""
+    return ("codes", "scales") if format.symmetric else ("codes", "scales", "zeros")

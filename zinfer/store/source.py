@@ -1,0 +1,102 @@
+"""The checkpoint that a store is made of, cut into the blocks that the store will have."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from zinfer.checkpoint import Checkpoint, TensorEntry
+from zinfer.config import Settings
+from zinfer.cut import ModelBlock, cut_model
+from zinfer.errors import CheckpointError, ConfigError
+from zinfer.model import build_meta_model
+from zinfer.offload.block import Block, Extent, SlabLayout
+from zinfer.quantization.forms import check_patterns, find_bounds, find_form
+from zinfer.quantization.rules import Quantization
+from zinfer.quantization.slab_matrix import SlabMatrix
+from zinfer.quantization.stored import StoredMatrix, find_stored_scheme
+from zinfer.store.block_file import BlockFile, name_prefix
+from zinfer.store.manifest import StoredParameter, is_store
+from zinfer.weights import Weight, match_weights
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened checkpoint.
+
+    Attributes:
+        checkpoint: where its tensors lie.
+        rules: which of them are to be quantized.
+        dtype: that products are computed in, and what stays in full is stored in.
+        files: of the store, one a block.
+        parameters: those that the store holds quantized.
+        num_taken_over: those among them that the source holds quantized already.
+    """
+
+    checkpoint: Checkpoint
+    rules: Quantization
+    dtype: torch.dtype
+    files: tuple[BlockFile, ...]
+    parameters: Mapping[str, StoredParameter]
+    num_taken_over: int
+
+    @classmethod
+    def open(cls, model: str | os.PathLike[str], settings: Settings) -> "Source":
+        """Read the headers and cut the model.
+
+        Raises:
+            ConfigError: the settings quantize nothing, or cannot be applied to this model.
+            CheckpointError: the checkpoint is incomplete, damaged, a store itself, or no causal language model.
+        """
+        _refuse_store(Path(model).expanduser())
+        rules = settings.quantization
+        if rules is None:
+            raise ConfigError("the configuration asks for no quantized weights; state zinfer.quantization.bits in it")
+        checkpoint = Checkpoint.open(model)
+        _refuse_store(checkpoint.folder)
+        tree = build_meta_model(checkpoint, settings.dtype)
+        weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
+        check_patterns(rules, tree)
+        blocks = cut_model(tree, weights, find_form(rules), find_bounds(rules))
+        blocks += _buffers(tree, weights, len(blocks))
+        parameters = _quantized(blocks)
+        if not parameters:
+            raise ConfigError(
+                f"{checkpoint.folder}: these settings quantize no weight of this model; correct include and exclude"
+            )
+        num_taken_over = sum(isinstance(weight, StoredMatrix) for weight in weights.values())
+        files = tuple(BlockFile.of(block, len(blocks)) for block in blocks)
+        return cls(checkpoint, rules, tree.config.dtype, files, parameters, num_taken_over)
+
+
+def _refuse_store(folder: Path) -> None:
+    if is_store(folder):
+        raise CheckpointError(f"{folder}: already quantized, a store of zinfer's; name the model that it was made of")
+
+
+def _buffers(tree: PreTrainedModel, weights: Mapping[str, Weight], index: int) -> list[ModelBlock]:
+    """The persistent buffers, which are in no block of the model, as one more block."""
+    parameters = dict(tree.named_parameters(remove_duplicate=False))
+    entries = {
+        name: entry for name, entry in weights.items() if isinstance(entry, TensorEntry) and name not in parameters
+    }
+    if not entries:
+        return []
+    layout = SlabLayout.pack((name, entry.dtype, entry.shape) for name, entry in entries.items())
+    extents = tuple(
+        Extent(entry.file, entry.offset, entry.nbytes, entry.dtype, tensor.offset, tensor.dtype)
+        for entry, tensor in zip(entries.values(), layout.tensors, strict=True)
+    )
+    return [ModelBlock(Block(index, "buffers", layout, extents), (), (), is_layer=False)]
+
+
+def _quantized(blocks: Sequence[ModelBlock]) -> dict[str, StoredParameter]:
+    return {
+        name_prefix(block) + tensor.name: StoredParameter(tensor.format, tensor.columns)
+        for block in blocks
+        for tensor in block.block.layout.tensors
+        if isinstance(tensor, SlabMatrix)
+    }

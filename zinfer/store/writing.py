@@ -1,0 +1,180 @@
+"""Writes a store: block after block, each file in one step; a process that is killed leaves a start that goes on.
+
+In the order of writing: the journal, the blocks' files with a line of the journal after each, what lies beside them,
+the manifest; then the journal is deleted.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+import xxhash
+from rich.console import Console
+
+from zinfer.config import Settings
+from zinfer.errors import ConfigError, PlanError
+from zinfer.nvme.whole_file import sync_folder
+from zinfer.offload.block import Block
+from zinfer.offload.conversions import conversion_bytes
+from zinfer.planning.machine import choose_device
+from zinfer.store.assembly import Assembly
+from zinfer.store.block_file import BlockFile
+from zinfer.store.companions import companions
+from zinfer.store.folder import is_finished, locked, open_journal
+from zinfer.store.identity import Identity
+from zinfer.store.journal import Journal
+from zinfer.store.manifest import JOURNAL_NAME, Manifest, StoredBlock
+from zinfer.store.placing import in_pieces, place_file
+from zinfer.store.progress import Meter, display
+from zinfer.store.source import Source
+from zinfer.store.summary import StoreSummary
+from zinfer.units import human_bytes
+
+
+def write_store(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    settings: Settings,
+    *,
+    console: Console | None = None,
+) -> StoreSummary:
+    """Quantize a checkpoint into a store, or go on with one that was begun.
+
+    Args:
+        model: the checkpoint, as `zinfer.init_inference` takes it.
+        output: a new or empty folder, or the beginning of the same store.
+        settings: what is quantized and how, the dtype, and the device that converts.
+        console: where progress is shown.
+
+    Raises:
+        ConfigError: settings or output cannot be used.
+        CheckpointError: the checkpoint cannot; names the weight.
+        PlanError: the device has too little memory.
+        OSError: the disk is full or failed. What is finished is kept.
+    """
+    device = choose_device(settings)
+    with display(console) as meter:
+        source = Source.open(model, settings)
+        identity = Identity.of(source.checkpoint, source.rules, source.dtype)
+        folder = Path(output).expanduser().absolute()
+        if not is_finished(folder, identity):
+            with locked(folder):
+                if not is_finished(folder, identity):  # by another process in between
+                    return _Writing(source, identity, folder, device, meter).run()
+    meter.note(f"{folder} is finished already, from this model with these settings; nothing was written.")
+    return _summary(source, folder, num_skipped=len(source.files), read_bytes=0, wall_s=0.0)
+
+
+class _Writing:
+    """One store in a folder that is locked."""
+
+    def __init__(self, source: Source, identity: Identity, folder: Path, device: torch.device, meter: Meter) -> None:
+        self._source = source
+        self._identity = identity
+        self._folder = folder
+        self._device = device
+        self._meter = meter
+        self._files = {file.block.index: file for file in source.files}
+
+    def run(self) -> StoreSummary:
+        journal = open_journal(self._folder, self._identity)
+        beside = companions(self._source.checkpoint, self._source.dtype, self._source.files)
+        left = [file for file in self._source.files if not self._is_written(file, journal)]
+        self._check_room(left, beside)
+        self._check_device(left)
+        self._say_what_is_known(left)
+        journal = journal or Journal.begin(self._folder, self._identity)
+        begin_s = time.perf_counter()
+        read_bytes = self._write_blocks(left, journal)
+        for name, data in beside.items():
+            (self._folder / name).parent.mkdir(exist_ok=True)
+            place_file(self._folder / name, [data])
+        blocks = tuple(journal.blocks[file.file] for file in self._source.files)
+        Manifest(self._folder, journal.identity, self._source.parameters, blocks).write()
+        (self._folder / JOURNAL_NAME).unlink()
+        sync_folder(self._folder)
+        num_skipped = len(self._files) - len(left)
+        wall_s = time.perf_counter() - begin_s
+        return _summary(self._source, self._folder, num_skipped=num_skipped, read_bytes=read_bytes, wall_s=wall_s)
+
+    def _is_written(self, file: BlockFile, journal: Journal | None) -> bool:
+        """Whether a former run finished a file; it was synced before the journal says so."""
+        noted = journal.blocks.get(file.file) if journal else None
+        path = self._folder / file.file
+        return noted is not None and path.is_file() and noted.num_bytes == file.num_bytes == path.stat().st_size
+
+    def _check_room(self, left: Sequence[BlockFile], beside: Mapping[str, bytes]) -> None:
+        needed = sum(file.num_bytes for file in left) + sum(map(len, beside.values()))
+        free = shutil.disk_usage(self._folder).free
+        if free < needed:
+            raise ConfigError(
+                f"output {self._folder}: {needed:,} bytes ({human_bytes(needed)}) are needed there, {free:,} "
+                f"({human_bytes(free)}) are free; make room, or give an --output on another disk"
+            )
+
+    def _check_device(self, left: Sequence[BlockFile]) -> None:
+        if self._device.type != "cuda":
+            return
+        needed = conversion_bytes([file.block for file in left], to_host=True)
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if free < needed:
+            raise PlanError(
+                f"converting takes {needed:,} bytes ({human_bytes(needed)}) of device memory, {free:,} are free; end "
+                "what else uses the device, or convert with --device cpu"
+            )
+
+    def _say_what_is_known(self, left: Sequence[BlockFile]) -> None:
+        self._meter.num_blocks = len(self._files)
+        self._meter.num_written = len(self._files) - len(left)
+        if self._meter.num_written:
+            self._meter.note(f"{self._meter.num_written} of {len(self._files)} blocks are there already; going on.")
+        if taken_over := self._source.num_taken_over:
+            self._meter.note(f"{taken_over} matrices are quantized in the model already and keep their own formats.")
+
+    def _write_blocks(self, left: Sequence[BlockFile], journal: Journal) -> int:
+        """Returns the bytes that were read."""
+        if not left:
+            return 0
+
+        def keep(block: Block, slab: memoryview) -> None:
+            journal.add(self._write_block(self._files[block.index], slab))
+            self._meter.num_written += 1
+
+        with closing(Assembly(self._device, self._source.checkpoint.files, keep)) as assembly:
+            self._meter.start(lambda: assembly.bytes_read, sum(_stored_bytes(file.block) for file in left))
+            assembly.run([file.block for file in left])
+            return assembly.bytes_read
+
+    def _write_block(self, file: BlockFile, slab: memoryview) -> StoredBlock:
+        digest = xxhash.xxh3_128()
+
+        def pieces() -> Iterator[bytes | memoryview]:
+            yield file.header
+            for tensor in file.data(slab):
+                for piece in in_pieces(tensor):
+                    digest.update(piece)
+                    yield piece
+
+        place_file(self._folder / file.file, pieces())
+        return StoredBlock(file.block.name, file.file, file.num_bytes, digest.hexdigest())
+
+
+def _stored_bytes(block: Block) -> int:
+    """What a block takes in the source."""
+    return sum(extent.nbytes for extent in block.read_extents)
+
+
+def _summary(source: Source, output: Path, *, num_skipped: int, read_bytes: int, wall_s: float) -> StoreSummary:
+    return StoreSummary(
+        output=output,
+        num_blocks=len(source.files),
+        num_skipped=num_skipped,
+        source_bytes=sum(_stored_bytes(file.block) for file in source.files),
+        packed_bytes=sum(file.data_bytes for file in source.files),
+        read_bytes=read_bytes,
+        wall_s=wall_s,
+    )
