@@ -7,7 +7,8 @@ import time
 import pytest
 from rich.console import Console
 
-from zinfer.jobs.progress import HEARTBEAT_S, Meter, display
+from zinfer.display import HEARTBEAT_S
+from zinfer.jobs.progress import Meter, display
 from zinfer.jobs.summary import JobSummary, summary_table
 from zinfer.offload.stats import RunStats
 from zinfer.units import human_bytes
@@ -46,7 +47,9 @@ def test_a_terminal_gets_a_bar() -> None:
 
 
 def test_the_eta_counts_this_runs_rows_only() -> None:
-    meter = Meter(num_rows=100, num_finished=60, num_skipped=50, batch_rows=20, batch_share=0.5)
+    meter = Meter()
+    meter.num_rows, meter.num_finished, meter.num_skipped = 100, 60, 50
+    meter.batch_rows, meter.batch_share = 20, 0.5
     assert meter.eta_s == 0.0
     meter.running_since_s = time.monotonic() - 40
     eta_s = meter.eta_s

@@ -16,3 +16,10 @@ def human_bytes(num_bytes: int) -> str:
 def name_values(parts: Mapping[str, object]) -> str:
     """``{"disk": 1, "link": 2}`` as ``disk 1, link 2``."""
     return ", ".join(f"{name} {value}" for name, value in parts.items())
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

@@ -46,6 +46,17 @@ def failing_disk_explained() -> Iterator[None]:
         raise typer.Exit(EXIT_STOPPED) from None
 
 
+@contextmanager
+def interruption_explained(kept: str) -> Iterator[None]:
+    """Turns a signal into an exit code, and words on what is kept."""
+    try:
+        yield
+    except Interrupted as interruption:
+        name = signal.Signals(interruption.signal_number).name
+        say(f"{name}: stopped. {kept}; run the same command again to go on.")
+        raise typer.Exit(interruption.exit_code) from None
+
+
 def say(text: str) -> None:
     """A message of the program itself, on stderr."""
     print(f"zinfer: {text}", file=sys.stderr)

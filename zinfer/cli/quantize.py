@@ -1,7 +1,6 @@
 """`zinfer quantize`: writes a store of quantized weights. Says in its exit code how that ended, and what to do next."""
 
 import errno
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import EXIT_STOPPED, Device, say, signals_raise, unusable_input_explained
-from zinfer.jobs.failure import Interrupted
+from zinfer.cli.ending import EXIT_STOPPED, Device, interruption_explained, say, signals_raise, unusable_input_explained
 
 if TYPE_CHECKING:
     from zinfer.config import Settings
@@ -124,12 +122,8 @@ def _settings(config: Path | None, stated: dict[str, object], device: Device) ->
 def _explained(output: Path) -> Iterator[None]:
     """Turns what ends the command early into a message on stderr and an exit code."""
     try:
-        with unusable_input_explained():
+        with unusable_input_explained(), interruption_explained(f"The finished blocks in {output} are kept"):
             yield
-    except Interrupted as interruption:
-        name = signal.Signals(interruption.signal_number).name
-        say(f"{name}: stopped. The finished blocks in {output} are kept; run the same command again to go on.")
-        raise typer.Exit(interruption.exit_code) from None
     except OSError as error:
         remedy = "make room" if error.errno in _FULL else "check the disk"
         say(f"error: {error}. Finished blocks in {output} are kept; {remedy} and run the same command again to go on")

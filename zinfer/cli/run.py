@@ -1,6 +1,5 @@
 """`zinfer run`: a batch job. Says in its exit code how the job ended, and in words what to do next."""
 
-import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +9,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import EXIT_STOPPED, EXIT_UNUSABLE, Device, say, signals_raise, unusable_input_explained
+from zinfer.cli.ending import (
+    EXIT_STOPPED,
+    EXIT_UNUSABLE,
+    Device,
+    interruption_explained,
+    say,
+    signals_raise,
+    unusable_input_explained,
+)
 from zinfer.errors import JobError
-from zinfer.jobs.failure import Interrupted, UnusableInput
+from zinfer.jobs.failure import UnusableInput
 
 
 def run(
@@ -57,12 +64,8 @@ def run(
 def _explained(output: Path) -> Iterator[None]:
     """Turns what ends a job early into a message on stderr and an exit code."""
     try:
-        with unusable_input_explained():
+        with unusable_input_explained(), interruption_explained(f"The rows in {output} are kept"):
             yield
-    except Interrupted as interruption:
-        name = signal.Signals(interruption.signal_number).name
-        say(f"{name}: stopped. The rows in {output} are kept; run the same command again to go on.")
-        raise typer.Exit(interruption.exit_code) from None
     except UnusableInput as error:
         say(f"error: {error}")
         raise typer.Exit(EXIT_UNUSABLE) from None

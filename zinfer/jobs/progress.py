@@ -1,47 +1,35 @@
-"""Shows that a job is alive: a bar on a terminal, otherwise one plain line every 10 s, also while one batch takes long.
+"""What a job has done so far, and what is left."""
 
-A thread of its own writes; the job only sets numbers on the `Meter`, so that nothing waits for the display.
-"""
-
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 
-HEARTBEAT_S = 10.0
+from zinfer.display import HEARTBEAT_S, Progress, shown
+from zinfer.units import clock
 
 
-@dataclass
-class Meter:
-    """What a job has done so far. Written by the job's thread, read by the display's.
+class Meter(Progress):
+    """A job's numbers.
 
-    num_finished counts rows in the output, `num_skipped` of which were there before this run.
-    batch_rows and batch_share: rows of the batch under way, and how much of its longest row is generated.
+    Attributes:
+        phase: "running", or what comes before it.
+        num_finished: rows in the output, ``num_skipped`` of which were there before this run.
+        batch_rows, batch_share: rows of the batch under way, and how much of its longest row is generated.
     """
 
-    console: Console | None = None
-    phase: str = "checking"
-    num_rows: int = 0
-    num_finished: int = 0
-    num_skipped: int = 0
-    num_tokens: int = 0
-    batch_rows: int = 0
-    batch_share: float = 0.0
-    started_s: float = field(default_factory=time.monotonic)
-    running_since_s: float | None = None
-    notes: list[str] = field(default_factory=list)
-
-    def note(self, text: str) -> None:
-        """Says something once, above the display, and keeps it for the summary."""
-        self.notes.append(text)
-        if self.console is not None:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def __init__(self, console: Console | None = None) -> None:
+        super().__init__(console)
+        self.phase = "checking"
+        self.num_rows = 0
+        self.num_finished = 0
+        self.num_skipped = 0
+        self.num_tokens = 0
+        self.batch_rows = 0
+        self.batch_share = 0.0
+        self.started_s = time.monotonic()
+        self.running_since_s: float | None = None
 
     def begin(self, phase: str) -> None:
         """Enters a phase; the clock of tokens/s starts with the first "running"."""
@@ -67,8 +55,12 @@ class Meter:
             return None
         return max(0.0, (self.num_rows - self.num_skipped - fresh) * self.running_s / fresh)
 
+    def share(self) -> float | None:
+        if self.phase != "running":
+            return None
+        return (self.num_finished + self.batch_rows * self.batch_share) / max(1, self.num_rows)
+
     def line(self) -> str:
-        """The state in words, for people and for logs."""
         elapsed = clock(time.monotonic() - self.started_s)
         if self.phase != "running":
             return f"zinfer: {self.phase}, {elapsed} elapsed"
@@ -86,46 +78,5 @@ class Meter:
 def display(console: Console | None, interval_s: float = HEARTBEAT_S) -> Iterator[Meter]:
     """A meter that is shown on the console until the block ends; shown nowhere if there is no console."""
     meter = Meter(console)
-    if console is None:
+    with shown(meter, interval_s):
         yield meter
-    elif console.is_terminal:
-        with Live(get_renderable=lambda: _bar(meter), console=console, refresh_per_second=4, transient=True):
-            yield meter
-    else:
-        with _heartbeat(meter, console, interval_s):
-            yield meter
-
-
-def clock(seconds: float) -> str:
-    """Seconds as h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
-
-
-@contextmanager
-def _heartbeat(meter: Meter, console: Console, interval_s: float) -> Iterator[None]:
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(interval_s):
-            console.print(meter.line(), markup=False, highlight=False, soft_wrap=True)
-
-    # A daemon, so that a job that ends by a signal in an odd place does not wait for the display.
-    thread = threading.Thread(target=beat, name="zinfer-heartbeat", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _bar(meter: Meter) -> Table:
-    row = Table.grid(padding=(0, 1))
-    finished = meter.num_finished + meter.batch_rows * meter.batch_share
-    row.add_row(
-        ProgressBar(total=max(1, meter.num_rows), completed=finished, width=30, pulse=meter.phase != "running"),
-        meter.line(),
-    )
-    return row

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from zinfer.jobs.progress import clock
 from zinfer.offload.stats import RunStats
-from zinfer.units import human_bytes, name_values
+from zinfer.units import clock, human_bytes, name_values
 
 EXIT_OK = 0
 EXIT_SOME_FAILED = 3

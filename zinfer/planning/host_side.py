@@ -118,33 +118,21 @@ class _HostPlanner:
         if not in_memory:
             return
         if any(block.conversion for block in in_memory):
-            self._check_converted(in_memory)
-            return
-        remedy = "save the model with save_pretrained and give the folder instead"
+            what = "are quantized while they are loaded"
+            remedy = "write a quantized checkpoint with `zinfer quantize` and give that"
+        else:
+            what = "of the module are in memory"
+            remedy = "save the model with save_pretrained and give the folder instead"
         if self.settings.offload.device == "nvme":
             raise PlanError(
-                f'zero_optimization.offload_param.device is "nvme", but the module\'s weights are in memory and in no '
-                f'file to stream from; {remedy}, or set it to "cpu"'
+                f'zero_optimization.offload_param.device is "nvme", but weights {what} and in no file to stream from; '
+                f'{remedy}, or set it to "cpu"'
             )
         numel, most = sum(block.layout.numel for block in in_memory), self.settings.offload.max_in_cpu
         if most is not None and numel > most:
             raise PlanError(
-                f"zero_optimization.offload_param.max_in_cpu is {most} elements, but {numel} of the module's weights "
-                f"are in memory and in no file to stream from; raise it, or {remedy}"
-            )
-
-    def _check_converted(self, converted: list[Block]) -> None:
-        remedy = "write a quantized checkpoint with `zinfer quantize` and give that"
-        if self.settings.offload.device == "nvme":
-            raise PlanError(
-                f'zero_optimization.offload_param.device is "nvme", but weights that are quantized while they are '
-                f'loaded are in no file to stream from; {remedy}, or set it to "cpu"'
-            )
-        numel, most = sum(block.layout.numel for block in converted), self.settings.offload.max_in_cpu
-        if most is not None and numel > most:
-            raise PlanError(
-                f"zero_optimization.offload_param.max_in_cpu is {most} elements, but {numel} weights are quantized "
-                f"while they are loaded and in no file to stream from; raise it, or {remedy}"
+                f"zero_optimization.offload_param.max_in_cpu is {most} elements, but {numel} weights {what} and in no "
+                f"file to stream from; raise it, or {remedy}"
             )
 
     def _hosted(self, count: int) -> frozenset[int]:

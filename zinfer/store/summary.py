@@ -5,8 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from zinfer.jobs.progress import clock
-from zinfer.units import human_bytes
+from zinfer.units import clock, human_bytes
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,83 @@
+"""Shows that work is alive: a bar on a terminal, otherwise one plain line every 10 s, however long a step takes.
+
+A thread of its own writes; the work only sets numbers on its meter, so that nothing waits for the display.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+HEARTBEAT_S: Final = 10.0
+_BAR_WIDTH: Final = 30
+
+
+class Progress(ABC):
+    """What is done so far. Written by the threads that do it, read by the display's.
+
+    Attributes:
+        console: where it is shown; None: nowhere.
+        notes: what was said.
+    """
+
+    def __init__(self, console: Console | None) -> None:
+        self.console = console
+        self.notes: list[str] = []
+
+    @abstractmethod
+    def line(self) -> str:
+        """The state in words, for people and for logs."""
+
+    @abstractmethod
+    def share(self) -> float | None:
+        """Done of all, from 0 to 1; None before that is known."""
+
+    def note(self, text: str) -> None:
+        """Say something once, above the display, and keep it."""
+        self.notes.append(text)
+        if self.console is not None:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def shown(progress: Progress, interval_s: float) -> Iterator[None]:
+    """Show it on its console until the block ends."""
+    console = progress.console
+    if console is None:
+        yield
+    elif console.is_terminal:
+        with Live(get_renderable=lambda: _bar(progress), console=console, refresh_per_second=4, transient=True):
+            yield
+    else:
+        with _heartbeat(progress, console, interval_s):
+            yield
+
+
+@contextmanager
+def _heartbeat(progress: Progress, console: Console, interval_s: float) -> Iterator[None]:
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(interval_s):
+            console.print(progress.line(), markup=False, highlight=False, soft_wrap=True)
+
+    # A daemon, so that a process that ends by a signal in an odd place does not wait for the display.
+    thread = threading.Thread(target=beat, name="zinfer-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _bar(progress: Progress) -> Table:
+    row, share = Table.grid(padding=(0, 1)), progress.share()
+    row.add_row(ProgressBar(total=1, completed=share or 0, width=_BAR_WIDTH, pulse=share is None), progress.line())
+    return row
