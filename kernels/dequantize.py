@@ -36,7 +36,7 @@ def dequantize(matrix: QuantizedMatrix, out: torch.Tensor | None = None) -> torc
         return dequantize_kernel(matrix, out)
     count = max(1, _SLICE_ELEMENTS // max(matrix.columns, 1))
     for begin in range(0, matrix.rows, count):
-        out[begin : begin + count] = dequantize_ref(_rows(matrix, slice(begin, begin + count)))
+        out[begin : begin + count] = dequantize_ref(matrix.part(slice(begin, begin + count)))
     return out
 
 
@@ -121,11 +121,6 @@ def _target(matrix: QuantizedMatrix, out: torch.Tensor | None) -> torch.Tensor:
             f"contiguous {dtype} {shape} on {device}"
         )
     return out
-
-
-def _rows(matrix: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
-    zeros = None if matrix.zeros is None else matrix.zeros[rows]
-    return QuantizedMatrix(matrix.format, matrix.columns, matrix.codes[rows], matrix.scales[rows], zeros)
 
 
 def _bytes_asm(bfloat: bool, signed: bool) -> str:

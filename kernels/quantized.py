@@ -108,6 +108,11 @@ class QuantizedMatrix:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (self.codes, self.scales, self.zeros) if part is not None)
 
+    def part(self, rows: slice) -> "QuantizedMatrix":
+        """Some of the rows, sharing their memory."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return QuantizedMatrix(self.format, self.columns, self.codes[rows], self.scales[rows], zeros)
+
     @classmethod
     def empty(
         cls, format: QuantFormat, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str

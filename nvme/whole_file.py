@@ -2,24 +2,38 @@
 
 import os
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write text to a new file beside ``path``, sync it, and rename it to ``path``.
+    """Put a text in the place of ``path``, as `place_file`."""
+    place_file(path, [text.encode()])
+
+
+def place_file(path: Path, pieces: Iterable[bytes | memoryview], temporary: Path | None = None) -> None:
+    """Write the pieces to a new file, sync it, rename it to ``path``; it takes no room in the page cache afterwards.
+
+    Args:
+        temporary: the new file's name until then, in the same folder and of no other file; by default one of its own.
 
     Raises:
         OSError: the folder is missing, full or not writable; it names ``path``. Nothing is left behind.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = temporary or path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        file = temporary.open("x", encoding="utf-8")  # never over a file that is there already
+        # Never over a file that is there already.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            with file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+            try:
+                for piece in pieces:
+                    while piece:
+                        piece = piece[os.write(descriptor, piece) :]
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
             temporary.replace(path)
         finally:
             with suppress(FileNotFoundError):

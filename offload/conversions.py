@@ -52,14 +52,21 @@ class Conversions:
         lane: brings what is stored to the device.
         reader: reads it.
         take_tensors: where the tensors of blocks that are in memory come from.
+        done: called with each block whose conversion, and copy to its home, is enqueued.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], lane: Lane, reader: Reader, take_tensors: TakeTensors | None = None
+        self,
+        blocks: Sequence[Block],
+        lane: Lane,
+        reader: Reader,
+        take_tensors: TakeTensors | None = None,
+        done: Callable[[Block], None] | None = None,
     ) -> None:
         self._lane = lane
         self._reader = reader
         self._take_tensors = take_tensors
+        self._done = done
         self._blocks = blocks
         self._free: deque[Slot] = deque()
         self._scratch: torch.Tensor | None = None
@@ -131,6 +138,8 @@ class Conversions:
             oldest.home.copy_(slab, non_blocking=True)
         oldest.slot.vacant = self._lane.stream.mark_compute()
         self._free.append(oldest.slot)
+        if self._done is not None:
+            self._done(oldest.block)
 
     def _scratch_of(self, nbytes: int) -> torch.Tensor:
         if self._scratch is None:

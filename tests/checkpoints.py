@@ -16,6 +16,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedConfig,
@@ -88,6 +90,36 @@ def tiny_model(family: str, *, num_layers: int = 5, tie: bool | None = None, see
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = PAD_TOKEN_ID
     return model
+
+
+def tiny_mixtral(seed: int = 0) -> MixtralForCausalLM:
+    """Two layers of four experts, whose matrices lie one below the other in one parameter."""
+    torch.manual_seed(seed)
+    config = MixtralConfig(
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB_SIZE,
+        num_local_experts=4,
+        initializer_range=MATRIX_STD,
+    )
+    return MixtralForCausalLM(config).eval()
+
+
+def wide_llama(folder: Path, num_layers: int) -> Path:
+    """A checkpoint of layers of 13.6 MB (float32), in files of at most 100 MB."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        vocab_size=VOCAB_SIZE,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="100MB")
+    return folder
 
 
 def random_prompts(num_prompts: int, *, min_tokens: int = 3, max_tokens: int = 17, seed: int = 0) -> list[list[int]]:

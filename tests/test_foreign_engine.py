@@ -9,7 +9,6 @@ import torch
 from checkpoints import left_padded, random_prompts, tiny_model
 from foreign_support import Weights, awq_parts, gptq_parts, packed_parts, plain_parts
 from safetensors.torch import save_file
-from test_quantized_streaming import NUM_NEW_TOKENS
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -18,6 +17,7 @@ from zinfer.errors import CheckpointError, PlanError
 from zinfer.quantization.parameter import QuantizedParameter
 
 GROUP_SIZE = 32
+NUM_NEW_TOKENS = 12
 Pack = Callable[[Weights], dict[str, torch.Tensor]]
 
 GROUPS = {

@@ -7,8 +7,8 @@ import time
 import pytest
 from rich.console import Console
 
-from zinfer.display import HEARTBEAT_S
-from zinfer.jobs.progress import Meter, display
+from zinfer.display import HEARTBEAT_S, shown
+from zinfer.jobs.progress import Meter
 from zinfer.jobs.summary import JobSummary, summary_table
 from zinfer.offload.stats import RunStats
 from zinfer.units import human_bytes
@@ -20,7 +20,7 @@ def test_the_heartbeat_comes_at_least_every_10_s() -> None:
 
 def test_a_heartbeat_is_written_while_a_batch_takes_long() -> None:
     stream = io.StringIO()
-    with display(Console(file=stream), interval_s=0.05) as meter:
+    with shown(Meter(Console(file=stream)), interval_s=0.05) as meter:
         time.sleep(0.2)
         meter.num_rows, meter.num_finished, meter.batch_rows, meter.batch_share = 200, 64, 32, 0.5
         meter.begin("running")
@@ -36,7 +36,7 @@ def test_a_heartbeat_is_written_while_a_batch_takes_long() -> None:
 
 def test_a_terminal_gets_a_bar() -> None:
     stream = io.StringIO()
-    with display(Console(file=stream, force_terminal=True, width=120)) as meter:
+    with shown(Meter(Console(file=stream, force_terminal=True, width=120))) as meter:
         meter.num_rows, meter.num_finished = 200, 64
         meter.begin("running")
         time.sleep(0.6)

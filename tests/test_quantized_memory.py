@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from checkpoints import wide_llama
 from engines import drop_page_cache
-from test_store_memory import write_model
 
 from zinfer.offload.conversions import NUM_SLOTS
 
@@ -33,11 +33,11 @@ print(json.dumps({"growth": peak - before, "host": stats.host_bytes, "homes": st
 
 
 def test_the_peak_is_the_quantized_model_and_two_blocks(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", NUM_LAYERS)
+    model = wide_llama(tmp_path / "model", NUM_LAYERS)
     drop_page_cache(model)
     total_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     layer_bytes = total_bytes // NUM_LAYERS
-    command = [sys.executable, "-c", MEASURED, str(model), str(write_model(tmp_path / "warm", 2))]
+    command = [sys.executable, "-c", MEASURED, str(model), str(wide_llama(tmp_path / "warm", 2))]
     # What is larger goes back to the system when it is freed; a real model's blocks always are (mallopt(3)).
     environment = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

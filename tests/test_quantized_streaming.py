@@ -8,11 +8,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from checkpoints import HIDDEN_SIZE, left_padded, random_prompts, tiny_checkpoint, tiny_model
+from checkpoints import left_padded, random_prompts, tiny_checkpoint, tiny_mixtral, tiny_model, wide_llama
 from engines import distinct_tokens
-from test_store_memory import write_model
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import zinfer
@@ -115,7 +114,7 @@ def test_streamed_equals_resident_to_the_bit(
 @pytest.mark.parametrize("name", ["int8", "int4 groups"])
 def test_a_pass_moves_the_packed_bytes(tmp_path: Path, name: str, device: str) -> None:
     """Codes, and float32 scales, one a row or one a group; norms are in full."""
-    folder = write_model(tmp_path, NUM_LAYERS)
+    folder = wide_llama(tmp_path, NUM_LAYERS)
     section = FORMATS[name][0]
     ids = torch.arange(3, 20).unsqueeze(0)
     with quantized(folder, section, "host", device) as engine:
@@ -139,23 +138,9 @@ def test_a_pass_moves_the_packed_bytes(tmp_path: Path, name: str, device: str) -
 
 
 def test_experts_and_a_module_in_memory(device: str, batch: dict[str, torch.Tensor]) -> None:
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=131,
-        num_local_experts=4,
-        initializer_range=0.3,
-    )
     logits = []
     for homes in ("resident", "host"):
-        torch.manual_seed(0)
-        model = MixtralForCausalLM(config).eval()
-        expected = MixtralForCausalLM(config).eval()
-        expected.load_state_dict(model.state_dict())
+        model, expected = tiny_mixtral(), tiny_mixtral()
         with quantized(model, {"bits": 8}, homes, device) as engine:
             experts = engine.module.model.layers[0].mlp.experts
             if homes == "resident":

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import left_padded, random_prompts, tiny_checkpoint
-from safetensors.torch import save_file
-from store_support import document, make_store
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from checkpoints import left_padded, random_prompts, tiny_checkpoint, tiny_mixtral
+from store_support import document, make_store, write_module
 
 import zinfer
 from zinfer.nvme.reader import DiskReadError
@@ -78,24 +76,10 @@ def test_a_flipped_byte_is_found_and_its_block_named(
 def test_experts_that_lie_one_below_the_other_come_back_as_they_were(
     tmp_path: Path, batch: dict[str, torch.Tensor]
 ) -> None:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 131}
-    config = MixtralConfig(
-        **shape, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, initializer_range=0.3
-    )
-    model = MixtralForCausalLM(config).eval()
-    folder, store = tmp_path / "model", tmp_path / "store"
-    save_as_held(model, folder)
+    folder, store = write_module(tiny_mixtral(), tmp_path / "model"), tmp_path / "store"
     make_store(folder, store, "cpu", bits=4, group_size=32)
     with engine_of(folder, "none", "cpu", quantization={"bits": 4, "group_size": 32}) as engine:
         expected = engine(**batch).logits
     for offload in ("none", "nvme"):
         with engine_of(store, offload, "cpu") as engine:
             assert torch.equal(engine(**batch).logits, expected)
-
-
-def save_as_held(model: PreTrainedModel, folder: Path) -> None:
-    """A checkpoint whose tensors are the module's own; transformers would save each expert apart."""
-    model.config.save_pretrained(folder)
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})

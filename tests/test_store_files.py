@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from checkpoints import HIDDEN_SIZE, tiny_checkpoint
+from checkpoints import HIDDEN_SIZE, tiny_checkpoint, tiny_mixtral
 from foreign_support import Weights, gptq_parts
 from jobs_support import CHAT_TEMPLATE, letters_model
 from safetensors import safe_open
@@ -18,8 +18,6 @@ from transformers import (
     AutoTokenizer,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
 )
 from transformers.pytorch_utils import Conv1D
 
@@ -165,17 +163,7 @@ def test_what_stays_in_full_is_cast_to_the_dtype_of_products(tmp_path: Path) -> 
 
 
 def test_experts_lie_one_below_the_other(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=131,
-        num_local_experts=4,
-    )
-    model = MixtralForCausalLM(config)
+    model = tiny_mixtral()
     folder = write_module(model, tmp_path / "model")
     make_store(folder, tmp_path / "store", bits=8)
     found = stored_tensors(tmp_path / "store")

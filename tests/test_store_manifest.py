@@ -11,10 +11,12 @@ from checkpoints import tiny_checkpoint
 from store_support import document, make_store
 from test_store_files import FORMATS
 
+import zinfer
 from zinfer.checkpoint import Checkpoint
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantize import quantize
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.planning.outline import read_outline
 from zinfer.store.identity import Identity
 from zinfer.store.manifest import (
     JOURNAL_NAME,
@@ -24,7 +26,6 @@ from zinfer.store.manifest import (
     StoredParameter,
     is_store,
     read_manifest,
-    refuse_unfinished,
 )
 from zinfer.store.scheme import StoreScheme
 
@@ -163,13 +164,13 @@ def test_a_file_that_lost_its_end_is_refused(store: Path) -> None:
 
 
 def test_a_store_that_is_half_written_says_how_to_go_on(store: Path, model: Path, tmp_path: Path) -> None:
-    refuse_unfinished(store)
-    refuse_unfinished(model)
+    Checkpoint.open(store)
+    Checkpoint.open(model)
     assert is_store(store)
     assert not is_store(model)
     (store / MANIFEST_NAME).rename(store / JOURNAL_NAME)
     assert is_store(store)
-    for read in (read_manifest, refuse_unfinished):
+    for read in (Checkpoint.open, read_outline, zinfer.init_inference):
         with pytest.raises(CheckpointError, match=r"store: a store that is written half.*run the same zinfer quantize"):
             read(store)
     (store / JOURNAL_NAME).unlink()

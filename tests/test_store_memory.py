@@ -5,9 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
+from checkpoints import wide_llama
 from engines import drop_page_cache
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from zinfer.offload.conversions import NUM_SLOTS
 
@@ -33,25 +32,12 @@ print(json.dumps(peak - before))
 """
 
 
-def write_model(folder: Path, num_layers: int) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        vocab_size=131,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="100MB")
-    return folder
-
-
 def test_the_memory_is_that_of_a_few_blocks(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", NUM_LAYERS)
+    model = wide_llama(tmp_path / "model", NUM_LAYERS)
     drop_page_cache(model)
     total_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     layer_bytes = total_bytes // NUM_LAYERS
-    folders = [model, tmp_path / "store", write_model(tmp_path / "warm", 2), tmp_path / "warm_store"]
+    folders = [model, tmp_path / "store", wide_llama(tmp_path / "warm", 2), tmp_path / "warm_store"]
     command = [sys.executable, "-c", MEASURED, *map(str, folders)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env={"OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr

@@ -19,11 +19,12 @@ from streams import LateHostStream, late_stream
 
 import zinfer.store.assembly
 import zinfer.store.writing
+from zinfer.display import shown
 from zinfer.errors import CheckpointError
 from zinfer.nvme.reader import DiskReadError
 from zinfer.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 from zinfer.store.placing import place_file
-from zinfer.store.progress import display
+from zinfer.store.progress import Meter
 from zinfer.store.writing import write_store
 
 NUM_BLOCKS = 9
@@ -193,7 +194,7 @@ def test_progress_is_said_while_it_goes_on(model: Path, tmp_path: Path, monkeypa
         place_file(path, pieces)
 
     monkeypatch.setattr(zinfer.store.writing, "place_file", slow)
-    monkeypatch.setattr(zinfer.store.writing, "display", lambda console: display(console, interval_s=0.02))
+    monkeypatch.setattr(zinfer.store.writing, "shown", lambda meter: shown(meter, interval_s=0.02))
     console = Console(file=io.StringIO(), width=200)
     write_store(model, tmp_path / "store", settings_of(**SECTION), console=console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
@@ -205,7 +206,7 @@ def test_progress_is_said_while_it_goes_on(model: Path, tmp_path: Path, monkeypa
 
 def test_a_terminal_gets_a_bar() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=140)
-    with display(console) as meter:
+    with shown(Meter(console)) as meter:
         meter.num_blocks, meter.num_written = 49, 12
         meter.start(lambda: 3_000_000, 12_000_000)
         meter.started_s -= 10

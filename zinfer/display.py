@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TypeVar
 
 from rich.console import Console
 from rich.live import Live
@@ -45,18 +45,21 @@ class Progress(ABC):
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+Shown = TypeVar("Shown", bound=Progress)
+
+
 @contextmanager
-def shown(progress: Progress, interval_s: float) -> Iterator[None]:
+def shown(progress: Shown, interval_s: float = HEARTBEAT_S) -> Iterator[Shown]:
     """Show it on its console until the block ends."""
     console = progress.console
     if console is None:
-        yield
+        yield progress
     elif console.is_terminal:
         with Live(get_renderable=lambda: _bar(progress), console=console, refresh_per_second=4, transient=True):
-            yield
+            yield progress
     else:
         with _heartbeat(progress, console, interval_s):
-            yield
+            yield progress
 
 
 @contextmanager

@@ -34,7 +34,6 @@ from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.runtime import Runtime
 from zinfer.sequence_length import check_input, check_length, check_room
-from zinfer.store.manifest import refuse_unfinished
 from zinfer.weights import load_buffers, match_weights
 
 
@@ -244,7 +243,6 @@ def _find_model(
     if not isinstance(model, nn.Module):
         if settings.checkpoint is not None:
             raise ConfigError(f"checkpoint: the model is given as a folder ({model}) already; remove one of the two")
-        refuse_unfinished(Path(model).expanduser())
         checkpoint = Checkpoint.open(model)
         return build_meta_model(checkpoint, settings.dtype), checkpoint
     if not isinstance(model, PreTrainedModel):
@@ -263,6 +261,5 @@ def _find_model(
             parameter.data = parameter.data.to(settings.dtype)
     if settings.checkpoint is None:
         return module, None
-    refuse_unfinished(settings.checkpoint.expanduser())
     compute_buffers(module)
     return module, Checkpoint.open(settings.checkpoint)

@@ -16,6 +16,9 @@ from zinfer.checkpoint.faults import listed, shorten, unreadable
 from zinfer.errors import CheckpointError
 
 CONFIG_NAME = "config.json"
+STORE_NAME = "zinfer_store.json"
+"""What a folder that `zinfer quantize` has finished holds, and while it is at it the next one."""
+STORE_JOURNAL_NAME = "zinfer_store.partial.jsonl"
 SAFETENSORS_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -98,6 +101,11 @@ def _checked(folder: Path) -> Path:
     names = sorted(entry.name for entry in folder.iterdir())
     if not names:
         raise CheckpointError(f"{folder}: an empty folder: pass the folder that holds {CONFIG_NAME} and *.safetensors")
+    if STORE_JOURNAL_NAME in names and STORE_NAME not in names:
+        raise CheckpointError(
+            f"{folder}: a store that is written half ({STORE_JOURNAL_NAME} is there, {STORE_NAME} is not); run the "
+            "same zinfer quantize command again, it goes on where it stopped"
+        )
     if not any(name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for name in names):
         _refuse_weightless(folder, names)
     if not (folder / CONFIG_NAME).is_file():

@@ -14,6 +14,7 @@ _TEXT_FILES = (
     "vocab*",
     "merges.txt",
     "*.model",
+    "*.tiktoken",
     "chat_template*",
     "additional_chat_templates/*",
     "generation_config.json",
@@ -35,10 +36,15 @@ def weights_sample(files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
+def text_files(folder: Path) -> list[Path]:
+    """The files that decide how text becomes tokens and back: vocabulary, templates, end tokens."""
+    return sorted({file for pattern in _TEXT_FILES for file in folder.glob(pattern) if file.is_file()})
+
+
 def tokenizer_hash(folder: Path) -> str:
-    """A SHA-256 over the files that decide how text becomes tokens and back: vocabulary, templates, end tokens."""
+    """A SHA-256 over the names and bytes of `text_files`."""
     digest = hashlib.sha256()
-    for file in sorted({file for pattern in _TEXT_FILES for file in folder.glob(pattern) if file.is_file()}):
+    for file in text_files(folder):
         digest.update(f"{file.relative_to(folder).as_posix()}\0{file.stat().st_size}\0".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()

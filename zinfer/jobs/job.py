@@ -21,6 +21,7 @@ from zinfer import __version__
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
+from zinfer.display import shown
 from zinfer.errors import JobError
 from zinfer.jobs.batches import Batch, BatchCutter, input_changed
 from zinfer.jobs.decoding import Completion, Engine, complete
@@ -28,14 +29,13 @@ from zinfer.jobs.identity import tokenizer_hash, weights_sample
 from zinfer.jobs.index import RowIndex, scan_input
 from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.output import OutputFile, Resumed, RowState
-from zinfer.jobs.progress import Meter, display
+from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt, PromptMaker, Room
 from zinfer.jobs.request import JobRequest, PathLike
 from zinfer.jobs.rows import BadRow
 from zinfer.jobs.summary import JobSummary
 from zinfer.model import build_meta_model
 from zinfer.sequence_length import max_positions
-from zinfer.store.manifest import refuse_unfinished
 from zinfer.units import name_values
 
 EngineFactory = Callable[..., Engine]
@@ -78,7 +78,7 @@ def run_job(
     traced = None if trace is None else Path(trace)
     request = JobRequest(model, Path(input), Path(output), config, device, max_new_tokens, batch_size, restart, traced)
     request.check()
-    with display(console) as meter:
+    with shown(Meter(console)) as meter:
         return _Job(request, meter, engine_factory or _init_inference).run()
 
 
@@ -100,7 +100,6 @@ class _Job:
         settings = self._settings = resolve_settings(request.config, {"device": request.device})
         for ignored in settings.without_effect:
             self._meter.note(f"without effect: {ignored.path} ({ignored.reason})")
-        refuse_unfinished(Path(request.model).expanduser())
         checkpoint = Checkpoint.open(request.model)
         model = build_meta_model(checkpoint, settings.dtype)
         room = Room.least(max_positions(model), settings.max_out_tokens)

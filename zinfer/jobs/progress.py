@@ -1,12 +1,10 @@
 """What a job has done so far, and what is left."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from rich.console import Console
 
-from zinfer.display import HEARTBEAT_S, Progress, shown
+from zinfer.display import Progress
 from zinfer.units import clock
 
 
@@ -72,11 +70,3 @@ class Meter(Progress):
         parts.append(f"{elapsed} elapsed")
         parts.append(f"ETA {'unknown' if eta is None else clock(eta)}")
         return ", ".join(parts)
-
-
-@contextmanager
-def display(console: Console | None, interval_s: float = HEARTBEAT_S) -> Iterator[Meter]:
-    """A meter that is shown on the console until the block ends; shown nowhere if there is no console."""
-    meter = Meter(console)
-    with shown(meter, interval_s):
-        yield meter

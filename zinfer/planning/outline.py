@@ -24,7 +24,6 @@ from zinfer.quantization.forms import find_form
 from zinfer.quantization.rules import Quantization
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.sequence_length import max_positions
-from zinfer.store.manifest import refuse_unfinished
 from zinfer.weights import Weight, match_weights
 
 _CONFIG_NAME: Final = "config.json"
@@ -87,7 +86,6 @@ def read_outline(
         tree = build_meta_model(checkpoint, dtype)
         weights = made_up_weights(tree, folder / _MADE_UP_NAME)
     else:
-        refuse_unfinished(folder)
         checkpoint = Checkpoint.open(model)
         tree = build_meta_model(checkpoint, dtype)
         weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))

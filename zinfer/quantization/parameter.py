@@ -61,10 +61,7 @@ class QuantizedParameter(nn.Parameter):
         if not -num_matrices <= index < num_matrices:
             raise IndexError(f"index {index} is out of range for {num_matrices} matrices")
         begin = index % num_matrices * rows
-        matrix = self.matrix
-        own = slice(begin, begin + rows)
-        zeros = None if matrix.zeros is None else matrix.zeros[own]
-        part = QuantizedMatrix(matrix.format, matrix.columns, matrix.codes[own], matrix.scales[own], zeros)
+        part = self.matrix.part(slice(begin, begin + rows))
         return QuantizedParameter.make(part, (rows, columns), quantizes_input=self.quantizes_input)
 
     @classmethod

@@ -61,13 +61,12 @@ def measure_errors(source: Checkpoint, store: Checkpoint) -> Iterator[MatrixErro
 def _compare(name: str, weight: TensorEntry, stored: StoredMatrix, *, transposed: bool) -> MatrixError:
     values = _read(weight)
     values = values.t() if transposed else values.reshape(stored.rows, stored.columns)
-    parts = [_read(entry) for _, entry in stored.parts]
+    matrix = QuantizedMatrix(stored.format, stored.columns, *(_read(entry) for _, entry in stored.parts))
     squares = torch.zeros(2, dtype=torch.float64)
     for begin in range(0, stored.rows, _SLICE_ROWS):
         rows = slice(begin, begin + _SLICE_ROWS)
-        matrix = QuantizedMatrix(stored.format, stored.columns, *(part[rows] for part in parts))
         own = values[rows].float()
-        difference = dequantize_ref(matrix, torch.float32) - own
+        difference = dequantize_ref(matrix.part(rows), torch.float32) - own
         squares += torch.stack([difference.double().square().sum(), own.double().square().sum()])
     layer = re.search(r"\.(\d+)\.", name)
     return MatrixError(

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -91,7 +91,6 @@ class Assembly:
     def __init__(self, device: torch.device, files: Mapping[Path, FileIdentity], keep: Keep) -> None:
         self._keep = keep
         self._stream = open_stream(device)
-        self._converted: deque[int] = deque()
         with ExitStack() as owned:
             self._reader = owned.enter_context(closing(Reader(expected=files)))
             staging = owned.enter_context(closing(StagingRing()))
@@ -139,34 +138,17 @@ class Assembly:
             self._hand_over(block, memory, written, partial(_arrive, move))
 
     def _convert(self, blocks: Sequence[Block]) -> None:
-        noted = [self._noted(block) for block in blocks]
-        conversions = Conversions(noted, self._lane, self._reader)
-        places: dict[int, tuple[Block, HostBuffer, Future[None]]] = {}
-        for block in noted:
+        places: dict[int, tuple[HostBuffer, Future[None]]] = {}
+
+        def hand_over(block: Block) -> None:
+            self._hand_over(block, *places.pop(block.index), self._stream.mark_compute().synchronize)
+
+        conversions = Conversions(blocks, self._lane, self._reader, done=hand_over)
+        for block in blocks:
             memory, vacant, written = self._slabs.take()
-            places[block.index] = block, memory, written
+            places[block.index] = memory, written
             conversions.begin(block, memory.tensor[: block.nbytes], vacant)
-            self._hand_over_converted(places)
         conversions.finish()
-        self._hand_over_converted(places)
-
-    def _noted(self, block: Block) -> Block:
-        """The block, with its conversion noting when it is carried out."""
-        conversion = block.conversion
-        assert conversion is not None
-        convert = conversion.convert
-
-        def convert_and_note(source: torch.Tensor, target: torch.Tensor) -> None:
-            convert(source, target)
-            self._converted.append(block.index)
-
-        return replace(block, conversion=replace(conversion, convert=convert_and_note))
-
-    def _hand_over_converted(self, places: dict[int, tuple[Block, HostBuffer, "Future[None]"]]) -> None:
-        """Have the slabs written whose conversions, and copies to the host, are all enqueued."""
-        while self._converted:
-            block, memory, written = places.pop(self._converted.popleft())
-            self._hand_over(block, memory, written, self._stream.mark_compute().synchronize)
 
     def _hand_over(self, block: Block, memory: HostBuffer, written: "Future[None]", arrive: Callable[[], None]) -> None:
         def write() -> None:

@@ -1,30 +1,17 @@
 """What makes a model's folder of a store's weights: config.json, the index, and the tokenizer's files."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.checkpoint import EXPLICIT_KEY, INDEX_NAME
 from zinfer.checkpoint.json_text import parse_object
+from zinfer.jobs.identity import text_files
 from zinfer.store.block_file import BlockFile
 from zinfer.store.manifest import FORMAT_VERSION, METHOD
-
-_COPIED: Final = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates/*",
-    "generation_config.json",
-)
 
 
 def companions(checkpoint: Checkpoint, dtype: torch.dtype, files: Sequence[BlockFile]) -> dict[str, bytes]:
@@ -35,12 +22,8 @@ def companions(checkpoint: Checkpoint, dtype: torch.dtype, files: Sequence[Block
     """
     config = parse_object(checkpoint.config_path.read_bytes(), lenient=True)
     made = {checkpoint.config_path.name: _text(_config(config, dtype)), INDEX_NAME: _text(_index(files))}
-    return {name: (checkpoint.folder / name).read_bytes() for name in _copied(checkpoint.folder)} | made
-
-
-def _copied(folder: Path) -> Iterator[str]:
-    found = {path for pattern in _COPIED for path in folder.glob(pattern) if path.is_file()}
-    yield from sorted(path.relative_to(folder).as_posix() for path in found)
+    folder = checkpoint.folder
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in text_files(folder)} | made
 
 
 def _config(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

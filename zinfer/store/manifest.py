@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from zinfer.checkpoint.faults import unreadable
+from zinfer.checkpoint.folder import STORE_JOURNAL_NAME, STORE_NAME
 from zinfer.checkpoint.json_text import JsonFault, parse_object
 from zinfer.checkpoint.weight_index import check_file_name
 from zinfer.errors import CheckpointError
@@ -21,12 +22,11 @@ from zinfer.store.identity import Identity
 METHOD: Final = "zinfer"
 """``quant_method`` in the ``quantization_config`` of a store's config.json."""
 FORMAT_VERSION: Final = 1
-MANIFEST_NAME: Final = "zinfer_store.json"
-JOURNAL_NAME: Final = "zinfer_store.partial.jsonl"
+MANIFEST_NAME: Final = STORE_NAME
+JOURNAL_NAME: Final = STORE_JOURNAL_NAME
 
 _CHECKSUM: Final = "xxh3_128 over all bytes of a file after its safetensors header, in hexadecimal digits"
 _WRITE_AGAIN: Final = "copy the whole folder again, or write the store again with zinfer quantize"
-_RUN_AGAIN: Final = "run the same zinfer quantize command again, it goes on where it stopped"
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,10 @@ def is_store(folder: Path) -> bool:
     return (folder / MANIFEST_NAME).is_file() or (folder / JOURNAL_NAME).is_file()
 
 
-def refuse_unfinished(folder: Path) -> None:
-    """Raise CheckpointError if a store was begun in a folder and not finished; says how to go on."""
-    if is_store(folder) and not (folder / MANIFEST_NAME).is_file():
-        raise CheckpointError(_why_absent(folder / MANIFEST_NAME))
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a finished store, all of whose files are there in their sizes.
+
+    Opening the folder as a checkpoint has refused one that is written half.
 
     Raises:
         CheckpointError: there is none, it is of another version or damaged, or a block's file is missing or of another
@@ -103,7 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(_why_absent(path)) from None
+        raise CheckpointError(f"{path}: no such file, but a store has one; {_WRITE_AGAIN}") from None
     except OSError as error:
         raise unreadable(path, error) from error
     try:
@@ -119,14 +115,6 @@ def read_manifest(folder: Path) -> Manifest:
     for block in manifest.blocks:
         _check_file(manifest.folder / block.file, block)
     return manifest
-
-
-def _why_absent(path: Path) -> str:
-    if (path.parent / JOURNAL_NAME).is_file():
-        return (
-            f"{path.parent}: a store that is written half ({JOURNAL_NAME} is there, {path.name} is not); {_RUN_AGAIN}"
-        )
-    return f"{path}: no such file, but a store has one; {_WRITE_AGAIN}"
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """How far a store is."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from rich.console import Console
 
-from zinfer.display import HEARTBEAT_S, Progress, shown
+from zinfer.display import Progress
 from zinfer.units import clock, human_bytes
 
 
@@ -62,11 +61,3 @@ class Meter(Progress):
             f"ETA {'unknown' if eta is None else clock(eta)}",
         ]
         return ", ".join(parts)
-
-
-@contextmanager
-def display(console: Console | None, interval_s: float = HEARTBEAT_S) -> Iterator[Meter]:
-    """A meter that is shown on the console until the block ends; shown nowhere if there is no console."""
-    meter = Meter(console)
-    with shown(meter, interval_s):
-        yield meter

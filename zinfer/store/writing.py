@@ -16,6 +16,7 @@ import xxhash
 from rich.console import Console
 
 from zinfer.config import Settings
+from zinfer.display import shown
 from zinfer.errors import ConfigError, PlanError
 from zinfer.nvme.whole_file import sync_folder
 from zinfer.offload.block import Block
@@ -29,7 +30,7 @@ from zinfer.store.identity import Identity
 from zinfer.store.journal import Journal
 from zinfer.store.manifest import JOURNAL_NAME, Manifest, StoredBlock
 from zinfer.store.placing import in_pieces, place_file
-from zinfer.store.progress import Meter, display
+from zinfer.store.progress import Meter
 from zinfer.store.source import Source
 from zinfer.store.summary import StoreSummary
 from zinfer.units import human_bytes
@@ -57,7 +58,7 @@ def write_store(
         OSError: the disk is full or failed. What is finished is kept.
     """
     device = choose_device(settings)
-    with display(console) as meter:
+    with shown(Meter(console)) as meter:
         source = Source.open(model, settings)
         identity = Identity.of(source.checkpoint, source.rules, source.dtype)
         folder = Path(output).expanduser().absolute()

@@ -1,0 +1,20 @@
+"""What a configuration comes to, for the tests of its quantization keys."""
+
+from typing import Any
+
+import pytest
+
+from zinfer.config import resolve_settings
+from zinfer.errors import ConfigError
+from zinfer.quantization import Quantization
+
+
+def resolved(config: dict[str, Any]) -> Quantization | None:
+    return resolve_settings(config).quantization
+
+
+def refusal(config: dict[str, Any]) -> str:
+    """The message of the error that it is."""
+    with pytest.raises(ConfigError) as refused:
+        resolve_settings(config)
+    return str(refused.value)
