@@ -108,7 +108,7 @@ def quantize_tokens_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = values.abs().amax(dim=1, keepdim=True) if x.shape[1] else values.new_zeros(x.shape[0], 1)
     steps = torch.where(largest > _LEAST.value, torch.full_like(largest, _LAST) / largest, 0)
     codes = (values * steps).round().clamp(-_LAST, _LAST).to(torch.int8)
-    return codes, largest.squeeze(1) / _LAST + (values * 0).sum(dim=1)
+    return codes, (largest / torch.full_like(largest, _LAST)).squeeze(1) + (values * 0).sum(dim=1)
 
 
 def quantize_tokens_kernel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,7 +118,15 @@ def quantize_tokens_kernel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     block = min(_TOKEN_BLOCK, triton.next_power_of_2(x.shape[1]))
     with on_device(x):
-        _quantize_tokens[(x.shape[0],)](x, codes, scales, x.shape[1], BLOCK=block, num_warps=_TOKEN_WARPS)
+        _quantize_tokens[(x.shape[0],)](
+            x,
+            codes,
+            scales,
+            x.shape[1],
+            BLOCK=block,
+            num_warps=_TOKEN_WARPS,
+            enable_fp_fusion=False,  # a product fused with the sum that rounds it would not be rounded itself
+        )
     return codes, scales
 
 

@@ -68,9 +68,9 @@ def fit(
     """Scales in ``dtype`` and zeros (float32, whole numbers) whose codes cover from ``low`` to ``high``, and 0."""
     first, last = format.code_range
     if format.symmetric:
-        return _rounded_up(torch.maximum(-low, high) / last, dtype), None
+        return _rounded_up(_divided(torch.maximum(-low, high), last), dtype), None
     low, high = low.clamp(max=0), high.clamp(min=0)
-    scales = _rounded_up((high - low) / (last - first), dtype)
+    scales = _rounded_up(_divided(high - low, last - first), dtype)
     return scales, _in_steps(-low, scales).round().clamp(first, last)
 
 
@@ -139,6 +139,11 @@ def _in_steps(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Values as multiples of their scales; the scale of a group of zeros is 0. One over a scale may be infinite."""
     steps = scales.float()
     return values / torch.where(steps > 0, steps, 1)
+
+
+def _divided(values: torch.Tensor, number: float) -> torch.Tensor:
+    """Values over a number, alike on every device: by a plain number torch divides as a product on a GPU."""
+    return values / torch.full_like(values, number)
 
 
 def _rounded_up(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinfer.kernels import quantize as quantize_module
+from zinfer.kernels.cases import FORMATS
 from zinfer.kernels.dequantize import codes_of, dequantize_ref
 from zinfer.kernels.quantize import CannotQuantize, decode, encode, fit, pack_int4, quantize
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
@@ -169,3 +170,16 @@ def test_decode_is_what_a_stored_matrix_holds(data: Any) -> None:
     scales, zeros = fit(groups.amin(-1), groups.amax(-1), format, matrix.dtype)
     decoded = decode(encode(groups, scales, zeros, format), scales, zeros).view(matrix.shape)
     assert torch.equal(decoded.to(matrix.dtype), dequantize_ref(quantize(matrix, format)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_gpu_gives_the_same_codes_scales_and_zeros(format: QuantFormat, dtype: torch.dtype) -> None:
+    matrix = torch.randn(330, 960, generator=torch.Generator().manual_seed(5)).to(dtype)
+    found, wanted = quantize(matrix.cuda(), format), quantize(matrix, format)
+    assert torch.equal(found.scales.cpu(), wanted.scales)
+    assert torch.equal(found.codes.cpu().view(torch.uint8), wanted.codes.view(torch.uint8))
+    if wanted.zeros is not None:
+        assert found.zeros is not None
+        assert torch.equal(found.zeros.cpu(), wanted.zeros)
