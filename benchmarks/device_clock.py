@@ -55,7 +55,10 @@ def num_copies(nbytes: int) -> int:
 
 
 def copy_bytes_per_s() -> float:
-    """Bytes read and written a second by a device copy: what a memory-bound kernel is measured against."""
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+    """Bytes read and written a second by a kernel that copies: what a memory-bound kernel is measured against.
+
+    `torch.Tensor.copy_` would become a memory copy in the graph, which the driver gives to slower engines.
+    """
+    source = torch.zeros(_COPY_BYTES // 4, dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / graph_seconds([lambda: target.copy_(source)])
+    return 2 * _COPY_BYTES / graph_seconds([lambda: torch.neg(source, out=target)])

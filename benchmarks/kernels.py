@@ -32,9 +32,10 @@ from triton.runtime.errors import OutOfResources
 
 from zinfer.kernels.cases import FORMATS, SMALL, TYPICAL, Shape, allowed_error, fits, random_input, random_matrix
 from zinfer.kernels.dequantize import dequantize_kernel, dequantize_ref
+from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.int8_linear import CANDIDATES, int8_linear, int8_linear_kernel, int8_linear_ref
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.kernels.quantized_linear import can_fuse, fused_linear, quantized_linear, quantized_linear_ref
+from zinfer.kernels.quantized_linear import quantized_linear, quantized_linear_ref
 from zinfer.kernels.tiles import Tiles, block_tokens_for, candidates
 
 _TUNED_FORMATS: Final = (QuantFormat(8), QuantFormat(4, group_size=128))

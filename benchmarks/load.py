@@ -20,7 +20,7 @@ import torch
 from ceilings import PlainReads, best_disk_setting, pin_bytes_per_s
 from homes import blocks_of, config_for
 from opt_model import drop_page_cache, save_random_opt
-from result import publish
+from result import keep, publish
 
 import zinfer
 
@@ -83,9 +83,10 @@ def main() -> None:
             medians = {name: round(statistics.median(each[name] for each in figures), 3) for name in figures[0]}
             share = {} if case == "disk" else {"load_share": round(statistics.median(shares), 4)}
             found[case] = medians | share
+            if len(tokens) != 1:
+                raise SystemExit(f"gate: the first tokens differ: {tokens}; no figure is reported")
             print(case, json.dumps(found[case]), flush=True)
-    if len(tokens) != 1:
-        raise SystemExit(f"gate: the first tokens differ between homes: {tokens}; no figure is reported")
+            keep({"benchmark": "load", "cases": found}, args.out)
     rates = {
         "disk_gb_per_s": round(statistics.median(disk_rates) / 1e9, 3),
         "pin_gb_per_s": round(statistics.median(pin_rates or [0.0]) / 1e9, 3),

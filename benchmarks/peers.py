@@ -30,7 +30,7 @@ from opt_model import drop_page_cache, random_opt, save_random_opt
 from peer_process import run_limited
 from peer_systems import SYSTEMS, System, Tier, chosen_systems
 from peer_worker import Work, greedy_options, layer_bytes
-from result import publish
+from result import keep, publish
 from transformers import OPTForCausalLM
 
 _SMALL_LAYERS: Final = 4
@@ -167,7 +167,8 @@ def main() -> None:
         for system in args.systems:
             found[system.name] = run_system(system, folder, gate, args)
             print(system.name, found[system.name], flush=True)
-    rows = with_ratios(found, streamed_bytes, ceilings)
+            rows = with_ratios(found, streamed_bytes, ceilings)
+            keep({"benchmark": "peers", "systems": rows}, args.out)
     print_table(rows)
     packages = sorted(
         {system.package for system in args.systems if importlib.util.find_spec(system.package)} - {"zinfer"}

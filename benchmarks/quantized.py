@@ -22,7 +22,7 @@ import torch
 from ceilings import PlainReads, best_disk_setting, link_bytes_per_s
 from opt_model import drop_page_cache, save_random_opt
 from passes import Passes
-from result import publish
+from result import keep, publish
 
 import zinfer
 
@@ -147,6 +147,7 @@ def main() -> None:
         for format in formats:
             found[format] = bench.measure(format)
             print(format, json.dumps(found[format]), flush=True)
+            keep({"benchmark": "quantized", "formats": with_ratios(found)}, args.out)
     shape = {name: getattr(args, name) for name in ("layers", "hidden", "batch", "prompt", "prefill")}
     work = {"benchmark": "quantized", **shape, "dtype": str(dtype).removeprefix("torch.")}
     publish(work | {"formats": with_ratios(found)}, args.out)

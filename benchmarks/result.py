@@ -14,7 +14,16 @@ def publish(figures: Mapping[str, object], out: Path | None, versions: Mapping[s
         versions: of what ran beside zinfer, for the card.
     """
     line = json.dumps({**figures, "card": machine_card() | dict(versions or {})})
+    _write(line, out)
+    print(line)
+
+
+def keep(figures: Mapping[str, object], out: Path | None) -> None:
+    """Write what there is so far to ``out``: a run that is cut off has not been for nothing."""
+    _write(json.dumps({**figures, "unfinished": True, "card": machine_card()}), out)
+
+
+def _write(line: str, out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(line + "\n")
-    print(line)

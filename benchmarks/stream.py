@@ -27,7 +27,7 @@ from homes import CASES, blocks_of, config_for, model_blocks
 from opt_model import drop_page_cache, save_random_opt
 from overhead import measure_overhead
 from passes import Passes, PassTimes
-from result import publish
+from result import keep, publish
 
 import zinfer
 from zinfer.offload.stats import RunStats
@@ -178,6 +178,7 @@ def main() -> None:
         for case in args.cases.split(","):
             found[case] = measure_overhead(Path(temporary) / "tiny") if case == "overhead" else bench.measure(case)
             print(case, json.dumps(found[case]), flush=True)
+            keep({"benchmark": "stream", "cases": found}, args.out)
     shape = {name: getattr(args, name) for name in ("layers", "hidden", "batch", "prompt")}
     rates = {"link_gb_per_s": bench.link_rate / 1e9, "disk_gb_per_s": statistics.median(bench.disk_rates) / 1e9}
     ceilings = {name: round(rate, 3) for name, rate in rates.items()}

@@ -1,39 +1,22 @@
 """Multiplies activations with a quantized matrix: `torch.nn.functional.linear` for a `QuantizedMatrix`.
 
-Few tokens: one Triton kernel reads codes, widens them in registers and multiplies, so that what is moved are the packed
-bytes. The kernel multiplies the bare codes, which are whole numbers and exact, and scales the sum over each group. Many
-tokens: the matrix is dequantized once, its elements rounded, and the vendor's product does the rest.
-
-Sums are taken in a fixed order, without atomics: the same arguments give the same bits.
+Few tokens: one kernel that reads the packed bytes. Many tokens: the matrix is dequantized once, its elements rounded,
+and the vendor's product does the rest.
 """
 
 from typing import Final, Literal, TypeAlias
 
 import torch
-import triton
-import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.dequantize import (
-    INTERPRETED,
-    dequantize,
-    dequantize_ref,
-    has_kernels,
-    kernel_codes,
-    on_device,
-    widen_bytes,
-    widen_nibbles,
-)
+from zinfer.kernels.dequantize import dequantize, dequantize_ref, has_kernels
+from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.quantized import QuantizedMatrix
-from zinfer.kernels.tiles import Cut, Tiles, most_block, tiles_for
 
 Way: TypeAlias = Literal["fused", "dequantize"]
 
-MOST_FUSED_TOKENS: Final = {4: 64, 8: 64}
-"""The most tokens that the fused kernel serves, by bits; to be set by measurement (benchmarks/kernels.py)."""
-
-_LEAST_BLOCK: Final = 16  # columns of one tensor core instruction
-_REDUCE_BLOCK: Final = 1024
+MOST_FUSED_TOKENS: Final = {4: 128, 8: 128}
+"""The most tokens that the fused kernel serves, by bits: 256 were slower on an H200 (benchmarks/kernels.py)."""
 
 
 def quantized_linear(
@@ -83,217 +66,3 @@ def check_operands(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor 
                 f"{name} is {tensor.dtype} on {tensor.device}, the matrix {matrix.dtype} on {matrix.codes.device}; "
                 "cast or move one of them"
             )
-
-
-def can_fuse(matrix: QuantizedMatrix) -> bool:
-    """Whether the fused kernel takes the matrix: half precision, and one group a row or groups that steps divide."""
-    return matrix.dtype in (torch.float16, torch.bfloat16) and most_block(matrix) >= _LEAST_BLOCK
-
-
-def fused_linear(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, tiles: Tiles | None = None
-) -> torch.Tensor:
-    """As `quantized_linear`, by the fused kernel: of a matrix on a GPU, or on the CPU under Triton's interpreter.
-
-    Args:
-        tiles: others than those of the table.
-
-    Raises:
-        ValueError: the matrix has another dtype or other groups than the kernel takes.
-    """
-    if not can_fuse(matrix):
-        raise ValueError(
-            f"no fused product for {matrix.dtype} and {matrix.scales.shape[1]} groups in {matrix.columns} columns: it "
-            f"takes float16 or bfloat16, and groups that {_LEAST_BLOCK * 8 // matrix.format.bits} divides"
-        )
-    assert has_kernels(matrix) or INTERPRETED, "a GPU or Triton's interpreter"
-    flat = x.reshape(-1, matrix.columns).contiguous()
-    out = torch.empty((flat.shape[0], matrix.rows), dtype=x.dtype, device=x.device)
-    if out.numel() and matrix.columns:
-        with on_device(x):
-            _launch(flat, matrix, bias, out, tiles or tiles_for(matrix.format.bits, flat.shape[0]))
-    return out.view(*x.shape[:-1], matrix.rows)
-
-
-def _launch(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None, out: torch.Tensor, tiles: Tiles
-) -> None:
-    """Fill out [tokens, rows] for x [tokens, columns]."""
-    cut = Cut.of(x.shape[0], matrix, tiles)
-    sums = out if cut.num_parts == 1 else torch.empty((cut.num_parts, *out.shape), dtype=torch.float32, device=x.device)
-    _fused_kernel[cut.num_tiles, cut.num_parts](
-        _pairs(x) if matrix.format.bits == 4 else x,
-        kernel_codes(matrix),
-        matrix.scales.contiguous(),
-        None if matrix.zeros is None else matrix.zeros.contiguous(),
-        None if cut.num_parts > 1 or bias is None else bias.contiguous(),
-        sums,
-        *out.shape,
-        cut.width,
-        matrix.scales.shape[1],
-        cut.steps,
-        FOUR_BITS=matrix.format.bits == 4,
-        IS_FLOAT=matrix.format.is_float,
-        IS_BFLOAT=x.dtype == torch.bfloat16,
-        ONE_GROUP=matrix.scales.shape[1] == 1,
-        STEPS_PER_GROUP=cut.steps_per_group,
-        EVEN=cut.width % cut.block == 0,
-        WEIGHTS_LEFT=tiles.weights_left,
-        BLOCK_TOKENS=tiles.block_tokens,
-        BLOCK_ROWS=tiles.block_rows,
-        BLOCK=cut.block,
-        COMPILED=not INTERPRETED,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-    if cut.num_parts > 1:
-        _sum_kernel[(triton.cdiv(out.numel(), _REDUCE_BLOCK),)](
-            sums,
-            None if bias is None else bias.contiguous(),
-            out,
-            out.numel(),
-            matrix.rows,
-            PARTS=cut.num_parts,
-            BLOCK=_REDUCE_BLOCK,
-        )
-
-
-def _pairs(x: torch.Tensor) -> torch.Tensor:
-    """Neighbouring columns as one 32-bit word, the first in the low half; an odd last one beside a zero."""
-    if x.shape[1] % 2:
-        x = functional.pad(x, (0, 1))
-    elif x.data_ptr() % 4:
-        x = x.clone()
-    return x.view(torch.int32)
-
-
-@triton.jit
-def _accumulate(weights, x, sums, WEIGHTS_LEFT: tl.constexpr, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds the products of weights [rows, columns] and x [tokens, columns] to sums, [rows, tokens] or transposed."""
-    if not COMPILED:  # the interpreter has no arithmetic for bfloat16
-        weights, x = weights.to(tl.float32), x.to(tl.float32)
-    if WEIGHTS_LEFT:
-        return tl.dot(weights, tl.trans(x), sums)
-    else:
-        return tl.dot(x, tl.trans(weights), sums)
-
-
-@triton.jit
-def _multiply(  # type: ignore[no-untyped-def]
-    x,
-    codes,
-    zero,
-    sums,
-    IS_BFLOAT: tl.constexpr,
-    FOUR_BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
-    """Adds a step's products to sums; with 4 bits those of even and of odd columns, x being words that hold both."""
-    TYPE: tl.constexpr = tl.bfloat16 if IS_BFLOAT else tl.float16
-    if FOUR_BITS:
-        low, high = widen_nibbles(codes, IS_BFLOAT, COMPILED)
-        if HAS_ZERO:
-            centred = (zero.to(tl.float32) - 8).to(low.dtype)[:, None]
-            low, high = low - centred, high - centred
-        sums = _accumulate(low, x.to(tl.int16).to(TYPE, bitcast=True), sums, WEIGHTS_LEFT, COMPILED)
-        return _accumulate(high, (x >> 16).to(tl.int16).to(TYPE, bitcast=True), sums, WEIGHTS_LEFT, COMPILED)
-    else:
-        weights = widen_bytes(codes, IS_BFLOAT, IS_FLOAT, COMPILED)
-        if HAS_ZERO:
-            weights -= (zero.to(tl.float32) - 128).to(weights.dtype)[:, None]
-        return _accumulate(weights, x, sums, WEIGHTS_LEFT, COMPILED)
-
-
-@triton.jit(do_not_specialize=["tokens", "rows", "steps"])
-def _fused_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    out_ptr,
-    tokens,
-    rows,
-    width,
-    groups,
-    steps,
-    FOUR_BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    IS_BFLOAT: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-    STEPS_PER_GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
-    """One tile of tokens and rows, summed over some steps; tiles of the same rows run beside each other."""
-    HAS_ZERO: tl.constexpr = zeros_ptr is not None
-    token_tiles = tl.cdiv(tokens, BLOCK_TOKENS)
-    token = tl.program_id(0) % token_tiles * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    row = tl.program_id(0) // token_tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    stored_row = tl.minimum(row, rows - 1).to(tl.int64)
-    unit = tl.arange(0, BLOCK)
-    x_ptrs = x_ptr + token[:, None].to(tl.int64) * width + unit[None, :]
-    codes_ptrs = codes_ptr + stored_row[:, None] * width + unit[None, :]
-    first = tl.program_id(1) * steps
-    last = tl.minimum(first + steps, tl.cdiv(width, BLOCK))
-    # The scales of a step are loaded one step ahead: no copy to shared memory brings them early.
-    scale_ptrs = scales_ptr + stored_row * groups
-    group = 0 if ONE_GROUP else first // STEPS_PER_GROUP
-    scale = tl.load(scale_ptrs + group)
-    zero = scale  # of no use without zeros
-    if HAS_ZERO:
-        zero_ptrs = zeros_ptr + stored_row * groups
-        zero = tl.load(zero_ptrs + group)
-    if WEIGHTS_LEFT:
-        none = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
-    else:
-        none = tl.zeros((BLOCK_TOKENS, BLOCK_ROWS), tl.float32)
-    sums = none
-    for step in range(first, last):
-        if EVEN:
-            codes = tl.load(codes_ptrs + step * BLOCK)
-            x = tl.load(x_ptrs + step * BLOCK, mask=(token < tokens)[:, None], other=0)
-        else:
-            inside = (unit < width - step * BLOCK)[None, :]
-            codes = tl.load(codes_ptrs + step * BLOCK, mask=inside, other=0)
-            x = tl.load(x_ptrs + step * BLOCK, mask=(token < tokens)[:, None] & inside, other=0)
-        if ONE_GROUP:
-            sums = _multiply(x, codes, zero, sums, IS_BFLOAT, FOUR_BITS, IS_FLOAT, HAS_ZERO, WEIGHTS_LEFT, COMPILED)
-        else:
-            next_group = tl.minimum((step + 1) // STEPS_PER_GROUP, groups - 1)
-            next_scale = tl.load(scale_ptrs + next_group)
-            next_zero = tl.load(zero_ptrs + next_group) if HAS_ZERO else next_scale
-            product = _multiply(x, codes, zero, none, IS_BFLOAT, FOUR_BITS, IS_FLOAT, HAS_ZERO, WEIGHTS_LEFT, COMPILED)
-            sums += product * (scale[:, None] if WEIGHTS_LEFT else scale[None, :]).to(tl.float32)
-            scale, zero = next_scale, next_zero
-    if WEIGHTS_LEFT:
-        sums = tl.trans(sums)
-    if ONE_GROUP:
-        sums *= scale[None, :].to(tl.float32)
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + stored_row)[None, :].to(tl.float32)
-    places = (tl.program_id(1).to(tl.int64) * tokens + token[:, None]) * rows + row[None, :]
-    tl.store(
-        out_ptr + places, sums.to(out_ptr.dtype.element_ty), mask=(token < tokens)[:, None] & (row < rows)[None, :]
-    )
-
-
-@triton.jit(do_not_specialize=["numel", "rows"])
-def _sum_kernel(  # type: ignore[no-untyped-def]
-    sums_ptr, bias_ptr, out_ptr, numel, rows, PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Adds the parts that `_fused_kernel` summed apart, first to last, and the bias."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(sums_ptr + part * numel.to(tl.int64) + place, mask=place < numel, other=0)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + place % rows, mask=place < numel, other=0).to(tl.float32)
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=place < numel)

@@ -20,6 +20,8 @@ class Tiles:
         programs: the columns are split over several programs as long as there are no more than these.
         weights_left: the matrix is the product's left operand, of 64 or 16 rows to an instruction, and tokens the right
             one, of 8; otherwise the other way round.
+        unroll: steps between two barriers. Their bytes lie side by side in the rows of the matrix: memory gives 64 of
+            them at a time slowly.
     """
 
     block_tokens: int
@@ -29,6 +31,7 @@ class Tiles:
     stages: int
     programs: int
     weights_left: bool
+    unroll: int = 1
 
 
 _FEWEST_TOKENS: Final = 8  # of an instruction's right operand
@@ -36,16 +39,16 @@ _MOST_TOKENS: Final = 64
 
 _MOST_PARTS: Final = 16  # that a row's columns are split into: their sums are written and read again
 
-# To be set by measurement: `benchmarks/kernels.py --tune` prints the best. Keys are bits and tokens of a tile.
+# The best of `benchmarks/kernels.py --tune` on an H200. Keys are bits and tokens of a tile.
 _CHOSEN: Final = {
-    (4, 8): Tiles(8, 128, 128, 4, 4, 528, True),
-    (4, 16): Tiles(16, 128, 128, 4, 4, 528, False),
-    (4, 32): Tiles(32, 128, 128, 4, 4, 528, False),
-    (4, 64): Tiles(64, 128, 128, 4, 4, 264, False),
-    (8, 8): Tiles(8, 64, 128, 4, 4, 528, True),
-    (8, 16): Tiles(16, 64, 128, 4, 4, 528, False),
-    (8, 32): Tiles(32, 64, 128, 4, 4, 528, False),
-    (8, 64): Tiles(64, 128, 128, 4, 4, 264, False),
+    (4, 8): Tiles(8, 128, 128, 4, 3, 264, True, 2),
+    (4, 16): Tiles(16, 128, 128, 4, 3, 264, False, 2),
+    (4, 32): Tiles(32, 128, 128, 4, 3, 264, False, 1),
+    (4, 64): Tiles(64, 128, 128, 4, 3, 264, False, 1),
+    (8, 8): Tiles(8, 128, 128, 2, 3, 264, True, 2),
+    (8, 16): Tiles(16, 128, 128, 4, 3, 264, False, 2),
+    (8, 32): Tiles(32, 128, 128, 4, 3, 264, False, 2),
+    (8, 64): Tiles(64, 128, 128, 4, 3, 264, False, 1),
 }
 
 
@@ -60,23 +63,27 @@ def block_tokens_for(tokens: int) -> int:
 
 
 def candidates(bits: int, tokens: int) -> Iterator[Tiles]:
-    """Tiles worth measuring for so many tokens, at most 24."""
+    """Tiles worth measuring for so many tokens, at most 30."""
     block_tokens = block_tokens_for(tokens)
     left = block_tokens == _FEWEST_TOKENS
-    wide = 256 if bits == 8 else 128
-    shapes = [  # rows, columns, warps, stages, is the matrix left
-        (64, 128, 2, 5, left),
-        (64, 128, 4, 4, left),
-        (128, 128, 4, 3, left),
-        (128, 128, 4, 5, left),
-        (128, 128, 2, 4, True),
-        (128, 128, 8, 4, left),
-        (256, 128, 8, 4, left),
-        (64, wide, 4, 3, left) if bits == 8 else (256, 128, 4, 4, left),
+    shapes = [  # rows, columns, warps, stages, is the matrix left, unroll
+        (64, 128, 4, 4, left, 1),
+        (64, 128, 4, 4, left, 2),
+        (64, 128, 4, 3, left, 4),
+        (128, 128, 4, 3, left, 1),
+        (128, 128, 4, 5, left, 1),
+        (128, 128, 2, 4, True, 1),
+        (128, 128, 2, 3, True, 2),
+        (128, 128, 4, 3, left, 2),
     ]
-    for rows, columns, warps, stages, weights_left in shapes:
+    shapes += (
+        [(64, 256, 4, 3, left, 1), (128, 128, 8, 4, left, 1)]
+        if bits == 8
+        else [(128, 128, 4, 3, True, 4), (128, 128, 8, 3, left, 4)]
+    )
+    for rows, columns, warps, stages, weights_left, unroll in shapes:
         for programs in (264, 528, 1056):
-            yield Tiles(block_tokens, rows, columns, warps, stages, programs, weights_left)
+            yield Tiles(block_tokens, rows, columns, warps, stages, programs, weights_left, unroll)
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,8 @@ class Cut:
     """A call cut into programs.
 
     A row has ``width`` units, bytes of codes and the numbers of x beside each. A step takes ``block`` of them, a
-    program ``steps`` steps, and ``num_parts`` programs share each of ``num_tiles`` tiles.
+    program ``steps`` steps, a multiple of what is unrolled, and ``num_parts`` programs share each of ``num_tiles``
+    tiles.
     """
 
     width: int
@@ -101,8 +109,9 @@ class Cut:
         block = min(tiles.block_columns * matrix.format.bits // 8, most_block(matrix))
         num_steps = -(-width // block)
         num_tiles = -(-matrix.rows // tiles.block_rows) * -(-tokens // tiles.block_tokens)
-        parts = max(1, min(tiles.programs // num_tiles, num_steps // tiles.stages, _MOST_PARTS))
-        steps = -(-num_steps // parts)
+        parts = max(1, min(tiles.programs // num_tiles, num_steps // (tiles.stages * tiles.unroll), _MOST_PARTS))
+        turns = -(-num_steps // (parts * tiles.unroll))
+        steps = turns * tiles.unroll
         steps_per_group = 1 if groups == 1 else num_steps // groups
         return cls(width, block, steps_per_group, steps, -(-num_steps // steps), num_tiles)
 

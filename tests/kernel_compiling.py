@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from zinfer.kernels import dequantize, int8_linear, quantized_linear
+from zinfer.kernels import dequantize, fused_linear, int8_linear
 from zinfer.kernels.cases import HALVES, TYPICAL, Shape, random_input, random_matrix
 from zinfer.kernels.quantized import QuantFormat
 
@@ -64,20 +64,20 @@ class Compiled:
 def main() -> None:
     names = {
         dequantize: ["_dequantize_kernel"],
-        quantized_linear: ["_fused_kernel", "_sum_kernel"],
+        fused_linear: ["_fused_kernel", "_sum_kernel"],
         int8_linear: ["_quantize_tokens", "_int8_kernel"],
     }
     for module, kernels in names.items():
         for name in kernels:
             mock.patch.object(module, name, Compiled(getattr(module, name))).start()
-    mock.patch.object(quantized_linear, "has_kernels", return_value=True).start()
+    mock.patch.object(fused_linear, "has_kernels", return_value=True).start()
     for dtype in HALVES:
         for format in TYPICAL:
             matrix = random_matrix(format, 1024, 4096, dtype, "cpu")
             dequantize.dequantize_kernel(matrix)
             for tokens in (1, 16, 64):
                 x, bias = random_input(Shape(tokens, 1024, 4096), dtype, "cpu")
-                quantized_linear.fused_linear(x, matrix, bias)
+                fused_linear.fused_linear(x, matrix, bias)
         for columns in (4096, 4097):
             matrix = random_matrix(QuantFormat(8), 1024, columns, dtype, "cpu")
             x, bias = random_input(Shape(300, 1024, columns), dtype, "cpu")

@@ -23,8 +23,9 @@ from zinfer.kernels.cases import (
     random_matrix,
 )
 from zinfer.kernels.dequantize import INTERPRETED, dequantize, dequantize_ref
+from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.kernels.quantized_linear import Way, can_fuse, fused_linear, quantized_linear, quantized_linear_ref
+from zinfer.kernels.quantized_linear import Way, quantized_linear, quantized_linear_ref
 from zinfer.kernels.tiles import Cut, Tiles, block_tokens_for, candidates, most_block, tiles_for
 
 FUSED = [format for format in FORMATS if format.group_size != 5]
@@ -210,6 +211,6 @@ def test_a_cut_covers_each_step_once(bits: int, tokens: int, rows: int, groups: 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 33, 64, 65, 4096])
 def test_tables_of_tiles(bits: int, tokens: int) -> None:
     found = list(candidates(bits, tokens))
-    assert len(found) == len(set(found)) <= 24
+    assert len(found) == len(set(found)) <= 30
     assert {tiles.block_tokens for tiles in (*found, tiles_for(bits, tokens))} == {block_tokens_for(tokens)}
     assert block_tokens_for(tokens) >= min(tokens, 64)
