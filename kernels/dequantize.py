@@ -71,17 +71,18 @@ def dequantize_kernel(matrix: QuantizedMatrix, out: torch.Tensor | None = None) 
             COMPILED=not INTERPRETED,
             num_warps=_WARPS,
         )
-    return out
+    return out if matrix.column_scales is None else out.mul_(matrix.column_scales)
 
 
 def dequantize_ref(matrix: QuantizedMatrix, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """As `dequantize`, in plain torch; computed in float32 and rounded to ``dtype`` once."""
+    """As `dequantize`, in plain torch; computed in float32 and rounded to ``dtype``, and once more by column scales."""
     values = codes_of(matrix).float()
     groups = values.view(matrix.rows, matrix.scales.shape[1], -1)
     if matrix.zeros is not None:
         groups -= matrix.zeros.float().unsqueeze(-1)
     groups *= matrix.scales.float().unsqueeze(-1)
-    return values.to(dtype or matrix.dtype)
+    values = values.to(dtype or matrix.dtype)
+    return values if matrix.column_scales is None else values.mul_(matrix.column_scales)
 
 
 def codes_of(matrix: QuantizedMatrix) -> torch.Tensor:

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zinfer.kernels.dequantize import on_device
 from zinfer.kernels.quantized import QuantizedMatrix
-from zinfer.kernels.quantized_linear import check_operands
+from zinfer.kernels.quantized_linear import check_operands, with_scaled_columns
 
 Way: TypeAlias = Literal["fused", "vendor"]
 
@@ -74,6 +74,7 @@ def int8_linear(
     """
     check_operands(x, matrix, bias)
     check_matrix(matrix)
+    x, matrix = with_scaled_columns(x, matrix)
     if x.device.type != "cuda":
         return int8_linear_ref(x, matrix, bias)
     if way == "vendor":
@@ -83,9 +84,8 @@ def int8_linear(
 
 def check_matrix(matrix: QuantizedMatrix) -> None:
     """Raise ValueError unless INT8 tensor cores can multiply the matrix's codes."""
-    format = matrix.format
-    if format.bits != 8 or not format.symmetric or format.is_float or matrix.scales.shape[1] != 1:
-        raise ValueError(f"INT8 products need symmetric INT8 weights with one scale a row, not {format}")
+    if not matrix.format.multiplies_int8:
+        raise ValueError(f"INT8 products need symmetric INT8 weights with one scale a row, not {matrix.format}")
     if matrix.columns > _MOST_COLUMNS:
         raise ValueError(
             f"INT8 products take at most {_MOST_COLUMNS} columns, not {matrix.columns}: sums would overflow"

@@ -26,6 +26,8 @@ def full_range(groups: torch.Tensor, format: QuantFormat, dtype: torch.dtype) ->
 def quantize_into(target: QuantizedMatrix, matrix: torch.Tensor, bounds: Bounds = full_range) -> None:
     """Fill ``target`` with the codes nearest to ``matrix`` [rows, columns] (floating-point, any strides).
 
+    Scales of columns are taken as they are; `scaling.scale_columns_into` chooses them.
+
     Scales are rounded up to their dtype first, so that every element within the bounds is off by at most half a step of
     the stored scale (for floating-point codes: half the distance of the codes around it).
 
@@ -105,6 +107,8 @@ def _slices(target: QuantizedMatrix) -> Iterator[slice]:
 def _grouped(matrix: torch.Tensor, rows: slice, target: QuantizedMatrix) -> torch.Tensor:
     """Rows in float32, [rows, groups, columns of a group]."""
     values = matrix[rows].float()
+    if target.column_scales is not None:
+        values = values / target.column_scales.float()
     return values.reshape(values.shape[0], target.format.num_groups(target.columns), -1)
 
 

@@ -8,9 +8,11 @@ codes:  [rows, columns] int8 (symmetric 8 bits), uint8 (asymmetric 8 bits) or fl
         [rows, ceil(columns / 2)] uint8 (4 bits): column 2j in the low half of byte j, column 2j + 1 in the high half.
 scales: [rows, groups] in the dtype that products are computed in.
 zeros:  [rows, groups] uint8, asymmetric formats only. 4 bits without zeros: 8 stands for nothing.
+column_scales: [columns] in the dtype of scales, formats that scale columns only: each value is multiplied by its
+        column's, which a product does to what it multiplies with (Lin et al. 2023, "AWQ").
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import torch
@@ -30,6 +32,7 @@ class QuantFormat:
         is_float: 8 bits as e4m3 floating point (Micikevicius et al. 2022, "FP8 formats for deep learning").
         group_rows: neighbouring rows that share their scales, which are then stored once a row all the same; None: all
             rows, with ``group_size`` None a scale per tensor.
+        scales_columns: each column has a scale of its own, beside those of the groups.
 
     Raises:
         ValueError: no such format.
@@ -40,6 +43,7 @@ class QuantFormat:
     symmetric: bool = True
     is_float: bool = False
     group_rows: int | None = 1
+    scales_columns: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -50,6 +54,11 @@ class QuantFormat:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
+
+    @property
+    def multiplies_int8(self) -> bool:
+        """Whether INT8 tensor cores can multiply the codes, and a row's scale the sums."""
+        return self.bits == 8 and self.symmetric and not self.is_float and self.group_size is None
 
     @property
     def codes_dtype(self) -> torch.dtype:
@@ -95,6 +104,7 @@ class QuantizedMatrix:
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
+    column_scales: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -106,12 +116,18 @@ class QuantizedMatrix:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.codes, self.scales, self.zeros) if part is not None)
+        parts = (self.codes, self.scales, self.zeros, self.column_scales)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    @property
+    def without_column_scales(self) -> "QuantizedMatrix":
+        """What a product takes once it has scaled what it multiplies with; shares the memory."""
+        return replace(self, column_scales=None)
 
     def part(self, rows: slice) -> "QuantizedMatrix":
         """Some of the rows, sharing their memory."""
         zeros = None if self.zeros is None else self.zeros[rows]
-        return QuantizedMatrix(self.format, self.columns, self.codes[rows], self.scales[rows], zeros)
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
 
     @classmethod
     def empty(
@@ -123,4 +139,5 @@ class QuantizedMatrix:
         codes = torch.empty(format.codes_shape(rows, columns), dtype=format.codes_dtype, device=device)
         scales = torch.empty(groups, dtype=dtype, device=device)
         zeros = None if format.symmetric else torch.empty(groups, dtype=torch.uint8, device=device)
-        return cls(format, columns, codes, scales, zeros)
+        column_scales = torch.empty(columns, dtype=dtype, device=device) if format.scales_columns else None
+        return cls(format, columns, codes, scales, zeros, column_scales)

@@ -43,6 +43,7 @@ HONOURED = {
     "min_out_tokens": ["min_tokens"],
     "zero_optimization.stage": [],
     "zero_optimization.offload_param.device": [],
+    "zero_optimization.offload_param.nvme_path": [],
     "zero_optimization.offload_param.pin_memory": [],
     "zero_optimization.offload_param.buffer_count": [],
     "zero_optimization.offload_param.max_in_cpu": [],
@@ -105,7 +106,6 @@ NOT_YET = {
 }
 NO_EFFECT = {
     "zero_optimization.stage3_max_reuse_distance": ["max_reuse_distance"],
-    "zero_optimization.offload_param.nvme_path": [],
     "zero_optimization.stage3_param_persistence_threshold": ["param_persistence_threshold"],
     "zero_optimization.stage3_model_persistence_threshold": ["model_persistence_threshold"],
     "aio.single_submit": [],

@@ -15,10 +15,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import TensorEntry
-from zinfer.errors import CheckpointError
-from zinfer.kernels.quantize import Bounds, full_range
+from zinfer.errors import CheckpointError, ConfigError
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
 from zinfer.quantization.conversion import Quantizing
+from zinfer.quantization.rounding import NEAREST, Rounding
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.quantization.stored import StoredMatrix
 from zinfer.weights import Weight
@@ -65,7 +65,7 @@ def cut_model(
     model: nn.Module,
     weights: Mapping[str, Weight],
     form: Form = full_form,
-    bounds: Bounds = full_range,
+    rounding: Rounding = NEAREST,
     checksums: Mapping[Path, str] = MappingProxyType({}),
 ) -> list[ModelBlock]:
     """The blocks of a model in its own order; every parameter is in exactly one.
@@ -74,7 +74,7 @@ def cut_model(
         model: a transformers model whose class or parts name `_no_split_modules`.
         weights: what the checkpoint holds of each parameter; empty for a model whose weights are in memory.
         form: how a parameter that is stored in full lies in its slab.
-        bounds: what codes cover where that form quantizes it.
+        rounding: how it becomes codes where that form quantizes it.
         checksums: of files that hold one block each.
 
     Raises:
@@ -82,7 +82,7 @@ def cut_model(
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     bytes_of = {name: weights[name] if weights else id(value) for name, value in parameters.items()}
-    cutter = _Cutter(model, parameters, weights, bytes_of, form, bounds)
+    cutter = _Cutter(model, parameters, weights, bytes_of, form, rounding)
     blocks = [cutter.finish(index, piece) for index, piece in enumerate(cutter.pieces())]
     return [_with_checksum(block, checksums) for block in blocks]
 
@@ -102,7 +102,7 @@ class _Cutter:
     weights: Mapping[str, Weight]
     bytes_of: Mapping[str, Hashable]
     form: Form
-    bounds: Bounds
+    rounding: Rounding
 
     def pieces(self) -> list[_Piece]:
         """Layers, and the modules that hold weights outside them; the latter joined where they share bytes."""
@@ -146,7 +146,16 @@ class _Cutter:
         if not isinstance(weight, StoredMatrix):
             return self.form(name, module, parameter)
         shape, transposed = tuple(parameter.shape), isinstance(module, Conv1D)
-        return SlabMatrix(name, parameter.dtype, shape, format=weight.format, transposed=transposed)
+        stored = SlabMatrix(name, parameter.dtype, shape, format=weight.format, transposed=transposed)
+        asked = self.form(name, module, parameter) if weight.scheme.is_native else stored
+        if not isinstance(asked, SlabMatrix) or not asked.quantizes_input:
+            return stored
+        if not weight.format.multiplies_int8:
+            raise ConfigError(
+                f"zinfer.quantization.activations: {name} is stored as {weight.format}, but products with quantized "
+                "activations take symmetric INT8 with a scale a row; write the store with bits 8, or leave it out"
+            )
+        return replace(stored, quantizes_input=True)
 
     def _converts(self, name: str, tensor: SlabTensor) -> bool:
         """Whether the parameter's place in the slab takes more than placing what is stored."""
@@ -180,7 +189,9 @@ class _Cutter:
                 entries += [weight] if weight else []
         layout = SlabLayout.pack(stored)
         extents = tuple(_extent(entry, tensor) for entry, tensor in zip(entries, layout.tensors, strict=False))
-        return Conversion(layout, extents, Quantizing(block.name, layout, block.layout, matrices, self.bounds))
+        in_model = {tensor.name: name for name, tensor in zip(names, block.layout.tensors, strict=True)}
+        make = Quantizing(block.name, layout, block.layout, matrices, self.rounding, in_model)
+        return Conversion(layout, extents, make)
 
     def _binding(self, name: str, tensor: str) -> Binding:
         path, _, leaf = name.rpartition(".")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
-from zinfer.cut import cut_model
+from zinfer.cut import ModelBlock, cut_model
 from zinfer.errors import ConfigError
 from zinfer.model import build_meta_model, compute_buffers, report_device
 from zinfer.offload.stats import RunStats
@@ -29,12 +29,13 @@ from zinfer.planning.prediction import Prediction, find_work, predict
 from zinfer.planning.rates import Rates
 from zinfer.planning.request import Request
 from zinfer.probe.rates import known_rates
-from zinfer.quantization.forms import check_patterns, find_bounds, find_form
+from zinfer.quantization.forms import check_patterns, find_form, find_rounding
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.runtime import Runtime
 from zinfer.sequence_length import check_input, check_length, check_room
-from zinfer.weights import load_buffers, match_weights
+from zinfer.store.first_use import stored_copy
+from zinfer.weights import Weight, load_buffers, match_weights
 
 
 def init_inference(
@@ -92,13 +93,11 @@ class InferenceEngine(nn.Module):
         self.device = limits.device
         self.module, checkpoint = _find_model(model, settings)
         check_room(self.module, settings.min_out_tokens)
-        scheme = find_stored_scheme(checkpoint) if checkpoint else None
-        weights = match_weights(self.module, checkpoint, scheme) if checkpoint else {}
-        rules = settings.quantization
-        check_patterns(rules, self.module)
-        blocks = cut_model(
-            self.module, weights, find_form(rules), find_bounds(rules), scheme.checksums if scheme else {}
-        )
+        check_patterns(settings.quantization, self.module)
+        blocks, weights = self._cut(checkpoint)
+        if checkpoint and (copy := stored_copy(checkpoint, blocks, self.module.dtype, settings)):
+            checkpoint = copy
+            blocks, weights = self._cut(copy)
         layers = [block.block.index for block in blocks if block.is_layer]
         self._blocks = tuple(blocks)
         limits = self._beside_batch(limits)
@@ -183,6 +182,13 @@ class InferenceEngine(nn.Module):
         with self._lock:
             self._runtime = None
             self._close()
+
+    def _cut(self, checkpoint: Checkpoint | None) -> tuple[list[ModelBlock], dict[str, Weight]]:
+        """The blocks, and where the checkpoint holds what they consist of; nowhere for weights in memory."""
+        scheme = find_stored_scheme(checkpoint) if checkpoint else None
+        weights = match_weights(self.module, checkpoint, scheme) if checkpoint else {}
+        rules, checksums = self.settings.quantization, scheme.checksums if scheme else {}
+        return cut_model(self.module, weights, find_form(rules), find_rounding(rules), checksums), weights
 
     def _footprint(self, request: Request) -> Footprint:
         shape, dtype = read_shape(self.module.config), self.module.dtype

@@ -15,6 +15,7 @@ from zinfer.cli.ending import EXIT_STOPPED, Device, interruption_explained, say,
 
 if TYPE_CHECKING:
     from zinfer.config import Settings
+    from zinfer.store.calibration import Calibration
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -43,6 +44,9 @@ def quantize(
     include: Annotated[list[str] | None, typer.Option(help="Only weights in whose names one of these occurs.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Not those in whose names one of these occurs.")] = None,
     search: Annotated[Search | None, typer.Option(help="clip narrows ranges to the least squared error.")] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="JSONL of prompts; columns with large activations are rounded more exactly.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write a page of what rounding has cost, in HTML.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL of prompts; the report says how likelihoods and greedy tokens changed.")
@@ -73,10 +77,22 @@ def quantize(
         stated = {key: value for key, value in section.items() if value is not None}
         settings = _settings(config, stated, device)
         _check_report(report, prompts)
-        summary = write_store(model, output, settings, console=Console(stderr=True))
+        calibration = _calibration(model, calibrate, settings) if calibrate else None
+        summary = write_store(model, output, settings, calibration=calibration, console=Console(stderr=True))
         Console().print(summary_table(summary))
         if report is not None:
             _write_report(model, output, report, prompts, settings)
+
+
+def _calibration(model: Path, prompts: Path, settings: "Settings") -> "Calibration":
+    from zinfer.calibration import measure_squares
+    from zinfer.errors import ConfigError
+    from zinfer.jobs.index import scan_input
+    from zinfer.store.calibration import Calibration
+
+    if not prompts.is_file():
+        raise ConfigError(f"--calibrate {prompts}: no such file")
+    return Calibration(scan_input(prompts).sha256, lambda: measure_squares(model, prompts, settings))
 
 
 def _check_report(report: Path | None, prompts: Path | None) -> None:

@@ -16,6 +16,8 @@ class Offload:
     """Where the parameters live. `device` None means that the configuration does not say."""
 
     device: Literal["none", "cpu", "nvme"] | None = None
+    nvme_path: Path | None = None
+    """Folder where weights that are to stream from disk, and do not lie there as they stream, are written once."""
     pin_memory: bool = True
     buffer_count: int | None = None
     """Staging slots."""

@@ -107,7 +107,12 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
         "home of the parameters: device, host memory or disk",
         field="offload.device",
     ),
-    *no_effect(_OFFLOAD, "the original safetensors files are read where they lie", "nvme_path"),
+    honoured(
+        f"{_OFFLOAD}.nvme_path",
+        values.folder_or_empty,
+        "folder for weights that are converted for the disk, once; files that stream as they lie are read in place",
+        field="offload.nvme_path",
+    ),
     honoured(
         f"{_OFFLOAD}.pin_memory",
         values.flag,

@@ -132,7 +132,7 @@ def path(value: object) -> Path:
 
 
 def folder_or_empty(value: object) -> Path | None:
-    """A path; the empty one, which is DeepSpeed's default, says nothing."""
+    """A path; the empty one, which is DeepSpeed's default for some keys, says nothing."""
     return None if value == "" else path(value)
 
 

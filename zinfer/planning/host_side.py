@@ -124,9 +124,11 @@ class _HostPlanner:
             what = "of the module are in memory"
             remedy = "save the model with save_pretrained and give the folder instead"
         if self.settings.offload.device == "nvme":
+            if any(block.read_extents for block in in_memory):
+                remedy = f"state zero_optimization.offload_param.nvme_path, a folder to write them to once, {remedy}"
             raise PlanError(
                 f'zero_optimization.offload_param.device is "nvme", but weights {what} and in no file to stream from; '
-                f'{remedy}, or set it to "cpu"'
+                f'{remedy}, or set the device to "cpu"'
             )
         numel, most = sum(block.layout.numel for block in in_memory), self.settings.offload.max_in_cpu
         if most is not None and numel > most:

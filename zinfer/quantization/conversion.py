@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from zinfer.errors import CheckpointError
-from zinfer.kernels.quantize import Bounds, CannotQuantize, full_range, quantize_into
+from zinfer.kernels.quantize import CannotQuantize
 from zinfer.offload.block import SlabLayout
+from zinfer.quantization.rounding import NEAREST, Rounding
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.quantization.stored import StoredMatrix
 
@@ -21,14 +22,16 @@ class Quantizing:
         stored: layout of what is read: full weights under their names in ``layout``, and the parts of ``matrices``.
         layout: of the slab that is made.
         matrices: those that the checkpoint holds quantized, by their names in ``layout``.
-        bounds: the range that codes cover.
+        rounding: how weights become codes.
+        names: of parameters in the model, by their names in ``layout``.
     """
 
     block: str
     stored: SlabLayout
     layout: SlabLayout
     matrices: Mapping[str, StoredMatrix] = field(default_factory=dict)
-    bounds: Bounds = full_range
+    rounding: Rounding = NEAREST
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Fill ``target`` out of ``source``, both uint8 and on one device.
@@ -51,7 +54,7 @@ class Quantizing:
     def _quantize(self, tensor: SlabMatrix, weight: torch.Tensor, target: torch.Tensor) -> None:
         rows = weight.t() if tensor.transposed else weight.view(tensor.rows, tensor.columns)
         try:
-            quantize_into(tensor.matrix(target), rows, self.bounds)
+            self.rounding.into(tensor.matrix(target), rows, self.names.get(tensor.name, tensor.name))
         except CannotQuantize as error:
             raise CheckpointError(
                 f"{self.block}: {tensor.name} cannot be quantized: {error}; leave it out "

@@ -1,5 +1,7 @@
 """Which of a model's parameters are stored quantized, and how their modules hold them."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -7,20 +9,21 @@ from transformers.pytorch_utils import Conv1D
 from zinfer.cut import Form, full_form
 from zinfer.errors import ConfigError
 from zinfer.kernels.clipping import least_error_range
-from zinfer.kernels.quantize import Bounds, full_range
+from zinfer.kernels.quantize import full_range
 from zinfer.offload.block import SlabTensor
+from zinfer.quantization.rounding import Rounding, Squares, no_squares
 from zinfer.quantization.rules import Quantization
 from zinfer.quantization.slab_matrix import SlabMatrix
 
 
-def find_form(rules: Quantization | None) -> Form:
+def find_form(rules: Quantization | None, *, scales_columns: bool = False) -> Form:
     """How parameters lie in their slabs under these rules; in full without any."""
-    return full_form if rules is None else QuantizedForms(rules)
+    return full_form if rules is None else QuantizedForms(rules, scales_columns=scales_columns)
 
 
-def find_bounds(rules: Quantization | None) -> Bounds:
-    """The range that codes are to cover under these rules."""
-    return least_error_range if rules is not None and rules.search == "clip" else full_range
+def find_rounding(rules: Quantization | None, squares: Squares = no_squares) -> Rounding:
+    """How weights are rounded under these rules."""
+    return Rounding(least_error_range if rules is not None and rules.search == "clip" else full_range, squares)
 
 
 def check_patterns(rules: Quantization | None, model: nn.Module) -> None:
@@ -39,10 +42,14 @@ class QuantizedForms:
 
     Matrices are the weights of linear layers (transformers' Conv1D holds them transposed) and those that experts hold
     one below the other; tables that are looked up and not multiplied with stay as they are.
+
+    Args:
+        scales_columns: the weights of linear layers, whose inputs a calibration can see, have scales of columns.
     """
 
-    def __init__(self, rules: Quantization) -> None:
+    def __init__(self, rules: Quantization, *, scales_columns: bool = False) -> None:
         self._rules = rules
+        self._scales_columns = scales_columns
 
     def __call__(self, name: str, module: nn.Module, parameter: torch.Tensor) -> SlabTensor:
         """The place of the parameter ``name`` of ``module``, at offset 0.
@@ -59,6 +66,8 @@ class QuantizedForms:
         format = self._rules.format_for(name, parameter.numel() // max(columns, 1), columns)
         if format is None:
             return plain
+        if self._scales_columns and isinstance(module, nn.Linear | Conv1D):
+            format = replace(format, scales_columns=True)
         return SlabMatrix(
             name,
             parameter.dtype,

@@ -44,8 +44,8 @@ class SlabMatrix(SlabTensor):
 
     def matrix(self, slab: torch.Tensor) -> QuantizedMatrix:
         """The matrix over the slab's bytes (uint8), sharing their memory."""
-        views = [part.view(slab) for part in self.parts()]
-        return QuantizedMatrix(self.format, self.columns, *views)
+        views = {part.name.removeprefix(f"{self.name}."): part.view(slab) for part in self.parts()}
+        return QuantizedMatrix(self.format, self.columns, **views)
 
     def parameter(self, slab: torch.Tensor) -> QuantizedParameter:
         return QuantizedParameter.make(
@@ -53,14 +53,16 @@ class SlabMatrix(SlabTensor):
         )
 
     def parts(self) -> list[SlabTensor]:
-        """Codes, scales, and zeros where the format has them."""
+        """Codes and scales; zeros and scales of columns where the format has them."""
         groups = (self.rows, self.format.num_groups(self.columns))
-        forms = [
+        forms: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
             ("codes", self.format.codes_dtype, self.format.codes_shape(self.rows, self.columns)),
             ("scales", self.dtype, groups),
         ]
         if not self.format.symmetric:
             forms.append(("zeros", torch.uint8, groups))
+        if self.format.scales_columns:
+            forms.append(("column_scales", self.dtype, (self.columns,)))
         parts: list[SlabTensor] = []
         offset = self.offset
         for name, dtype, shape in forms:

@@ -1,7 +1,6 @@
 """How much of what a model says is left when its weights are quantized: likelihoods and greedy tokens."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -10,11 +9,7 @@ import torch
 
 from zinfer.config import Settings
 from zinfer.engine import InferenceEngine
-from zinfer.errors import ConfigError
-from zinfer.jobs.index import scan_input
-from zinfer.jobs.prompts import PromptMaker, Room
-from zinfer.jobs.rows import BadRow, read_lines
-from zinfer.sequence_length import max_positions
+from zinfer.jobs.token_rows import read_token_rows, right_padded
 
 _BATCH_SIZE: Final = 16
 
@@ -93,38 +88,17 @@ def compare_models(
 def _run(model: Path, tokenizer: Path, prompts: Path, settings: Settings, num_new_tokens: int) -> _Sayings:
     engine = InferenceEngine(model, settings)
     try:
-        rows = _token_ids(engine, tokenizer, prompts, num_new_tokens)
+        rows = read_token_rows(prompts, tokenizer, engine.module, settings.max_out_tokens, num_new_tokens)
         total, num_tokens, new_tokens = 0.0, 0, []
         for begin in range(0, len(rows), _BATCH_SIZE):
             batch = rows[begin : begin + _BATCH_SIZE]
-            ids, mask = _right_padded(batch)
+            ids, mask = right_padded(batch)
             total += _log_likelihood(engine, ids, mask)
             num_tokens += int(mask[:, 1:].sum())
             new_tokens += [_greedy(engine, row, num_new_tokens) for row in batch]
         return _Sayings(total / max(num_tokens, 1), num_tokens, new_tokens)
     finally:
         engine.destroy()
-
-
-def _token_ids(engine: InferenceEngine, tokenizer: Path, prompts: Path, num_new_tokens: int) -> list[tuple[int, ...]]:
-    room = Room.least(max_positions(engine.module), engine.settings.max_out_tokens)
-    maker = PromptMaker.from_folder(tokenizer, room, engine.module.config.vocab_size, num_new_tokens)
-    index = scan_input(prompts)
-    found: list[tuple[int, ...]] = []
-    for line in read_lines(prompts):
-        _, prompt = maker.prompt_of(line, index)
-        if isinstance(prompt, BadRow):
-            raise ConfigError(f"{prompts}: {prompt.message}; correct the row, or leave it out")
-        found.append(prompt.token_ids)
-    return found
-
-
-def _right_padded(rows: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask [rows, longest]; what comes behind a row changes none of its logits."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-    return ids, mask
 
 
 def _log_likelihood(engine: InferenceEngine, ids: torch.Tensor, mask: torch.Tensor) -> float:

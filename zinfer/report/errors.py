@@ -61,7 +61,7 @@ def measure_errors(source: Checkpoint, store: Checkpoint) -> Iterator[MatrixErro
 def _compare(name: str, weight: TensorEntry, stored: StoredMatrix, *, transposed: bool) -> MatrixError:
     values = _read(weight)
     values = values.t() if transposed else values.reshape(stored.rows, stored.columns)
-    matrix = QuantizedMatrix(stored.format, stored.columns, *(_read(entry) for _, entry in stored.parts))
+    matrix = QuantizedMatrix(stored.format, stored.columns, **{part: _read(entry) for part, entry in stored.parts})
     squares = torch.zeros(2, dtype=torch.float64)
     for begin in range(0, stored.rows, _SLICE_ROWS):
         rows = slice(begin, begin + _SLICE_ROWS)

@@ -130,7 +130,8 @@ def format_name(error: MatrixError) -> str:
     format = error.format
     kind = "FP8" if format.is_float else f"INT{format.bits}"
     groups = "" if format.group_size is None else f", groups of {format.group_size}"
-    return f"{kind}{'' if format.symmetric else ' asymmetric'}{groups}"
+    columns = ", columns scaled" if format.scales_columns else ""
+    return f"{kind}{'' if format.symmetric else ' asymmetric'}{groups}{columns}"
 
 
 def _bars(errors: Sequence[MatrixError]) -> list[_Bar]:

@@ -2,9 +2,11 @@
 
 import errno
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -15,10 +17,34 @@ from zinfer.store.journal import Journal
 from zinfer.store.manifest import JOURNAL_NAME, MANIFEST_NAME, read_manifest
 from zinfer.store.placing import temporary_files
 
+log = logging.getLogger(__name__)
+
 _LOCK_NAME: Final = ".zinfer_store.lock"
 
 
-def is_finished(folder: Path, identity: Identity) -> bool:
+@dataclass(frozen=True)
+class Asker:
+    """On whose behalf a store is written.
+
+    Attributes:
+        subject: what messages call the folder, before its path.
+        option: what states the folder, with its ``article``.
+        on_cpu: how to have the weights converted without a GPU.
+        waits: for another process that writes there, instead of refusing.
+    """
+
+    subject: str
+    option: str
+    article: str
+    on_cpu: str
+    waits: bool
+
+
+COMMAND: Final = Asker("output", "--output", "an", "convert with --device cpu", waits=False)
+"""`zinfer quantize`."""
+
+
+def is_finished(folder: Path, identity: Identity, asker: Asker = COMMAND) -> bool:
     """Whether the folder holds the whole store already, its journal deleted. Writes nothing.
 
     Raises:
@@ -26,26 +52,25 @@ def is_finished(folder: Path, identity: Identity) -> bool:
         CheckpointError: its manifest is damaged, or does not fit its files.
     """
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output {folder} is not a folder; give another --output")
+        raise ConfigError(f"{asker.subject} {folder} is not a folder; give another {asker.option}")
     if not (folder / MANIFEST_NAME).is_file() or (folder / JOURNAL_NAME).is_file():
         return False
-    _refuse_another(folder, read_manifest(folder).identity, identity)
+    _refuse_another(folder, read_manifest(folder).identity, identity, asker)
     return True
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, asker: Asker = COMMAND) -> Iterator[None]:
     """Make the folder where it is absent, and hold its lock; it is the kernel's and ends with the process.
 
     A folder in which nothing was begun is left as it was found.
 
     Raises:
-        ConfigError: another process writes a store there, or the file system has no locks.
-        OSError: the folder cannot be made or written to.
+        ConfigError: another process writes a store there, and the asker does not wait.
+        OSError: the folder cannot be made or written to, or the file system has no locks.
     """
     is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = _lock(folder / _LOCK_NAME)
+    descriptor = _lock(folder, asker)
     try:
         yield
     finally:
@@ -53,11 +78,12 @@ def locked(folder: Path) -> Iterator[None]:
             with suppress(FileNotFoundError):
                 (folder / _LOCK_NAME).unlink()
         os.close(descriptor)
-        if is_new and not any(folder.iterdir()):
-            folder.rmdir()
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
-def open_journal(folder: Path, identity: Identity) -> Journal | None:
+def open_journal(folder: Path, identity: Identity, asker: Asker = COMMAND) -> Journal | None:
     """The journal of the store's beginning, None where nothing was begun; leftovers of killed processes are removed.
 
     Raises:
@@ -69,43 +95,57 @@ def open_journal(folder: Path, identity: Identity) -> Journal | None:
         strangers = sorted(path.name for path in folder.iterdir() if path not in own)
         if strangers:
             raise ConfigError(
-                f"output {folder} holds files that are no store's: {listed(strangers)}; they are left as they are: "
-                "give a new or empty folder as --output"
+                f"{asker.subject} {folder} holds files that are no store's: {listed(strangers)}; they are left as they "
+                f"are: give a new or empty folder as {asker.option}"
             )
         journal = None
     else:
-        journal = Journal(folder / JOURNAL_NAME)
-        _refuse_another(folder, journal.identity, identity)
+        journal = Journal(folder / JOURNAL_NAME, asker.option)
+        _refuse_another(folder, journal.identity, identity, asker)
     for path in temporary_files(folder):
         path.unlink()
     return journal
 
 
-def _refuse_another(folder: Path, former: Identity, now: Identity) -> None:
+def _refuse_another(folder: Path, former: Identity, now: Identity, asker: Asker) -> None:
     if differences := former.differences(now):
         lines = "".join(f"\n  {line}" for line in differences)
         raise ConfigError(
-            f"output {folder} belongs to another store; what differs:{lines}\n"
-            "Use the former model and settings to go on with that one, give another --output, or empty the folder."
+            f"{asker.subject} {folder} belongs to another store; what differs:{lines}\n"
+            f"Use the former model and settings to go on with that one, give another {asker.option}, or empty the "
+            "folder."
         )
 
 
-def _lock(path: Path) -> int:
+def _lock(folder: Path, asker: Asker) -> int:
     """The descriptor that holds the lock."""
+    path, how = folder / _LOCK_NAME, fcntl.LOCK_EX | fcntl.LOCK_NB
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another process that ended in between may have removed the name that this descriptor was opened by.
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Another process that ends in between removes the name that this descriptor was opened by, and perhaps the
+        # folder.
+        with suppress(FileNotFoundError), ExitStack() as owned:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            owned.callback(os.close, descriptor)
+            if not _acquire(descriptor, how, folder, asker):
+                how = fcntl.LOCK_EX
+                _acquire(descriptor, how, folder, asker)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                owned.pop_all()
                 return descriptor
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise ConfigError(
-                    f"output {path.parent} is being written by another process; wait for it or end it"
-                ) from error
-            raise OSError(
-                error.errno, f"{error.strerror}; give an --output on a file system with locks", str(path)
-            ) from error
-        os.close(descriptor)
+
+
+def _acquire(descriptor: int, how: int, folder: Path, asker: Asker) -> bool:
+    """Whether the descriptor has the lock now; False, once and in words, where that has to be waited for."""
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            reason = f"{error.strerror}; give {asker.article} {asker.option} on a file system with locks"
+            raise OSError(error.errno, reason, str(folder / _LOCK_NAME)) from error
+        if not asker.waits:
+            what = "is being written by another process; wait for it or end it"
+            raise ConfigError(f"{asker.subject} {folder} {what}") from error
+        log.warning("%s %s is being written by another process; waiting for it", asker.subject, folder)
+        return False
+    return True

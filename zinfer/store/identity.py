@@ -1,5 +1,6 @@
 """What a store was made of: the source's files and every setting that changes its bytes. Paths are no part of it."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,8 +23,13 @@ class Identity:
     settings: Mapping[str, Any]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, rules: Quantization, dtype: torch.dtype) -> "Identity":
+    def of(
+        cls, checkpoint: Checkpoint, rules: Quantization, dtype: torch.dtype, calibration: str | None = None
+    ) -> "Identity":
         """From an opened source; reads samples of its weights, which tell fine-tunes of one model apart.
+
+        Args:
+            calibration: what the prompts of a calibration hash to.
 
         Raises:
             OSError: a file cannot be read.
@@ -33,7 +39,14 @@ class Identity:
             "fingerprint": checkpoint.fingerprint(),
             "weights_sample": weights_sample(tuple(checkpoint.files)),
         }
-        return cls(source, {"dtype": str(dtype).removeprefix("torch.")} | _settings(rules))
+        settings = {"dtype": str(dtype).removeprefix("torch.")} | _settings(rules)
+        return cls(source, settings | ({"calibration_sha256": calibration} if calibration else {}))
+
+    def digest(self) -> str:
+        """A SHA-256 over what is compared, in hexadecimal digits: one for all stores without differences."""
+        source = {name: value for name, value in self.source.items() if name != _NAME}
+        members = {"source": source, "settings": dict(self.settings)}
+        return hashlib.sha256(json.dumps(members, sort_keys=True).encode()).hexdigest()
 
     def differences(self, now: "Identity") -> list[str]:
         """One line for each thing that is not as it was, in words for the user; empty for the same store."""

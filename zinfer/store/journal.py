@@ -20,13 +20,18 @@ class Journal:
         blocks: those that are finished, by their files' names.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, option: str = "--output") -> None:
         """Read a journal; a torn last line, of a process that was killed, is cut off.
+
+        Args:
+            path: the file.
+            option: what states its folder, for messages.
 
         Raises:
             CheckpointError: it is damaged, or of another version.
         """
         self._path = path
+        self._option = option
         try:
             data = path.read_bytes()
             whole_bytes = data.rfind(b"\n") + 1
@@ -82,5 +87,5 @@ class Journal:
         return value
 
     def _refusal(self, number: int, what: str) -> CheckpointError:
-        remedy = "give another --output, or empty this folder"
+        remedy = f"give another {self._option}, or empty this folder"
         return CheckpointError(f"{self._path}: line {number}: {what}; {remedy}")

@@ -47,9 +47,9 @@ class StoreScheme(Scheme):
         stored = self._manifest.parameters[parameter]
         format, columns, codes = stored.format, stored.columns, shapes["codes"]
         rows = codes[0] if codes else 0
-        expected = {part: (rows, format.num_groups(columns)) for part in shapes} | {
-            "codes": format.codes_shape(rows, columns)
-        }
+        groups = (rows, format.num_groups(columns))
+        expected: dict[str, tuple[int, ...]] = {"scales": groups, "zeros": groups, "column_scales": (columns,)}
+        expected["codes"] = format.codes_shape(rows, columns)
         for part, shape in shapes.items():
             if tuple(shape) != expected[part]:
                 raise CheckpointError(
@@ -63,8 +63,11 @@ class StoreScheme(Scheme):
         target.scales.copy_(parts["scales"])
         if target.zeros is not None:
             target.zeros.copy_(parts["zeros"])
+        if target.column_scales is not None:
+            target.column_scales.copy_(parts["column_scales"])
 
 
 def part_names(format: QuantFormat) -> tuple[str, ...]:
     """The parts of a matrix, in the order in which they lie in slabs and files."""
-    return ("codes", "scales") if format.symmetric else ("codes", "scales", "zeros")
+    zeros = () if format.symmetric else ("zeros",)
+    return ("codes", "scales", *zeros, *(("column_scales",) if format.scales_columns else ()))

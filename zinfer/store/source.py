@@ -14,7 +14,8 @@ from zinfer.cut import ModelBlock, cut_model
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model import build_meta_model
 from zinfer.offload.block import Block, Extent, SlabLayout
-from zinfer.quantization.forms import check_patterns, find_bounds, find_form
+from zinfer.quantization.forms import check_patterns, find_form, find_rounding
+from zinfer.quantization.rounding import Squares, no_squares
 from zinfer.quantization.rules import Quantization
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.quantization.stored import StoredMatrix, find_stored_scheme
@@ -44,8 +45,13 @@ class Source:
     num_taken_over: int
 
     @classmethod
-    def open(cls, model: str | os.PathLike[str], settings: Settings) -> "Source":
+    def open(cls, model: str | os.PathLike[str], settings: Settings, squares: Squares | None = None) -> "Source":
         """Read the headers and cut the model.
+
+        Args:
+            model: the checkpoint.
+            settings: what is quantized.
+            squares: what a calibration finds, asked for when a weight is quantized; None: no columns are scaled.
 
         Raises:
             ConfigError: the settings quantize nothing, or cannot be applied to this model.
@@ -60,7 +66,12 @@ class Source:
         tree = build_meta_model(checkpoint, settings.dtype)
         weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
         check_patterns(rules, tree)
-        blocks = cut_model(tree, weights, find_form(rules), find_bounds(rules))
+        blocks = cut_model(
+            tree,
+            weights,
+            find_form(rules, scales_columns=squares is not None),
+            find_rounding(rules, squares or no_squares),
+        )
         blocks += _buffers(tree, weights, len(blocks))
         parameters = _quantized(blocks)
         if not parameters:

@@ -24,8 +24,9 @@ from zinfer.offload.conversions import conversion_bytes
 from zinfer.planning.machine import choose_device
 from zinfer.store.assembly import Assembly
 from zinfer.store.block_file import BlockFile
+from zinfer.store.calibration import CALIBRATION_NAME, Calibration
 from zinfer.store.companions import companions
-from zinfer.store.folder import is_finished, locked, open_journal
+from zinfer.store.folder import COMMAND, Asker, is_finished, locked, open_journal
 from zinfer.store.identity import Identity
 from zinfer.store.journal import Journal
 from zinfer.store.manifest import JOURNAL_NAME, Manifest, StoredBlock
@@ -41,7 +42,9 @@ def write_store(
     output: str | os.PathLike[str],
     settings: Settings,
     *,
+    calibration: Calibration | None = None,
     console: Console | None = None,
+    asker: Asker = COMMAND,
 ) -> StoreSummary:
     """Quantize a checkpoint into a store, or go on with one that was begun.
 
@@ -49,7 +52,10 @@ def write_store(
         model: the checkpoint, as `zinfer.init_inference` takes it.
         output: a new or empty folder, or the beginning of the same store.
         settings: what is quantized and how, the dtype, and the device that converts.
+        calibration: measures what weights are multiplied with; columns are then scaled before they are rounded.
         console: where progress is shown.
+        asker: on whose behalf: how messages call the output, and whether another process that writes there is waited
+            for.
 
     Raises:
         ConfigError: settings or output cannot be used.
@@ -59,13 +65,14 @@ def write_store(
     """
     device = choose_device(settings)
     with shown(Meter(console)) as meter:
-        source = Source.open(model, settings)
-        identity = Identity.of(source.checkpoint, source.rules, source.dtype)
+        source = Source.open(model, settings, calibration.squares if calibration else None)
+        prompts = calibration.sha256 if calibration else None
+        identity = Identity.of(source.checkpoint, source.rules, source.dtype, prompts)
         folder = Path(output).expanduser().absolute()
-        if not is_finished(folder, identity):
-            with locked(folder):
-                if not is_finished(folder, identity):  # by another process in between
-                    return _Writing(source, identity, folder, device, meter).run()
+        if not is_finished(folder, identity, asker):
+            with locked(folder, asker):
+                if not is_finished(folder, identity, asker):  # by another process in between
+                    return _Writing(source, identity, folder, device, meter, calibration, asker).run()
     meter.note(f"{folder} is finished already, from this model with these settings; nothing was written.")
     return _summary(source, folder, num_skipped=len(source.files), read_bytes=0, wall_s=0.0)
 
@@ -73,22 +80,38 @@ def write_store(
 class _Writing:
     """One store in a folder that is locked."""
 
-    def __init__(self, source: Source, identity: Identity, folder: Path, device: torch.device, meter: Meter) -> None:
+    def __init__(
+        self,
+        source: Source,
+        identity: Identity,
+        folder: Path,
+        device: torch.device,
+        meter: Meter,
+        calibration: Calibration | None,
+        asker: Asker,
+    ) -> None:
         self._source = source
         self._identity = identity
         self._folder = folder
         self._device = device
         self._meter = meter
+        self._calibration = calibration
+        self._asker = asker
         self._files = {file.block.index: file for file in source.files}
 
     def run(self) -> StoreSummary:
-        journal = open_journal(self._folder, self._identity)
+        journal = open_journal(self._folder, self._identity, self._asker)
         beside = companions(self._source.checkpoint, self._source.dtype, self._source.files)
         left = [file for file in self._source.files if not self._is_written(file, journal)]
         self._check_room(left, beside)
         self._check_device(left)
         self._say_what_is_known(left)
+        if self._calibration is not None:
+            self._meter.note("Measuring what the weights are multiplied with: the model runs over the prompts.")
+            self._calibration.open(self._folder)
         journal = journal or Journal.begin(self._folder, self._identity)
+        if self._calibration is not None:
+            self._calibration.keep(self._folder)
         begin_s = time.perf_counter()
         read_bytes = self._write_blocks(left, journal)
         for name, data in beside.items():
@@ -96,6 +119,7 @@ class _Writing:
             place_file(self._folder / name, [data])
         blocks = tuple(journal.blocks[file.file] for file in self._source.files)
         Manifest(self._folder, journal.identity, self._source.parameters, blocks).write()
+        (self._folder / CALIBRATION_NAME).unlink(missing_ok=True)
         (self._folder / JOURNAL_NAME).unlink()
         sync_folder(self._folder)
         num_skipped = len(self._files) - len(left)
@@ -113,8 +137,9 @@ class _Writing:
         free = shutil.disk_usage(self._folder).free
         if free < needed:
             raise ConfigError(
-                f"output {self._folder}: {needed:,} bytes ({human_bytes(needed)}) are needed there, {free:,} "
-                f"({human_bytes(free)}) are free; make room, or give an --output on another disk"
+                f"{self._asker.subject} {self._folder}: {needed:,} bytes ({human_bytes(needed)}) are needed there, "
+                f"{free:,} ({human_bytes(free)}) are free; make room, or give {self._asker.article} "
+                f"{self._asker.option} on another disk"
             )
 
     def _check_device(self, left: Sequence[BlockFile]) -> None:
@@ -125,7 +150,7 @@ class _Writing:
         if free < needed:
             raise PlanError(
                 f"converting takes {needed:,} bytes ({human_bytes(needed)}) of device memory, {free:,} are free; end "
-                "what else uses the device, or convert with --device cpu"
+                f"what else uses the device, or {self._asker.on_cpu}"
             )
 
     def _say_what_is_known(self, left: Sequence[BlockFile]) -> None:

@@ -1,0 +1,73 @@
+"""Scales columns before rounding: those that are multiplied with large activations come out the more exact for it.
+
+The search is that of AWQ (Lin et al. 2023, "Activation-aware Weight Quantization"): scales are a power of the
+activations' magnitude, and the power is the one with the least error. The error here is that of the product for
+activations whose columns do not depend on each other, so that one number a column says all about them.
+"""
+
+from typing import Final
+
+import torch
+
+from zinfer.kernels.dequantize import dequantize_ref
+from zinfer.kernels.quantize import Bounds, CannotQuantize, full_range, quantize_into
+from zinfer.kernels.quantized import QuantizedMatrix
+
+_NUM_POWERS: Final = 20  # between 0 and 1, as AWQ tries
+_LEAST_SHARE: Final = 1e-4  # of the largest magnitude: a column that was never used must not get an infinite scale
+_SLICE_ELEMENTS: Final = 4 << 20
+
+
+def scale_columns_into(
+    target: QuantizedMatrix, matrix: torch.Tensor, squares: torch.Tensor, bounds: Bounds = full_range
+) -> None:
+    """As `quantize_into`, with scales of columns that make the product's error least.
+
+    Args:
+        target: its format scales columns.
+        matrix: [rows, columns], floating-point.
+        squares: mean square of what each column is multiplied with, [columns].
+        bounds: as `quantize_into`.
+
+    Raises:
+        CannotQuantize: as there, or ``squares`` are not finite.
+    """
+    assert target.column_scales is not None
+    if not bool(torch.isfinite(squares).all()):
+        raise CannotQuantize("activations of the calibration are not finite")
+    squares = squares.to(matrix.device, torch.float32)
+    best, least = torch.ones_like(squares), torch.tensor(float("inf"), device=matrix.device)
+    for step in range(_NUM_POWERS + 1):
+        scales = _scales(squares, step / _NUM_POWERS)
+        target.column_scales.copy_(scales)
+        quantize_into(target, matrix, bounds)
+        error = weighted_error(target, matrix, squares)
+        best, least = torch.where(error < least, scales, best), torch.minimum(error, least)
+    target.column_scales.copy_(best)
+    quantize_into(target, matrix, bounds)
+
+
+def weighted_error(quantized: QuantizedMatrix, matrix: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+    """Mean square by which products are off, summed over rows: a float32 scalar.
+
+    Args:
+        matrix: [rows, columns], what was quantized.
+        squares: mean square of what each column is multiplied with, [columns] float32.
+    """
+    count = max(1, _SLICE_ELEMENTS // max(quantized.columns, 1))
+    total = torch.zeros((), dtype=torch.float32, device=matrix.device)
+    for begin in range(0, quantized.rows, count):
+        rows = slice(begin, begin + count)
+        error = dequantize_ref(quantized.part(rows), torch.float32) - matrix[rows].float()
+        total += error.square_().sum(0) @ squares
+    return total
+
+
+def _scales(squares: torch.Tensor, power: float) -> torch.Tensor:
+    """What values are divided by the inverse of, about 1: small where activations are large."""
+    magnitudes = squares.sqrt()
+    magnitudes = (
+        magnitudes.clamp(min=float(magnitudes.max()) * _LEAST_SHARE) if bool(magnitudes.any()) else magnitudes + 1
+    )
+    scales = magnitudes.pow(-power)
+    return scales / (scales.max() * scales.min()).sqrt()

@@ -1,0 +1,48 @@
+"""The prompts of a JSONL as rows of token ids, for who measures a model on them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from zinfer.errors import ConfigError
+from zinfer.jobs.index import scan_input
+from zinfer.jobs.prompts import PromptMaker, Room
+from zinfer.jobs.rows import BadRow, read_lines
+from zinfer.sequence_length import max_positions
+
+
+def read_token_rows(
+    prompts: Path, tokenizer: Path, model: PreTrainedModel, most_tokens: int | None, num_new_tokens: int = 1
+) -> list[tuple[int, ...]]:
+    """The token ids of each row, which `zinfer run` would take.
+
+    Args:
+        tokenizer: folder of the checkpoint that has it.
+        model: whose positions and vocabulary they have to fit.
+        most_tokens: of a sequence, beside the model's positions.
+        num_new_tokens: that are to fit behind each row.
+
+    Raises:
+        ConfigError: a row is no prompt, or does not fit; names its line.
+    """
+    room = Room.least(max_positions(model), most_tokens)
+    vocab_size = model.config.get_text_config().vocab_size
+    maker = PromptMaker.from_folder(tokenizer, room, vocab_size, num_new_tokens)
+    index = scan_input(prompts)
+    found: list[tuple[int, ...]] = []
+    for line in read_lines(prompts):
+        _, prompt = maker.prompt_of(line, index)
+        if isinstance(prompt, BadRow):
+            raise ConfigError(f"{prompts}: {prompt.message}; correct the row, or leave it out")
+        found.append(prompt.token_ids)
+    return found
+
+
+def right_padded(rows: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask [rows, longest]; what comes behind a row changes none of its logits."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    return ids, mask

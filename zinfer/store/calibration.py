@@ -1,0 +1,50 @@
+"""What a calibration has measured, kept beside a store that is being written: one that goes on rounds alike."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from zinfer.errors import CheckpointError
+from zinfer.store.placing import place_file
+
+CALIBRATION_NAME: Final = ".zinfer_calibration"
+
+
+class Calibration:
+    """How large the activations are that each weight is multiplied with.
+
+    Args:
+        sha256: of the prompts, in hexadecimal digits.
+        measure: runs the model; mean squares [columns] by the weights' names.
+    """
+
+    def __init__(self, sha256: str, measure: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self.sha256 = sha256
+        self._measure = measure
+        self._squares: Mapping[str, torch.Tensor] | None = None
+
+    def open(self, folder: Path) -> None:
+        """Take what a former run has left in the folder, else measure. Raises CheckpointError if that is damaged."""
+        path = folder / CALIBRATION_NAME
+        if not path.is_file():
+            self._squares = self._measure()
+            return
+        try:
+            self._squares = load(path.read_bytes())
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: damaged ({error}); delete it, and it is measured again") from error
+
+    def keep(self, folder: Path) -> None:
+        """Leave what was measured in the folder. Raises OSError: the disk is full or failed."""
+        assert self._squares is not None, "open it first"
+        if not (folder / CALIBRATION_NAME).is_file():
+            place_file(folder / CALIBRATION_NAME, [save(dict(self._squares))])
+
+    def squares(self, parameter: str) -> torch.Tensor | None:
+        """Mean squares of what a parameter is multiplied with, [columns]; None: no prompt has reached it."""
+        assert self._squares is not None, "open it first"
+        return self._squares.get(parameter)

@@ -1,0 +1,123 @@
+"""The store that an engine writes for itself: under `nvme_path`, when weights that are to stream from the disk do not
+lie there in the form in which they stream. The first start writes it, later ones find it; nothing ever deletes it.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from zinfer.checkpoint import Checkpoint
+from zinfer.checkpoint.folder import CACHED_REPO_PREFIX
+from zinfer.config import Settings
+from zinfer.cut import ModelBlock
+from zinfer.errors import CheckpointError, ConfigError
+from zinfer.quantization.rules import Quantization
+from zinfer.store.folder import Asker, is_finished
+from zinfer.store.identity import Identity
+from zinfer.store.writing import write_store
+from zinfer.units import human_bytes
+
+log = logging.getLogger(__name__)
+
+_KEY: Final = "zero_optimization.offload_param.nvme_path"
+ENGINE: Final = Asker(
+    f"{_KEY}:", _KEY, "a", "write a store with `zinfer quantize --device cpu` and give that as the model", waits=True
+)
+"""An engine that finds no store yet."""
+_NAME_CHARS: Final = 60  # of up to 4 bytes: with the digits within the 255 bytes that file systems give a name
+_NUM_DIGITS: Final = 12
+_NOTHING: Final = Quantization(rules=())
+"""For checkpoints that are quantized already: their matrices are taken over, whatever is in full stays so."""
+
+
+def stored_copy(
+    checkpoint: Checkpoint, blocks: Sequence[ModelBlock], dtype: torch.dtype, settings: Settings
+) -> Checkpoint | None:
+    """The store of a checkpoint under `nvme_path`, written now unless it is there; None where none is called for.
+
+    Says in the log when it writes and when it has written. Where another process writes the same store, it waits.
+
+    Args:
+        checkpoint: the model that the user has named.
+        blocks: cut from it; a store is called for if one of them cannot stream as it lies on the disk.
+        dtype: that products are computed in.
+        settings: as the engine has them.
+
+    Raises:
+        ConfigError: the folder cannot be used, or the settings cannot be kept by a store.
+        CheckpointError: a weight cannot be quantized, or the store that is there is damaged.
+        PlanError: the device has too little memory for converting.
+        OSError: the disk is full or failed. What is finished is kept.
+    """
+    nvme_path, rules = settings.offload.nvme_path, settings.quantization or _NOTHING
+    is_convertible = any(block.block.conversion for block in blocks)
+    if nvme_path is None or settings.offload.device != "nvme" or not is_convertible:
+        return None
+    identity = Identity.of(checkpoint, rules, dtype)
+    name = f"{_model_name(checkpoint.folder)}-{identity.digest()[:_NUM_DIGITS]}"
+    folder = nvme_path.expanduser().absolute() / name
+    with _damage_explained(folder):
+        is_there = is_finished(folder, identity, ENGINE)
+    if not is_there:
+        _make(folder.parent)
+        wanted = replace(settings, quantization=rules, dtype=dtype)
+        _write(checkpoint, folder, wanted, sum(block.block.nbytes for block in blocks))
+    with _damage_explained(folder):
+        return Checkpoint.open(folder)
+
+
+def _model_name(folder: Path) -> str:
+    """What people call the model in a folder; in a Hugging Face cache that is not the folder's own name."""
+    folder = folder.resolve()
+    repo = folder.parent.parent
+    is_cached = folder.parent.name == "snapshots" and repo.name.startswith(CACHED_REPO_PREFIX)
+    return (repo.name.removeprefix(CACHED_REPO_PREFIX) if is_cached else folder.name)[:_NAME_CHARS]
+
+
+def _make(nvme_path: Path) -> None:
+    try:
+        nvme_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{_KEY}: {nvme_path} cannot be made a folder ({error.strerror}); name one that can be written to"
+        ) from error
+
+
+def _write(checkpoint: Checkpoint, folder: Path, settings: Settings, num_bytes: int) -> None:
+    log.warning(
+        "%s: %s is written once, %s made of %s; later starts stream from there",
+        *(_KEY, folder, human_bytes(num_bytes), checkpoint.folder),
+    )
+    begin_s = time.perf_counter()
+    try:
+        summary = write_store(checkpoint.folder, folder, settings, asker=ENGINE)
+    except OSError as error:
+        if isinstance(error.filename, str) and Path(error.filename).is_relative_to(folder):
+            remedy = f"what is finished in {folder} is kept: make room there, or give another {_KEY}"
+            raise OSError(error.errno, f"{error.strerror}; {remedy}", error.filename) from error
+        raise
+    log.warning(
+        "%s is finished after %.1f s: %s (%s bytes) in %s blocks, %s of which were there already",
+        folder,
+        time.perf_counter() - begin_s,
+        human_bytes(summary.packed_bytes),
+        f"{summary.packed_bytes:,}",
+        summary.num_blocks,
+        summary.num_skipped,
+    )
+
+
+@contextmanager
+def _damage_explained(folder: Path) -> Iterator[None]:
+    """Says of a damaged store that it is nobody's original."""
+    try:
+        yield
+    except CheckpointError as error:
+        remedy = f"It was written under {_KEY}: remove {folder}, and the next start writes it again"
+        raise CheckpointError(f"{error}. {remedy}") from error
