@@ -4,6 +4,7 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def _lock(folder: Path, asker: Asker) -> int:
     """The descriptor that holds the lock."""
     path, how = folder / _LOCK_NAME, fcntl.LOCK_EX | fcntl.LOCK_NB
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         # Another process that ends in between removes the name that this descriptor was opened by, and perhaps the
         # folder.
         with suppress(FileNotFoundError), ExitStack() as owned:
@@ -133,6 +134,16 @@ def _lock(folder: Path, asker: Asker) -> int:
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 owned.pop_all()
                 return descriptor
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        # Also where the folder was there and another process has removed it before `mkdir` could see what it is.
+        with suppress(FileNotFoundError):
+            if not stat.S_ISDIR(folder.stat().st_mode):
+                raise
 
 
 def _acquire(descriptor: int, how: int, folder: Path, asker: Asker) -> bool:
