@@ -8,6 +8,7 @@ for bfloat16: there they come out in float32.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -32,6 +33,8 @@ def dequantize(matrix: QuantizedMatrix, out: torch.Tensor | None = None) -> torc
         ValueError: ``out`` is something else.
     """
     out = _target(matrix, out)
+    if matrix.column_order is not None:
+        return _in_order(dequantize(replace(matrix, column_order=None)), matrix.column_order, out)
     if has_kernels(matrix):
         return dequantize_kernel(matrix, out)
     count = max(1, _SLICE_ELEMENTS // max(matrix.columns, 1))
@@ -43,6 +46,8 @@ def dequantize(matrix: QuantizedMatrix, out: torch.Tensor | None = None) -> torc
 def dequantize_kernel(matrix: QuantizedMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
     """As `dequantize`, by the Triton kernel: of a matrix on a GPU, or on the CPU under Triton's interpreter."""
     out = _target(matrix, out)
+    if matrix.column_order is not None:
+        return _in_order(dequantize_kernel(replace(matrix, column_order=None)), matrix.column_order, out)
     four_bits, groups = matrix.format.bits == 4, matrix.scales.shape[1]
     length = matrix.columns // groups
     split_bytes = four_bits and groups > 1 and length % 2 == 1
@@ -82,11 +87,17 @@ def dequantize_ref(matrix: QuantizedMatrix, dtype: torch.dtype | None = None) ->
         groups -= matrix.zeros.float().unsqueeze(-1)
     groups *= matrix.scales.float().unsqueeze(-1)
     values = values.to(dtype or matrix.dtype)
-    return values if matrix.column_scales is None else values.mul_(matrix.column_scales)
+    if matrix.column_scales is not None:
+        values.mul_(matrix.column_scales)
+    return values if matrix.column_order is None else _in_order(values, matrix.column_order, torch.empty_like(values))
+
+
+def _in_order(values: torch.Tensor, order: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return out.index_copy_(1, order.long(), values)
 
 
 def codes_of(matrix: QuantizedMatrix) -> torch.Tensor:
-    """The codes one by one, [rows, columns]: with 8 bits as stored, with 4 bits int8, about 0 if symmetric."""
+    """The codes one by one, in stored order [rows, columns]: 8 bits as they are, 4 bits int8, about 0 if symmetric."""
     if matrix.format.bits == 8:
         return matrix.codes
     pairs = torch.stack((matrix.codes & 15, matrix.codes >> 4), dim=-1).view(matrix.rows, -1)[:, : matrix.columns]

@@ -50,7 +50,7 @@ def fused_linear(
             f"takes float16 or bfloat16, and groups that {_LEAST_BLOCK * 8 // matrix.format.bits} divides"
         )
     assert has_kernels(matrix) or INTERPRETED, "a GPU or Triton's interpreter"
-    assert matrix.column_scales is None, "x is what scales columns"
+    assert matrix.column_scales is matrix.column_order is None, "x is to be scaled and ordered"
     flat = x.reshape(-1, matrix.columns).contiguous()
     out = torch.empty((flat.shape[0], matrix.rows), dtype=x.dtype, device=x.device)
     if out.numel() and matrix.columns:

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zinfer.kernels.dequantize import on_device
 from zinfer.kernels.quantized import QuantizedMatrix
-from zinfer.kernels.quantized_linear import check_operands, with_scaled_columns
+from zinfer.kernels.quantized_linear import check_operands, with_plain_matrix
 
 Way: TypeAlias = Literal["fused", "vendor"]
 
@@ -74,7 +74,7 @@ def int8_linear(
     """
     check_operands(x, matrix, bias)
     check_matrix(matrix)
-    x, matrix = with_scaled_columns(x, matrix)
+    x, matrix = with_plain_matrix(x, matrix)
     if x.device.type != "cuda":
         return int8_linear_ref(x, matrix, bias)
     if way == "vendor":

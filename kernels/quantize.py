@@ -26,7 +26,7 @@ def full_range(groups: torch.Tensor, format: QuantFormat, dtype: torch.dtype) ->
 def quantize_into(target: QuantizedMatrix, matrix: torch.Tensor, bounds: Bounds = full_range) -> None:
     """Fill ``target`` with the codes nearest to ``matrix`` [rows, columns] (floating-point, any strides).
 
-    Scales of columns are taken as they are; `scaling.scale_columns_into` chooses them.
+    Scales of columns are taken as they are; `scaling.scale_columns_into` chooses them. Columns keep their order.
 
     Scales are rounded up to their dtype first, so that every element within the bounds is off by at most half a step of
     the stored scale (for floating-point codes: half the distance of the codes around it).
@@ -35,6 +35,7 @@ def quantize_into(target: QuantizedMatrix, matrix: torch.Tensor, bounds: Bounds 
         CannotQuantize: an infinity, a NaN, or magnitudes that a scale of the target's dtype does not reach.
     """
     assert matrix.shape == (target.rows, target.columns)
+    assert target.column_order is None
     ranges = [bounds(_grouped(matrix, rows, target), target.format, target.dtype) for rows in _slices(target)]
     low, high = (torch.cat(part) for part in zip(*ranges, strict=True))
     if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):  # what is not finite is an extreme of its group

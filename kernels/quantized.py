@@ -10,6 +10,8 @@ scales: [rows, groups] in the dtype that products are computed in.
 zeros:  [rows, groups] uint8, asymmetric formats only. 4 bits without zeros: 8 stands for nothing.
 column_scales: [columns] in the dtype of scales, formats that scale columns only: each value is multiplied by its
         column's, which a product does to what it multiplies with (Lin et al. 2023, "AWQ").
+column_order: [columns] int32, formats that order columns only: which column of the matrix is stored as each, so that
+        groups of columns that lie apart (GPTQ's desc_act) are neighbours; scales of columns are in the stored order.
 """
 
 from dataclasses import dataclass, replace
@@ -33,6 +35,7 @@ class QuantFormat:
         group_rows: neighbouring rows that share their scales, which are then stored once a row all the same; None: all
             rows, with ``group_size`` None a scale per tensor.
         scales_columns: each column has a scale of its own, beside those of the groups.
+        orders_columns: columns are stored in an order of their own.
 
     Raises:
         ValueError: no such format.
@@ -44,6 +47,7 @@ class QuantFormat:
     is_float: bool = False
     group_rows: int | None = 1
     scales_columns: bool = False
+    orders_columns: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -105,6 +109,7 @@ class QuantizedMatrix:
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
     column_scales: torch.Tensor | None = None
+    column_order: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -116,13 +121,13 @@ class QuantizedMatrix:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.codes, self.scales, self.zeros, self.column_scales)
+        parts = (self.codes, self.scales, self.zeros, self.column_scales, self.column_order)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
-    def without_column_scales(self) -> "QuantizedMatrix":
-        """What a product takes once it has scaled what it multiplies with; shares the memory."""
-        return replace(self, column_scales=None)
+    def plain(self) -> "QuantizedMatrix":
+        """What a product takes once it has ordered and scaled what it multiplies with; shares the memory."""
+        return replace(self, column_scales=None, column_order=None)
 
     def part(self, rows: slice) -> "QuantizedMatrix":
         """Some of the rows, sharing their memory."""
@@ -140,4 +145,5 @@ class QuantizedMatrix:
         scales = torch.empty(groups, dtype=dtype, device=device)
         zeros = None if format.symmetric else torch.empty(groups, dtype=torch.uint8, device=device)
         column_scales = torch.empty(columns, dtype=dtype, device=device) if format.scales_columns else None
-        return cls(format, columns, codes, scales, zeros, column_scales)
+        column_order = torch.empty(columns, dtype=torch.int32, device=device) if format.orders_columns else None
+        return cls(format, columns, codes, scales, zeros, column_scales, column_order)

@@ -37,7 +37,7 @@ def quantized_linear(
         ValueError: x or bias do not fit the matrix.
     """
     check_operands(x, matrix, bias)
-    x, matrix = with_scaled_columns(x, matrix)
+    x, matrix = with_plain_matrix(x, matrix)
     tokens = x.numel() // max(matrix.columns, 1)
     if way is None:
         few = tokens <= MOST_FUSED_TOKENS[matrix.format.bits]
@@ -53,11 +53,13 @@ def quantized_linear_ref(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.T
     return (product if bias is None else product + bias.double()).to(x.dtype)
 
 
-def with_scaled_columns(x: torch.Tensor, matrix: QuantizedMatrix) -> tuple[torch.Tensor, QuantizedMatrix]:
-    """Operands of the same product whose matrix scales no columns: x [..., columns] does."""
-    if matrix.column_scales is None:
-        return x, matrix
-    return x * matrix.column_scales, matrix.without_column_scales
+def with_plain_matrix(x: torch.Tensor, matrix: QuantizedMatrix) -> tuple[torch.Tensor, QuantizedMatrix]:
+    """Operands of the same product whose matrix orders and scales no columns: x [..., columns] has it done."""
+    if matrix.column_order is not None:
+        x = x.index_select(-1, matrix.column_order)
+    if matrix.column_scales is not None:
+        x = x * matrix.column_scales
+    return x, matrix.plain
 
 
 def check_operands(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None) -> None:

@@ -5,7 +5,7 @@ codes [rows, columns], zeros and scales [rows, groups].
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,11 +20,12 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Weights:
-    """Random weights as codes."""
+    """Random weights as codes. ``groups``: of each column, one after the other by default."""
 
     codes: torch.Tensor
     zeros: torch.Tensor
     scales: torch.Tensor
+    groups: torch.Tensor | None = None
 
     @classmethod
     def random(
@@ -46,11 +47,21 @@ class Weights:
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """What they stand for (float64), the scales rounded to ``dtype`` first."""
-        size = self.codes.shape[1] // self.scales.shape[1]
-        zeros, scales = (
-            part.to(torch.float64).repeat_interleave(size, 1) for part in (self.zeros, self.scales.to(dtype))
-        )
+        zeros, scales = (part.to(torch.float64)[:, self.group_index] for part in (self.zeros, self.scales.to(dtype)))
         return (self.codes.to(torch.float64) - zeros) * scales
+
+    @property
+    def group_index(self) -> torch.Tensor:
+        """The group of each column, int32."""
+        if self.groups is not None:
+            return self.groups
+        columns, groups = self.codes.shape[1], self.scales.shape[1]
+        return torch.arange(columns, dtype=torch.int32) // (columns // groups)
+
+    def scattered(self, seed: int) -> "Weights":
+        """The same codes in groups that lie anywhere, as activation order leaves them."""
+        order = torch.randperm(self.codes.shape[1], generator=torch.Generator().manual_seed(seed))
+        return replace(self, groups=self.group_index[order])
 
 
 def pack_words(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -76,7 +87,6 @@ def as_int32(words: torch.Tensor) -> torch.Tensor:
 def gptq_parts(weights: Weights, bits: int, *, less_one: bool, index: bool = True) -> dict[str, torch.Tensor]:
     """GPTQModel 7.7: nn_modules/qlinear/__init__.py `pack_original`, and for the format gptq utils/model.py
     `convert_gptq_v2_to_v1_format_module`."""
-    columns, groups = weights.codes.shape[1], weights.scales.shape[1]
     zeros = pack_words(weights.zeros.t(), bits)
     if less_one:
         zeros = as_int32(zeros.to(torch.int64) - {4: 0x11111111, 8: 0x01010101}[bits])
@@ -85,8 +95,7 @@ def gptq_parts(weights: Weights, bits: int, *, less_one: bool, index: bool = Tru
         "qzeros": zeros,
         "scales": weights.scales.t().contiguous(),
     }
-    group_index = torch.arange(columns, dtype=torch.int32) // (columns // groups)
-    return parts | ({"g_idx": group_index} if index else {})
+    return parts | ({"g_idx": weights.group_index} if index else {})
 
 
 def awq_parts(weights: Weights) -> dict[str, torch.Tensor]:

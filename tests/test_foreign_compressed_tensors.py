@@ -195,16 +195,17 @@ def test_dynamic_activations_are_left_in_full_precision(caplog: pytest.LogCaptur
     assert_reads(read(scheme, plain_parts(weights, 8, symmetric=True)), weights.values(torch.float16))
 
 
-def test_activation_order_needs_groups_that_follow_one_another() -> None:
+def test_activation_order_is_read_by_the_index_of_groups() -> None:
     weights = Weights.random(16, 64, 2, 4, True, seed=4)
     scheme = packed_scheme(4, strategy="group", group_size=32, actorder="group")
     parts = packed_parts(weights, 4, symmetric=True)
     with pytest.raises(CheckpointError, match="but no weight_g_idx"):
         read(scheme, parts)
-    parts["weight_g_idx"] = torch.arange(64, dtype=torch.int32) // 32
-    assert_reads(read(scheme, parts), weights.values(torch.float16))
-    parts["weight_g_idx"][40] = 0
-    with pytest.raises(CheckpointError, match="weight_g_idx puts column 40 into group 0 instead of 1"):
+    for held in (weights, weights.scattered(seed=1)):
+        parts["weight_g_idx"] = held.group_index.clone()
+        assert_reads(read(scheme, parts), held.values(torch.float16))
+    parts["weight_g_idx"].copy_(weights.group_index)[40] = 0
+    with pytest.raises(CheckpointError, match="weight_g_idx puts 33 columns into group 0, but group_size is 32"):
         read(scheme, parts)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,12 @@ METHODS: dict[str, tuple[dict[str, object], int, bool, Pack]] = {
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "sym": True, "desc_act": False},
         4,
         True,
+        lambda weights: gptq_parts(weights, 4, less_one=True),
+    ),
+    "gptq in activation order": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "sym": False, "desc_act": True},
+        4,
+        False,
         lambda weights: gptq_parts(weights, 4, less_one=True),
     ),
     "awq": (
@@ -63,7 +70,9 @@ def write_quantized(folder: Path, method: str) -> PreTrainedModel:
             rows, columns = module.weight.shape
             groups = 1 if bits == 8 else columns // GROUP_SIZE
             weights = Weights.random(rows, columns, groups, bits, symmetric, number)
-            weights = Weights(weights.codes, weights.zeros, weights.scales * (1 if bits == 4 else 1 / 16))
+            weights = replace(weights, scales=weights.scales * (1 if bits == 4 else 1 / 16))
+            if config.get("desc_act"):
+                weights = weights.scattered(number)
             module.weight.data = weights.values(torch.float32).float()
             del tensors[f"{name}.weight"]
             tensors |= {f"{name}.{part}": value for part, value in pack(weights).items()}

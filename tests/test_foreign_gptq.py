@@ -62,10 +62,44 @@ def test_activation_order_in_static_groups_is_read() -> None:
     assert_reads(read(scheme, gptq_parts(weights, 4, less_one=True)), weights.values(torch.float16))
 
 
-def test_scattered_groups_are_refused() -> None:
+@given(
+    bits=st.sampled_from([4, 8]),
+    group_size=st.sampled_from([6, 8, 32, 128]),
+    groups=st.integers(2, 5),
+    symmetric=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_groups_that_activation_order_has_scattered_are_read(
+    bits: int, group_size: int, groups: int, symmetric: bool, seed: int
+) -> None:
+    weights = Weights.random(12, groups * group_size, groups, bits, symmetric, seed).scattered(seed)
+    scheme = scheme_of("gptq", bits=bits, group_size=group_size, sym=symmetric, desc_act=True)
+    matrix = read(scheme, gptq_parts(weights, bits, less_one=True))
+    assert matrix.format.orders_columns
+    assert_reads(matrix, weights.values(torch.float16))
+
+
+def test_scattered_groups_are_refused_if_the_config_does_not_say_so() -> None:
     parts = gptq_parts(Weights.random(16, 64, 2, 4, True, seed=4), 4, less_one=True)
     parts["g_idx"][3] = 1
-    with pytest.raises(CheckpointError, match=r"g_idx puts column 3 into group 1 instead of 0: activation order"):
+    with pytest.raises(
+        CheckpointError, match=r"g_idx puts column 3 into group 1 instead of 0: .* does not say desc_act"
+    ):
+        read(scheme_of("gptq", bits=4, group_size=32), parts)
+
+
+@pytest.mark.parametrize(
+    ("column", "group", "message"),
+    [
+        (3, 1, r"g_idx puts 31 columns into group 0, but group_size is 32"),
+        (3, 2, r"g_idx puts column 3 into group 2, but there are 2 groups"),
+        (40, -1, r"g_idx puts column 40 into group -1, but there are 2 groups"),
+    ],
+)
+def test_damaged_indices_are_refused(column: int, group: int, message: str) -> None:
+    parts = gptq_parts(Weights.random(16, 64, 2, 4, True, seed=4), 4, less_one=True)
+    parts["g_idx"][column] = group
+    with pytest.raises(CheckpointError, match=message):
         read(scheme_of("gptq", bits=4, group_size=32, desc_act=True), parts)
 
 

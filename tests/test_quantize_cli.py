@@ -135,13 +135,14 @@ def test_options_become_the_stores_settings(small: Path, tmp_path: Path) -> None
     assert "ratio" in result.stdout
     members = document(tmp_path / "store")
     wanted = {"bits": 4, "group_size": 32, "symmetric": False, "is_float": False, "group_rows": 1}
-    assert members["formats"] == [wanted | {"scales_columns": False}]
+    flags = {"scales_columns": False, "orders_columns": False}
+    assert members["formats"] == [wanted | flags]
     kinds = {name.split(".", 3)[3] for name in members["parameters"]}
     assert kinds == {"mlp.gate_proj.weight", "mlp.up_proj.weight", "self_attn.q_proj.weight"}
     result = invoke(small, tmp_path / "other", "--format", "fp8", "--device", "cpu")
     assert result.exit_code == 0, result.output
     wanted = {"bits": 8, "group_size": None, "symmetric": True, "is_float": True, "group_rows": 1}
-    assert document(tmp_path / "other")["formats"] == [wanted | {"scales_columns": False}]
+    assert document(tmp_path / "other")["formats"] == [wanted | flags]
 
 
 def test_a_configurations_section_is_the_same_as_options(small: Path, tmp_path: Path) -> None:

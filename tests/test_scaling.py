@@ -39,12 +39,12 @@ def test_values_are_multiplied_by_their_columns_scales(
     torch.manual_seed(0)
     matrix = scaled_matrix(format, 33, 480, dtype, kernel_device)
     assert matrix.column_scales is not None
-    bare = dequantize_ref(matrix.without_column_scales)
+    bare = dequantize_ref(matrix.plain)
     assert torch.equal(dequantize_ref(matrix), bare * matrix.column_scales)
-    by_kernel = dequantize_kernel(matrix.without_column_scales)
+    by_kernel = dequantize_kernel(matrix.plain)
     assert torch.equal(dequantize_kernel(matrix), by_kernel * matrix.column_scales)
     assert torch.equal(dequantize(matrix.part(slice(3, 20))), dequantize_ref(matrix)[3:20])
-    assert matrix.nbytes == matrix.without_column_scales.nbytes + 480 * dtype.itemsize
+    assert matrix.nbytes == matrix.plain.nbytes + 480 * dtype.itemsize
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -55,12 +55,12 @@ def test_products_scale_what_they_multiply_with(device: str, format: QuantFormat
     assert matrix.column_scales is not None
     x, bias = random_input(Shape(6, 40, 480), dtype, device)
     found = quantized_linear(x, matrix, bias)
-    assert torch.equal(found, quantized_linear(x * matrix.column_scales, matrix.without_column_scales, bias))
+    assert torch.equal(found, quantized_linear(x * matrix.column_scales, matrix.plain, bias))
     wanted = functional.linear(x.double(), dequantize_ref(matrix, torch.float64), bias.double())
     assert float((found.double() - wanted).norm() / wanted.norm()) < 2 * torch.finfo(dtype).eps
     if format == FORMATS[0]:
         found = int8_linear(x, matrix, bias)
-        assert torch.equal(found, int8_linear(x * matrix.column_scales, matrix.without_column_scales, bias))
+        assert torch.equal(found, int8_linear(x * matrix.column_scales, matrix.plain, bias))
 
 
 @given(

@@ -162,7 +162,7 @@ def test_a_module_on_the_meta_device_streams_from_it_too(
     assert only(tmp_path / "nvme").name.startswith("tiny-")
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", ["gptq", "gptq in activation order", "awq"])
 def test_other_tools_checkpoints_need_no_rules(
     tmp_path: Path, batch: dict[str, torch.Tensor], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,7 +53,7 @@ class SlabMatrix(SlabTensor):
         )
 
     def parts(self) -> list[SlabTensor]:
-        """Codes and scales; zeros and scales of columns where the format has them."""
+        """Codes and scales; zeros, scales and order of columns where the format has them."""
         groups = (self.rows, self.format.num_groups(self.columns))
         forms: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
             ("codes", self.format.codes_dtype, self.format.codes_shape(self.rows, self.columns)),
@@ -63,6 +63,8 @@ class SlabMatrix(SlabTensor):
             forms.append(("zeros", torch.uint8, groups))
         if self.format.scales_columns:
             forms.append(("column_scales", self.dtype, (self.columns,)))
+        if self.format.orders_columns:
+            forms.append(("column_order", torch.int32, (self.columns,)))
         parts: list[SlabTensor] = []
         offset = self.offset
         for name, dtype, shape in forms:

@@ -175,7 +175,7 @@ def _format(members: _Object) -> QuantFormat:
     except (TypeError, ValueError) as error:
         members.refuse("", f"no format of this version ({error})")
     sizes = (format.bits, format.group_size or 1, format.group_rows or 1)
-    flags = (format.symmetric, format.is_float, format.scales_columns)
+    flags = (format.symmetric, format.is_float, format.scales_columns, format.orders_columns)
     if not all(type(size) is int for size in sizes) or not all(isinstance(flag, bool) for flag in flags):
         members.refuse("", "no format: sizes are whole numbers, the others true or false")
     return format

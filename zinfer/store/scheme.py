@@ -48,8 +48,8 @@ class StoreScheme(Scheme):
         format, columns, codes = stored.format, stored.columns, shapes["codes"]
         rows = codes[0] if codes else 0
         groups = (rows, format.num_groups(columns))
-        expected: dict[str, tuple[int, ...]] = {"scales": groups, "zeros": groups, "column_scales": (columns,)}
-        expected["codes"] = format.codes_shape(rows, columns)
+        expected: dict[str, tuple[int, ...]] = {"codes": format.codes_shape(rows, columns), "scales": groups}
+        expected |= {"zeros": groups, "column_scales": (columns,), "column_order": (columns,)}
         for part, shape in shapes.items():
             if tuple(shape) != expected[part]:
                 raise CheckpointError(
@@ -59,15 +59,12 @@ class StoreScheme(Scheme):
         return format, rows, columns
 
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
-        target.codes.copy_(parts["codes"])
-        target.scales.copy_(parts["scales"])
-        if target.zeros is not None:
-            target.zeros.copy_(parts["zeros"])
-        if target.column_scales is not None:
-            target.column_scales.copy_(parts["column_scales"])
+        for name, part in parts.items():
+            getattr(target, name).copy_(part)
 
 
 def part_names(format: QuantFormat) -> tuple[str, ...]:
     """The parts of a matrix, in the order in which they lie in slabs and files."""
-    zeros = () if format.symmetric else ("zeros",)
-    return ("codes", "scales", *zeros, *(("column_scales",) if format.scales_columns else ()))
+    optional = {"zeros": not format.symmetric}
+    optional |= {"column_scales": format.scales_columns, "column_order": format.orders_columns}
+    return ("codes", "scales", *(part for part, is_there in optional.items() if is_there))

@@ -17,16 +17,15 @@ quantized key-value caches, transforms), and sparse layouts.
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 
 from zinfer.errors import CheckpointError
-from zinfer.kernels.quantize import pack_int4
 from zinfer.kernels.quantized import FLOAT8, QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign.contract import Scheme
-from zinfer.quantization.foreign.filling import check_group_index, fill_codes, fill_scales, fill_zeros
+from zinfer.quantization.foreign.filling import fill_codes, fill_order, fill_scales, fill_zeros
 from zinfer.quantization.foreign.gptq import FLOATS, INTEGERS
 from zinfer.quantization.foreign.parts import (
     Shapes,
@@ -39,7 +38,7 @@ from zinfer.quantization.foreign.parts import (
 )
 from zinfer.quantization.foreign.section import REMEDY, Section
 from zinfer.quantization.foreign.weight_group import ANY_MODULE, WeightGroup
-from zinfer.quantization.foreign.words import bytes_of, unpack
+from zinfer.quantization.foreign.words import unpack
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +92,8 @@ class CompressedTensors(Scheme):
     def format_of(self, parameter: str, shapes: Shapes) -> tuple[QuantFormat, int, int]:
         group = self._group(parameter.removesuffix(".weight"))
         format = group.format
+        if group.reordered and format.group_size is not None:
+            format = replace(format, orders_columns=True)
         rows, columns = _extent(parameter, shapes, group)
         check_format(parameter, format, rows, columns)
         grid = _grid(format, rows, columns)
@@ -117,12 +118,11 @@ class CompressedTensors(Scheme):
         fill_zeros(target, _zeros(target, parts), "weight_zero_point")
         fill_scales(target, _per_row(parts["weight_scale"], target), "weight_scale")
         if "weight_packed" in parts:
-            fill_codes(target, bytes_of(parts["weight_packed"]))
+            fill_codes(target, unpack(parts["weight_packed"], target.format.bits, target.columns))
         elif target.format.is_float:
-            target.codes.copy_(parts["weight"])
+            fill_codes(target, parts["weight"].view(torch.uint8))
         else:
-            codes = _unsigned(parts["weight"], target.format.bits, "weight")
-            fill_codes(target, pack_int4(codes) if target.format.bits == 4 else codes)
+            fill_codes(target, _unsigned(parts["weight"], target.format.bits, "weight"))
 
     def _group(self, module: str) -> WeightGroup:
         """Names go before patterns, and these before classes; every module here is a linear layer."""
@@ -188,7 +188,7 @@ def _check_parts(target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> 
             f"[{target.rows}, {target.columns}]: rows of one scale are read if they fill their words; {REMEDY}"
         )
     if "weight_g_idx" in parts:
-        check_group_index(parts["weight_g_idx"], target, "weight_g_idx")
+        fill_order(target, parts["weight_g_idx"], "weight_g_idx")
 
 
 def _zeros(target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -3,18 +3,24 @@
 import torch
 
 from zinfer.errors import CheckpointError
-from zinfer.kernels.quantized import QuantizedMatrix
+from zinfer.kernels.quantize import pack_int4
+from zinfer.kernels.quantized import FLOAT8, QuantizedMatrix
 
 
-def fill_codes(target: QuantizedMatrix, octets: torch.Tensor) -> None:
-    """Take over codes [rows, at least the bytes of a row] (uint8), packed as the target packs them.
+def fill_codes(target: QuantizedMatrix, codes: torch.Tensor) -> None:
+    """Take over codes [rows, columns] (uint8, or the bits of e4m3 numbers), in the target's order of columns.
 
     Symmetric 8-bit codes become signed: unsigned less 128 is the same byte with its highest bit turned over.
     """
-    octets = octets[:, : target.codes.shape[1]]
-    if target.format.bits == 8 and target.format.symmetric:
-        octets = (octets ^ 0x80).view(torch.int8)
-    target.codes.copy_(octets)
+    if target.column_order is not None:
+        codes = codes.index_select(1, target.column_order)
+    if target.format.bits == 4:
+        codes = pack_int4(codes)
+    elif target.format.is_float:
+        codes = codes.view(FLOAT8)
+    elif target.format.symmetric:
+        codes = (codes ^ 0x80).view(torch.int8)
+    target.codes.copy_(codes)
 
 
 def fill_scales(target: QuantizedMatrix, scales: torch.Tensor, part: str) -> None:
@@ -53,22 +59,45 @@ def fill_zeros(target: QuantizedMatrix, zeros: torch.Tensor | None, part: str) -
         )
 
 
-def check_group_index(group_index: torch.Tensor, target: QuantizedMatrix, part: str) -> None:
-    """Refuse columns whose groups do not follow one another (activation order).
+def fill_order(target: QuantizedMatrix, group_index: torch.Tensor, part: str) -> None:
+    """Put the columns of each group beside one another, if the target orders columns; to be called before `fill_codes`.
 
     Args:
         group_index: the group of each column, [columns].
 
     Raises:
-        CheckpointError: neighbouring columns do not share their scale as the target's do.
+        CheckpointError: groups are of different sizes; or neighbouring columns do not share their scale, and the target
+            takes them as they come.
     """
     size = target.format.group_size or target.columns
+    if target.column_order is not None:
+        _check_sizes(group_index, target.columns // size, size, part)
+        target.column_order.copy_(torch.argsort(group_index, stable=True))
+        return
     in_order = torch.arange(target.columns, device=group_index.device) // size
     wrong = (group_index != in_order).nonzero()
     if len(wrong):
         column = int(wrong[0])
         raise CheckpointError(
             f"{part} puts column {column} into group {int(group_index[column])} instead of {int(in_order[column])}: "
-            f"activation order (desc_act, actorder) scatters groups over the columns, which is not supported; use a "
-            f"checkpoint made without it, or with static groups"
+            "a checkpoint whose configuration does not say desc_act (actorder) has its groups in order; correct the "
+            "configuration, or download both again"
+        )
+
+
+def _check_sizes(group_index: torch.Tensor, num_groups: int, size: int, part: str) -> None:
+    beyond = ((group_index < 0) | (group_index >= num_groups)).nonzero()
+    if len(beyond):
+        column = int(beyond[0])
+        raise CheckpointError(
+            f"{part} puts column {column} into group {int(group_index[column])}, but there are {num_groups} groups: "
+            "the file is damaged, download it again"
+        )
+    sizes = torch.bincount(group_index.long(), minlength=num_groups)
+    wrong = (sizes != size).nonzero()
+    if len(wrong):
+        group = int(wrong[0])
+        raise CheckpointError(
+            f"{part} puts {int(sizes[group])} columns into group {group}, but group_size is {size}: the file is "
+            "damaged or of another configuration, download both again"
         )

@@ -20,7 +20,7 @@ import torch
 
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign.contract import Scheme
-from zinfer.quantization.foreign.filling import check_group_index, fill_codes, fill_scales, fill_zeros
+from zinfer.quantization.foreign.filling import fill_codes, fill_order, fill_scales, fill_zeros
 from zinfer.quantization.foreign.parts import (
     Shapes,
     check_dtypes,
@@ -31,7 +31,7 @@ from zinfer.quantization.foreign.parts import (
     parts_of,
 )
 from zinfer.quantization.foreign.section import Section
-from zinfer.quantization.foreign.words import bytes_of, unpack
+from zinfer.quantization.foreign.words import unpack
 
 FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS: Final = (torch.int32, torch.int64)
@@ -48,7 +48,7 @@ class Gptq(Scheme):
         bits: of a code.
         group_size: columns that share a scale; None: a whole row.
         symmetric: every zero is the middle code.
-        ordered: the config says that columns were quantized in the order of activations.
+        ordered: columns were quantized in the order of activations, so that groups may lie anywhere among them.
         zeros_less_one: the format ``gptq``.
     """
 
@@ -96,7 +96,7 @@ class Gptq(Scheme):
         codes = 32 // self.bits
         columns = shapes["g_idx"][0] if shapes.get("g_idx") else words * codes
         size = self.group_size if self.group_size and self.group_size < columns else None
-        format = QuantFormat(self.bits, size, self.symmetric)
+        format = QuantFormat(self.bits, size, self.symmetric, orders_columns=self.ordered and size is not None)
         check_format(parameter, format, rows, columns)
         groups = format.num_groups(columns)
         expected: dict[str, list[tuple[int, ...]]] = {
@@ -112,11 +112,11 @@ class Gptq(Scheme):
         words = (torch.int32,)
         check_dtypes(parts, {"qweight": words, "qzeros": words, "scales": FLOATS, "g_idx": INTEGERS})
         if "g_idx" in parts:
-            check_group_index(parts["g_idx"], target, "g_idx")
+            fill_order(target, parts["g_idx"], "g_idx")
         zeros = parts["qzeros"] + _ONE_IN_EACH[self.bits] if self.zeros_less_one else parts["qzeros"]
         fill_zeros(target, unpack(zeros, self.bits, target.rows).t(), "qzeros")
         fill_scales(target, parts["scales"].t(), "scales")
-        fill_codes(target, bytes_of(parts["qweight"].t()))
+        fill_codes(target, unpack(parts["qweight"].t(), self.bits, target.columns))
 
 
 def group_size_of(config: Section) -> int | None:

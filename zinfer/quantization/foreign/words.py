@@ -1,7 +1,4 @@
-"""Codes packed into little-endian 32-bit words, the first code of a row in the lowest bits.
-
-Seen as bytes, such words are what `QuantizedMatrix` holds: two 4-bit codes a byte, the first in the low half.
-"""
+"""Codes packed into little-endian 32-bit words, the first code of a row in the lowest bits."""
 
 import torch
 
