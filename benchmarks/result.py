@@ -15,12 +15,19 @@ def publish(figures: Mapping[str, object], out: Path | None, versions: Mapping[s
     """
     line = json.dumps({**figures, "card": machine_card() | dict(versions or {})})
     _write(line, out)
+    if out is not None:
+        _partial(out).unlink(missing_ok=True)
     print(line)
 
 
 def keep(figures: Mapping[str, object], out: Path | None) -> None:
-    """Write what there is so far to ``out``: a run that is cut off has not been for nothing."""
-    _write(json.dumps({**figures, "unfinished": True, "card": machine_card()}), out)
+    """Write what there is so far beside ``out``: a run that is cut off has not been for nothing."""
+    if out is not None:
+        _write(json.dumps({**figures, "unfinished": True, "card": machine_card()}), _partial(out))
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(f"{out.name}.partial")
 
 
 def _write(line: str, out: Path | None) -> None:

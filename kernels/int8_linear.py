@@ -39,7 +39,7 @@ class Int8Tiles:
     swizzle: int = 8
 
 
-# The best of `benchmarks/kernels.py --tune` on an H200, beside the fifth by less than what two runs differ.
+# The best of `benchmarks/kernels.py --tune` on an H200; 128 x 128 with 4 warps and 3 stages is as good, within 3 %.
 CHOSEN: Final = Int8Tiles(128, 256, 128, 8, 4)
 CANDIDATES: Final = (
     CHOSEN,

@@ -40,7 +40,12 @@ def scale_columns_into(
     for step in range(_NUM_POWERS + 1):
         scales = _scales(squares, step / _NUM_POWERS)
         target.column_scales.copy_(scales)
-        quantize_into(target, matrix, bounds)
+        try:
+            quantize_into(target, matrix, bounds)
+        except CannotQuantize:  # what is divided by small scales may grow beyond the dtype
+            if step == 0:
+                raise
+            continue
         error = weighted_error(target, matrix, squares)
         best, least = torch.where(error < least, scales, best), torch.minimum(error, least)
     target.column_scales.copy_(best)

@@ -1,7 +1,9 @@
 """A calibration sees what linear layers multiply with, and stores made with it lose less of a model with outliers."""
 
+import io
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +13,14 @@ import pytest
 import torch
 from checkpoints import random_prompts, tiny_checkpoint
 from jobs_support import letters_tokenizer, write_rows
+from rich.console import Console
 from store_support import Quantizing, Stopped, contents, document, settings_of, stop_at
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import zinfer
+import zinfer.calibration
 from zinfer.calibration import measure_squares
 from zinfer.config import resolve_settings
 from zinfer.errors import CheckpointError, ConfigError
@@ -141,7 +145,32 @@ def test_what_goes_on_rounds_alike_and_measures_once(model: Path, prompts: Path,
     write_store(model, output, settings_of(**SECTION), calibration=calibration(model, prompts, counts))
     assert counts == [1]
     assert contents(output) == contents(store)
-    (output / CALIBRATION_NAME).write_bytes(b"\x01" * 20)
+
+
+def test_what_no_prompt_has_reached_is_said(model: Path, prompts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no prompt reaches a weight that is to be quantized"):
+        write_store(model, tmp_path / "none", settings_of(**SECTION), calibration=Calibration("ab" * 32, dict))
+    assert not (tmp_path / "none").exists()
+    screen = Console(file=io.StringIO(), width=300)
+
+    def all_but_one() -> dict[str, torch.Tensor]:
+        found = measure_squares(model, prompts, settings_of(**SECTION))
+        del found[next(name for name in found if "mlp" in name)]
+        return found
+
+    some = Calibration("ab" * 32, all_but_one)
+    write_store(model, tmp_path / "some", settings_of(**SECTION), calibration=some, console=screen)
+    assert isinstance(screen.file, io.StringIO)
+    said = screen.file.getvalue()
+    assert re.search(r"1 of \d+ weights were reached by no prompt and are rounded plainly: .*mlp", said)
+
+
+def test_batches_hold_like_lengths_and_no_more_tokens_than_fit() -> None:
+    rows = [tuple(range(length)) for length in (1, 4000, 30, 30, 30, 5000, 2, 2000, 2000)]
+    found = list(zinfer.calibration._batches(rows))
+    assert sorted(row for batch in found for row in batch) == sorted(rows)
+    assert all(len(batch) == 1 or len(batch) * max(map(len, batch)) <= 4096 for batch in found)
+    assert len(found) == 4
 
 
 def test_other_prompts_are_another_store(model: Path, prompts: Path, store: Path, tmp_path: Path) -> None:

@@ -99,6 +99,20 @@ def test_columns_with_large_activations_come_out_more_exact(format: QuantFormat,
     assert scaled < most_share * unscaled
 
 
+def test_scales_that_a_dtype_does_not_reach_are_not_chosen() -> None:
+    """What is divided by small scales grows, here beyond what a scale of float16 covers."""
+    matrix = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).half()
+    matrix[0, 0] = 60000
+    squares = torch.full((64,), 1e-8)
+    squares[:2] = 1
+    squares[0] = 1e-8
+    target = QuantizedMatrix.empty(FORMATS[2], 4, 64, torch.float16, "cpu")
+    scale_columns_into(target, matrix, squares)
+    assert bool(torch.isfinite(dequantize_ref(target)).all())
+    plain = quantize(matrix, QuantFormat(4, 32))
+    assert weighted_error(target, matrix, squares) <= weighted_error(plain, matrix, squares) * (1 + 1e-5)
+
+
 def test_activations_that_are_not_finite_are_refused() -> None:
     target = QuantizedMatrix.empty(FORMATS[0], 4, 96, torch.float32, "cpu")
     with pytest.raises(CannotQuantize, match="activations of the calibration are not finite"):

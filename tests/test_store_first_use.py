@@ -181,6 +181,26 @@ def test_other_tools_checkpoints_need_no_rules(
     start(folder, tmp_path / "nvme")
 
 
+def test_rules_beside_a_quantized_checkpoint_are_refused_before_anything_is_written_or_work(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_quantized(folder, "gptq")
+    for home in ("cpu", "nvme"):
+        with pytest.raises(ConfigError, match=r"activations: model\.layers\.0.* set it to false, leave the weight out"):
+            start(folder, tmp_path / "nvme", {"bits": 8, "activations": True}, home=home)
+    assert not (tmp_path / "nvme").exists()
+    start(folder, tmp_path / "nvme", {"bits": 4, "group_size": 48})  # divides no matrix that it would be for
+    start(only(tmp_path / "nvme"), None, {"bits": 4, "group_size": 48})
+
+
+def test_a_link_to_nothing_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    with pytest.raises(
+        ConfigError, match=r"output .*/link is a link to nothing; make what it points to, or give another"
+    ):
+        make_store(model, tmp_path / "link", **INT4)
+
+
 @pytest.mark.parametrize(
     ("home", "section", "reason"),
     [("nvme", None, "read where they lie"), ("cpu", INT4, 'unless zero_optimization.offload_param.device is "nvme"')],

@@ -4,7 +4,8 @@ What it finds decides which columns of a weight have to come out the most exact 
 streams as it does in any job; positions behind a shorter prompt are not counted.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,18 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
+from zinfer.config.settings import Batch
 from zinfer.engine import InferenceEngine
 from zinfer.errors import ConfigError
 from zinfer.jobs.token_rows import read_token_rows, right_padded
+from zinfer.model import build_meta_model
 from zinfer.quantization.forms import find_form
 from zinfer.quantization.slab_matrix import SlabMatrix
 
-_BATCH_SIZE: Final = 16
+_MOST_TOKENS: Final = 4096  # of a pass: the model streams once for them
+_SLICE_TOKENS: Final = 512  # squared at once
 
 
 def measure_squares(model: Path, prompts: Path, settings: Settings) -> dict[str, torch.Tensor]:
@@ -38,20 +43,37 @@ def measure_squares(model: Path, prompts: Path, settings: Settings) -> dict[str,
         ConfigError: a row that is no prompt; names its line.
         CheckpointError: as `zinfer.init_inference`.
     """
-    engine = InferenceEngine(model, replace(settings, quantization=None))
+    tree = build_meta_model(Checkpoint.open(model), settings.dtype)
+    batches = list(_batches(read_token_rows(prompts, model, tree, settings.max_out_tokens)))
+    if not batches:
+        raise ConfigError(f"{prompts}: no prompts to calibrate with")
+    shape = Batch(max(map(len, batches)), max(len(row) for batch in batches for row in batch), 1)
+    engine = InferenceEngine(model, replace(settings, quantization=None, batch=shape))
+    options: dict[str, Any] = {"use_cache": False}
+    if "logits_to_keep" in inspect.signature(type(tree).forward).parameters:
+        options["logits_to_keep"] = 1
     try:
-        rows = read_token_rows(prompts, model, engine.module, settings.max_out_tokens)
-        if not rows:
-            raise ConfigError(f"{prompts}: no prompts to calibrate with")
         seen = _Squares(engine.device)
         with seen.hooked(_layers(engine.module, settings)):
-            for begin in range(0, len(rows), _BATCH_SIZE):
-                ids, mask = right_padded(rows[begin : begin + _BATCH_SIZE])
+            for batch in batches:
+                ids, mask = right_padded(batch)
                 seen.expect(mask)
-                engine(input_ids=ids, attention_mask=mask, use_cache=False)
+                engine(input_ids=ids, attention_mask=mask, **options)
         return seen.means()
     finally:
         engine.destroy()
+
+
+def _batches(rows: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Rows of like length together, with padding no more than so many tokens, or one row."""
+    batch: list[tuple[int, ...]] = []
+    for row in sorted(rows, key=len):
+        if batch and (len(batch) + 1) * len(row) > _MOST_TOKENS:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
 
 
 def _layers(model: nn.Module, settings: Settings) -> dict[str, nn.Module]:
@@ -98,8 +120,9 @@ class _Squares:
             input = args[0]
             if input.numel() // input.shape[-1] != self._mask.numel():
                 return  # not a row a token: a layer behind a router, which sees no mask
-            squares = input.detach().reshape(-1, input.shape[-1]).float().square()
-            total = self._mask.reshape(-1) @ squares
+            flat, mask = input.detach().reshape(-1, input.shape[-1]), self._mask.reshape(-1)
+            slices = [slice(begin, begin + _SLICE_TOKENS) for begin in range(0, len(flat), _SLICE_TOKENS)]
+            total = torch.stack([mask[part] @ flat[part].float().square() for part in slices]).sum(0)
             self._sums[name] = self._sums[name] + total if name in self._sums else total
             self._num_tokens[name] = self._num_tokens.get(name, 0) + self._num_in_mask
 

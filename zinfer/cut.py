@@ -67,6 +67,7 @@ def cut_model(
     form: Form = full_form,
     rounding: Rounding = NEAREST,
     checksums: Mapping[Path, str] = MappingProxyType({}),
+    quantizes_input: Callable[[str], bool] = lambda name: False,
 ) -> list[ModelBlock]:
     """The blocks of a model in its own order; every parameter is in exactly one.
 
@@ -76,13 +77,15 @@ def cut_model(
         form: how a parameter that is stored in full lies in its slab.
         rounding: how it becomes codes where that form quantizes it.
         checksums: of files that hold one block each.
+        quantizes_input: whether products with a weight that is stored quantized quantize what it is multiplied with.
 
     Raises:
         CheckpointError: the model does not say which of its modules are layers.
+        ConfigError: a product is to quantize what its stored weight is multiplied with, and cannot.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     bytes_of = {name: weights[name] if weights else id(value) for name, value in parameters.items()}
-    cutter = _Cutter(model, parameters, weights, bytes_of, form, rounding)
+    cutter = _Cutter(model, parameters, weights, bytes_of, form, rounding, quantizes_input)
     blocks = [cutter.finish(index, piece) for index, piece in enumerate(cutter.pieces())]
     return [_with_checksum(block, checksums) for block in blocks]
 
@@ -103,6 +106,7 @@ class _Cutter:
     bytes_of: Mapping[str, Hashable]
     form: Form
     rounding: Rounding
+    quantizes_input: Callable[[str], bool]
 
     def pieces(self) -> list[_Piece]:
         """Layers, and the modules that hold weights outside them; the latter joined where they share bytes."""
@@ -147,13 +151,13 @@ class _Cutter:
             return self.form(name, module, parameter)
         shape, transposed = tuple(parameter.shape), isinstance(module, Conv1D)
         stored = SlabMatrix(name, parameter.dtype, shape, format=weight.format, transposed=transposed)
-        asked = self.form(name, module, parameter) if weight.scheme.is_native else stored
-        if not isinstance(asked, SlabMatrix) or not asked.quantizes_input:
+        if not self.quantizes_input(name):
             return stored
         if not weight.format.multiplies_int8:
             raise ConfigError(
                 f"zinfer.quantization.activations: {name} is stored as {weight.format}, but products with quantized "
-                "activations take symmetric INT8 with a scale a row; write the store with bits 8, or leave it out"
+                "activations take symmetric INT8 with a scale a row; set it to false, leave the weight out "
+                "(zinfer.quantization.exclude), or quantize the full model with bits 8"
             )
         return replace(stored, quantizes_input=True)
 
@@ -170,7 +174,8 @@ class _Cutter:
                 yield _extent(weight, tensor)
             else:
                 assert isinstance(tensor, SlabMatrix)
-                for (_, entry), part in zip(weight.parts, tensor.parts(), strict=True):
+                for (part_name, entry), part in zip(weight.parts, tensor.parts(), strict=True):
+                    assert part.name == f"{tensor.name}.{part_name}"
                     yield _extent(entry, part)
 
     def _conversion(self, block: Block, names: list[str]) -> Conversion:

@@ -29,7 +29,7 @@ from zinfer.planning.prediction import Prediction, find_work, predict
 from zinfer.planning.rates import Rates
 from zinfer.planning.request import Request
 from zinfer.probe.rates import known_rates
-from zinfer.quantization.forms import check_patterns, find_form, find_rounding
+from zinfer.quantization.forms import check_patterns, find_activations, find_form, find_rounding
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.runtime import Runtime
@@ -188,7 +188,8 @@ class InferenceEngine(nn.Module):
         scheme = find_stored_scheme(checkpoint) if checkpoint else None
         weights = match_weights(self.module, checkpoint, scheme) if checkpoint else {}
         rules, checksums = self.settings.quantization, scheme.checksums if scheme else {}
-        return cut_model(self.module, weights, find_form(rules), find_rounding(rules), checksums), weights
+        form, rounding, quantizes_input = find_form(rules), find_rounding(rules), find_activations(rules)
+        return cut_model(self.module, weights, form, rounding, checksums, quantizes_input), weights
 
     def _footprint(self, request: Request) -> Footprint:
         shape, dtype = read_shape(self.module.config), self.module.dtype

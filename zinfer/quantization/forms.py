@@ -1,5 +1,6 @@
 """Which of a model's parameters are stored quantized, and how their modules hold them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,6 +25,11 @@ def find_form(rules: Quantization | None, *, scales_columns: bool = False) -> Fo
 def find_rounding(rules: Quantization | None, squares: Squares = no_squares) -> Rounding:
     """How weights are rounded under these rules."""
     return Rounding(least_error_range if rules is not None and rules.search == "clip" else full_range, squares)
+
+
+def find_activations(rules: Quantization | None) -> Callable[[str], bool]:
+    """Which parameters' products quantize what they multiply with, under these rules; none without any."""
+    return (lambda name: False) if rules is None else rules.quantizes_input
 
 
 def check_patterns(rules: Quantization | None, model: nn.Module) -> None:

@@ -159,6 +159,10 @@ class Quantization:
             )
         return format
 
+    def quantizes_input(self, name: str) -> bool:
+        """Whether products with a parameter that is quantized already quantize what it is multiplied with."""
+        return self.activations and not self._is_excluded(name) and self._rule_for(name) is not None
+
     def as_document(self) -> dict[str, Any]:
         """The rules as JSON, without what only messages need: equal for rules that do the same."""
         document: dict[str, Any] = json.loads(json.dumps(asdict(self)))

@@ -1,4 +1,4 @@
-"""A quantized matrix as one tensor of a slab: its codes, scales and zeros side by side, each aligned to 256 bytes."""
+"""A quantized matrix as one tensor of a slab: its codes, scales and so on side by side, each aligned to 256 bytes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -52,6 +52,10 @@ def is_finished(folder: Path, identity: Identity, asker: Asker = COMMAND) -> boo
         ConfigError: it holds another one, or is no folder.
         CheckpointError: its manifest is damaged, or does not fit its files.
     """
+    if folder.is_symlink() and not folder.exists():
+        raise ConfigError(
+            f"{asker.subject} {folder} is a link to nothing; make what it points to, or give another {asker.option}"
+        )
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{asker.subject} {folder} is not a folder; give another {asker.option}")
     if not (folder / MANIFEST_NAME).is_file() or (folder / JOURNAL_NAME).is_file():
@@ -140,6 +144,8 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
+        if folder.is_symlink():
+            raise
         # Also where the folder was there and another process has removed it before `mkdir` could see what it is.
         with suppress(FileNotFoundError):
             if not stat.S_ISDIR(folder.stat().st_mode):

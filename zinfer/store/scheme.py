@@ -12,7 +12,7 @@ from zinfer.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 
 
 class StoreScheme(Scheme):
-    """What `zinfer quantize` writes: codes, scales and zeros as `QuantizedMatrix` has them, placed without conversion.
+    """What `zinfer quantize` writes: codes, scales and so on as `QuantizedMatrix` has them, placed without conversion.
 
     Attributes:
         checksums: of each block's weights, by its file (absolute): xxh3_128 of all bytes after the header, hexadecimal.

@@ -15,6 +15,7 @@ import torch
 import xxhash
 from rich.console import Console
 
+from zinfer.checkpoint.faults import listed
 from zinfer.config import Settings
 from zinfer.display import shown
 from zinfer.errors import ConfigError, PlanError
@@ -106,14 +107,16 @@ class _Writing:
         self._check_room(left, beside)
         self._check_device(left)
         self._say_what_is_known(left)
-        if self._calibration is not None:
-            self._meter.note("Measuring what the weights are multiplied with: the model runs over the prompts.")
-            self._calibration.open(self._folder)
+        calibration = self._calibration if left else None
+        if calibration is not None:
+            self._calibrate(calibration)
         journal = journal or Journal.begin(self._folder, self._identity)
-        if self._calibration is not None:
-            self._calibration.keep(self._folder)
+        if calibration is not None:
+            calibration.keep(self._folder)
         begin_s = time.perf_counter()
         read_bytes = self._write_blocks(left, journal)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # an engine that plans next counts what is free
         for name, data in beside.items():
             (self._folder / name).parent.mkdir(exist_ok=True)
             place_file(self._folder / name, [data])
@@ -125,6 +128,20 @@ class _Writing:
         num_skipped = len(self._files) - len(left)
         wall_s = time.perf_counter() - begin_s
         return _summary(self._source, self._folder, num_skipped=num_skipped, read_bytes=read_bytes, wall_s=wall_s)
+
+    def _calibrate(self, calibration: Calibration) -> None:
+        self._meter.note("Measuring what the weights are multiplied with: the model runs over the prompts.")
+        calibration.open(self._folder)
+        scaled = [name for name, stored in self._source.parameters.items() if stored.format.scales_columns]
+        unseen = [name for name in scaled if calibration.squares(name) is None]
+        if len(unseen) == len(scaled):
+            raise ConfigError(
+                "calibration: no prompt reaches a weight that is to be quantized, so there is nothing to scale by; "
+                "leave the calibration out"
+            )
+        if unseen:
+            what = f"{len(unseen)} of {len(scaled)} weights were reached by no prompt"
+            self._meter.note(f"{what} and are rounded plainly: {listed(unseen)}")
 
     def _is_written(self, file: BlockFile, journal: Journal | None) -> bool:
         """Whether a former run finished a file; it was synced before the journal says so."""
@@ -146,6 +163,7 @@ class _Writing:
         if self._device.type != "cuda":
             return
         needed = conversion_bytes([file.block for file in left], to_host=True)
+        torch.cuda.empty_cache()  # what calibrating has given back
         free, _ = torch.cuda.mem_get_info(self._device)
         if free < needed:
             raise PlanError(

@@ -25,7 +25,7 @@ import torch
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantized import FLOAT8, QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign.contract import Scheme
-from zinfer.quantization.foreign.filling import fill_codes, fill_order, fill_scales, fill_zeros
+from zinfer.quantization.foreign.filling import fill_codes, fill_order, fill_scales, fill_words, fill_zeros
 from zinfer.quantization.foreign.gptq import FLOATS, INTEGERS
 from zinfer.quantization.foreign.parts import (
     Shapes,
@@ -118,7 +118,7 @@ class CompressedTensors(Scheme):
         fill_zeros(target, _zeros(target, parts), "weight_zero_point")
         fill_scales(target, _per_row(parts["weight_scale"], target), "weight_scale")
         if "weight_packed" in parts:
-            fill_codes(target, unpack(parts["weight_packed"], target.format.bits, target.columns))
+            fill_words(target, parts["weight_packed"])
         elif target.format.is_float:
             fill_codes(target, parts["weight"].view(torch.uint8))
         else:

@@ -1,10 +1,23 @@
 """Fills the tensors of a quantized matrix with codes, scales and zeros as other tools count them: unsigned, from 0."""
 
+from typing import Final
+
 import torch
 
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantize import pack_int4
 from zinfer.kernels.quantized import FLOAT8, QuantizedMatrix
+from zinfer.quantization.foreign.words import unpack
+
+_SLICE_ELEMENTS: Final = 4 << 20  # beside which a matrix is large
+
+
+def fill_words(target: QuantizedMatrix, words: torch.Tensor) -> None:
+    """Take over codes in words [rows, words] (int32), as `words` has them, a slice of rows at a time."""
+    count = max(1, _SLICE_ELEMENTS // max(target.columns, 1))
+    for begin in range(0, target.rows, count):
+        rows = slice(begin, begin + count)
+        fill_codes(target.part(rows), unpack(words[rows], target.format.bits, target.columns))
 
 
 def fill_codes(target: QuantizedMatrix, codes: torch.Tensor) -> None:

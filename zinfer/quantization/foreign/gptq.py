@@ -20,7 +20,7 @@ import torch
 
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign.contract import Scheme
-from zinfer.quantization.foreign.filling import fill_codes, fill_order, fill_scales, fill_zeros
+from zinfer.quantization.foreign.filling import fill_order, fill_scales, fill_words, fill_zeros
 from zinfer.quantization.foreign.parts import (
     Shapes,
     check_dtypes,
@@ -48,7 +48,8 @@ class Gptq(Scheme):
         bits: of a code.
         group_size: columns that share a scale; None: a whole row.
         symmetric: every zero is the middle code.
-        ordered: columns were quantized in the order of activations, so that groups may lie anywhere among them.
+        ordered: columns were quantized in the order of activations, so that groups may lie anywhere among them;
+            each product then puts what it multiplies with in their order first.
         zeros_less_one: the format ``gptq``.
     """
 
@@ -116,7 +117,7 @@ class Gptq(Scheme):
         zeros = parts["qzeros"] + _ONE_IN_EACH[self.bits] if self.zeros_less_one else parts["qzeros"]
         fill_zeros(target, unpack(zeros, self.bits, target.rows).t(), "qzeros")
         fill_scales(target, parts["scales"].t(), "scales")
-        fill_codes(target, unpack(parts["qweight"].t(), self.bits, target.columns))
+        fill_words(target, parts["qweight"].t())
 
 
 def group_size_of(config: Section) -> int | None:
