@@ -3,21 +3,16 @@
 import errno
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import left_padded, random_prompts, tiny_checkpoint, tiny_model
+from first_use_support import engine_of, only, start
 from jobs_support import letters_model, prompt_rows, write_rows
 from store_support import contents, document, make_store
-from test_foreign_engine import write_quantized
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import zinfer
-import zinfer.store.first_use
 from zinfer.errors import CheckpointError, ConfigError, PlanError
 from zinfer.jobs import run_job
 from zinfer.store.manifest import JOURNAL_NAME, MANIFEST_NAME
@@ -43,40 +38,9 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
-@contextmanager
-def engine_of(
-    model: Any,
-    nvme_path: Path | None,
-    section: dict[str, object] | None = None,
-    *,
-    home: str = "nvme",
-    device: str = "cpu",
-    **options: Any,
-) -> Iterator[zinfer.InferenceEngine]:
-    offload = {"device": home} | ({} if nvme_path is None else {"nvme_path": str(nvme_path)})
-    ours: dict[str, object] = {"device": device} | ({} if section is None else {"quantization": section})
-    engine = zinfer.init_inference(model, {"zero_optimization": {"offload_param": offload}, "zinfer": ours}, **options)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-
-
-def start(model: Any, nvme_path: Path | None, section: dict[str, object] | None = None, **options: Any) -> None:
-    """An engine that is made, and given back."""
-    with engine_of(model, nvme_path, section, **options):
-        pass
-
-
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged about the writing."""
     return [record.getMessage() for record in caplog.records if record.name == "zinfer.store.first_use"]
-
-
-def only(nvme_path: Path) -> Path:
-    """The one store there."""
-    (store,) = nvme_path.iterdir()
-    return store
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -160,37 +124,6 @@ def test_a_module_on_the_meta_device_streams_from_it_too(
         assert engine.stats().blocks_by_home["DISK"] == NUM_LAYERS
     start(model, tmp_path / "nvme", INT4)
     assert only(tmp_path / "nvme").name.startswith("tiny-")
-
-
-@pytest.mark.parametrize("method", ["gptq", "gptq in activation order", "awq"])
-def test_other_tools_checkpoints_need_no_rules(
-    tmp_path: Path, batch: dict[str, torch.Tensor], method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    write_quantized(folder, method)
-    with engine_of(folder, None, home="cpu") as engine:
-        expected = engine(**batch).logits
-    with engine_of(folder, tmp_path / "nvme") as engine:
-        assert torch.equal(engine(**batch).logits, expected)
-        assert engine.stats().blocks_by_home["DISK"] == 3
-    assert {name.rsplit(".", 2)[-2] for name in document(only(tmp_path / "nvme"))["parameters"]} == {
-        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    }
-    monkeypatch.setattr(zinfer.store.first_use, "write_store", None)
-    start(folder, tmp_path / "nvme")
-
-
-def test_rules_beside_a_quantized_checkpoint_are_refused_before_anything_is_written_or_work(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    write_quantized(folder, "gptq")
-    for home in ("cpu", "nvme"):
-        with pytest.raises(ConfigError, match=r"activations: model\.layers\.0.* set it to false, leave the weight out"):
-            start(folder, tmp_path / "nvme", {"bits": 8, "activations": True}, home=home)
-    assert not (tmp_path / "nvme").exists()
-    start(folder, tmp_path / "nvme", {"bits": 4, "group_size": 48})  # divides no matrix that it would be for
-    start(only(tmp_path / "nvme"), None, {"bits": 4, "group_size": 48})
 
 
 def test_a_link_to_nothing_is_refused(model: Path, tmp_path: Path) -> None:
