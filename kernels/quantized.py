@@ -95,6 +95,21 @@ class QuantFormat:
     def codes_shape(self, rows: int, columns: int) -> tuple[int, int]:
         return (rows, columns if self.bits == 8 else -(-columns // 2))
 
+    def part_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that a matrix consists of, by their names and in the order in which they are stored."""
+        groups = (rows, self.num_groups(columns))
+        optional = {
+            "zeros": (not self.symmetric, groups),
+            "column_scales": (self.scales_columns, (columns,)),
+            "column_order": (self.orders_columns, (columns,)),
+        }
+        present = {name: shape for name, (is_there, shape) in optional.items() if is_there}
+        return {"codes": self.codes_shape(rows, columns), "scales": groups, **present}
+
+    def part_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Of one of those tensors; ``dtype`` is that of scales."""
+        return {"codes": self.codes_dtype, "zeros": torch.uint8, "column_order": torch.int32}.get(name, dtype)
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
@@ -140,10 +155,8 @@ class QuantizedMatrix:
     ) -> "QuantizedMatrix":
         """Memory for a matrix, not filled."""
         format.check_shape(rows, columns)
-        groups = (rows, format.num_groups(columns))
-        codes = torch.empty(format.codes_shape(rows, columns), dtype=format.codes_dtype, device=device)
-        scales = torch.empty(groups, dtype=dtype, device=device)
-        zeros = None if format.symmetric else torch.empty(groups, dtype=torch.uint8, device=device)
-        column_scales = torch.empty(columns, dtype=dtype, device=device) if format.scales_columns else None
-        column_order = torch.empty(columns, dtype=torch.int32, device=device) if format.orders_columns else None
-        return cls(format, columns, codes, scales, zeros, column_scales, column_order)
+        parts = {
+            name: torch.empty(shape, dtype=format.part_dtype(name, dtype), device=device)
+            for name, shape in format.part_shapes(rows, columns).items()
+        }
+        return cls(format, columns, **parts)

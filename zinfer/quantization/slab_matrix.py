@@ -53,21 +53,11 @@ class SlabMatrix(SlabTensor):
         )
 
     def parts(self) -> list[SlabTensor]:
-        """Codes and scales; zeros, scales and order of columns where the format has them."""
-        groups = (self.rows, self.format.num_groups(self.columns))
-        forms: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
-            ("codes", self.format.codes_dtype, self.format.codes_shape(self.rows, self.columns)),
-            ("scales", self.dtype, groups),
-        ]
-        if not self.format.symmetric:
-            forms.append(("zeros", torch.uint8, groups))
-        if self.format.scales_columns:
-            forms.append(("column_scales", self.dtype, (self.columns,)))
-        if self.format.orders_columns:
-            forms.append(("column_order", torch.int32, (self.columns,)))
+        """The tensors that the matrix consists of, one behind the other."""
         parts: list[SlabTensor] = []
         offset = self.offset
-        for name, dtype, shape in forms:
+        for name, shape in self.format.part_shapes(self.rows, self.columns).items():
+            dtype = self.format.part_dtype(name, self.dtype)
             parts.append(SlabTensor(f"{self.name}.{name}", dtype, shape, offset))
             offset = align_up(parts[-1].end, SLAB_ALIGNMENT_BYTES)
         return parts

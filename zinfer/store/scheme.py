@@ -32,7 +32,7 @@ class StoreScheme(Scheme):
     def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         parameters = self._manifest.parameters
         found = {
-            parameter: {part: f"{parameter}.{part}" for part in part_names(stored.format)}
+            parameter: {part: f"{parameter}.{part}" for part in stored.format.part_shapes(0, stored.columns)}
             for parameter, stored in parameters.items()
         }
         absent = [tensor for parts in found.values() for tensor in parts.values() if tensor not in names]
@@ -47,9 +47,7 @@ class StoreScheme(Scheme):
         stored = self._manifest.parameters[parameter]
         format, columns, codes = stored.format, stored.columns, shapes["codes"]
         rows = codes[0] if codes else 0
-        groups = (rows, format.num_groups(columns))
-        expected: dict[str, tuple[int, ...]] = {"codes": format.codes_shape(rows, columns), "scales": groups}
-        expected |= {"zeros": groups, "column_scales": (columns,), "column_order": (columns,)}
+        expected = format.part_shapes(rows, columns)
         for part, shape in shapes.items():
             if tuple(shape) != expected[part]:
                 raise CheckpointError(
@@ -61,10 +59,3 @@ class StoreScheme(Scheme):
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
         for name, part in parts.items():
             getattr(target, name).copy_(part)
-
-
-def part_names(format: QuantFormat) -> tuple[str, ...]:
-    """The parts of a matrix, in the order in which they lie in slabs and files."""
-    optional = {"zeros": not format.symmetric}
-    optional |= {"column_scales": format.scales_columns, "column_order": format.orders_columns}
-    return ("codes", "scales", *(part for part, is_there in optional.items() if is_there))
