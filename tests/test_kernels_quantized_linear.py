@@ -1,5 +1,6 @@
 """Products with quantized matrices: the fused kernel beside float64, repeated, cut into parts, and what it refuses."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch.nn import functional
+from triton.runtime.errors import OutOfResources
 
 from zinfer.kernels.cases import (
     DTYPES,
@@ -83,8 +85,10 @@ def test_every_candidate(bits: int, tokens: int) -> None:
     shape = Shape(tokens, 1000, 4352)
     matrix = random_matrix(QuantFormat(4, 128) if bits == 4 else QuantFormat(8), 1000, 4352, torch.float16, "cuda")
     x, bias = random_input(shape, torch.float16, "cuda")
+    assert_right(fused_linear(x, matrix, bias, tiles_for(bits, tokens)), x, matrix, bias)
     for tiles in candidates(bits, tokens):
-        assert_right(fused_linear(x, matrix, bias, tiles), x, matrix, bias)
+        with suppress(OutOfResources):  # deep stages of many tokens: the benchmark passes over them too
+            assert_right(fused_linear(x, matrix, bias, tiles), x, matrix, bias)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
