@@ -218,3 +218,12 @@ def test_tables_of_tiles(bits: int, tokens: int) -> None:
     assert len(found) == len(set(found)) <= 30
     assert {tiles.block_tokens for tiles in (*found, tiles_for(bits, tokens))} == {block_tokens_for(tokens)}
     assert block_tokens_for(tokens) >= min(tokens, 64)
+
+
+def test_scales_may_lie_in_any_order(kernel_device: str) -> None:
+    torch.manual_seed(0)
+    matrix = random_matrix(QuantFormat(4, 32, symmetric=False), 100, 960, torch.float16, kernel_device)
+    x, bias = random_input(Shape(3, 100, 960), torch.float16, kernel_device)
+    assert matrix.zeros is not None
+    turned = replace(matrix, scales=matrix.scales.T.contiguous().T, zeros=matrix.zeros.T.contiguous().T)
+    assert torch.equal(fused_linear(x, turned, bias), fused_linear(x, matrix, bias))
