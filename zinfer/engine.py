@@ -133,7 +133,7 @@ class InferenceEngine(nn.Module):
             check_input(self.module, args, kwargs, self.settings.max_out_tokens)
             return self.module(*self._moved(args), **self._moved(kwargs))
 
-        return self._call(forward)
+        return self.call(forward)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own `generate`: same arguments, same result.
@@ -147,7 +147,7 @@ class InferenceEngine(nn.Module):
             check_length(self.module, args, kwargs, self.settings.max_out_tokens)
             return self.module.generate(*self._moved(args), **self._moved(kwargs))
 
-        return self._call(generate)
+        return self.call(generate)
 
     def stats(self) -> RunStats:
         """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs."""
@@ -173,6 +173,11 @@ class InferenceEngine(nn.Module):
             self._rates = known_rates(self.device, self._files)
         work = find_work(self._blocks, read_shape(self.module.config))
         return predict(self.plan, work, self._rates, request, self._footprint(request))
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The modules of the transformer's layers, in the model's order."""
+        return [block.sites[0] for block in self._blocks if block.is_layer]
 
     def destroy(self) -> None:
         """Stop the threads and give back memory and files; the engine cannot be used after. May be called again.
@@ -210,7 +215,8 @@ class InferenceEngine(nn.Module):
             raise RuntimeError("this engine was destroyed; make a new one with zinfer.init_inference")
         return self._runtime
 
-    def _call(self, work: Callable[[], Any]) -> Any:
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Whatever runs the module's forward: one thread at a time, no gradients, left in order however it ends."""
         # No generator-based context manager here: one that Ctrl-C leaves suspended may be collected, and its lock
         # released in vain, by another thread.
         with self._lock, torch.no_grad():

@@ -1,0 +1,130 @@
+"""Keys and values of a layer in pages, and how a pass's sequences lie in them.
+
+A page holds the keys and values of ``page_size`` neighbouring tokens of one sequence. In 16 or 32 bits they lie there
+as they are; in INT8 or FP8 (e4m3) each token's head has a scale of its own, the largest magnitude over the largest code.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+KV_CODES: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Dtypes of codes, with the largest code of each."""
+
+
+@dataclass(frozen=True, eq=False)
+class KVPages:
+    """One layer's pages.
+
+    keys:   [pages, page_size, kv_heads, head_dim]
+    values: [pages, page_size, kv_heads, value_dim]
+    key_scales, value_scales: [pages, page_size, kv_heads] float32 where keys and values are codes, else None.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "KVPages":
+        """Memory for pages, not filled.
+
+        Args:
+            dtype: a floating-point dtype of 16 or 32 bits, or one of `KV_CODES`.
+        """
+        place = (num_pages, page_size, kv_heads)
+        keys = torch.empty((*place, head_dim), dtype=dtype, device=device)
+        values = torch.empty((*place, value_dim), dtype=dtype, device=device)
+        if dtype not in KV_CODES:
+            return cls(keys, values)
+        scales = [torch.empty(place, dtype=torch.float32, device=device) for _ in range(2)]
+        return cls(keys, values, *scales)
+
+    @property
+    def page_size(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts())
+
+    def parts(self) -> list[torch.Tensor]:
+        """The tensors, each with the pages first."""
+        return [part for part in (self.keys, self.values, self.key_scales, self.value_scales) if part is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class PagedLayout:
+    """Where a pass's tokens lie: segments of neighbouring tokens of one sequence, one behind the other.
+
+    query_starts:    [segments + 1] int32, where each segment begins among the queries.
+    context_lengths: [segments] int32, tokens of the sequence up to the segment's last one; its n queries are the last n
+                     of them.
+    page_table:      [segments, most pages] int32, the sequence's pages in the order of its tokens; what lies behind a
+                     layer's window, or beyond the context, is not read and may be anything.
+    most_queries, most_context: the largest segment and the longest context.
+    """
+
+    query_starts: torch.Tensor
+    context_lengths: torch.Tensor
+    page_table: torch.Tensor
+    most_queries: int
+    most_context: int
+
+
+def write_pages_ref(pages: KVPages, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> None:
+    """Put the keys and values of tokens into pages.
+
+    Args:
+        keys: [tokens, kv_heads, head_dim], any strides.
+        values: [tokens, kv_heads, value_dim], any strides.
+        places: [tokens] int64, page * page_size + place in the page; no two equal.
+    """
+    for target, scales, source in (
+        (pages.keys, pages.key_scales, keys),
+        (pages.values, pages.value_scales, values),
+    ):
+        if scales is None:
+            target.view(-1, *target.shape[2:])[places] = source.to(target.dtype)
+        else:
+            codes, found = _encode(source, target.dtype)
+            target.view(torch.uint8).view(-1, *target.shape[2:])[places] = codes.view(torch.uint8)
+            scales.view(-1, scales.shape[2])[places] = found
+
+
+def read_pages_ref(pages: KVPages, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of whole pages in float32, [pages * page_size, kv_heads, dim] each.
+
+    Args:
+        table: [pages] page numbers.
+    """
+    found = []
+    for codes, scales in ((pages.keys, pages.key_scales), (pages.values, pages.value_scales)):
+        taken = codes.view(torch.uint8)[table].view(codes.dtype) if codes.dtype in KV_CODES else codes[table]
+        wide = taken.float()
+        if scales is not None:
+            wide *= scales[table].unsqueeze(-1)
+        found.append(wide.flatten(0, 1))
+    return found[0], found[1]
+
+
+def _encode(source: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes as ``source`` in shape, and scales [tokens, kv_heads]; a head of zeros has the scale 0."""
+    wide = source.float()
+    scales = wide.abs().amax(dim=-1) / torch.tensor(KV_CODES[dtype], device=wide.device)
+    codes = wide / torch.where(scales == 0, torch.ones_like(scales), scales).unsqueeze(-1)
+    if dtype == torch.int8:
+        codes = codes.round()
+    largest = KV_CODES[dtype]
+    return codes.clamp(-largest, largest).to(dtype), scales

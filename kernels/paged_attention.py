@@ -1,0 +1,79 @@
+"""Attention of a pass's tokens over keys and values in pages; each token sees its own sequence up to itself."""
+
+from dataclasses import dataclass
+
+import torch
+
+from zinfer.kernels.kv_pages import KVPages, PagedLayout, read_pages_ref
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRule:
+    """What a layer does to the products of queries and keys before they become weights.
+
+    Args:
+        scale: they are multiplied by it.
+        window: a token sees so many of the last tokens, itself included; None: all.
+        softcap: then ``softcap * tanh(products / softcap)`` (Gemma 2); None: as they are.
+        alibi_slopes: [heads] float32, times the distance to the key, are taken off (Press et al. 2022); None: nothing.
+        sinks: [heads], one more product a query, whose weight goes nowhere (gpt-oss); None: none.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+
+
+def paged_attention_ref(query: torch.Tensor, pages: KVPages, layout: PagedLayout, rule: AttentionRule) -> torch.Tensor:
+    """Attention in plain torch, computed in float32, a segment at a time.
+
+    Args:
+        query: [tokens, heads, head_dim], any strides; heads are a multiple of kv_heads, neighbours share one.
+        pages: with the keys and values of these tokens written already.
+
+    Returns:
+        [tokens, heads, value_dim] in the query's dtype.
+    """
+    out = query.new_empty((*query.shape[:2], pages.values.shape[3]))
+    starts, lengths = layout.query_starts.tolist(), layout.context_lengths.tolist()
+    for row, (begin, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
+        out[begin:end] = _segment(query[begin:end], pages, layout.page_table[row], length, rule)
+    return out
+
+
+def _segment(
+    query: torch.Tensor, pages: KVPages, table: torch.Tensor, length: int, rule: AttentionRule
+) -> torch.Tensor:
+    """Attention of one segment, [queries, heads, value_dim] float32."""
+    num_queries, heads, _ = query.shape
+    first_seen = 0 if rule.window is None else max(0, length - num_queries - rule.window + 1)
+    first_page, last_page = first_seen // pages.page_size, -(-length // pages.page_size)
+    keys, values = read_pages_ref(pages, table[first_page:last_page].long())
+    begin = first_page * pages.page_size
+    keys, values = keys[: length - begin], values[: length - begin]
+    shared = heads // keys.shape[1]
+    # [kv_heads, shared * queries, dim] beside [kv_heads, dim, keys]: no key or value is repeated.
+    grouped = query.float().view(num_queries, -1, shared, query.shape[2]).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = (grouped @ keys.permute(1, 2, 0)).mul_(rule.scale).view(heads, num_queries, -1)
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    key_place = torch.arange(begin, length, device=query.device)
+    distance = torch.arange(length - num_queries, length, device=query.device)[:, None] - key_place
+    if rule.alibi_slopes is not None:
+        scores = scores - rule.alibi_slopes.float()[:, None, None] * distance
+    hidden = distance < 0
+    if rule.window is not None:
+        hidden |= distance >= rule.window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    weights = _weights(scores, rule.sinks)
+    found = weights.view(-1, shared * num_queries, weights.shape[2]) @ values.permute(1, 0, 2)
+    return found.view(heads, num_queries, -1).transpose(0, 1)
+
+
+def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    column = sinks.float()[:, None, None].expand(*scores.shape[:2], 1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]

@@ -1,0 +1,176 @@
+"""Tiny random models of every family that runs in ragged batches, and prompts computed by them chunk by chunk."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from checkpoints import MATRIX_STD, VOCAB_SIZE
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import zinfer
+from zinfer.batching.kv_cache import KVCache
+from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.batching.ragged import RaggedBatch
+from zinfer.batching.runner import PassRunner
+
+_WINDOW: Final = {"sliding_window": 16}
+_HEADS: Final = {"head_dim": 16}
+_UNTIED: Final = {"tie_word_embeddings": False}  # tied, the last token is repeated for ever
+_EXPERTS: Final = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENT: Final = _EXPERTS | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
+_OLD_FALCON: Final = {"new_decoder_architecture": False, "alibi": False}
+_ALONE: Final = {"num_key_value_heads": None}
+
+# What a family needs beside the shape that all have; a name may be followed by a variant.
+FAMILIES: Final[dict[str, dict[str, Any]]] = {
+    "bloom": {"n_head": 4, "n_layer": 2} | _ALONE,
+    "cohere": {},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "falcon-multi_query": _OLD_FALCON | {"multi_query": True},
+    "falcon-alibi": _OLD_FALCON | {"multi_query": False, "alibi": True, "parallel_attn": False},
+    "gemma": _HEADS,
+    "gemma2": _HEADS | _WINDOW | _UNTIED | {"query_pre_attn_scalar": 16},
+    "gemma3_text": _HEADS
+    | _WINDOW
+    | _UNTIED
+    | {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "glm4": _HEADS,
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512} | _ALONE,
+    "gpt_neox": _ALONE,
+    "gpt_oss": _HEADS | _WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8} | _ALONE,
+    "granite": {},
+    "llama": {},
+    "mistral": _WINDOW,
+    "mixtral": _WINDOW | {"num_local_experts": 4},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512} | _ALONE,
+    "olmo2": {},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64} | _ALONE,
+    "phi": {},
+    "qwen2": _WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen3": _HEADS,
+    "qwen3_moe": _HEADS | _EXPERTS | {"num_experts": 4, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "stablelm": {},
+    "starcoder2": _WINDOW,
+}
+
+
+def tiny_model(family: str) -> PreTrainedModel:
+    """A float32 model of two layers, loud enough that its tokens differ."""
+    shape = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }
+    special = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 1}
+    keys = {
+        key: value for key, value in (shape | special | FAMILIES[family]).items() if value is not None or key in special
+    }
+    config = AutoConfig.for_model(family.split("-")[0], **keys)
+    # Eager attention adds Falcon's ALiBi twice, to the mask and to the products; sdpa adds it once.
+    config._attn_implementation = "sdpa" if family == "falcon-alibi" else "eager"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or ".ln" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            else:
+                parameter.normal_(0, 0.1 if name.endswith("bias") else MATRIX_STD)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@dataclass
+class Text:
+    """A sequence under way, and the pages that are its own."""
+
+    ids: list[int]
+    pages: list[int]
+    begin: int = 0
+    end: int = 0
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.ids[self.begin : self.end]
+
+    @property
+    def samples(self) -> bool:
+        return self.end == len(self.ids)
+
+
+class Reference:
+    """What a model makes of prompts one by one, without a cache."""
+
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_new: int) -> None:
+        self.prompts = prompts
+        self.tokens: list[list[int]] = []
+        self.logits: list[torch.Tensor] = []
+        with torch.no_grad():
+            for prompt in prompts:
+                ids = torch.tensor([list(prompt)])
+                found = model.generate(ids, max_new_tokens=num_new, do_sample=False, pad_token_id=1)[0]
+                self.tokens.append(found[len(prompt) :].tolist())
+                self.logits.append(model(found[None, :-1]).logits[0, len(prompt) - 1 :])
+
+    def check(
+        self, engine: zinfer.InferenceEngine, *, chunk: int, page_size: int, most_part_tokens: int | None = None
+    ) -> None:
+        """Computed side by side in chunks, the prompts get the same tokens after the same logits."""
+        num_new, device = len(self.tokens[0]), engine.device
+        pages_each = -(-(max(map(len, self.prompts)) + num_new) // page_size)
+        shape = read_kv_shape(engine.module.config)
+        cache = KVCache(shape, len(self.prompts) * pages_each, page_size, torch.float32, device)
+        for part in (part for layer in cache.layers for part in layer.parts()):
+            part.fill_(float("nan"))
+        texts = [
+            Text(list(prompt), [page * len(self.prompts) + number for page in range(pages_each)])
+            for number, prompt in enumerate(self.prompts)
+        ]
+        runner = PassRunner(engine, cache)
+        while any(len(text.ids) < len(prompt) + num_new for text, prompt in zip(texts, self.prompts, strict=True)):
+            self._pass(runner, texts, chunk, page_size, most_part_tokens, device)
+        runner.close()
+
+    def _pass(
+        self,
+        runner: PassRunner,
+        texts: Sequence[Text],
+        chunk: int,
+        page_size: int,
+        most_part_tokens: int | None,
+        device: torch.device,
+    ) -> None:
+        running = []
+        for number, text in enumerate(texts):
+            if len(text.ids) < len(self.prompts[number]) + len(self.tokens[number]):
+                text.begin, text.end = text.end, min(text.end + chunk, len(text.ids))
+                running.append((number, text))
+        logits = runner.run(RaggedBatch.of([text for _, text in running], page_size, device, most_part_tokens))
+        sampling = [(number, text) for number, text in running if text.samples]
+        assert len(logits) == len(sampling)
+        for (number, text), found in zip(sampling, logits.cpu(), strict=True):
+            step = len(text.ids) - len(self.prompts[number])
+            torch.testing.assert_close(found, self.logits[number][step], rtol=1e-3, atol=1e-3)
+            assert int(found.argmax()) == self.tokens[number][step], f"prompt {number}, token {step}"
+            text.ids.append(int(found.argmax()))

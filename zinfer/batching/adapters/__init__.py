@@ -1,0 +1,80 @@
+"""What the batch path must know of a family of models: whether its modules attend through transformers' interface.
+
+Those that do need nothing else. Those that do not get a forward of their attention here, a file a family. Any other
+family is refused: its text might come out wrong without an error.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from zinfer.batching.adapters import bloom, falcon, gptj, mpt
+from zinfer.errors import ConfigError
+
+INTERFACED: Final = frozenset(
+    (
+        *(
+            "cohere",
+            "deepseek_v2",
+            "deepseek_v3",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "glm4",
+            "gpt2",
+            "gpt_neox",
+            "gpt_oss",
+        ),
+        *("granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "qwen2", "qwen3", "qwen3_moe", "stablelm"),
+        "starcoder2",
+    )
+)
+"""Model types whose ragged greedy tokens were seen to equal those of each prompt alone in transformers' `generate`."""
+
+_OWN: Final[dict[str, tuple[type[nn.Module], Callable[..., Any]]]] = {
+    "bloom": (bloom.ATTENTION, bloom.forward),
+    "falcon": (falcon.ATTENTION, falcon.forward),
+    "gptj": (gptj.ATTENTION, gptj.forward),
+    "mpt": (mpt.ATTENTION, mpt.forward),
+}
+
+
+def is_known(model_type: str) -> bool:
+    """Whether a model of this type can run in ragged batches."""
+    return model_type in INTERFACED or model_type in _OWN
+
+
+def wants_mask(model_type: str) -> bool:
+    """Whether the family's code takes a mask's being there for granted."""
+    return model_type == "mpt"
+
+
+class OwnAttention:
+    """Puts our attention into the modules of a family that does not ask transformers' interface, until `remove`.
+
+    Raises:
+        ConfigError: the family is not known here.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        model_type = model.config.get_text_config(decoder=True).model_type
+        if not is_known(model_type):
+            known = ", ".join(sorted(INTERFACED | set(_OWN)))
+            raise ConfigError(f"a {model_type} model cannot run in ragged batches yet; known are {known}")
+        self._modules: list[nn.Module] = []
+        if model_type in _OWN:
+            attention, forward = _OWN[model_type]
+            for module in model.modules():
+                if isinstance(module, attention):
+                    module.forward = partial(forward, module)
+                    self._modules.append(module)
+            assert self._modules, f"a {model_type} model without a {attention.__name__}"
+
+    def remove(self) -> None:
+        """Let the modules attend as before."""
+        for module in self._modules:
+            del module.forward
+        self._modules.clear()

@@ -1,0 +1,111 @@
+"""Attention over pages in the place of transformers' own: what its modules call while a pass runs.
+
+transformers asks an `AttentionInterface` by the name in the model's config for the function that its attention modules
+call with queries, keys and values. No mask function is registered under the name, so that none is made; a second name
+is for families that take a mask for granted.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from zinfer.batching.ragged import Part
+from zinfer.kernels.kv_pages import KVPages, write_pages_ref
+from zinfer.kernels.paged_attention import AttentionRule, paged_attention_ref
+
+NAME: Final = "zinfer_paged"
+MASKED_NAME: Final = "zinfer_paged_masked"
+
+
+class PagedAttention:
+    """The attention of the part of a pass that is under way.
+
+    Args:
+        layers: each layer's pages.
+    """
+
+    def __init__(self, layers: Sequence[KVPages]) -> None:
+        self._layers = layers
+        self._part: Part | None = None
+
+    @contextmanager
+    def over(self, part: Part) -> Iterator[None]:
+        """Let the modules that run inside compute this part."""
+        before, self._part = self._part, part
+        try:
+            yield
+        finally:
+            self._part = before
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
+    ) -> torch.Tensor:
+        """Write the tokens' keys and values, then let each token attend to its sequence up to itself.
+
+        Args:
+            query: [tokens, heads, head_dim]; key, value alike with their own heads; any strides.
+
+        Returns:
+            [tokens, heads, value_dim].
+        """
+        assert self._part is not None, "no pass is under way"
+        pages = self._layers[layer]
+        assert key.shape[1:] == pages.keys.shape[2:], f"keys {tuple(key.shape)}, pages {tuple(pages.keys.shape)}"
+        assert value.shape[1:] == pages.values.shape[2:], f"values {tuple(value.shape)}"
+        write_pages_ref(pages, key, value, self._part.places)
+        return paged_attention_ref(query, pages, self._part.layout, rule)
+
+
+_current: ContextVar[PagedAttention] = ContextVar("zinfer_paged_attention")
+
+
+@contextmanager
+def attending(attention: PagedAttention) -> Iterator[None]:
+    """Let transformers' modules that run inside attend through it."""
+    token = _current.set(attention)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def attend(
+    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
+) -> torch.Tensor:
+    """The current pass's attention; as `PagedAttention.__call__`."""
+    return _current.get()(layer, query, key, value, rule)
+
+
+def _from_transformers(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Queries, keys and values come as [1, heads, tokens, dim]; the result goes back as [1, tokens, heads, dim]."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = AttentionRule(scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    out = attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rule)
+    return out[None], None
+
+
+def _nothing_hidden(*args: Any, device: torch.device | None = None, **kwargs: Any) -> torch.Tensor:
+    """A mask that our attention does not look at."""
+    return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
+
+
+AttentionInterface.register(NAME, _from_transformers)
+AttentionInterface.register(MASKED_NAME, _from_transformers)
+AttentionMaskInterface.register(MASKED_NAME, _nothing_hidden)

@@ -1,0 +1,70 @@
+"""Computes a pass part by part inside each layer, so that one load of its weights serves all of them.
+
+Activations inside a layer are as large as a part; only the residual stream is as long as the pass.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zinfer.batching.attention import PagedAttention
+from zinfer.batching.ragged import Part
+
+
+class PartedLayers:
+    """Wraps the forward of a model's layers; between passes they are as before.
+
+    Args:
+        layers: the modules; each takes the hidden states [1, tokens, hidden] first.
+        attention: what they attend through.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], attention: PagedAttention) -> None:
+        self._attention = attention
+        self._layers = layers
+        self._parts: Sequence[Part] = ()
+        for layer in layers:
+            layer.forward = self._by_parts(layer.forward)
+
+    def set(self, parts: Sequence[Part]) -> None:
+        """The parts of the next pass."""
+        self._parts = parts
+
+    def remove(self) -> None:
+        """Take the wrappers off."""
+        for layer in self._layers:
+            del layer.forward
+
+    def _by_parts(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def by_parts(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            found = []
+            for part in self._parts:
+                with self._attention.over(part):
+                    cut = [_cut(value, part.tokens, hidden.shape[1]) for value in args]
+                    named = {name: _cut(value, part.tokens, hidden.shape[1]) for name, value in kwargs.items()}
+                    found.append(forward(hidden[:, part.tokens], *cut, **named))
+            return _joined(found)
+
+        return by_parts
+
+
+def _cut(value: Any, tokens: slice, num_tokens: int) -> Any:
+    """The part's tokens of whatever has one entry for each token: positions, rotary cosines and sines."""
+    if isinstance(value, torch.Tensor):
+        return value[:, tokens] if value.dim() > 1 and value.shape[1] == num_tokens else value
+    if isinstance(value, tuple):
+        return tuple(_cut(item, tokens, num_tokens) for item in value)
+    return value
+
+
+def _joined(found: Sequence[Any]) -> Any:
+    """The outputs of the parts as the layer would have returned them."""
+    if len(found) == 1:
+        return found[0]
+    if isinstance(found[0], torch.Tensor):
+        return torch.cat(list(found), dim=1)
+    if isinstance(found[0], tuple):
+        return tuple(_joined(items) for items in zip(*found, strict=True))
+    return found[0]
