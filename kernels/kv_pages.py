@@ -1,7 +1,8 @@
 """Keys and values of a layer in pages, and how a pass's sequences lie in them.
 
 A page holds the keys and values of ``page_size`` neighbouring tokens of one sequence. In 16 or 32 bits they lie there
-as they are; in INT8 or FP8 (e4m3) each token's head has a scale of its own, the largest magnitude over the largest code.
+as they are; in INT8 or FP8 (e4m3) each token's head has a scale of its own: the largest magnitude over the largest
+code.
 """
 
 from dataclasses import dataclass
@@ -59,6 +60,15 @@ class KVPages:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts())
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether all tokens of a part lie at one distance, across pages too, as the kernels take it."""
+        scales = [part for part in (self.key_scales, self.value_scales) if part is not None]
+        return all(part.is_contiguous() for part in scales) and all(
+            part.stride(0) == self.page_size * part.stride(1) and part.stride(3) == 1
+            for part in (self.keys, self.values)
+        )
+
     def parts(self) -> list[torch.Tensor]:
         """The tensors, each with the pages first."""
         return [part for part in (self.keys, self.values, self.key_scales, self.value_scales) if part is not None]
@@ -74,6 +84,7 @@ class PagedLayout:
     page_table:      [segments, most pages] int32, the sequence's pages in the order of its tokens; what lies behind a
                      layer's window, or beyond the context, is not read and may be anything.
     most_queries, most_context: the largest segment and the longest context.
+    num_decodes: the first so many segments have one query each, and no other one has; None: not known.
     """
 
     query_starts: torch.Tensor
@@ -81,6 +92,20 @@ class PagedLayout:
     page_table: torch.Tensor
     most_queries: int
     most_context: int
+    num_decodes: int | None = None
+
+
+def takes_kernels(pages: KVPages) -> bool:
+    """Whether the Triton kernels are for these pages: those on a GPU.
+
+    Raises:
+        ValueError: the GPU is older than the codes.
+    """
+    if pages.keys.device.type != "cuda":
+        return False
+    if pages.keys.dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(pages.keys.device) < (8, 9):
+        raise ValueError("keys and values in FP8 need a GPU of compute capability 8.9 or more; take INT8")
+    return True
 
 
 def write_pages_ref(pages: KVPages, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> None:

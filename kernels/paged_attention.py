@@ -1,29 +1,42 @@
 """Attention of a pass's tokens over keys and values in pages; each token sees its own sequence up to itself."""
 
-from dataclasses import dataclass
-
 import torch
 
-from zinfer.kernels.kv_pages import KVPages, PagedLayout, read_pages_ref
+from zinfer.kernels.attention_rule import AttentionRule
+from zinfer.kernels.decode_attention import decode_attention
+from zinfer.kernels.kv_pages import KVPages, PagedLayout, read_pages_ref, takes_kernels
+from zinfer.kernels.prompt_attention import prompt_attention
+
+__all__ = ["AttentionRule", "paged_attention", "paged_attention_ref"]
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionRule:
-    """What a layer does to the products of queries and keys before they become weights.
+def paged_attention(query: torch.Tensor, pages: KVPages, layout: PagedLayout, rule: AttentionRule) -> torch.Tensor:
+    """As `paged_attention_ref`: on a GPU by the Triton kernels, on the CPU by the reference.
 
-    Args:
-        scale: they are multiplied by it.
-        window: a token sees so many of the last tokens, itself included; None: all.
-        softcap: then ``softcap * tanh(products / softcap)`` (Gemma 2); None: as they are.
-        alibi_slopes: [heads] float32, times the distance to the key, are taken off (Press et al. 2022); None: nothing.
-        sinks: [heads], one more product a query, whose weight goes nowhere (gpt-oss); None: none.
+    Raises:
+        ValueError: as `takes_kernels`.
     """
+    attend = paged_attention_kernel if takes_kernels(pages) else paged_attention_ref
+    return attend(query, pages, layout, rule)
 
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    alibi_slopes: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
+
+def paged_attention_kernel(
+    query: torch.Tensor, pages: KVPages, layout: PagedLayout, rule: AttentionRule
+) -> torch.Tensor:
+    """As `paged_attention`, by the Triton kernels: on a GPU, or on the CPU under Triton's interpreter.
+
+    The same arguments give the same bits, and a segment's numbers do not depend on the other segments. No number of
+    the layout's tensors reaches the host.
+    """
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    out = torch.empty((*query.shape[:2], pages.values.shape[3]), dtype=query.dtype, device=query.device)
+    segments = layout.context_lengths.shape[0]
+    if layout.num_decodes != 0:
+        decode_attention(query, pages, layout, rule, out)
+    if layout.most_queries > 1 and layout.num_decodes != segments:
+        prompt_attention(query, pages, layout, rule, out)
+    return out
 
 
 def paged_attention_ref(query: torch.Tensor, pages: KVPages, layout: PagedLayout, rule: AttentionRule) -> torch.Tensor:
@@ -51,15 +64,15 @@ def _segment(
     first_seen = 0 if rule.window is None else max(0, length - num_queries - rule.window + 1)
     first_page, last_page = first_seen // pages.page_size, -(-length // pages.page_size)
     keys, values = read_pages_ref(pages, table[first_page:last_page].long())
-    begin = first_page * pages.page_size
-    keys, values = keys[: length - begin], values[: length - begin]
+    seen = slice(first_seen % pages.page_size, length - first_page * pages.page_size)
+    keys, values = keys[seen], values[seen]
     shared = heads // keys.shape[1]
     # [kv_heads, shared * queries, dim] beside [kv_heads, dim, keys]: no key or value is repeated.
     grouped = query.float().view(num_queries, -1, shared, query.shape[2]).permute(1, 2, 0, 3).flatten(1, 2)
     scores = (grouped @ keys.permute(1, 2, 0)).mul_(rule.scale).view(heads, num_queries, -1)
     if rule.softcap is not None:
         scores = torch.tanh(scores / rule.softcap) * rule.softcap
-    key_place = torch.arange(begin, length, device=query.device)
+    key_place = torch.arange(first_seen, length, device=query.device)
     distance = torch.arange(length - num_queries, length, device=query.device)[:, None] - key_place
     if rule.alibi_slopes is not None:
         scores = scores - rule.alibi_slopes.float()[:, None, None] * distance

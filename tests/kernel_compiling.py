@@ -14,10 +14,25 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from zinfer.kernels import dequantize, fused_linear, int8_linear
+from zinfer.kernels import (
+    decode_attention,
+    dequantize,
+    fused_linear,
+    int8_linear,
+    paged_attention,
+    prompt_attention,
+    write_pages,
+)
+from zinfer.kernels.attention_cases import AttentionCase, attention_call
 from zinfer.kernels.cases import HALVES, TYPICAL, Shape, random_input, random_matrix
 from zinfer.kernels.quantized import QuantFormat
 
+SEGMENTS = ((1, 600), (40, 300))
+ATTENTION = (
+    AttentionCase(SEGMENTS, 64, 8, 128, 128),
+    AttentionCase(SEGMENTS, 56, 8, 128, 128, 16, torch.bfloat16, torch.int8, window=256, sinks=True),
+    AttentionCase(SEGMENTS, 8, 8, 80, 80, 64, torch.bfloat16, torch.float8_e4m3fn, softcap=30.0, alibi=True),
+)
 TARGET = GPUTarget("cuda", 90, 32)
 KINDS = {
     torch.float16: "fp16",
@@ -26,6 +41,8 @@ KINDS = {
     torch.int8: "i8",
     torch.uint8: "u8",
     torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 
 
@@ -51,6 +68,8 @@ class Compiled:
                 signature[parameter.name] = f"tensordesc<{KINDS[value.base.dtype]}{list(value.block_shape)}>"
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name], aligned[(index,)] = f"*{KINDS[value.dtype]}", [["tt.divisibility", 16]]
+            elif isinstance(value, float):
+                signature[parameter.name] = "fp32"
             else:
                 signature[parameter.name] = "i32"
                 if value % 16 == 0 and not parameter.do_not_specialize:
@@ -66,6 +85,9 @@ def main() -> None:
         dequantize: ["_dequantize_kernel"],
         fused_linear: ["_fused_kernel", "_sum_kernel"],
         int8_linear: ["_quantize_tokens", "_int8_kernel"],
+        write_pages: ["_write_kernel"],
+        decode_attention: ["_decode_kernel", "_combine_kernel"],
+        prompt_attention: ["_prompt_kernel"],
     }
     for module, kernels in names.items():
         for name in kernels:
@@ -82,6 +104,11 @@ def main() -> None:
             matrix = random_matrix(QuantFormat(8), 1024, columns, dtype, "cpu")
             x, bias = random_input(Shape(300, 1024, columns), dtype, "cpu")
             int8_linear.int8_linear_kernel(x, matrix, bias)
+    for case in ATTENTION:
+        call = attention_call(case, "cpu")
+        paged_attention.paged_attention_kernel(call.query, call.pages, call.layout, call.rule)
+        keys = torch.randn(7, case.kv_heads, case.head_dim, dtype=case.dtype)
+        write_pages.write_pages_kernel(call.pages, keys, keys, torch.arange(7))
 
 
 if __name__ == "__main__":

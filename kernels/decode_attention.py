@@ -1,0 +1,240 @@
+"""Attention of segments with one query: the keys of a segment are split over programs, a second kernel combines them.
+
+All heads that share a head of keys are rows of one tile. How a segment is split follows from its own length alone, and
+its parts are combined in a fixed order: what a query gets does not depend on the other segments of the pass.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from zinfer.kernels.attention_rule import AttentionRule
+from zinfer.kernels.attention_tile import attend, first_state, load_rows, tile_arguments
+from zinfer.kernels.dequantize import on_device
+from zinfer.kernels.kv_pages import KVPages, PagedLayout
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """A program's tile: keys of a step and of a split, warps, and steps under way."""
+
+    keys: int
+    split_keys: int
+    warps: int
+    stages: int
+
+
+# By the wider of keys and values, up to so many columns. A split moves a few hundred kilobytes, long enough for its
+# start and its sums, written and read again, to be a few percent.
+_BY_COLUMNS: Final = {
+    128: DecodeTiles(64, 512, 4, 3),
+    256: DecodeTiles(32, 512, 4, 3),
+    1024: DecodeTiles(16, 512, 8, 2),
+}
+_WIDE: Final = DecodeTiles(16, 512, 4, 3)  # float32, without tensor cores
+_MOST_SPLITS: Final = 16  # of a segment; longer ones have longer splits, so that their sums fit in one tile
+_WORKSPACE_BYTES: Final = 64 << 20  # of sums that wait to be combined; more segments are taken in turns
+_FEWEST_ROWS: Final = 16  # of a tensor core's operand
+_MOST_ROWS: Final = 64
+
+
+def decode_tiles_for(head_dim: int, value_dim: int, dtype: torch.dtype) -> DecodeTiles:
+    """The tiles chosen for a model's heads and dtype."""
+    if dtype == torch.float32:
+        return _WIDE
+    return _BY_COLUMNS[min(most for most in _BY_COLUMNS if most >= max(head_dim, value_dim))]
+
+
+def decode_attention(
+    query: torch.Tensor,
+    pages: KVPages,
+    layout: PagedLayout,
+    rule: AttentionRule,
+    out: torch.Tensor,
+    tiles: DecodeTiles | None = None,
+) -> None:
+    """Fill the rows of ``out`` that belong to segments of one query, on a GPU or under Triton's interpreter.
+
+    Args:
+        query: [tokens, heads, head_dim], columns beside each other.
+        layout: segments from `num_decodes` on are left out; where it is not known, those of several queries.
+        out: [tokens, heads, value_dim], contiguous.
+        tiles: others than those of the table.
+    """
+    _, heads, value_dim = out.shape
+    tiles = tiles or decode_tiles_for(query.shape[2], value_dim, query.dtype)
+    segments = layout.context_lengths.shape[0] if layout.num_decodes is None else layout.num_decodes
+    most_seen = layout.most_context if rule.window is None else min(layout.most_context, rule.window + tiles.keys)
+    splits = min(triton.cdiv(most_seen, tiles.split_keys), _MOST_SPLITS)
+    segment_bytes = splits * heads * (value_dim + 2) * 4
+    turns = 1 if splits == 1 else triton.cdiv(segments * segment_bytes, _WORKSPACE_BYTES)
+    at_once = triton.cdiv(segments, max(turns, 1))
+    for first in range(0, segments, max(at_once, 1)):
+        _launch(query, pages, layout, rule, out, tiles, range(first, min(first + at_once, segments)), splits)
+
+
+def _launch(
+    query: torch.Tensor,
+    pages: KVPages,
+    layout: PagedLayout,
+    rule: AttentionRule,
+    out: torch.Tensor,
+    tiles: DecodeTiles,
+    segments: range,
+    splits: int,
+) -> None:
+    """Attention of some segments; no one has more than ``splits``."""
+    _, heads, value_dim = out.shape
+    kv_heads = pages.values.shape[2]
+    shared = heads // kv_heads
+    rows = min(max(triton.next_power_of_2(shared), _FEWEST_ROWS), _MOST_ROWS)
+    place = (len(segments) if splits > 1 else 0, splits, heads)
+    sums = torch.empty((*place, value_dim), dtype=torch.float32, device=out.device)
+    parts = torch.empty((*place, 2), dtype=torch.float32, device=out.device)
+    arguments = tile_arguments(query, pages, layout, rule)
+    columns = max(16, triton.next_power_of_2(value_dim))
+    common = {
+        "splits": splits,
+        "SPLIT_KEYS": tiles.split_keys,
+        "MOST_SPLITS": _MOST_SPLITS,
+        "SKIP_OTHERS": layout.num_decodes is None,
+        "COLUMNS": columns,
+        "BLOCK_KEYS": tiles.keys,
+    }
+    with on_device(query):
+        _decode_kernel[(kv_heads * triton.cdiv(shared, rows) * len(segments), splits)](
+            **arguments,
+            **common,
+            out=out,
+            sums_out=sums,
+            parts_out=parts,
+            first_segment=segments.start,
+            ROWS=rows,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+        if splits > 1:
+            _combine_kernel[(heads, len(segments))](
+                **common,
+                out=out,
+                sums_in=sums,
+                parts_in=parts,
+                starts=layout.query_starts,
+                lengths=layout.context_lengths,
+                window=rule.window,
+                first_segment=segments.start,
+                HEADS=heads,
+                VALUE_DIM=value_dim,
+                num_warps=1,
+            )
+
+
+@triton.jit
+def _split_of(  # type: ignore[no-untyped-def]
+    length, window, SPLIT_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK_KEYS: tl.constexpr
+):
+    """First key that a segment's query sees, where its first tile begins, and how many keys a split of it has."""
+    first = length * 0
+    if window is not None:
+        first = tl.maximum(length - window, 0)
+    begin = first // BLOCK_KEYS * BLOCK_KEYS
+    longer = tl.cdiv(length - begin, MOST_SPLITS * BLOCK_KEYS) * BLOCK_KEYS
+    return first, begin, tl.maximum(longer, SPLIT_KEYS)
+
+
+@triton.jit(do_not_specialize=["table_row", "first_segment", "splits"])
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    query, out, sums_out, parts_out, starts, lengths, table, keys, values, key_scales, value_scales, slopes, sinks,
+    query_token, query_head, table_row, key_token, key_head, value_token, value_head,
+    scale, factor, softcap, window,
+    first_segment, splits,
+    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    SKIP_OTHERS: tl.constexpr, UNITS: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """One split of a segment's keys for the heads of a tile; heads that share keys' sectors run beside each other."""
+    head_tiles: tl.constexpr = KV_HEADS * ((SHARED + ROWS - 1) // ROWS)
+    heads: tl.constexpr = KV_HEADS * SHARED
+    local, split = tl.program_id(0) // head_tiles, tl.program_id(1)
+    segment = first_segment + local
+    token = tl.load(starts + segment)
+    if SKIP_OTHERS and tl.load(starts + segment + 1) - token != 1:
+        return
+    length = tl.load(lengths + segment)
+    first, begin, split_keys = _split_of(length, window, SPLIT_KEYS, MOST_SPLITS, BLOCK_KEYS)
+    split_begin = begin + split * split_keys
+    if split_begin >= length:
+        return
+    row = tl.arange(0, ROWS)
+    kv_head = tl.program_id(0) % KV_HEADS
+    shared = tl.program_id(0) % head_tiles // KV_HEADS * ROWS + row
+    in_rows = shared < SHARED
+    head = kv_head * SHARED + shared
+    main = load_rows(query, token + row * 0, head, in_rows, query_token, query_head, HEAD_DIM, 0, MAIN)
+    rest = None
+    if REST > 0:
+        rest = load_rows(query, token + row * 0, head, in_rows, query_token, query_head, HEAD_DIM, MAIN, REST)
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + head, mask=in_rows, other=0).to(tl.float32)
+    most, total, sums, unit = first_state(sinks, head, in_rows, factor, split == 0, ROWS, COLUMNS, UNITS)
+    if key_scales is not None:
+        key_scales += kv_head
+        value_scales += kv_head
+    most, total, sums, unit = attend(
+        most, total, sums, unit, main, rest, row * 0 + length - 1, slope,
+        split_begin, tl.minimum(split_begin + split_keys, length), first,
+        table + segment.to(tl.int64) * table_row, keys + kv_head * key_head, values + kv_head * value_head,
+        key_scales, value_scales, key_token, value_token, KV_HEADS,
+        scale, factor, softcap, window,
+        HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_KEYS, True, UNITS, COMPILED,
+    )  # fmt: skip
+    column = tl.arange(0, COLUMNS)
+    inside = in_rows[:, None] & (column < VALUE_DIM)[None, :]
+    if length - begin <= split_keys:
+        places = (token.to(tl.int64) * heads + head)[:, None] * VALUE_DIM + column[None, :]
+        tl.store(out + places, (sums * (unit / total)[:, None]).to(out.dtype.element_ty), mask=inside)
+    else:
+        place = (local.to(tl.int64) * splits + split) * heads + head
+        tl.store(sums_out + place[:, None] * VALUE_DIM + column[None, :], sums * unit, mask=inside)
+        tl.store(parts_out + place * 2, most * factor, mask=in_rows)
+        tl.store(parts_out + place * 2 + 1, total, mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["first_segment", "splits"])
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    out, sums_in, parts_in, starts, lengths, window, first_segment, splits,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    SKIP_OTHERS: tl.constexpr,
+):  # fmt: skip
+    """One head of a segment that has several splits: a tile of as many as there may be, so that the order is fixed."""
+    head, local = tl.program_id(0), tl.program_id(1)
+    segment = first_segment + local
+    token = tl.load(starts + segment)
+    if SKIP_OTHERS and tl.load(starts + segment + 1) - token != 1:
+        return
+    length = tl.load(lengths + segment)
+    _, begin, split_keys = _split_of(length, window, SPLIT_KEYS, MOST_SPLITS, BLOCK_KEYS)
+    if length - begin <= split_keys:
+        return
+    split = tl.arange(0, MOST_SPLITS)
+    there = split < tl.cdiv(length - begin, split_keys)
+    place = (local.to(tl.int64) * splits + split) * HEADS + head
+    most = tl.load(parts_in + place * 2, mask=there, other=float("-inf"))
+    total = tl.load(parts_in + place * 2 + 1, mask=there, other=0)
+    column = tl.arange(0, COLUMNS)
+    sums = tl.load(
+        sums_in + place[:, None] * VALUE_DIM + column[None, :],
+        mask=there[:, None] & (column < VALUE_DIM)[None, :],
+        other=0,
+    )
+    share = tl.exp2(most - tl.max(most, axis=0))
+    found = tl.sum(sums * share[:, None], axis=0) / tl.sum(total * share, axis=0)
+    places = (token.to(tl.int64) * HEADS + head) * VALUE_DIM + column
+    tl.store(out + places, found.to(out.dtype.element_ty), mask=column < VALUE_DIM)

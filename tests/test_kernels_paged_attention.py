@@ -1,0 +1,248 @@
+"""Paged attention: kernels and reference beside float64, alone and among others, with poison where nothing is read."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from zinfer.kernels.attention_cases import LARGE, SMALL, AttentionCall, AttentionCase, attention_call
+from zinfer.kernels.decode_attention import DecodeTiles, decode_attention
+from zinfer.kernels.dequantize import INTERPRETED
+from zinfer.kernels.kv_pages import KVPages, PagedLayout
+from zinfer.kernels.paged_attention import paged_attention, paged_attention_kernel, paged_attention_ref
+from zinfer.kernels.prompt_attention import PromptTiles, prompt_attention
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def keys_and_values(pages: KVPages, table: list[int], first: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64, [kv_heads, keys, dim], token by token."""
+    found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    parts = ((pages.keys, pages.key_scales), (pages.values, pages.value_scales))
+    for token in range(first, length):
+        page, place = table[token // pages.page_size], token % pages.page_size
+        for taken, (codes, scales) in zip(found, parts, strict=True):
+            row = codes[page, place].double()
+            taken.append(row if scales is None else row * scales[page, place].double()[:, None])
+    return torch.stack(found[0], 1), torch.stack(found[1], 1)
+
+
+def dense(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each query gets, [tokens, heads, value_dim] in float64, and how far a kernel may be off."""
+    wanted, allowed, rule = [], [], call.rule
+    place_worth = torch.finfo(call.query.dtype).eps
+    starts, lengths = call.layout.query_starts.tolist(), call.layout.context_lengths.tolist()
+    for row, length in enumerate(lengths):
+        first_place = length - (starts[row + 1] - starts[row])
+        first = 0 if rule.window is None else max(0, first_place - rule.window + 1)
+        keys, values = keys_and_values(call.pages, call.layout.page_table[row].tolist(), first, length)
+        shared = call.query.shape[1] // keys.shape[0]
+        keys, values = (part.repeat_interleave(shared, 0) for part in (keys, values))
+        for place in range(first_place, length):
+            query = call.query[starts[row] + place - first_place].double()
+            behind = 0 if rule.window is None else max(0, place - rule.window + 1)
+            seen = slice(behind - first, place + 1 - first)
+            scores = torch.einsum("hd,hkd->hk", query, keys[:, seen]) * rule.scale
+            if rule.softcap is not None:
+                scores = rule.softcap * torch.tanh(scores / rule.softcap)
+            if rule.alibi_slopes is not None:
+                distance = torch.arange(place - behind, -1, -1, device=query.device)
+                scores = scores - rule.alibi_slopes.double()[:, None] * distance
+            everything = scores
+            if rule.sinks is not None:
+                everything = torch.cat((scores, rule.sinks.double()[:, None]), 1)
+            weights = torch.softmax(everything, 1)[:, : scores.shape[1]]
+            wanted.append(torch.einsum("hk,hkd->hd", weights, values[:, seen]))
+            magnitudes = torch.einsum("hk,hkd->hd", weights, values[:, seen].abs())
+            # Weights are rounded before they meet values; products lose the places that float32 does not have.
+            rounding = place_worth + 2**-18 * (1 + everything.abs().amax(1, keepdim=True))
+            allowed.append(magnitudes * rounding)
+    exact = torch.stack(wanted)
+    return exact, torch.stack(allowed) + place_worth * exact.abs() + 1e-6
+
+
+def assert_right(found: torch.Tensor, call: AttentionCall) -> None:
+    wanted, allowed = dense(call)
+    assert found.dtype == call.query.dtype
+    assert found.shape == wanted.shape
+    assert torch.isfinite(found).all()
+    worst = ((found.double() - wanted).abs() / allowed).max().item()
+    assert worst <= 1, f"{worst} times the allowed error"
+
+
+def attended(call: AttentionCall) -> torch.Tensor:
+    return paged_attention_kernel(call.query, call.pages, call.layout, call.rule)
+
+
+def only(call: AttentionCall, rows: list[int], num_decodes: int | None = None) -> AttentionCall:
+    """The call with some of its segments, in another order."""
+    layout = call.layout
+    starts = layout.query_starts.tolist()
+    query = torch.cat([call.query[starts[row] : starts[row + 1]] for row in rows])
+    sizes = torch.tensor([starts[row + 1] - starts[row] for row in rows], dtype=torch.int32)
+    chosen = torch.tensor(rows, device=query.device)
+    lengths = layout.context_lengths[chosen]
+    begins = torch.cat((torch.zeros(1, dtype=torch.int32), sizes.cumsum(0).int())).to(query.device)
+    part = PagedLayout(begins, lengths, layout.page_table[chosen], int(sizes.max()), int(lengths.max()), num_decodes)
+    return AttentionCall(query, call.pages, part, call.rule)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_each_kind_of_layer(kernel_device: str, case: AttentionCase) -> None:
+    torch.manual_seed(0)
+    call = attention_call(case, kernel_device)
+    assert_right(attended(call), call)
+    assert_right(paged_attention_ref(call.query, call.pages, call.layout, call.rule), call)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> AttentionCase:
+    kv_heads, shared = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 5, 8, 17]))
+    segments = draw(
+        st.lists(
+            st.integers(1, 150).flatmap(
+                lambda length: st.tuples(st.one_of(st.just(1), st.integers(1, min(length, 30))), st.just(length))
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    dims = draw(st.sampled_from([(8, 8), (64, 64), (80, 80), (112, 96), (128, 128), (192, 128), (256, 256)]))
+    return AttentionCase(
+        tuple(segments),
+        kv_heads * shared,
+        kv_heads,
+        *dims,
+        page_size=draw(st.sampled_from([1, 16, 32, 64, 128])),
+        dtype=draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32])),
+        pages_dtype=draw(st.sampled_from([None, None, torch.int8, torch.float8_e4m3fn])),
+        window=draw(st.one_of(st.none(), st.integers(1, 160))),
+        softcap=draw(st.sampled_from([None, None, 5.0, 50.0])),
+        alibi=draw(st.booleans()),
+        sinks=draw(st.booleans()),
+    )
+
+
+@given(case=cases(), seed=st.integers(0, 1 << 20))
+@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+def test_any_layer(case: AttentionCase, seed: int) -> None:
+    torch.manual_seed(seed)
+    call = attention_call(case, DEVICE)
+    assert_right(attended(call), call)
+    assert_right(paged_attention_ref(call.query, call.pages, call.layout, call.rule), call)
+
+
+MIXED = AttentionCase(((1, 90), (1, 7), (1, 301), (19, 160), (2, 2)), 6, 2, 64, 64, 16, sinks=True)
+"""Decodes first. With `SHORT_SPLITS` they are split in two, one and five parts."""
+
+SHORT_SPLITS = DecodeTiles(16, 64, 4, 2)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("window", [None, 70], ids=["all", "window"])
+@pytest.mark.parametrize("pages_dtype", [None, torch.int8], ids=str)
+def test_a_segment_does_not_see_the_others(
+    kernel_device: str, window: int | None, pages_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zinfer.kernels.decode_attention.decode_tiles_for", lambda *_: SHORT_SPLITS)
+    torch.manual_seed(0)
+    call = attention_call(replace(MIXED, window=window, pages_dtype=pages_dtype), kernel_device)
+    together = attended(call)
+    assert_right(together, call)
+    assert torch.equal(together, attended(call))
+    assert torch.equal(together, attended(only(call, [0, 1, 2, 3, 4], num_decodes=3)))
+    starts = call.layout.query_starts.tolist()
+    for row in range(5):
+        alone = attended(only(call, [row]))
+        assert torch.equal(together[starts[row] : starts[row + 1]], alone)
+        hinted = attended(only(call, [row], num_decodes=int(row < 3)))
+        assert torch.equal(alone, hinted)
+
+
+def test_turns_of_segments_change_nothing(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zinfer.kernels.decode_attention.decode_tiles_for", lambda *_: SHORT_SPLITS)
+    torch.manual_seed(0)
+    call = attention_call(MIXED, kernel_device)
+    at_once = attended(call)
+    for workspace_bytes in (1, 20_000):
+        monkeypatch.setattr("zinfer.kernels.decode_attention._WORKSPACE_BYTES", workspace_bytes)
+        assert torch.equal(attended(call), at_once)
+
+
+def test_splits_grow_with_a_long_segment(kernel_device: str) -> None:
+    torch.manual_seed(0)
+    call = attention_call(AttentionCase(((1, 1000), (1, 300)), 2, 1, 16, 16, 32), kernel_device)
+    out = torch.full((2, 2, 16), float("nan"), dtype=torch.float16, device=kernel_device)
+    decode_attention(call.query, call.pages, call.layout, call.rule, out, DecodeTiles(16, 32, 4, 2))
+    assert_right(out, call)
+
+
+@pytest.mark.parametrize("window", [None, 21], ids=["all", "window"])
+def test_chunks_of_a_prompt_get_what_the_whole_prompt_gets(kernel_device: str, window: int | None) -> None:
+    torch.manual_seed(0)
+    call = attention_call(AttentionCase(((90, 90),), 6, 2, 64, 64, 16, window=window), kernel_device)
+    tiles = PromptTiles(32, 16, 4, 2)
+    out = torch.full(call.query.shape, float("nan"), dtype=torch.float16, device=kernel_device)
+    prompt_attention(call.query, call.pages, call.layout, call.rule, out, tiles)
+    assert_right(out, call)
+    for cut in (2, 33, 64):
+        part = replace(
+            call.layout,
+            query_starts=torch.tensor([0, 90 - cut], dtype=torch.int32, device=kernel_device),
+            most_queries=90 - cut,
+        )
+        chunk = torch.empty_like(out[cut:])
+        prompt_attention(call.query[cut:], call.pages, part, call.rule, chunk, tiles)
+        assert torch.equal(chunk, out[cut:])
+
+
+def test_small_values_beside_large_ones_keep_their_places(kernel_device: str) -> None:
+    """Codes of float16: a value's scale far below 1 must not push weights out of float16's range."""
+    torch.manual_seed(0)
+    call = attention_call(AttentionCase(((1, 200), (4, 150)), 4, 2, 64, 64, 64, pages_dtype=torch.int8), kernel_device)
+    assert call.pages.value_scales is not None
+    small = replace(call.pages, value_scales=call.pages.value_scales * 2.0**-20)
+    found = attended(replace(call, pages=small)).float()
+    usual = attended(call).float()
+    # Sums are of the order of one, and times 2**-20 float16 has steps of 2**-24 left.
+    assert (found - usual * 2.0**-20).abs().max() <= 2.0**-24
+
+
+def test_strides_of_queries_and_pages(kernel_device: str) -> None:
+    """Values that are the first columns of keys, as compressed attention has them; queries with strange strides."""
+    torch.manual_seed(0)
+    call = attention_call(AttentionCase(((1, 30), (9, 33)), 4, 1, 96, 96, 16), kernel_device)
+    shared = replace(call, pages=KVPages(call.pages.keys, call.pages.keys[..., :64]))
+    found = attended(shared)
+    assert_right(found, shared)
+    turned = call.query.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    assert turned.stride(2) != 1
+    assert torch.equal(attended(replace(shared, query=turned)), found)
+
+
+def test_the_cpu_takes_the_reference() -> None:
+    torch.manual_seed(0)
+    call = attention_call(MIXED, "cpu")
+    arguments = (call.query, call.pages, call.layout, call.rule)
+    assert torch.equal(paged_attention(*arguments), paged_attention_ref(*arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_large_cases(case: AttentionCase) -> None:
+    torch.manual_seed(0)
+    call = attention_call(case, "cuda")
+    found = attended(call)
+    assert all(torch.equal(found, attended(call)) for _ in range(3))
+    wanted = paged_attention_ref(call.query.float(), call.pages, call.layout, call.rule)
+    allowed = 4 * torch.finfo(case.dtype).eps * (1 + wanted.abs()) + 1e-5
+    worst = ((found.float() - wanted).abs() / allowed).max().item()
+    assert worst <= 1, f"{worst} times the allowed error"
+    starts = call.layout.query_starts.tolist()
+    for row in range(len(case.segments)):
+        assert torch.equal(found[starts[row] : starts[row + 1]], attended(only(call, [row])))
