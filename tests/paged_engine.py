@@ -1,0 +1,169 @@
+"""An engine without a model: its next token is a pure function of a sequence's tokens, its pages hold who wrote them.
+
+Every pass it checks what the scheduler promises; it stops at the first broken promise.
+"""
+
+from collections import Counter
+from functools import cache
+
+from zinfer.batching.pages import HOLE, PagePool
+from zinfer.batching.passes import Chunk, Pass
+from zinfer.batching.scheduler import Scheduler
+from zinfer.batching.sequence import Sequence, SequenceState
+
+NUM_TOKENS_KNOWN = 3
+"""Few, so that sequences come upon the same texts and their pages are shared."""
+
+
+@cache
+def prefix_id(before: int, token: int) -> int:
+    """A number for a prefix (that of the prefix before, and its last token) that no other prefix has."""
+    return prefix_id.cache_info().currsize + 1
+
+
+def next_token(tokens: tuple[int, ...]) -> int:
+    """Depends on the last tokens alone, so that texts which once agree go on agreeing."""
+    return (sum(token * place for place, token in enumerate(tokens[-5:], 1)) + len(tokens) // 7) % NUM_TOKENS_KNOWN
+
+
+def completion(prompt: tuple[int, ...], num_new: int) -> list[int]:
+    """What a sequence says when it is alone."""
+    tokens = prompt
+    for _ in range(num_new):
+        tokens += (next_token(tokens),)
+    return list(tokens[len(prompt) :])
+
+
+class PagedEngine:
+    """Computes what a scheduler hands out, on pages that hold the prefix up to each token."""
+
+    def __init__(self, scheduler: Scheduler, token_budget: int, window: int | None) -> None:
+        self.scheduler = scheduler
+        self.pool: PagePool = scheduler.pool
+        self.token_budget = token_budget
+        self.window = window
+        self.num_passes = self.num_parked = self.num_resumed = self.num_recomputed = self.num_shared = 0
+        self._pages = [[0] * self.pool.page_size for _ in range(self.pool.num_pages)]
+        self._host: dict[int, list[list[int]]] = {}
+        self._prefixes: dict[int, list[int]] = {}
+        self._before: dict[int, tuple[Sequence, list[int]]] = {}
+        self._held: Counter[int] = Counter()
+        self._admitted: dict[int, Sequence] = {}
+
+    def compute(self, coming: Pass) -> dict[int, int]:
+        """One pass; gives the next tokens."""
+        self.num_passes += 1
+        self.num_parked += len(coming.parked)
+        self.num_resumed += len(coming.resumed)
+        # Those that ran before the pass and were not set aside in it.
+        kept = [pages for sequence, pages in self._before.values() if sequence.state is SequenceState.RUNNING]
+        self._held = Counter(page for pages in kept for page in pages)
+        self._check_shape(coming)
+        for sequence, pages in coming.parked:
+            assert sequence.number not in self._host
+            assert HOLE not in pages
+            self._host[sequence.number] = [list(self._pages[page]) for page in pages]
+        for sequence, pages in coming.resumed:
+            self._resume(sequence, pages)
+        written: dict[int, Chunk] = {}
+        for chunk in coming.chunks:
+            self._write(chunk, written)
+            self._check_context(chunk)  # as an engine does that computes a part of the pass after the other
+        for chunk in coming.chunks:
+            self._check_context(chunk)  # as one does that writes all keys first
+        self._check_sharers(coming, written)
+        return {c.sequence.number: next_token(c.sequence.tokens(0, c.end)) for c in coming.chunks if c.samples}
+
+    def check_counts(self, sequences: list[Sequence]) -> None:
+        """The pool's counts are those of the pages that sequences hold; only running ones hold any."""
+        held: Counter[int] = Counter()
+        for sequence in sequences:
+            pages = [page for page in sequence.pages if page != HOLE]
+            assert len(set(pages)) == len(pages)
+            assert not sequence.pages or sequence.state is SequenceState.RUNNING
+            assert sequence.pages.count(HOLE) == sequence.num_dropped
+            held.update(pages)
+        assert [held[page] for page in range(self.pool.num_pages)] == self.pool._num_users
+        assert self.pool.num_used == len(held)
+        self.num_shared += any(count > 1 for count in held.values())
+        self._before = {sequence.number: (sequence, list(sequence.pages)) for sequence in sequences if sequence.pages}
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is parked of a sequence that was aborted."""
+        self._host.pop(sequence.number, None)
+
+    def assert_empty(self) -> None:
+        """Nothing is held, on the device or in host memory."""
+        assert self.pool.num_free == self.pool.num_pages
+        assert not self._host
+
+    def _check_shape(self, coming: Pass) -> None:
+        assert coming.chunks, "a pass computes something"
+        assert coming.num_tokens <= self.token_budget
+        numbers = [chunk.sequence.number for chunk in coming.chunks]
+        assert len(set(numbers)) == len(numbers), "a sequence is in a pass twice"
+        for chunk in coming.chunks:
+            assert chunk.begin == chunk.sequence.num_computed < chunk.end <= chunk.sequence.num_tokens
+            assert chunk.samples == (chunk.end == chunk.sequence.num_tokens)
+        assert not (coming.parked and coming.resumed), "one makes room for another's pages to come back"
+        self._check_progress(coming)
+
+    def _check_progress(self, coming: Pass) -> None:
+        """The first of those admitted goes on in every pass; ones that run already come before the others."""
+        in_order = list(self._admitted)
+        for chunk in coming.chunks:
+            self._admitted.setdefault(chunk.sequence.number, chunk.sequence)
+            self.num_recomputed += bool(chunk.sequence.output_ids) and chunk.begin < len(chunk.sequence.prompt_ids)
+        for number in in_order:
+            if self._admitted[number].state is SequenceState.FINISHED:
+                del self._admitted[number]
+        numbers = [chunk.sequence.number for chunk in coming.chunks]
+        assert numbers[0] == next(iter(self._admitted))
+        assert numbers == [number for number in self._admitted if number in set(numbers)]
+
+    def _resume(self, sequence: Sequence, pages: tuple[int, ...]) -> None:
+        contents = self._host.pop(sequence.number)
+        assert len(pages) <= len(contents)
+        for page, content in zip(pages, contents[len(contents) - len(pages) :], strict=True):
+            assert self._held[page] == 0, "a page that others read is written to"
+            self._pages[page] = content
+
+    def _write(self, chunk: Chunk, written: dict[int, Chunk]) -> None:
+        size, sequence = self.pool.page_size, chunk.sequence
+        prefixes = self._prefixes_of(sequence, chunk.end)
+        own = self._before.get(sequence.number, (sequence, []))[1]
+        for index in range(chunk.begin // size, -(-chunk.end // size)):
+            page = sequence.pages[index]
+            assert page not in written, "two chunks write to a page"
+            assert self._held[page] == (page in own[index:]), "a page that others read is written to"
+            written[page] = chunk
+            begin, end = max(chunk.begin, index * size), min(chunk.end, (index + 1) * size)
+            self._pages[page][begin - index * size : end - index * size] = prefixes[begin:end]
+
+    def _check_context(self, chunk: Chunk) -> None:
+        """The pages hold the sequence's own prefix, as far back as the chunk's first token looks."""
+        size, pages = self.pool.page_size, chunk.sequence.pages
+        first = 0 if self.window is None else max(chunk.begin - self.window + 1, 0)
+        read: list[int] = []
+        for page in pages[first // size : -(-chunk.end // size)]:
+            assert page != HOLE, "a page within the window was dropped"
+            read += self._pages[page]
+        skipped = first % size
+        assert read[skipped : skipped + chunk.end - first] == self._prefixes_of(chunk.sequence, chunk.end)[first:]
+
+    def _check_sharers(self, coming: Pass, written: dict[int, Chunk]) -> None:
+        """Who holds a page that was written in this pass comes after its writer, and has nothing in it to write."""
+        places = {chunk.sequence.number: place for place, chunk in enumerate(coming.chunks)}
+        for chunk in coming.chunks:
+            for index, page in enumerate(chunk.sequence.pages):
+                writer = written.get(page, chunk)
+                if writer is not chunk:
+                    assert places[writer.sequence.number] < places[chunk.sequence.number]
+                    assert chunk.begin >= (index + 1) * self.pool.page_size
+
+    def _prefixes_of(self, sequence: Sequence, end: int) -> list[int]:
+        """A number for each prefix of the sequence's first tokens."""
+        known = self._prefixes.setdefault(sequence.number, [])
+        for token in sequence.tokens(len(known), end):
+            known.append(prefix_id(known[-1] if known else 0, token))
+        return known[:end]

@@ -1,0 +1,164 @@
+"""Whatever arrives, ends, and is given up, in whatever room: every sequence says what it says alone."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_engine import NUM_TOKENS_KNOWN, PagedEngine, completion
+
+from zinfer.batching.admission_queue import Order
+from zinfer.batching.pages import PagePool
+from zinfer.batching.scheduler import Scheduler, WhenShort
+from zinfer.batching.sequence import Sequence, SequenceState
+
+MOST_PROMPT_TOKENS = 200
+FAMILIES = [tuple((place * place // (7 + family)) % NUM_TOKENS_KNOWN for place in range(200)) for family in range(3)]
+"""Texts that prompts begin with."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt of a workload: ``num_common`` tokens of a family's text, then ``num_own`` of one kind.
+
+    end_after: new tokens after which the caller ends the text. abort_at: a pass, and whether the row is given up while
+        that pass is computed or before.
+    """
+
+    family: int
+    num_common: int
+    num_own: int
+    own: int
+    max_new_tokens: int
+    end_after: int
+    arrives_at: int
+    abort_at: tuple[int, bool] | None
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return (FAMILIES[self.family][: self.num_common] + (self.own,) * self.num_own)[:MOST_PROMPT_TOKENS]
+
+
+ROWS = st.builds(
+    Row,
+    family=st.integers(0, len(FAMILIES) - 1),
+    num_common=st.sampled_from([0, 5, 16, 33, 64, 128, 150, 199]),
+    num_own=st.integers(1, 10) | st.integers(1, 70),
+    own=st.integers(0, NUM_TOKENS_KNOWN - 1),
+    max_new_tokens=st.integers(1, 40) | st.just(40),
+    end_after=st.integers(1, 60),
+    arrives_at=st.sampled_from([0, 0, 0, 1, 5, 20]),
+    abort_at=st.none() | st.none() | st.none() | st.tuples(st.integers(0, 40), st.booleans()),
+)
+
+
+@dataclass(frozen=True)
+class Room:
+    """A pool with pages for ``num_spare_tokens`` beside those that the longest sequence has to have."""
+
+    page_size: int
+    num_spare_tokens: int
+    token_budget: int
+    max_sequences: int
+    when_short: WhenShort
+    order: Order
+    window: int | None
+
+    def pages_alone(self, sequence: Sequence) -> int:
+        """Fewest pages that a sequence can be completed in."""
+        num_computed = sequence.num_tokens + sequence.max_new_tokens - 1
+        num_pages = -(-num_computed // self.page_size)
+        if self.window is None:
+            return num_pages
+        return min(num_pages, -(-(self.window - 1) // self.page_size) + 1)
+
+
+ROOMS = st.builds(
+    Room,
+    page_size=st.sampled_from([1, 1, 16, 16, 128]),
+    num_spare_tokens=st.just(0) | st.integers(0, 400) | st.integers(100, 1500),
+    token_budget=st.integers(1, 300) | st.sampled_from([1, 100, 300]),
+    max_sequences=st.integers(1, 20) | st.just(20),
+    when_short=st.sampled_from(["park", "recompute"]),
+    order=st.sampled_from(["arrival", "longest_first"]),
+    window=st.none() | st.none() | st.sampled_from([1, 2, 16, 17, 50, 300]),
+)
+
+
+class Workload:
+    """Rows on their way through a scheduler, whose pool is just large enough for each of them, or larger."""
+
+    def __init__(self, rows: list[Row], room: Room) -> None:
+        self.rows = sorted(rows, key=lambda row: row.arrives_at)
+        self.sequences = [Sequence(number, row.prompt, row.max_new_tokens) for number, row in enumerate(self.rows)]
+        num_pages = (
+            max(room.pages_alone(sequence) for sequence in self.sequences) + room.num_spare_tokens // room.page_size
+        )
+        self.scheduler = Scheduler(
+            PagePool(num_pages, room.page_size),
+            token_budget=room.token_budget,
+            max_sequences=room.max_sequences,
+            when_short=room.when_short,
+            order=room.order,
+            window=room.window,
+        )
+        self.engine = PagedEngine(self.scheduler, room.token_budget, room.window)
+        self.num_added = 0
+        self.aborted: set[int] = set()
+
+    def run(self) -> None:
+        """To the end, with every check on the way."""
+        at = 0
+        while self._step(at) or self.num_added < len(self.rows):
+            at += 1
+            assert at < 20_000, "the workload does not come to an end"
+        self.engine.assert_empty()
+        for row, sequence in zip(self.rows, self.sequences, strict=True):
+            alone = completion(row.prompt, min(row.max_new_tokens, row.end_after))
+            if sequence.number in self.aborted:
+                alone = alone[: len(sequence.output_ids)]
+            assert sequence.output_ids == alone
+
+    def _step(self, at: int) -> bool:
+        """A pass and what comes before and after it; False where nothing was left to do."""
+        while self.num_added < len(self.rows) and self.rows[self.num_added].arrives_at <= at:
+            self.scheduler.add(self.sequences[self.num_added])
+            self.num_added += 1
+        self._abort(at, during_pass=False)
+        self.engine.check_counts(self.sequences)
+        coming = self.scheduler.schedule()
+        if coming is None:
+            return False
+        next_ids = self.engine.compute(coming)
+        self._abort(at, during_pass=True)
+        self.scheduler.advance(coming, next_ids)
+        for sequence, *_ in coming.chunks:
+            ended = len(sequence.output_ids) >= self.rows[sequence.number].end_after
+            if ended and sequence.state is SequenceState.RUNNING:
+                self.scheduler.finish(sequence)
+        return True
+
+    def _abort(self, at: int, during_pass: bool) -> None:
+        for row, sequence in zip(self.rows[: self.num_added], self.sequences, strict=False):
+            if row.abort_at == (at, during_pass) and sequence.state is not SequenceState.FINISHED:
+                self.scheduler.abort(sequence)
+                self.engine.forget(sequence)
+                self.aborted.add(sequence.number)
+
+
+@given(rows=st.lists(ROWS, min_size=1, max_size=16), room=ROOMS)
+@settings(max_examples=250)
+def test_every_sequence_says_what_it_says_alone(rows: list[Row], room: Room) -> None:
+    Workload(rows, room).run()
+
+
+@pytest.mark.parametrize("when_short", ["park", "recompute"])
+@pytest.mark.parametrize("window", [None, 50])
+def test_the_workloads_share_pages_and_run_short_of_them(when_short: WhenShort, window: int | None) -> None:
+    rows = [Row(number // 8, 64, 1 + number % 7, number % 2, 40, 60, 0, None) for number in range(24)]
+    workload = Workload(rows, Room(16, 150, 300, 20, when_short, "arrival", window))
+    workload.run()
+    engine = workload.engine
+    assert engine.num_shared > 0
+    assert (engine.num_parked > 0, engine.num_recomputed > 0) == (when_short == "park", when_short == "recompute")
+    assert engine.num_resumed == engine.num_parked

@@ -1,0 +1,145 @@
+"""The pages of the KV cache by number: who uses them, and which hold the beginning of a new sequence.
+
+Knows numbers and tokens, not the memory behind them. A page is shared only when it is whole, and a sequence writes only
+behind its whole pages, so a shared page is never written to and nothing has to be copied on write.
+
+[Note: names] A whole page is known by the name of all that comes before it and by its own tokens; the two together are
+given a name of their own. Tokens are kept and compared, and names count up and are never given twice, so a page that is
+found holds exactly the tokens that were looked for, whatever hashes collide. When a page is taken for something else
+its name dies, and pages named after it are found no more, not even when the same tokens are computed again, under a new
+name. They count as free all the time and are taken in their turn. That is rare: a sequence gives its pages back last
+one first, so they are taken before those that they follow.
+"""
+
+from collections import OrderedDict
+from itertools import count
+from typing import Final
+
+from zinfer.batching.sequence import Sequence
+
+HOLE: Final = -1
+"""Stands in ``Sequence.pages`` for a page that was dropped."""
+
+_NOTHING_BEFORE: Final = 0
+"""The name of what comes before a first page."""
+
+_Key = tuple[int, tuple[int, ...]]
+
+
+class PagePool:
+    """Pages with counts of their users.
+
+    Args:
+        num_pages: pages, numbered from 0.
+        page_size: tokens a page.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        assert num_pages >= 1
+        assert page_size >= 1
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._num_users = [0] * num_pages
+        self._blank = list(range(num_pages - 1, -1, -1))
+        # Unused pages that can still be found, least recently used first.
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._names = count(_NOTHING_BEFORE + 1)
+        self._found: dict[_Key, tuple[int, int]] = {}  # the page and its name
+        self._key_of: list[_Key | None] = [None] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be taken, those that can still be found among them."""
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that some sequence holds."""
+        return self.num_pages - self.num_free
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that so many tokens from a sequence's first on lie in."""
+        return -(-num_tokens // self.page_size)
+
+    def take(self, num_pages: int) -> list[int]:
+        """Pages for one user to write to: those without a name first, then the least recently used."""
+        assert num_pages <= self.num_free, f"{num_pages} pages wanted, {self.num_free} free"
+        taken = []
+        for _ in range(num_pages):
+            page = self._blank.pop() if self._blank else self._forget_one()
+            self._num_users[page] = 1
+            taken.append(page)
+        return taken
+
+    def find(self, sequence: Sequence) -> None:
+        """Give a sequence that holds no pages those that hold its beginning.
+
+        The last token is never among what is found: its logits are wanted, so it has to be computed.
+        """
+        assert not sequence.pages
+        sequence.prefix = _NOTHING_BEFORE
+        for index in range((sequence.num_tokens - 1) // self.page_size):
+            found = self._found.get(self._key(sequence, index))
+            if found is None:
+                return
+            page, sequence.prefix = found
+            if self._num_users[page] == 0:
+                del self._idle[page]
+            self._num_users[page] += 1
+            sequence.pages.append(page)
+
+    def publish(self, sequence: Sequence, index: int) -> None:
+        """Let others find page ``index`` of the sequence; pages are published in order, each once it is whole.
+
+        Where the same tokens lie in a page already, that one goes on being found, and what follows here is named after
+        it. What follows a hole that nobody else has filled is found by no one.
+        """
+        page, key = sequence.pages[index], self._key(sequence, index)
+        if key in self._found:
+            _, sequence.prefix = self._found[key]
+            return
+        sequence.prefix = next(self._names)
+        if page != HOLE:
+            assert self._num_users[page] == 1, f"page {page} is published by a sequence that shares it"
+            assert self._key_of[page] is None, f"page {page} was published before"
+            self._found[key] = page, sequence.prefix
+            self._key_of[page] = key
+
+    def drop_before(self, sequence: Sequence, position: int) -> None:
+        """Leave holes for the pages that lie wholly before a position; for models whose every layer slides."""
+        num_dropped = position // self.page_size
+        if num_dropped > sequence.num_dropped:
+            behind = slice(sequence.num_dropped, num_dropped)
+            self._give_back(sequence.pages[behind])
+            sequence.pages[behind] = [HOLE] * (num_dropped - sequence.num_dropped)
+            sequence.num_dropped = num_dropped
+
+    def release(self, sequence: Sequence) -> None:
+        """Take back all pages of the sequence; it holds none afterwards."""
+        self._give_back(sequence.pages)
+        sequence.pages = []
+        sequence.num_dropped = 0
+
+    def _key(self, sequence: Sequence, index: int) -> _Key:
+        begin = index * self.page_size
+        return sequence.prefix, sequence.tokens(begin, begin + self.page_size)
+
+    def _forget_one(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        key = self._key_of[page]
+        assert key is not None
+        del self._found[key]
+        self._key_of[page] = None
+        return page
+
+    def _give_back(self, pages: list[int]) -> None:
+        for page in reversed(pages):
+            if page == HOLE:
+                continue
+            assert self._num_users[page] > 0, f"page {page} was given back more often than it was taken"
+            self._num_users[page] -= 1
+            if self._num_users[page] == 0:
+                if self._key_of[page] is None:
+                    self._blank.append(page)
+                else:
+                    self._idle[page] = None

@@ -1,0 +1,45 @@
+"""What one pass computes: chunks of sequences, and the pages that move between device and host before them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zinfer.batching.sequence import Sequence
+
+
+class Chunk(NamedTuple):
+    """Neighbouring tokens of one sequence. A tuple, because a pass has one for every running sequence.
+
+    begin, end: positions in the sequence's tokens, ``end`` exclusive; what comes before lies in its pages, or is
+        written to them by an earlier chunk of the same pass.
+    samples: whether the chunk reaches the last token, so that the next one is wanted.
+    """
+
+    sequence: Sequence
+    begin: int
+    end: int
+    samples: bool
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One walk over the model.
+
+    First the pages of the parked sequences are copied to host memory, then those of the resumed ones back, then all
+    chunks are computed: their pages may be the very ones that were parked. Keys and values of a chunk are to be written
+    before the chunks after it attend, because these may share its pages.
+
+    Attributes:
+        chunks: at most one of a sequence, in order.
+        parked: sequences with the pages to copy out, in token order.
+        resumed: sequences with the pages to copy into: the last so many of those that were parked. What came before
+            them was found on the device; where all of it was, there are none.
+    """
+
+    chunks: list[Chunk]
+    parked: list[tuple[Sequence, tuple[int, ...]]]
+    resumed: list[tuple[Sequence, tuple[int, ...]]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed."""
+        return sum(chunk.end - chunk.begin for chunk in self.chunks)

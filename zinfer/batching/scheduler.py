@@ -1,0 +1,261 @@
+"""Decides what each pass computes: Dynamic SplitFuse (DeepSpeed-FastGen, arXiv 2401.08671) over a pool of pages.
+
+A pass takes a token of every running sequence, goes on with the prompt that is under way, and fills up with prompts
+that wait, so that each walk over the weights carries close to ``token_budget`` tokens. Only decides: it computes
+nothing, moves no bytes, and knows no end tokens.
+
+[Note: progress] Sequences run in the order in which they were admitted, and everything is given out in that order. One
+is admitted only where the one before it needs no more than a token a pass from then on, so there is one prompt under
+way at most, and it is the last. Where pages run short the last ones are set aside, never the first, and return in the
+same order before anything new is admitted. So the first, which fits the pool alone, computes at least a token in every
+pass; when it is finished the next one is the first. Nothing waits for ever, and nothing that was admitted is given up.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from zinfer.batching.admission_queue import AdmissionQueue, Order
+from zinfer.batching.pages import HOLE, PagePool
+from zinfer.batching.passes import Chunk, Pass
+from zinfer.batching.sequence import Sequence, SequenceState
+from zinfer.errors import PlanError
+
+WhenShort = Literal["park", "recompute"]
+
+_MOST_RESERVED: Final = 1 / 16
+"""Share of the pool that prompts leave to decodes at most: beyond it idle pages cost more than setting a few aside."""
+
+
+class Scheduler:
+    """Continuous batching of sequences over one pool.
+
+    The order of calls: `schedule`, the pass is computed, `advance`, `finish` where a text has ended, and again. `add`
+    and `abort` may be called at any time, also while a pass is computed: it is computed whole, whatever is aborted.
+
+    Args:
+        pool: all pages that there are; only this scheduler takes them.
+        token_budget: most tokens of a pass.
+        max_sequences: most sequences that run at once.
+        when_short: "park" copies the pages of a sequence that has to make room to host memory and back; "recompute"
+            computes its tokens again, but for those whose pages can still be found.
+        order: of admission; see `AdmissionQueue`.
+        window: where every layer of the model slides, the positions that a token attends to, its own among them; pages
+            behind it are given back. None: pages are kept.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        token_budget: int,
+        max_sequences: int,
+        when_short: WhenShort = "park",
+        order: Order = "arrival",
+        window: int | None = None,
+    ) -> None:
+        assert token_budget >= 1
+        assert max_sequences >= 1
+        assert when_short in ("park", "recompute")
+        assert window is None or window >= 1
+        self.pool = pool
+        self._token_budget = token_budget
+        self._max_sequences = max_sequences
+        self._when_short = when_short
+        self._window = window
+        self._queue = AdmissionQueue(order)
+        self._set_aside: deque[Sequence] = deque()
+        self._running: dict[int, Sequence] = {}  # by number, in the order of admission
+        self._last_number = -1
+        self._in_flight: Pass | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold pages."""
+        return len(self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn; sequences come with rising numbers.
+
+        Raises:
+            PlanError: the pool could not hold it even alone.
+        """
+        assert sequence.number > self._last_number, f"sequence {sequence.number} after {self._last_number}"
+        assert sequence.state is SequenceState.WAITING
+        assert not sequence.output_ids
+        num_pages = self._pages_alone(sequence)
+        if num_pages > self.pool.num_pages:
+            raise PlanError(
+                f"sequence {sequence.number}: {len(sequence.prompt_ids)} prompt tokens and {sequence.max_new_tokens} "
+                f"new ones take {num_pages} pages of {self.pool.page_size} tokens, but the KV cache has "
+                f"{self.pool.num_pages}; shorten the prompt, lower max_new_tokens, or give the KV cache more memory"
+            )
+        self._last_number = sequence.number
+        self._queue.add(sequence)
+
+    def schedule(self) -> Pass | None:
+        """The next pass, with one chunk at least; None where nothing is left to do."""
+        assert self._in_flight is None, "the pass before was not followed by advance"
+        coming = Pass([], [], [])
+        num_left = self._go_on(coming)
+        sequence: Sequence | None = None
+        while num_left and len(self._running) < self._max_sequences:
+            sequence = self._set_aside[0] if self._set_aside else self._queue.first()
+            if sequence is None or not self._admit(sequence, num_left, coming):
+                break
+            num_left -= coming.chunks[-1].end - coming.chunks[-1].begin
+        if not coming.chunks:
+            assert not self._running, "no running sequence goes on"
+            assert sequence is None, "nothing runs, and yet nothing is admitted"
+            return None
+        self._in_flight = coming
+        return coming
+
+    def advance(self, computed: Pass, next_ids: Mapping[int, int]) -> None:
+        """Note that a pass was computed.
+
+        Args:
+            computed: what `schedule` gave last.
+            next_ids: by number, the next token of each sequence whose chunk samples; those that were aborted meanwhile
+                need none. A sequence that has all its new tokens with it is finished.
+        """
+        assert computed is self._in_flight, "advance without the pass that was scheduled last"
+        self._in_flight = None
+        running, window = SequenceState.RUNNING, self._window
+        for sequence, _, end, samples in computed.chunks:
+            if sequence.state is not running:
+                continue
+            sequence.num_computed = end
+            if window is not None:
+                self.pool.drop_before(sequence, self._first_needed(end))
+            if samples:
+                sequence.output_ids.append(next_ids[sequence.number])
+                if len(sequence.output_ids) >= sequence.max_new_tokens:
+                    self.finish(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a running sequence whose text is complete; its pages can be found until they are needed."""
+        assert sequence.state is SequenceState.RUNNING, f"sequence {sequence.number} is {sequence.state.name}"
+        assert self._in_flight is None, "a text ends after advance; what is given up meanwhile is aborted"
+        self._end(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence that is not finished, whatever its state; what was parked of it is the caller's to drop."""
+        assert sequence.state is not SequenceState.FINISHED, f"sequence {sequence.number} is FINISHED"
+        if sequence in self._set_aside:
+            self._set_aside.remove(sequence)
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        self._running.pop(sequence.number, None)
+        self.pool.release(sequence)
+        sequence.state = SequenceState.FINISHED
+
+    def _go_on(self, coming: Pass) -> int:
+        """Chunks for those that run; the tokens left for others, none where one of them was set aside or has to wait.
+
+        Nor is anything admitted behind a prompt under way that does not reach its end: it took all tokens or all pages.
+        """
+        page_size, num_left = self.pool.page_size, self._token_budget
+        chunks, running = coming.chunks, SequenceState.RUNNING
+        for sequence in list(self._running.values()):
+            if sequence.state is not running:
+                return 0  # it and all after it were set aside for one before
+            begin = sequence.num_computed
+            num_tokens = sequence.num_tokens
+            end = num_tokens if num_tokens - begin <= num_left else begin + num_left
+            if end > len(sequence.pages) * page_size:
+                end = self._extend(sequence, end, coming)
+            if end == begin:
+                return 0  # the last one waits for a page
+            chunks.append(Chunk(sequence, begin, end, end == num_tokens))
+            if end // page_size > begin // page_size:
+                self._publish(sequence, begin // page_size, end)
+            num_left -= end - begin
+        return num_left
+
+    def _extend(self, sequence: Sequence, end: int, coming: Pass) -> int:
+        """Take pages for a running sequence up to position ``end``, or as far as they go; says how far."""
+        num_wanted = self.pool.pages_for(end) - len(sequence.pages)
+        if sequence.num_tokens - sequence.num_computed == 1:
+            while not self.pool.num_free and (last := next(reversed(self._running.values()))) is not sequence:
+                self._make_room(last, coming)
+            num_taken = min(num_wanted, self.pool.num_free)
+        else:
+            assert next(reversed(self._running.values())) is sequence, "a prompt under way is the last one running"
+            num_taken = min(num_wanted, self._num_free_for_prompts(len(self._running) - 1))
+        sequence.pages += self.pool.take(num_taken)
+        return min(end, len(sequence.pages) * self.pool.page_size)
+
+    def _make_room(self, last: Sequence, coming: Pass) -> None:
+        """Set the last running sequence aside; it has no chunk in the pass yet, because it is the last."""
+        del self._running[last.number]
+        if self._when_short == "park":
+            coming.parked.append((last, tuple(last.pages[last.num_dropped :])))
+            last.state = SequenceState.PARKED
+        else:
+            last.num_computed = 0
+            last.state = SequenceState.WAITING
+        self.pool.release(last)
+        self._set_aside.appendleft(last)
+
+    def _admit(self, sequence: Sequence, num_left: int, coming: Pass) -> bool:
+        """Let a sequence run that waits or is parked, with a chunk in this pass; False where pages are short for it."""
+        pool, others = self.pool, len(self._running)
+        if self._num_free_for_prompts(others) == 0:
+            return False
+        pool.find(sequence)
+        num_found = len(sequence.pages)
+        num_parked = sequence.num_computed
+        begin = max(num_parked, num_found * pool.page_size)
+        end = min(sequence.num_tokens, begin + num_left)
+        num_behind = self._first_needed(begin) // pool.page_size
+        sequence.pages += [HOLE] * (num_behind - num_found)
+        pool.drop_before(sequence, num_behind * pool.page_size)
+
+        num_wanted = pool.pages_for(end) - len(sequence.pages)
+        num_free = self._num_free_for_prompts(others)
+        if others and num_free < min(num_wanted, self._pages_alone(sequence)):
+            pool.release(sequence)
+            return False
+        sequence.pages += pool.take(min(num_wanted, num_free))
+        end = min(end, len(sequence.pages) * pool.page_size)
+        assert end > begin, "a sequence that runs alone has pages for its next token"
+        if sequence.state is SequenceState.PARKED:
+            restored = sequence.pages[max(num_found, num_behind) : pool.pages_for(num_parked)]
+            coming.resumed.append((sequence, tuple(restored)))
+        self._start(sequence, begin)
+        coming.chunks.append(Chunk(sequence, begin, end, end == sequence.num_tokens))
+        self._publish(sequence, num_found, end)
+        return True
+
+    def _start(self, sequence: Sequence, begin: int) -> None:
+        if self._set_aside:
+            self._set_aside.popleft()
+        else:
+            self._queue.remove_first()
+        sequence.num_computed = begin
+        sequence.state = SequenceState.RUNNING
+        self._running[sequence.number] = sequence
+
+    def _publish(self, sequence: Sequence, first: int, end: int) -> None:
+        """Let others find the whole pages from index ``first`` up to position ``end``, restored ones among them."""
+        for index in range(first, end // self.pool.page_size):
+            self.pool.publish(sequence, index)
+
+    def _num_free_for_prompts(self, num_others: int) -> int:
+        """Pages that a prompt may take: one is left for each of the others, within a share of the pool."""
+        num_reserved = min(num_others, int(self.pool.num_pages * _MOST_RESERVED))
+        return max(self.pool.num_free - num_reserved, 0)
+
+    def _first_needed(self, position: int) -> int:
+        """The first position that the token at ``position`` attends to."""
+        return 0 if self._window is None else max(position - self._window + 1, 0)
+
+    def _pages_alone(self, sequence: Sequence) -> int:
+        """Pages without which the sequence cannot be completed; the last new token is never computed."""
+        num_pages = self.pool.pages_for(len(sequence.prompt_ids) + sequence.max_new_tokens - 1)
+        if self._window is None:
+            return num_pages
+        # So many neighbouring positions lie in one page more than they fill, where they begin at a page's last.
+        return min(num_pages, self.pool.pages_for(self._window - 1) + 1)
