@@ -1,0 +1,83 @@
+"""What changes a row's logits before a token is chosen: biases, tokens that may not come yet, penalties.
+
+Each function changes float32 logits [rows, vocabulary] in place, all rows that ask for it at once, and a row's numbers
+depend on that row alone. Token ids outside the vocabulary are passed over: there is no logit to change.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """A row's penalties, and the tokens that they strike. row: its place in the logits."""
+
+    row: int
+    repetition: float
+    frequency: float
+    presence: float
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+
+
+def add_biases(logits_RV: torch.Tensor, biases: Mapping[int, Mapping[int, float]]) -> None:
+    """Adds to each row its biases by token id."""
+    entries = [
+        (row, token_id, bias)
+        for row, biases_of_row in biases.items()
+        for token_id, bias in biases_of_row.items()
+        if token_id < logits_RV.shape[1]
+    ]
+    if not entries:
+        return
+    rows, token_ids, values = zip(*entries, strict=True)
+    places = _index(rows, logits_RV), _index(token_ids, logits_RV)
+    logits_RV[places] += torch.tensor(values, dtype=torch.float32).to(logits_RV.device)
+
+
+def forbid(logits_RV: torch.Tensor, token_ids: Mapping[int, Collection[int]]) -> None:
+    """Sets the logits of each row's `token_ids` to -inf."""
+    entries = [(row, i) for row, ids in token_ids.items() for i in ids if 0 <= i < logits_RV.shape[1]]
+    if not entries:
+        return
+    rows, columns = zip(*entries, strict=True)
+    logits_RV[_index(rows, logits_RV), _index(columns, logits_RV)] = -torch.inf
+
+
+def penalize(logits_RV: torch.Tensor, penalties: Sequence[Penalty]) -> None:
+    """Repetition of prompt and output, as transformers has it; then frequency and presence in the output, as OpenAI."""
+    if not penalties:
+        return
+    rows = _index([penalty.row for penalty in penalties], logits_RV)
+    struck_RV = logits_RV[rows]
+    counts_RV = _counts([penalty.output_ids for penalty in penalties], struck_RV)
+    repeated_RV = (counts_RV + _counts([penalty.prompt_ids for penalty in penalties], struck_RV)) > 0
+    repetition_R1 = _column([penalty.repetition for penalty in penalties], struck_RV)
+    lowered_RV = torch.where(struck_RV < 0, struck_RV * repetition_R1, struck_RV / repetition_R1)
+    struck_RV = torch.where(repeated_RV, lowered_RV, struck_RV)
+    struck_RV -= _column([penalty.frequency for penalty in penalties], struck_RV) * counts_RV
+    struck_RV -= _column([penalty.presence for penalty in penalties], struck_RV) * (counts_RV > 0)
+    logits_RV[rows] = struck_RV
+
+
+def _counts(token_ids: Sequence[Sequence[int]], like_RV: torch.Tensor) -> torch.Tensor:
+    """[rows, vocabulary] int32: how often each token occurs in each row's ids. Whole numbers add up in any order."""
+    num_rows, vocab_size = like_RV.shape
+    lengths = torch.tensor([len(ids) for ids in token_ids])
+    rows = torch.repeat_interleave(torch.arange(num_rows), lengths).to(like_RV.device)
+    columns = _index(list(chain.from_iterable(token_ids)), like_RV)
+    inside = ((columns >= 0) & (columns < vocab_size)).to(torch.int32)
+    places = rows * vocab_size + columns.clamp(0, vocab_size - 1)
+    counts = torch.zeros(num_rows * vocab_size, dtype=torch.int32, device=like_RV.device)
+    return counts.scatter_add_(0, places, inside).view(num_rows, vocab_size)
+
+
+def _index(numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64).to(like.device)
+
+
+def _column(values: Sequence[float], like_RV: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32).to(like_RV.device)[:, None]

@@ -1,0 +1,192 @@
+"""What a row may ask of its sampling, validated once; it knows no tensors and no tokenizer.
+
+Names, meanings and ranges are those of vLLM's SamplingParams and, where both have one, of transformers' generation
+settings. The one difference is the default: greedy, because a prompt then means the same for every model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from zinfer.errors import ConfigError
+
+OTHER_SPELLINGS: Final = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+"""vLLM's names, which `from_mapping` takes too."""
+
+MAX_SEED: Final = 2**64 - 1  # eight bytes of every draw's hash
+MAX_BIAS: Final = 100.0  # the range of OpenAI's and vLLM's interfaces; it forbids or forces any token of a sane model
+_MAX_FLOAT: Final = sys.float_info.max
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Numbers from `low` to `high`, both included; `text` says so in words."""
+
+    text: str
+    low: float
+    high: float = _MAX_FLOAT
+    is_whole: bool = False
+
+    def holds(self, value: object) -> bool:
+        """False for what is no number, true and false among them, and for NaN."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return self.low <= value <= self.high and not (self.is_whole and isinstance(value, float))
+
+
+_POSITIVE: Final = sys.float_info.min
+_SHARE: Final = _Range("a number from 0 to 1", 0.0, 1.0)
+_PENALTY: Final = _Range("a number from -2 to 2", -2.0, 2.0)
+_NATURAL: Final = _Range("a whole number of at least 0", 0, is_whole=True)
+_COUNT: Final = _Range("a whole number of at least 1", 1, is_whole=True)
+_RANGES: Final = {
+    "max_new_tokens": _COUNT,
+    "min_new_tokens": _NATURAL,
+    "temperature": _Range("a finite number of at least 0 (0: greedy)", 0.0),
+    "top_k": _Range("a whole number of at least -1 (0 and -1: off)", -1, is_whole=True),
+    "top_p": _Range("a number above 0, up to 1 (1: off)", _POSITIVE, 1.0),
+    "min_p": _SHARE,
+    "repetition_penalty": _Range("a finite number above 0 (1: off)", _POSITIVE),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "n": _COUNT,
+    "logprobs": _NATURAL,
+    "seed": _Range("a whole number from 0 to 2**64 - 1", 0, MAX_SEED, is_whole=True),
+}
+_MAY_BE_NONE: Final = frozenset({"logprobs", "seed"})
+_BIAS: Final = _Range("a number from -100 to 100", -MAX_BIAS, MAX_BIAS)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """One row's settings. Lists are taken for tuples, one string for one stop; every mistake is a ConfigError.
+
+    max_new_tokens, min_new_tokens: before the latter no token ends the row.
+    temperature: 0 is greedy. top_k (0 and -1: off), top_p (1: off), min_p (0: off): filters of what is drawn from.
+    repetition_penalty: of tokens in prompt and output (1: off); presence_penalty, frequency_penalty: of the output's.
+    logit_bias: what is added to a token's logit, by token id.
+    stop: texts; stop_token_ids: tokens besides the model's end tokens. ignore_eos: those do not end the row.
+    n: how many outputs the row has. logprobs: how many alternatives are told beside each chosen token; 0: the
+    chosen one's log-probability alone; None: nothing. seed: of the row's own random stream; None: the caller's choice.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in _RANGES.items():
+            value = getattr(self, name)
+            if not (value is None and name in _MAY_BE_NONE) and not allowed.holds(value):
+                raise _refusal(name, allowed.text, value)
+        if not isinstance(self.ignore_eos, bool):
+            raise _refusal("ignore_eos", "true or false", self.ignore_eos)
+        # Still under construction: what callers may write in several ways is kept in one.
+        object.__setattr__(self, "stop", _stops(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if self.min_new_tokens > self.max_new_tokens:
+            most = f"at most max_new_tokens, which is {self.max_new_tokens}"
+            raise _refusal("min_new_tokens", most, self.min_new_tokens)
+        if self.n > 1 and self.is_greedy:
+            raise _refusal("n", "1 where temperature is 0, since greedy outputs are all the same", self.n)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
+        """The settings of a row of JSON; null means not given.
+
+        Takes `OTHER_SPELLINGS`, and numbers written as text for the token ids of `logit_bias`. Raises ConfigError
+        for an unknown field, and for two spellings that say different things.
+        """
+        known = [known.name for known in fields(cls)]
+        given: dict[str, Any] = {}
+        spelled: dict[str, str] = {}
+        for name, value in mapping.items():
+            own_name = OTHER_SPELLINGS.get(name, name)
+            if own_name not in known:
+                raise ConfigError(f"unknown sampling field {name!r}{_nearest(name, known)}")
+            if value is None:
+                continue
+            if own_name in given and given[own_name] != value:
+                first = f"{spelled[own_name]} is {_short(given[own_name])} and {name} is {_short(value)}"
+                raise ConfigError(f"{first}, but both mean {own_name}; give one of them")
+            given[own_name], spelled[own_name] = value, name
+        if isinstance(given.get("logit_bias"), Mapping):
+            given["logit_bias"] = _with_number_keys(given["logit_bias"])
+        return cls(**given)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, so that filters and seed have no say."""
+        return self.temperature == 0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises ConfigError for a token id that a model of `vocab_size` tokens does not have."""
+        for name, token_ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or {})):
+            beyond = [token_id for token_id in token_ids if token_id >= vocab_size]
+            if beyond:
+                raise _refusal(name, f"made of token ids below {vocab_size}, the model's vocabulary", beyond[0])
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise _refusal("stop", "a text or a list of texts, none of them empty", value)
+    return tuple(stops)
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not all(map(_NATURAL.holds, value)):
+        raise _refusal("stop_token_ids", "a list of token ids, whole numbers of at least 0", value)
+    return tuple(value)
+
+
+def _biases(value: object) -> dict[int, float] | None:
+    """A copy, so that the caller's mapping may change."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(map(_NATURAL.holds, value)):
+        raise _refusal("logit_bias", "an object of token ids, whole numbers of at least 0, and their biases", value)
+    for token_id, bias in value.items():
+        if not _BIAS.holds(bias):
+            raise _refusal(f"logit_bias of token {token_id}", _BIAS.text, bias)
+    return dict(value)
+
+
+def _with_number_keys(biases: Mapping[Any, Any]) -> dict[Any, Any]:
+    """JSON's keys are texts. Raises ConfigError where two of them are the same token."""
+    numbered = {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in biases.items()}
+    if len(numbered) != len(biases):
+        raise ConfigError("logit_bias names a token twice; give each token id once")
+    return numbered
+
+
+def _refusal(name: str, allowed: str, value: object) -> ConfigError:
+    return ConfigError(f"{name} must be {allowed}, not {_short(value)}")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(str(name), [*known, *OTHER_SPELLINGS], n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known fields: {', '.join(known)}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
