@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from zinfer.checkpoint import TensorEntry
+from zinfer.checkpoint import JoinedTensor, TensorEntry
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
 from zinfer.quantization.conversion import Quantizing
@@ -170,18 +170,18 @@ class _Cutter:
         """The bytes of weights that are stored as they lie in the slab."""
         for name, tensor in zip(names, layout.tensors, strict=True):
             weight = self.weights[name]
-            if isinstance(weight, TensorEntry):
-                yield _extent(weight, tensor)
+            if not isinstance(weight, StoredMatrix):
+                yield from _extents(weight, tensor)
             else:
                 assert isinstance(tensor, SlabMatrix)
                 for (part_name, entry), part in zip(weight.parts, tensor.parts(), strict=True):
                     assert part.name == f"{tensor.name}.{part_name}"
-                    yield _extent(entry, part)
+                    yield from _extents(entry, part)
 
     def _conversion(self, block: Block, names: list[str]) -> Conversion:
         """Weights as they are stored, and what makes the block's slab of them."""
         stored: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
-        entries: list[TensorEntry] = []
+        entries: list[TensorEntry | JoinedTensor] = []
         matrices: dict[str, StoredMatrix] = {}
         for name, tensor in zip(names, block.layout.tensors, strict=True):
             weight = self.weights.get(name)
@@ -193,7 +193,8 @@ class _Cutter:
                 stored.append((tensor.name, (weight or self.parameters[name]).dtype, tensor.shape))
                 entries += [weight] if weight else []
         layout = SlabLayout.pack(stored)
-        extents = tuple(_extent(entry, tensor) for entry, tensor in zip(entries, layout.tensors, strict=False))
+        placed = zip(entries, layout.tensors, strict=False)
+        extents = tuple(extent for entry, tensor in placed for extent in _extents(entry, tensor))
         in_model = {tensor.name: name for name, tensor in zip(names, block.layout.tensors, strict=True)}
         make = Quantizing(block.name, layout, block.layout, matrices, self.rounding, in_model)
         return Conversion(layout, extents, make)
@@ -221,5 +222,9 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
         yield name, module, is_layer
 
 
-def _extent(entry: TensorEntry, tensor: SlabTensor) -> Extent:
-    return Extent(entry.file, entry.offset, entry.nbytes, entry.dtype, tensor.offset, tensor.dtype)
+def _extents(weight: TensorEntry | JoinedTensor, tensor: SlabTensor) -> Iterator[Extent]:
+    """Where a parameter's bytes lie, and go; in the slab its pieces follow one another."""
+    begin = tensor.offset
+    for piece in weight.pieces:
+        yield Extent(piece.file, piece.offset, piece.nbytes, piece.dtype, begin, tensor.dtype)
+        begin += piece.nbytes // piece.dtype.itemsize * tensor.dtype.itemsize

@@ -9,13 +9,14 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from zinfer.checkpoint import Checkpoint, TensorEntry
+from zinfer.checkpoint import Checkpoint, JoinedTensor, TensorEntry
 from zinfer.checkpoint.faults import listed
+from zinfer.checkpoint_mapping import CheckpointMapping
 from zinfer.errors import CheckpointError
 from zinfer.quantization.foreign import Scheme
 from zinfer.quantization.stored import StoredMatrix
 
-Weight: TypeAlias = TensorEntry | StoredMatrix
+Weight: TypeAlias = TensorEntry | JoinedTensor | StoredMatrix
 """Where the values of a parameter lie."""
 
 # Older checkpoints hold what is computed today: rotary frequencies, causal masks (transformers drops them likewise).
@@ -42,24 +43,35 @@ def match_weights(model: PreTrainedModel, checkpoint: Checkpoint, scheme: Scheme
     found: dict[str, Weight] = {}
     holders: dict[str, str] = {}
     spare: list[str] = []
+    unplaced: dict[str, TensorEntry] = {}
     for name, entry in _stored_weights(checkpoint, scheme).items():
         target = _module_name(name, wanted, model.base_model_prefix)
         if target is None:
-            spare += [name] if isinstance(entry, TensorEntry) else [part.name for _, part in entry.parts]
+            if isinstance(entry, StoredMatrix):
+                spare += [part.name for _, part in entry.parts]
+            else:
+                unplaced[name] = entry
         elif target in found:
             raise CheckpointError(
                 f"{entry.file}: {name} and {holders[target]} both hold the weights of {target}; remove one of them"
             )
         else:
             found[target], holders[target] = entry, name
+    converted = CheckpointMapping(
+        model, unplaced, {name: shape for name, (shape, _) in wanted.items() if name not in found}
+    )
+    found |= converted.found
+    placed = {piece.name for weight in converted.found.values() for piece in weight.pieces}
+    spare += [name for name in unplaced if name not in placed]
+    _refuse_unconverted(checkpoint, converted.refused)
     _share_tied(model, found)
     _refuse_missing(checkpoint, [name for name in wanted if name not in found])
     _refuse_spare(checkpoint, spare, model)
-    for name, entry in found.items():
-        if isinstance(entry, TensorEntry):
-            _check_form(name, entry, wanted[name])
+    for name, weight in found.items():
+        if isinstance(weight, StoredMatrix):
+            _check_stored(name, weight, model)
         else:
-            _check_stored(name, entry, model)
+            _check_form(name, weight, wanted[name])
     return found
 
 
@@ -72,7 +84,7 @@ def load_buffers(model: PreTrainedModel, weights: Mapping[str, Weight]) -> None:
                 buffer.copy_(file.get_tensor(entry.name))
 
 
-def _stored_weights(checkpoint: Checkpoint, scheme: Scheme | None) -> dict[str, Weight]:
+def _stored_weights(checkpoint: Checkpoint, scheme: Scheme | None) -> dict[str, TensorEntry | StoredMatrix]:
     """The checkpoint's tensors by name, those that make up one parameter joined under its name."""
     if scheme is None:
         return dict(checkpoint.tensors)
@@ -115,6 +127,12 @@ def _refuse_missing(checkpoint: Checkpoint, missing: list[str]) -> None:
         )
 
 
+def _refuse_unconverted(checkpoint: Checkpoint, refused: Mapping[str, str]) -> None:
+    if refused:
+        name, reason = next(iter(refused.items()))
+        raise CheckpointError(f"{checkpoint.tensors[name].file}: {name}: {reason} ({len(refused)} tensors are like it)")
+
+
 def _refuse_spare(checkpoint: Checkpoint, spare: list[str], model: PreTrainedModel) -> None:
     known = [*_SPARE_PATTERNS, *(model._keys_to_ignore_on_load_unexpected or ())]
     extra = [name for name in spare if not any(re.search(pattern, name) for pattern in known)]
@@ -126,7 +144,7 @@ def _refuse_spare(checkpoint: Checkpoint, spare: list[str], model: PreTrainedMod
         )
 
 
-def _check_form(name: str, entry: TensorEntry, wanted: tuple[tuple[int, ...], bool]) -> None:
+def _check_form(name: str, entry: TensorEntry | JoinedTensor, wanted: tuple[tuple[int, ...], bool]) -> None:
     shape, floating = wanted
     if entry.shape != shape:
         raise CheckpointError(

@@ -3,5 +3,6 @@
 from zinfer.checkpoint.checkpoint import Checkpoint
 from zinfer.checkpoint.folder import resolve_folder
 from zinfer.checkpoint.header import Header, TensorEntry, read_header
+from zinfer.checkpoint.joined import JoinedTensor
 
-__all__ = ["Checkpoint", "Header", "TensorEntry", "read_header", "resolve_folder"]
+__all__ = ["Checkpoint", "Header", "JoinedTensor", "TensorEntry", "read_header", "resolve_folder"]

@@ -60,6 +60,11 @@ class TensorEntry:
     offset: int
     nbytes: int
 
+    @property
+    def pieces(self) -> tuple["TensorEntry", ...]:
+        """Itself: a parameter may also be made up of several."""
+        return (self,)
+
 
 @dataclass(frozen=True)
 class Header:

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from transformers.pytorch_utils import Conv1D
 
-from zinfer.checkpoint import Checkpoint, TensorEntry
+from zinfer.checkpoint import Checkpoint, JoinedTensor, TensorEntry
 from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.model import build_meta_model
@@ -53,13 +53,13 @@ def measure_errors(source: Checkpoint, store: Checkpoint) -> Iterator[MatrixErro
     stored = match_weights(model, store, find_stored_scheme(store))
     for name, matrix in stored.items():
         weight = full[name]
-        if isinstance(matrix, StoredMatrix) and isinstance(weight, TensorEntry):
+        if isinstance(matrix, StoredMatrix) and not isinstance(weight, StoredMatrix):
             transposed = isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)
             yield _compare(name, weight, matrix, transposed=transposed)
 
 
-def _compare(name: str, weight: TensorEntry, stored: StoredMatrix, *, transposed: bool) -> MatrixError:
-    values = _read(weight)
+def _compare(name: str, weight: TensorEntry | JoinedTensor, stored: StoredMatrix, *, transposed: bool) -> MatrixError:
+    values = torch.cat([_read(piece).flatten() for piece in weight.pieces]).view(weight.shape)
     values = values.t() if transposed else values.reshape(stored.rows, stored.columns)
     matrix = QuantizedMatrix(stored.format, stored.columns, **{part: _read(entry) for part, entry in stored.parts})
     squares = torch.zeros(2, dtype=torch.float64)

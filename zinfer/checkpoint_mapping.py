@@ -1,0 +1,87 @@
+"""Places for checkpoint tensors whose names are not the module's: transformers' own rules, as far as they only place.
+
+transformers renames tensors, stacks experts and joins matrices while it loads (`conversion_mapping.py`). Renaming,
+stacking and joining along the first dimension leave every byte as it is, so that blocks go on being read in place. What
+changes bytes (a transposition, a permutation, a split) is refused by name.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, Final
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from zinfer.checkpoint import JoinedTensor, TensorEntry
+
+# The chains of operations that place tensors one behind the other, as (operation, dimension). Stacked along 0 and then
+# joined along 1, the tensors of one expert are neighbours.
+_STACKED: Final = (("MergeModulelist", 0),)
+_STACKED_AND_JOINED: Final = (("MergeModulelist", 0), ("Concatenate", 1))
+_JOINED: Final = (("Concatenate", 0),)
+
+
+class CheckpointMapping:
+    """What transformers would make of the tensors of one model's checkpoint.
+
+    Attributes:
+        found: a weight for each of the module's names that could be made.
+        refused: why the others could not, by the checkpoint's name.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Sort the tensors.
+
+        Args:
+            entries: those that have no place under their own names.
+            shapes: of all that the module has, by its names.
+        """
+        self.found: dict[str, TensorEntry | JoinedTensor] = {}
+        self.refused: dict[str, str] = {}
+        rules = get_model_conversion_mapping(model) if entries else []
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        gathered: dict[str, dict[str, list[TensorEntry]]] = defaultdict(lambda: defaultdict(list))
+        for name in sorted(entries, key=_natural):
+            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(shapes))
+            if target not in shapes:
+                continue
+            if pattern is None:
+                self.found[target] = entries[name]
+            else:
+                gathered[target][pattern].append(entries[name])
+        for target, by_source in gathered.items():
+            self._join(target, shapes[target], by_source, by_pattern[next(iter(by_source))])
+
+    def _join(
+        self, target: str, shape: tuple[int, ...], by_source: Mapping[str, list[TensorEntry]], rule: WeightConverter
+    ) -> None:
+        chain = tuple((type(each).__name__, getattr(each, "dim", None)) for each in rule.operations)
+        lists = [by_source.get(pattern, []) for pattern in rule.source_patterns]
+        pieces = [piece for own in lists for piece in own]
+        if chain not in (_STACKED, _JOINED, _STACKED_AND_JOINED):
+            reason = f"{target} is made of it by {_told(chain)}, which moves bytes around; that is not available yet"
+            self.refused |= {piece.name: reason for piece in pieces}
+            return
+        if chain == _STACKED_AND_JOINED and len({len(own) for own in lists}) == 1:
+            pieces = [piece for expert in zip(*lists, strict=True) for piece in expert]
+        joined = JoinedTensor.of(target, shape, pieces)
+        if joined is not None:
+            self.found[target] = joined
+            return
+        reason = f"with the {len(pieces) - 1} others of {target} it does not make up {list(shape)}: some are missing, "
+        self.refused |= {piece.name: f"{reason}or config.json describes another model" for piece in pieces}
+
+
+def _told(chain: tuple[tuple[str, Any], ...]) -> str:
+    return ", ".join(f"{name}(dim={dim})" if dim is not None else name for name, dim in chain)
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Numbers in names by their value: expert 10 comes after expert 9."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
