@@ -1,7 +1,6 @@
 """Tiny random models of every family that runs in ragged batches, and prompts computed by them chunk by chunk."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -11,8 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import zinfer
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape
-from zinfer.batching.ragged import RaggedBatch
+from zinfer.batching.passes import Chunk
+from zinfer.batching.ragged import BatchBuilder, RaggedBatch
 from zinfer.batching.runner import PassRunner
+from zinfer.batching.sequence import Sequence as Text
 
 _WINDOW: Final = {"sliding_window": 16}
 _HEADS: Final = {"head_dim": 16}
@@ -101,24 +102,6 @@ def tiny_model(family: str) -> PreTrainedModel:
     return model
 
 
-@dataclass
-class Text:
-    """A sequence under way, and the pages that are its own."""
-
-    ids: list[int]
-    pages: list[int]
-    begin: int = 0
-    end: int = 0
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        return self.ids[self.begin : self.end]
-
-    @property
-    def samples(self) -> bool:
-        return self.end == len(self.ids)
-
-
 class Reference:
     """What a model makes of prompts one by one, without a cache."""
 
@@ -144,33 +127,28 @@ class Reference:
         for part in (part for layer in cache.layers for part in layer.parts()):
             part.fill_(float("nan"))
         texts = [
-            Text(list(prompt), [page * len(self.prompts) + number for page in range(pages_each)])
+            Text(number, tuple(prompt), num_new, pages=list(range(number, cache.num_pages, len(self.prompts))))
             for number, prompt in enumerate(self.prompts)
         ]
-        runner = PassRunner(engine, cache)
-        while any(len(text.ids) < len(prompt) + num_new for text, prompt in zip(texts, self.prompts, strict=True)):
-            self._pass(runner, texts, chunk, page_size, most_part_tokens, device)
+        runner, builder = PassRunner(engine, cache), BatchBuilder(page_size, device, most_part_tokens)
+        while any(len(text.output_ids) < num_new for text in texts):
+            chunks = [self._chunk(text, chunk) for text in texts if len(text.output_ids) < num_new]
+            self._pass(runner, chunks, builder.build(chunks))
         runner.close()
 
-    def _pass(
-        self,
-        runner: PassRunner,
-        texts: Sequence[Text],
-        chunk: int,
-        page_size: int,
-        most_part_tokens: int | None,
-        device: torch.device,
-    ) -> None:
-        running = []
-        for number, text in enumerate(texts):
-            if len(text.ids) < len(self.prompts[number]) + len(self.tokens[number]):
-                text.begin, text.end = text.end, min(text.end + chunk, len(text.ids))
-                running.append((number, text))
-        logits = runner.run(RaggedBatch.of([text for _, text in running], page_size, device, most_part_tokens))
-        sampling = [(number, text) for number, text in running if text.samples]
+    @staticmethod
+    def _chunk(text: Text, most_tokens: int) -> Chunk:
+        end = min(text.num_computed + most_tokens, text.num_tokens)
+        return Chunk(text, text.num_computed, end, end == text.num_tokens)
+
+    def _pass(self, runner: PassRunner, chunks: Sequence[Chunk], batch: RaggedBatch) -> None:
+        logits = runner.run(batch)
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         assert len(logits) == len(sampling)
-        for (number, text), found in zip(sampling, logits.cpu(), strict=True):
-            step = len(text.ids) - len(self.prompts[number])
-            torch.testing.assert_close(found, self.logits[number][step], rtol=1e-3, atol=1e-3)
-            assert int(found.argmax()) == self.tokens[number][step], f"prompt {number}, token {step}"
-            text.ids.append(int(found.argmax()))
+        for text, found in zip(sampling, logits.cpu(), strict=True):
+            step = len(text.output_ids)
+            torch.testing.assert_close(found, self.logits[text.number][step], rtol=1e-3, atol=1e-3)
+            assert int(found.argmax()) == self.tokens[text.number][step], f"prompt {text.number}, token {step}"
+            text.output_ids.append(int(found.argmax()))
+        for chunk in chunks:
+            chunk.sequence.num_computed = chunk.end

@@ -104,7 +104,7 @@ def test_an_end_token_is_kept_as_token_and_left_out_of_the_text() -> None:
         done = stops(torch.tensor([[token] for token in newest]), None)
     assert done.tolist() == [True, True, False]
     assert [row.token_ids for row in stops.rows] == [[5, 7], [5, 2], [5, 6, 6]]
-    assert [stops.text_of(row) for row in stops.rows] == ['"', '"', '"##']
+    assert [row.text for row in stops.rows] == ['"', '"', '"##']
 
 
 def test_progress_counts_the_rows_that_still_run() -> None:

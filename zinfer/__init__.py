@@ -4,14 +4,28 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from zinfer.batching.sampling_params import SamplingParams
     from zinfer.engine import InferenceEngine, init_inference
+    from zinfer.llm import LLM, Completion
     from zinfer.quantization.in_place import quantize_transformer
     from zinfer.quantization.rules import QuantizationConfig
 
 __version__ = "0.1.0"
-__all__ = ["InferenceEngine", "QuantizationConfig", "__version__", "init_inference", "quantize_transformer"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "InferenceEngine",
+    "QuantizationConfig",
+    "SamplingParams",
+    "__version__",
+    "init_inference",
+    "quantize_transformer",
+]
 
 _HOMES: Final = {
+    "LLM": "zinfer.llm",
+    "Completion": "zinfer.llm",
+    "SamplingParams": "zinfer.batching.sampling_params",
     "InferenceEngine": "zinfer.engine",
     "init_inference": "zinfer.engine",
     "quantize_transformer": "zinfer.quantization.in_place",

@@ -37,6 +37,8 @@ from zinfer.sequence_length import check_input, check_length, check_room
 from zinfer.store.first_use import stored_copy
 from zinfer.weights import Weight, load_buffers, match_weights
 
+FindReserve = Callable[[PreTrainedModel, int], Footprint]
+
 
 def init_inference(
     model: str | os.PathLike[str] | nn.Module,
@@ -79,12 +81,15 @@ class InferenceEngine(nn.Module):
         settings: Settings,
         open_stream: Callable[[torch.device], CopyStream] = open_stream,
         trace: Trace | None = None,
+        find_reserve: FindReserve | None = None,
     ) -> None:
         """As `init_inference`, with settings that are resolved already.
 
         Args:
             open_stream: makes a copy stream for the device.
             trace: where reads, copies and computes are noted; by default a new one if the settings name a file for it.
+            find_reserve: what to leave of the device for others, from the module and the bytes that are free for all;
+                by default the batch that the settings state.
         """
         super().__init__()
         _check_trace(settings.trace)
@@ -100,7 +105,7 @@ class InferenceEngine(nn.Module):
             blocks, weights = self._cut(copy)
         layers = [block.block.index for block in blocks if block.is_layer]
         self._blocks = tuple(blocks)
-        limits = self._beside_batch(limits)
+        limits = self._beside_others(limits, find_reserve)
         self.plan: Plan = make_plan([block.block for block in blocks], layers, limits, settings)
         self._files = tuple(checkpoint.files) if checkpoint else None
         self._rates: Rates | None = None
@@ -202,13 +207,16 @@ class InferenceEngine(nn.Module):
         on_cuda = self.device.type == "cuda"
         return find_footprint(shape, dtype, request, on_cuda=on_cuda, dequantized_bytes=dequantized_bytes)
 
-    def _beside_batch(self, limits: MachineLimits) -> MachineLimits:
-        """The budgets, less what the batch that the configuration states takes of the device."""
+    def _beside_others(self, limits: MachineLimits, find_reserve: FindReserve | None) -> MachineLimits:
+        """The budgets, less what others take of the device: by default the batch that the configuration states."""
+        free_bytes = free_device_bytes(limits)
+        if find_reserve is not None:
+            return beside_request(limits, free_bytes, self.settings, find_reserve(self.module, free_bytes))
         batch = self.settings.batch
         if batch.batch_size is None or batch.prompt_len is None or batch.new_tokens is None:
             return limits
         request = Request(batch.batch_size, batch.prompt_len, batch.new_tokens)
-        return beside_request(limits, free_device_bytes(limits), self.settings, self._footprint(request))
+        return beside_request(limits, free_bytes, self.settings, self._footprint(request))
 
     def _running(self) -> Runtime:
         if self._runtime is None:

@@ -15,8 +15,10 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from zinfer.batching.ragged import Part
-from zinfer.kernels.kv_pages import KVPages, write_pages_ref
-from zinfer.kernels.paged_attention import AttentionRule, paged_attention_ref
+from zinfer.kernels.attention_rule import AttentionRule
+from zinfer.kernels.kv_pages import KVPages
+from zinfer.kernels.paged_attention import paged_attention
+from zinfer.kernels.write_pages import write_pages
 
 NAME: Final = "zinfer_paged"
 MASKED_NAME: Final = "zinfer_paged_masked"
@@ -57,8 +59,8 @@ class PagedAttention:
         pages = self._layers[layer]
         assert key.shape[1:] == pages.keys.shape[2:], f"keys {tuple(key.shape)}, pages {tuple(pages.keys.shape)}"
         assert value.shape[1:] == pages.values.shape[2:], f"values {tuple(value.shape)}"
-        write_pages_ref(pages, key, value, self._part.places)
-        return paged_attention_ref(query, pages, self._part.layout, rule)
+        write_pages(pages, key, value, self._part.places)
+        return paged_attention(query, pages, self._part.layout, rule)
 
 
 _current: ContextVar[PagedAttention] = ContextVar("zinfer_paged_attention")

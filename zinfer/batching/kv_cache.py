@@ -24,6 +24,7 @@ class KVCache:
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
+        self.device = device
         place = (num_pages, page_size, shape.num_heads, shape.key_dim, shape.value_dim)
         self.layers = [KVPages.empty(*place, dtype, device) for _ in range(shape.num_layers)]
         self._parked: dict[int, list[torch.Tensor]] = {}
@@ -45,12 +46,14 @@ class KVCache:
         self._parked[number] = [_bytes_of(part)[chosen].cpu() for layer in self.layers for part in layer.parts()]
 
     def resume(self, number: int, pages: Sequence[int]) -> None:
-        """Put what was parked back, into as many pages."""
+        """Put the last so many pages of what was parked back; those before them were found on the device."""
         parked = iter(self._parked.pop(number))
+        if not pages:
+            return
         chosen = self._index(pages)
         for layer in self.layers:
             for part in layer.parts():
-                _bytes_of(part)[chosen] = next(parked).to(part.device)
+                _bytes_of(part)[chosen] = next(parked)[-len(pages) :].to(part.device)
 
     def forget(self, number: int) -> None:
         """Drop what is parked of a sequence that is given up, if anything is."""

@@ -2,31 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
+from zinfer.batching.passes import Chunk
+from zinfer.batching.sequence import Sequence as Text
 from zinfer.kernels.kv_pages import PagedLayout
 
-
-class Segment(Protocol):
-    """Neighbouring tokens of one sequence that a pass computes: positions ``begin`` to ``end``, exclusive."""
-
-    @property
-    def begin(self) -> int: ...
-
-    @property
-    def end(self) -> int: ...
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def pages(self) -> Sequence[int]: ...
-
-    @property
-    def samples(self) -> bool: ...
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +31,7 @@ class RaggedBatch:
     """A pass's tokens.
 
     input_ids, position_ids: [1, tokens] int64.
-    wanted: [samples] int64, the tokens after which a next one is wanted, in the order of the segments.
+    wanted: [samples] int64, the tokens after which a next one is wanted, in the order of the chunks.
     parts: the tokens cut into parts that are computed one after the other; later ones may attend to earlier ones.
     """
 
@@ -60,75 +44,143 @@ class RaggedBatch:
     def num_tokens(self) -> int:
         return self.input_ids.shape[1]
 
-    @classmethod
-    def of(
-        cls, segments: Sequence[Segment], page_size: int, device: torch.device, most_part_tokens: int | None = None
-    ) -> "RaggedBatch":
-        """The batch of a pass.
 
-        Args:
-            segments: what is computed, at least one token of each.
-            page_size: tokens of a page.
-            device: where the tensors go.
-            most_part_tokens: tokens of a part at most; None: one part.
-        """
-        ids = np.concatenate([np.asarray(segment.token_ids, dtype=np.int64) for segment in segments])
-        positions = np.concatenate([np.arange(segment.begin, segment.end) for segment in segments])
-        ends = np.cumsum([segment.end - segment.begin for segment in segments])
-        wanted = np.array([end - 1 for end, segment in zip(ends, segments, strict=True) if segment.samples], np.int64)
-        parts = [_part(pieces, page_size, device) for pieces in _cut(segments, ends, most_part_tokens or int(ends[-1]))]
-        first, place = torch.from_numpy(np.stack([ids, positions])).to(device)
-        return cls(first[None], place[None], torch.from_numpy(wanted).to(device), tuple(parts))
+class BatchBuilder:
+    """Makes batches; what it remembers of one pass, the pages of the sequences, spares work in the next.
+
+    Everything goes to the device in one copy: a small copy may have to wait behind a slab that is under way.
+
+    Args:
+        page_size: tokens of a page.
+        device: where the tensors go.
+        most_part_tokens: tokens of a part at most; None: one part.
+    """
+
+    def __init__(self, page_size: int, device: torch.device, most_part_tokens: int | None = None) -> None:
+        self._page_size = page_size
+        self._device = device
+        self._most_part_tokens = most_part_tokens
+        self._tables = _PageTables()
+
+    def build(self, chunks: Sequence[Chunk]) -> RaggedBatch:
+        """The batch of these chunks, in their order."""
+        begins = np.fromiter((chunk.begin for chunk in chunks), np.int64, len(chunks))
+        sizes = np.fromiter((chunk.end for chunk in chunks), np.int64, len(chunks)) - begins
+        ends = sizes.cumsum()
+        samples = np.fromiter((chunk.samples for chunk in chunks), np.bool_, len(chunks))
+        table = self._tables.of([chunk.sequence for chunk in chunks])
+        row = np.repeat(np.arange(len(chunks)), sizes)
+        positions = np.arange(ends[-1]) + np.repeat(begins - (ends - sizes), sizes)
+        places = table[row, positions // self._page_size] * self._page_size + positions % self._page_size
+        cuts = list(self._cuts(begins, sizes, ends))
+        shapes = [table[cut.rows, : self._num_pages(cut.contexts)] for cut in cuts]
+        layouts = [part for cut, pages in zip(cuts, shapes, strict=True) for part in (cut.starts, cut.contexts, pages)]
+        packed = _Packed([_token_ids(chunks), positions, ends[samples] - 1, places, *layouts], self._device)
+        ids, at, wanted, where, *rest = packed.tensors
+        parts = []
+        for cut, (starts, contexts, pages) in zip(cuts, zip(*[iter(rest)] * 3, strict=True), strict=True):
+            layout = PagedLayout(starts, contexts, pages, cut.most_queries, cut.most_context, cut.num_decodes)
+            parts.append(Part(cut.tokens, where[cut.tokens].long(), layout))
+        return RaggedBatch(ids.long()[None], at.long()[None], wanted.long(), tuple(parts))
+
+    def _num_pages(self, contexts: Ints) -> int:
+        return int(-(-contexts.max() // self._page_size))
+
+    def _cuts(self, begins: Ints, sizes: Ints, ends: Ints) -> Iterator["_Cut"]:
+        num_tokens = int(ends[-1])
+        most = self._most_part_tokens or num_tokens
+        for first in range(0, num_tokens, most):
+            last = min(first + most, num_tokens)
+            rows = slice(int(np.searchsorted(ends, first, side="right")), int(np.searchsorted(ends, last)) + 1)
+            heads = ends[rows] - sizes[rows]
+            stops = np.minimum(ends[rows], last)
+            starts = np.concatenate([np.maximum(heads, first), stops[-1:]]) - first
+            yield _Cut(slice(first, last), rows, starts, begins[rows] + stops - heads)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Tokens ``first`` to ``last`` of a pass, exclusive, which are the segment's positions from ``begin`` on."""
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """A part's tokens, the chunks that it is from, where each begins in it, and their contexts up to its end."""
 
-    segment: Segment
-    first: int
-    last: int
-    begin: int
+    tokens: slice
+    rows: slice
+    starts: Ints
+    contexts: Ints
 
     @property
-    def context(self) -> int:
-        return self.begin + self.last - self.first
+    def most_queries(self) -> int:
+        return int(np.diff(self.starts).max())
+
+    @property
+    def most_context(self) -> int:
+        return int(self.contexts.max())
+
+    @property
+    def num_decodes(self) -> int | None:
+        """The segments of one token, if all of them come first."""
+        single = np.diff(self.starts) == 1
+        count = int(single.sum())
+        return count if bool(single[:count].all()) else None
 
 
-def _cut(segments: Sequence[Segment], ends: np.ndarray, most_tokens: int) -> Iterator[list[_Piece]]:
-    """The pieces of each part; a segment that reaches beyond a part goes on in the next one."""
-    pieces: list[_Piece] = []
-    room = most_tokens
-    for segment, end in zip(segments, ends.tolist(), strict=True):
-        first = end - (segment.end - segment.begin)
-        begin = segment.begin
-        while first < end:
-            count = min(room, end - first)
-            pieces.append(_Piece(segment, first, first + count, begin))
-            first, begin, room = first + count, begin + count, room - count
-            if not room:
-                yield pieces
-                pieces, room = [], most_tokens
-    if pieces:
-        yield pieces
+class _PageTables:
+    """The pages of sequences as rows of one table, brought up to date where a sequence has others than before."""
+
+    def __init__(self) -> None:
+        self._table = np.zeros((0, 1), dtype=np.int64)
+        self._rows: dict[int, int] = {}
+        # The very list, because it is another one where a sequence has given its pages back, and how far it was copied.
+        self._copied: dict[int, tuple[list[int], int]] = {}
+
+    def of(self, sequences: Sequence[Text]) -> Ints:
+        """[sequences, most pages]; whatever is beyond a sequence's pages says nothing."""
+        most = max(len(sequence.pages) for sequence in sequences)
+        self._make_room(len(sequences), most)
+        rows = np.empty(len(sequences), dtype=np.int64)
+        for place, sequence in enumerate(sequences):
+            number, pages = sequence.number, sequence.pages
+            known, length = self._copied.get(number, (None, 0))
+            if known is not pages:
+                length = 0
+            if length != len(pages):
+                self._table[self._row(number), length : len(pages)] = pages[length:]
+                self._copied[number] = pages, len(pages)
+            rows[place] = self._rows[number]
+        return self._table[rows, :most]
+
+    def _make_room(self, num_rows: int, num_pages: int) -> None:
+        height, width = self._table.shape
+        if num_pages > width or len(self._rows) + num_rows > height:
+            # Rows of sequences that are gone are given up with the old table.
+            self._rows.clear()
+            self._copied.clear()
+            self._table = np.zeros((2 * num_rows, max(num_pages + num_pages // 2, width)), dtype=np.int64)
+
+    def _row(self, number: int) -> int:
+        return self._rows.setdefault(number, len(self._rows))
 
 
-def _part(pieces: Sequence[_Piece], page_size: int, device: torch.device) -> Part:
-    starts = np.cumsum([0, *(piece.last - piece.first for piece in pieces)], dtype=np.int32)
-    contexts = np.array([piece.context for piece in pieces], dtype=np.int32)
-    table = np.zeros((len(pieces), int(-(-contexts.max() // page_size))), dtype=np.int32)
-    places = []
-    for row, piece in enumerate(pieces):
-        pages = np.asarray(piece.segment.pages[: -(-piece.context // page_size)], dtype=np.int32)
-        table[row, : len(pages)] = pages
-        at = np.arange(piece.begin, piece.context)
-        places.append(pages[at // page_size].astype(np.int64) * page_size + at % page_size)
-    layout = PagedLayout(
-        torch.from_numpy(starts).to(device),
-        torch.from_numpy(contexts).to(device),
-        torch.from_numpy(table).to(device),
-        int(np.diff(starts).max()),
-        int(contexts.max()),
-    )
-    tokens = slice(pieces[0].first, pieces[-1].last)
-    return Part(tokens, torch.from_numpy(np.concatenate(places)).to(device), layout)
+class _Packed:
+    """Whole numbers that travel together; ``tensors`` are int32 views on the device, shaped as given."""
+
+    def __init__(self, arrays: Sequence[Ints], device: torch.device) -> None:
+        sizes = [array.size for array in arrays]
+        host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+        flat = host.numpy()
+        begin = 0
+        for array in arrays:
+            flat[begin : begin + array.size] = array.reshape(-1)
+            begin += array.size
+        moved = host.to(device, non_blocking=True)
+        pieces = torch.split(moved, sizes)
+        self.tensors = [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
+
+
+def _token_ids(chunks: Sequence[Chunk]) -> Ints:
+    found: list[int] = []
+    for sequence, begin, end, _ in chunks:
+        if end - begin == 1 and sequence.output_ids and end == sequence.num_tokens:
+            found.append(sequence.output_ids[-1])
+        else:
+            found += sequence.tokens(begin, end)
+    return np.array(found, dtype=np.int64)

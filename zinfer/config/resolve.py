@@ -13,7 +13,7 @@ import torch
 
 from zinfer.config.quantization import resolve_quantization
 from zinfer.config.reading import Given, Reading, merge, read
-from zinfer.config.settings import Aio, Batch, Ignored, Memory, Offload, Settings, Streaming
+from zinfer.config.settings import Aio, Batch, Batching, Ignored, Memory, Offload, Settings, Streaming
 from zinfer.config.source import config_source, kwargs_source
 from zinfer.errors import ConfigError
 
@@ -61,6 +61,7 @@ def resolve_settings(
         streaming=Streaming(**fields["streaming"]),
         memory=Memory(**fields["memory"]),
         batch=Batch(**fields["batch"]),
+        batching=Batching(**fields["batching"]),
     )
 
 

@@ -67,6 +67,19 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Batching:
+    """How texts are batched by `zinfer.LLM`; None means that it chooses."""
+
+    tokens_per_pass: int | None = None
+    max_sequences: int | None = None
+    kv_cache_memory: int | None = None
+    """Bytes of device memory."""
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    kv_page_size: int | None = None
+    """Tokens."""
+
+
+@dataclass(frozen=True)
 class Ignored:
     """A key that was given and changes nothing here, with the reason."""
 
@@ -96,6 +109,7 @@ class Settings:
     streaming: Streaming = field(default_factory=Streaming)
     memory: Memory = field(default_factory=Memory)
     batch: Batch = field(default_factory=Batch)
+    batching: Batching = field(default_factory=Batching)
     quantization: Quantization | None = None
     """Which weights are quantized, and how; None: none."""
     without_effect: tuple[Ignored, ...] = ()

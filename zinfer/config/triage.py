@@ -257,6 +257,32 @@ _ZINFER: tuple[Key, ...] = (
             ("new_tokens", "tokens generated after each"),
         )
     ),
+    honoured(
+        "zinfer.tokens_per_pass",
+        values.count(1),
+        "most tokens of a ragged batch of zinfer.LLM",
+        field="batching.tokens_per_pass",
+    ),
+    honoured(
+        "zinfer.max_sequences",
+        values.count(1),
+        "most texts that run at once in zinfer.LLM",
+        field="batching.max_sequences",
+    ),
+    honoured(
+        "zinfer.kv_cache_memory",
+        values.size_bytes,
+        "device memory for the keys and values of zinfer.LLM",
+        field="batching.kv_cache_memory",
+    ),
+    honoured(
+        "zinfer.kv_cache_dtype",
+        values.choice("auto", "int8", "fp8"),
+        "how keys and values are kept; auto: in the model's dtype",
+        field="batching.kv_cache_dtype",
+        default="auto",
+    ),
+    honoured("zinfer.kv_page_size", values.count(1), "tokens of a page of the KV cache", field="batching.kv_page_size"),
     honoured("zinfer.num_slots", values.count(1), "device slots that blocks stream through", field="num_slots"),
     honoured(
         "zinfer.synchronous",

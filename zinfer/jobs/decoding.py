@@ -86,7 +86,7 @@ def complete(
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
     )
-    return [_completion(row, stops) for row in stops.rows]
+    return [_completion(row) for row in stops.rows]
 
 
 def left_padded(token_ids: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,13 +100,13 @@ def left_padded(token_ids: Sequence[Sequence[int]], pad_token_id: int) -> tuple[
     return input_ids, attention_mask
 
 
-def _completion(row: RowProgress, stops: RowStops) -> Completion:
+def _completion(row: RowProgress) -> Completion:
     if row.finish_reason is None:
         raise JobError(
             f"generation ended row {row.prompt.row.id!r} after {len(row.token_ids)} tokens for a reason of its own; "
             "remove limits such as max_time from the model's generation_config.json"
         )
-    return Completion(row.prompt, stops.text_of(row), tuple(row.token_ids), row.finish_reason)
+    return Completion(row.prompt, row.text, tuple(row.token_ids), row.finish_reason)
 
 
 def _end_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:

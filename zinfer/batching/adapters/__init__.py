@@ -52,6 +52,19 @@ def wants_mask(model_type: str) -> bool:
     return model_type == "mpt"
 
 
+def check_family(model: PreTrainedModel) -> str:
+    """The model's type.
+
+    Raises:
+        ConfigError: the family is not known here.
+    """
+    model_type: str = model.config.get_text_config(decoder=True).model_type
+    if not is_known(model_type):
+        known = ", ".join(sorted(INTERFACED | set(_OWN)))
+        raise ConfigError(f"a {model_type} model cannot run in ragged batches yet; known are {known}")
+    return model_type
+
+
 class OwnAttention:
     """Puts our attention into the modules of a family that does not ask transformers' interface, until `remove`.
 
@@ -60,10 +73,7 @@ class OwnAttention:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        model_type = model.config.get_text_config(decoder=True).model_type
-        if not is_known(model_type):
-            known = ", ".join(sorted(INTERFACED | set(_OWN)))
-            raise ConfigError(f"a {model_type} model cannot run in ragged batches yet; known are {known}")
+        model_type = check_family(model)
         self._modules: list[nn.Module] = []
         if model_type in _OWN:
             attention, forward = _OWN[model_type]

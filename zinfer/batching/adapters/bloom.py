@@ -6,7 +6,7 @@ import torch
 from transformers.models.bloom.modeling_bloom import BloomAttention, _get_alibi_slopes
 
 from zinfer.batching.attention import attend
-from zinfer.kernels.paged_attention import AttentionRule
+from zinfer.kernels.attention_rule import AttentionRule
 
 ATTENTION: Final = BloomAttention
 

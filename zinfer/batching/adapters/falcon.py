@@ -7,7 +7,7 @@ from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
 from zinfer.batching.attention import attend
-from zinfer.kernels.paged_attention import AttentionRule
+from zinfer.kernels.attention_rule import AttentionRule
 
 ATTENTION: Final = FalconAttention
 

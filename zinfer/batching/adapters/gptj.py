@@ -6,7 +6,7 @@ import torch
 from transformers.models.gptj.modeling_gptj import GPTJAttention, apply_rotary_pos_emb
 
 from zinfer.batching.attention import attend
-from zinfer.kernels.paged_attention import AttentionRule
+from zinfer.kernels.attention_rule import AttentionRule
 
 ATTENTION: Final = GPTJAttention
 

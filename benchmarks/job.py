@@ -1,0 +1,112 @@
+"""Completes prompts with `zinfer.LLM`, weights resident and streamed, in one run: the job's seconds beside each other.
+
+    python benchmarks/job.py [--cases fp16,int8,int8-kv8,int4-kv8] [--prompts 1024 --prompt 512 --new 32] [--out FILE]
+
+Each case runs twice, weights on the device and weights in host memory: OPT-shaped layers, prompts of random tokens,
+greedy. ``tokens_per_s`` counts new tokens; ``matrix_tflops`` is two operations for each parameter of the layers and
+token computed; ``streamed_over_resident`` the resident job's seconds over the streamed one's. A small job of the same
+shapes comes first in each engine, as a warm-up.
+
+A correctness gate: resident and streamed weights give the same tokens. The last line is JSON.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+import torch
+from opt_model import save_random_opt
+from result import keep, publish
+
+import zinfer
+
+CASES: Final[dict[str, dict[str, object]]] = {
+    "fp16": {},
+    "fp16-kv8": {"kv_cache_dtype": "int8"},
+    "int8": {"quantization": {"bits": 8}},
+    "int8-kv8": {"quantization": {"bits": 8}, "kv_cache_dtype": "int8"},
+    "int4-kv8": {"quantization": {"bits": 4, "group_size": 128}, "kv_cache_dtype": "int8"},
+}
+_WARM_UP_PROMPTS: Final = 48
+
+
+class Bench:
+    """One checkpoint and one job."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        self._folder = folder
+        self._args = args
+        generator = torch.Generator().manual_seed(1)
+        shared = torch.randint(10, 50000, (args.shared,), generator=generator).tolist()
+        own = torch.randint(10, 50000, (args.prompts, args.prompt - args.shared), generator=generator).tolist()
+        self._prompts = [{"prompt_token_ids": [*shared, *ids]} for ids in own]
+        self._layer_params = 12 * args.hidden**2 * args.layers
+
+    def measure(self, case: str) -> dict[str, object]:
+        """The job over resident and over streamed weights."""
+        resident, wanted = self._run(case, "none")
+        streamed, found = self._run(case, "cpu")
+        if wanted != found:
+            raise SystemExit(f"gate: {case}: streamed weights give other tokens than resident ones")
+        share = round(resident["seconds"] / streamed["seconds"], 4)
+        return {"resident": resident, "streamed": streamed, "streamed_over_resident": share}
+
+    def _run(self, case: str, home: str) -> tuple[dict[str, float], list[tuple[int, ...]]]:
+        args = self._args
+        section = {"tokens_per_pass": args.tokens_per_pass, "max_sequences": args.sequences, **CASES[case]}
+        config = {"zero_optimization": {"offload_param": {"device": home}}, "zinfer": section}
+        params = zinfer.SamplingParams(max_new_tokens=args.new, ignore_eos=True)
+        with zinfer.LLM(self._folder, config) as llm:
+            print(case, home, llm.plan, flush=True)
+            llm.generate(self._prompts[-_WARM_UP_PROMPTS:], zinfer.SamplingParams(max_new_tokens=4))
+            passes, tokens = llm.stats().passes, llm.num_tokens
+            begin_s = time.perf_counter()
+            found = llm.generate(self._prompts, params)
+            seconds = time.perf_counter() - begin_s
+            stats = llm.stats()
+            passes, tokens = stats.passes - passes, llm.num_tokens - tokens
+        if any(completion.error for completion in found):
+            raise SystemExit(f"gate: {case}: {next(each.error for each in found if each.error)}")
+        figures = {
+            "seconds": round(seconds, 3),
+            "passes": passes,
+            "tokens_per_pass": round(tokens / passes, 1),
+            "tokens_per_s": round(len(found) * args.new / seconds, 1),
+            "matrix_tflops": round(2 * self._layer_params * tokens / seconds / 1e12, 1),
+            "streamed_gb_per_pass": round(stats.streamed_bytes_per_pass / 1e9, 3),
+        }
+        return figures, [completion.token_ids for completion in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="fp16,int8,int8-kv8")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--prompts", type=int, default=1024)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--shared", type=int, default=0, help="of a prompt's tokens, those that all begin with")
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--tokens-per-pass", type=int, default=8192)
+    parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--folder", type=Path, help="where the checkpoint is written; by default a temporary folder")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found: dict[str, object] = {}
+    work = {name: getattr(args, name) for name in ("layers", "hidden", "prompts", "prompt", "shared", "new")}
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+        folder = Path(temporary) / "model"
+        save_random_opt(folder, args.layers, args.hidden, torch.float16 if device == "cuda" else torch.float32, device)
+        bench = Bench(folder, args)
+        for case in args.cases.split(","):
+            found[case] = bench.measure(case)
+            print(case, found[case], flush=True)
+            keep({"benchmark": "job", **work, "cases": found}, args.out)
+    publish({"benchmark": "job", **work, "cases": found}, args.out)
+
+
+if __name__ == "__main__":
+    main()

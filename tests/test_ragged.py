@@ -1,0 +1,96 @@
+"""Ragged batches: every token, position, place and page, against what plain loops make of the same chunks."""
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zinfer.batching.passes import Chunk
+from zinfer.batching.ragged import BatchBuilder, RaggedBatch
+from zinfer.batching.sequence import Sequence
+
+CPU = torch.device("cpu")
+
+
+def check(batch: RaggedBatch, chunks: list[Chunk], page_size: int, most_part_tokens: int | None) -> None:
+    tokens = [(chunk.sequence, at) for chunk in chunks for at in range(chunk.begin, chunk.end)]
+    assert batch.input_ids.tolist() == [[sequence.tokens(at, at + 1)[0] for sequence, at in tokens]]
+    assert batch.position_ids.tolist() == [[at for _, at in tokens]]
+    last = [number for number, (sequence, at) in enumerate(tokens) if at == sequence.num_tokens - 1]
+    assert batch.wanted.tolist() == last
+    assert [part.tokens.start for part in batch.parts] == list(range(0, len(tokens), most_part_tokens or len(tokens)))
+    seen = 0
+    for part in batch.parts:
+        own, layout = tokens[part.tokens], part.layout
+        assert part.places.tolist() == [
+            sequence.pages[at // page_size] * page_size + at % page_size for sequence, at in own
+        ]
+        starts = layout.query_starts.tolist()
+        assert starts[-1] == len(own)
+        assert layout.most_queries == max(end - begin for begin, end in itertools.pairwise(starts))
+        assert layout.most_context == max(layout.context_lengths.tolist())
+        for row, (begin, end) in enumerate(itertools.pairwise(starts)):
+            sequence, at = own[end - 1]
+            assert {each for each, _ in own[begin:end]} == {sequence}
+            assert layout.context_lengths[row] == at + 1
+            num_pages = -(-(at + 1) // page_size)
+            assert layout.page_table[row, :num_pages].tolist() == sequence.pages[:num_pages]
+        if layout.num_decodes is not None:
+            sizes = [end - begin for begin, end in itertools.pairwise(starts)]
+            assert [size == 1 for size in sizes] == [place < layout.num_decodes for place in range(len(sizes))]
+        seen += len(own)
+    assert seen == len(tokens) == batch.num_tokens
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6), st.integers(1, 12)), min_size=1, max_size=9),
+    page_size=st.sampled_from([1, 4, 16]),
+    most_part_tokens=st.sampled_from([None, 1, 5, 64]),
+    data=st.data(),
+)
+def test_every_number(
+    lengths: list[tuple[int, int, int]], page_size: int, most_part_tokens: int | None, data: st.DataObject
+) -> None:
+    builder = BatchBuilder(page_size, CPU, most_part_tokens)
+    free = iter(range(10_000))
+    sequences = [
+        Sequence(number, tuple(range(100 * number, 100 * number + prompt)), 50, list(range(7000, 7000 + output)))
+        for number, (prompt, output, _) in enumerate(lengths)
+    ]
+    for _ in range(4):
+        chunks = []
+        for sequence, (_, _, most) in zip(sequences, lengths, strict=True):
+            if data.draw(st.booleans(), label="parked and resumed, or recomputed"):
+                sequence.pages = []
+            if sequence.num_computed == sequence.num_tokens:
+                sequence.output_ids.append(8000 + sequence.num_tokens)
+            end = min(sequence.num_computed + most, sequence.num_tokens)
+            while len(sequence.pages) * page_size < end:
+                sequence.pages.append(next(free))
+            chunks.append(Chunk(sequence, sequence.num_computed, end, end == sequence.num_tokens))
+        check(builder.build(chunks), chunks, page_size, most_part_tokens)
+        for chunk in chunks:
+            chunk.sequence.num_computed = chunk.end
+
+
+def test_sequences_come_and_go() -> None:
+    builder = BatchBuilder(4, CPU)
+    free = iter(range(10_000))
+    for first in range(0, 300, 7):
+        prompts = [tuple(range(2 + number % 60)) for number in range(first, first + 20)]
+        sequences = [Sequence(first + place, prompt, 5) for place, prompt in enumerate(prompts)]
+        for sequence in sequences:
+            sequence.pages = [next(free) % 9973 for _ in range(-(-sequence.num_tokens // 4))]
+        chunks = [Chunk(sequence, 0, sequence.num_tokens, True) for sequence in sequences]
+        check(builder.build(chunks), chunks, 4, None)
+
+
+def test_decodes_that_come_first_are_counted() -> None:
+    sequences = [Sequence(number, (5,) * 9, 3, pages=[number]) for number in range(4)]
+    builder = BatchBuilder(16, CPU)
+    ones = [Chunk(sequence, 8, 9, True) for sequence in sequences[:3]]
+    more = Chunk(sequences[3], 2, 6, False)
+    assert builder.build([*ones, more]).parts[0].layout.num_decodes == 3
+    assert builder.build([more]).parts[0].layout.num_decodes == 0
+    assert builder.build([ones[0], more, ones[1]]).parts[0].layout.num_decodes is None

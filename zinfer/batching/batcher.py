@@ -1,0 +1,196 @@
+"""Continuous batching: texts come in, every step is a pass over the model, texts that are complete come out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zinfer.batching.ending import Ending
+from zinfer.batching.kv_cache import KVCache
+from zinfer.batching.pages import PagePool
+from zinfer.batching.passes import Pass
+from zinfer.batching.ragged import BatchBuilder
+from zinfer.batching.runner import PassRunner
+from zinfer.batching.sampler import Logprobs, Row, Sampler, row_uniform
+from zinfer.batching.sampling_params import SamplingParams
+from zinfer.batching.scheduler import Scheduler
+from zinfer.batching.sequence import Sequence as Text
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A text that is complete.
+
+    Attributes:
+        number: which text.
+        token_ids: what was generated, the token that ended it included.
+        finish_reason: "stop", "length" or "error".
+        text: of these tokens, without end and special tokens, cut before the first stop string.
+        logprobs: of each token, where they were asked for.
+        error: what went wrong; None where nothing did.
+    """
+
+    number: int
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    text: str
+    logprobs: tuple[Logprobs, ...] | None = None
+    error: str | None = None
+
+
+@dataclass
+class _Writing:
+    """A text under way."""
+
+    sequence: Text
+    params: SamplingParams
+    seed: int
+    ending: Ending
+    end_token_ids: frozenset[int]
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+
+class Batcher:
+    """Texts in one ragged batch after the other.
+
+    Args:
+        runner: runs the passes.
+        cache: the runner's pages.
+        sampler: chooses the tokens.
+        tokens_per_pass: most tokens of a pass.
+        most_part_tokens: most tokens that a layer computes at once.
+        max_sequences: most texts that run at once.
+        window: tokens that every layer of the model sees at most; None where one sees all.
+    """
+
+    def __init__(
+        self,
+        runner: PassRunner,
+        cache: KVCache,
+        sampler: Sampler,
+        *,
+        tokens_per_pass: int,
+        most_part_tokens: int,
+        max_sequences: int,
+        window: int | None = None,
+    ) -> None:
+        self._runner = runner
+        self._cache = cache
+        self._sampler = sampler
+        self._builder = BatchBuilder(cache.page_size, cache.device, most_part_tokens)
+        self._tokens_per_pass = tokens_per_pass
+        self._max_sequences = max_sequences
+        self._window = window
+        self._scheduler = self._new_scheduler()
+        self._in_pass = False
+        self._writing: dict[int, _Writing] = {}
+        self._num_added = 0
+        self.num_passes = 0
+        self.num_tokens = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._writing)
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        ending: Ending,
+        end_token_ids: frozenset[int] = frozenset(),
+    ) -> int:
+        """Let a text wait for its turn; returns its number.
+
+        Args:
+            prompt_ids: one token at least.
+            params: `n` and `stop` are not read.
+            seed: of its draws.
+            ending: when it is complete.
+            end_token_ids: not drawn before it has its ``min_new_tokens``.
+
+        Raises:
+            PlanError: the cache could not hold it even alone.
+        """
+        sequence = Text(self._num_added, tuple(prompt_ids), params.max_new_tokens)
+        self._scheduler.add(sequence)
+        self._num_added += 1
+        self._writing[sequence.number] = _Writing(sequence, params, seed, ending, end_token_ids)
+        return sequence.number
+
+    def step(self) -> list[Finished]:
+        """Run one pass; the texts that are complete after it. Nothing where no text is unfinished."""
+        self._in_pass = True
+        coming = self._scheduler.schedule()
+        if coming is None:
+            self._in_pass = False
+            return []
+        for sequence, pages in coming.parked:
+            self._cache.park(sequence.number, pages)
+        for sequence, pages in coming.resumed:
+            self._cache.resume(sequence.number, pages)
+        batch = self._builder.build(coming.chunks)
+        logits = self._runner.run(batch)
+        self.num_passes += 1
+        self.num_tokens += batch.num_tokens
+        rows = [self._writing[chunk.sequence.number] for chunk in coming.chunks if chunk.samples]
+        sampled = self._sampler.sample(logits, [_row(each) for each in rows])
+        broken = {rows[place].sequence.number for place in sampled.broken}
+        for each, logprobs in zip(rows, sampled.logprobs, strict=True):
+            if logprobs is not None:
+                each.logprobs.append(logprobs)
+        finished = self._advance(coming, rows, sampled.token_ids, broken)
+        self._in_pass = False
+        return finished
+
+    def abort(self) -> None:
+        """Give up all texts that are not complete.
+
+        After a pass that was cut short no page is found again: some were to be filled by it.
+        """
+        for each in self._writing.values():
+            self._cache.forget(each.sequence.number)
+            if not self._in_pass:
+                self._scheduler.abort(each.sequence)
+        self._writing.clear()
+        if self._in_pass:
+            self._scheduler = self._new_scheduler()
+            self._in_pass = False
+
+    def _new_scheduler(self) -> Scheduler:
+        pool = PagePool(self._cache.num_pages, self._cache.page_size)
+        return Scheduler(
+            pool, token_budget=self._tokens_per_pass, max_sequences=self._max_sequences, window=self._window
+        )
+
+    def _advance(
+        self, computed: Pass, rows: Sequence[_Writing], token_ids: Sequence[int], broken: set[int]
+    ) -> list[Finished]:
+        for each in rows:
+            if each.sequence.number in broken:
+                self._scheduler.abort(each.sequence)
+        next_ids = {each.sequence.number: token_id for each, token_id in zip(rows, token_ids, strict=True)}
+        self._scheduler.advance(computed, next_ids)
+        return [found for each in rows if (found := self._finished(each, broken)) is not None]
+
+    def _finished(self, each: _Writing, broken: set[int]) -> Finished | None:
+        sequence = each.sequence
+        output_ids = tuple(sequence.output_ids)
+        error: str | None = None
+        if sequence.number in broken:
+            reason, error = "error", "the model's logits are not finite numbers; its weights may be damaged"
+        else:
+            found = each.ending.reason(output_ids)
+            if found is None:
+                return None
+            reason = found
+            if len(output_ids) < sequence.max_new_tokens:
+                self._scheduler.finish(sequence)
+        del self._writing[sequence.number]
+        logprobs = None if each.params.logprobs is None else tuple(each.logprobs)
+        return Finished(sequence.number, output_ids, reason, each.ending.text(output_ids), logprobs, error)
+
+
+def _row(each: _Writing) -> Row:
+    sequence, params = each.sequence, each.params
+    uniform = 0.0 if params.is_greedy else row_uniform(each.seed, len(sequence.output_ids))
+    return Row(params, sequence.prompt_ids, sequence.output_ids, each.end_token_ids, uniform)

@@ -1,0 +1,98 @@
+"""What continuous batching takes of the device beside the weights: pages, and the activations of a pass."""
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from transformers import PreTrainedModel
+
+from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.config.settings import Batching
+from zinfer.errors import PlanError
+from zinfer.planning.footprint import Footprint, find_footprint
+from zinfer.planning.model_shape import ModelShape, read_shape
+from zinfer.planning.request import Request
+from zinfer.units import human_bytes
+
+_KV_SHARE: Final = 0.3  # of what is free on the device, where nothing is stated
+_MOST_TOKENS_PER_PASS: Final = 16_384
+_MOST_PART_TOKENS: Final = 4_096
+_MAX_SEQUENCES: Final = 512
+_PAGE_SIZE: Final = 64
+_RESIDUAL_COPIES: Final = (
+    4  # of the residual stream alive at once: a layer's input and output, before and after joining
+)
+_DTYPES: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True)
+class BatchingBudget:
+    """Sizes of everything that continuous batching owns.
+
+    Attributes:
+        tokens_per_pass: most tokens of a ragged batch.
+        most_part_tokens: of them, what a layer computes at once.
+        max_sequences: most texts that run at once.
+        num_pages, page_size: of the cache.
+        kv_dtype: of its keys and values.
+        footprint: bytes that all of it takes of the device.
+    """
+
+    tokens_per_pass: int
+    most_part_tokens: int
+    max_sequences: int
+    num_pages: int
+    page_size: int
+    kv_dtype: torch.dtype
+    footprint: Footprint
+
+
+def find_budget(
+    model: PreTrainedModel, free_bytes: int, stated: Batching, most_tokens: int | None, *, on_cuda: bool
+) -> BatchingBudget:
+    """The stated sizes, and for the others what suits the device.
+
+    Args:
+        model: on the meta device or not.
+        free_bytes: of the device, for weights and all else.
+        stated: by the configuration.
+        most_tokens: of one text, prompt and new tokens together; None: as many as there are pages for.
+        on_cuda: whether the device is one.
+
+    Raises:
+        PlanError: not even one page fits the memory that is stated for the cache, or there is no FP8 for its pages.
+    """
+    tokens_per_pass = stated.tokens_per_pass or _MOST_TOKENS_PER_PASS
+    part_tokens = min(tokens_per_pass, _MOST_PART_TOKENS)
+    max_sequences = min(stated.max_sequences or _MAX_SEQUENCES, tokens_per_pass)
+    page_size = stated.kv_page_size or _PAGE_SIZE
+    kv_dtype = _DTYPES.get(stated.kv_cache_dtype, model.dtype)
+    kv_bytes = int(free_bytes * _KV_SHARE) if stated.kv_cache_memory is None else stated.kv_cache_memory
+    page_bytes = read_kv_shape(model.config).token_bytes(kv_dtype) * page_size
+    num_pages = kv_bytes // page_bytes
+    if stated.kv_cache_memory is None and most_tokens is not None:
+        num_pages = min(num_pages, max_sequences * -(-most_tokens // page_size))
+    if num_pages < 1:
+        raise PlanError(
+            f"a page of the KV cache, {page_size} tokens, takes {human_bytes(page_bytes)}, and {human_bytes(kv_bytes)} "
+            "are there for it; raise zinfer.kv_cache_memory or lower zinfer.kv_page_size"
+        )
+    activation_bytes = _activation_bytes(
+        read_shape(model.config), model.dtype, tokens_per_pass, part_tokens, max_sequences, on_cuda=on_cuda
+    )
+    footprint = Footprint(num_pages * page_bytes, activation_bytes, num_pages * page_bytes)
+    return BatchingBudget(tokens_per_pass, part_tokens, max_sequences, num_pages, page_size, kv_dtype, footprint)
+
+
+def _activation_bytes(
+    shape: ModelShape, dtype: torch.dtype, tokens: int, part_tokens: int, max_sequences: int, *, on_cuda: bool
+) -> int:
+    """A part's activations as transformers' modules make them, the residual stream of the pass, and the logits.
+
+    Attention makes no scores: the shape's eagerness is that of transformers' own attention.
+    """
+    alone = replace(shape, is_eager=False)
+    part = find_footprint(alone, dtype, Request(1, part_tokens, 1), on_cuda=on_cuda)
+    logits = find_footprint(alone, dtype, Request(max_sequences, 1, 1), on_cuda=on_cuda)
+    residual = _RESIDUAL_COPIES * tokens * shape.hidden * dtype.itemsize
+    return max(part.activation_bytes, logits.activation_bytes) + residual

@@ -1,0 +1,56 @@
+"""When a text is complete: at an end token, at a stop string, or when it has all its tokens."""
+
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+# A stop string of n bytes spans at most n tokens, bar tokens without text; those few are allowed for.
+_SPARE_TOKENS: Final = 8
+
+
+class Ending:
+    """One text's own conditions.
+
+    Args:
+        tokenizer: decodes; None where there is none, then a text has no characters.
+        end_token_ids: tokens that end it, themselves without text.
+        stop: strings before which it is cut.
+        max_new_tokens: most tokens that it gets.
+    """
+
+    def __init__(
+        self, tokenizer: Any, end_token_ids: Collection[int], stop: Sequence[str], max_new_tokens: int
+    ) -> None:
+        assert tokenizer is not None or not stop, "stop strings need a tokenizer"
+        self._tokenizer = tokenizer
+        self._end_token_ids = frozenset(end_token_ids)
+        self._stop = tuple(stop)
+        self._window = max((len(text.encode()) for text in stop), default=0) + _SPARE_TOKENS
+        self._max_new_tokens = max_new_tokens
+
+    def reason(self, token_ids: Sequence[int]) -> str | None:
+        """Why the text ends with the last of these tokens: "stop" or "length"; None: it goes on."""
+        if token_ids[-1] in self._end_token_ids or self._has_stop(token_ids):
+            return "stop"
+        return "length" if len(token_ids) >= self._max_new_tokens else None
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text: without end and special tokens, cut before the first stop string."""
+        ends = bool(token_ids) and token_ids[-1] in self._end_token_ids
+        text = self._decode(token_ids[:-1] if ends else token_ids)
+        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        return text[: min(places)] if places else text
+
+    def _has_stop(self, token_ids: Sequence[int]) -> bool:
+        if not self._stop:
+            return False
+        tail = self._decode(token_ids[-self._window :])
+        if not any(stop in tail for stop in self._stop):
+            return False
+        whole = self._decode(token_ids)
+        return any(stop in whole for stop in self._stop)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
