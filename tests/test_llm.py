@@ -220,6 +220,47 @@ def test_as_many_params_as_prompts(llm: LLM) -> None:
         llm.generate([{"prompt_token_ids": [3]}], [SamplingParams(), SamplingParams()])
 
 
+def test_calls_do_not_mix(llm: LLM, prompts: list[list[int]]) -> None:
+    first = llm.stream(by_ids(prompts), SamplingParams(max_new_tokens=8))
+    next(first)
+    with pytest.raises(RuntimeError, match="another call of this LLM is under way"):
+        llm.generate(by_ids(prompts))
+    assert len(list(first)) == len(prompts) - 1
+    assert len(llm.generate(tuple(by_ids(prompts[:2])), SamplingParams(max_new_tokens=1))) == 2
+    assert llm.generate([]) == []
+
+
+def test_closed_twice_and_used_after(folder: Path) -> None:
+    llm = LLM(folder, device="cpu", kv_cache_memory="1MB")
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="destroyed"):
+        llm.generate({"prompt_token_ids": [3]}, SamplingParams(max_new_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_page_size": 48}, r"zinfer\.kv_page_size is 48; give a power of two"),
+        ({"kv_cache_memory": 1000}, r"a page of the KV cache, 64 tokens, takes .* raise zinfer\.kv_cache_memory"),
+        ({"kv_cache_dtype": "int4"}, r"kv_cache_dtype.*\"fp8\""),
+        ({"tokens_per_pass": 0}, r"tokens_per_pass.* at least 1"),
+    ],
+)
+def test_sizes_that_cannot_be(folder: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, device="cpu", **options)
+
+
+def test_positions_that_follow_the_longest_text_are_refused(tmp_path: Path) -> None:
+    tiny_checkpoint("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(zinfer.errors.ConfigError, match="type dynamic depend on the longest text of a batch"):
+        LLM(tmp_path, device="cpu")
+
+
 def demo_answers(llm: LLM) -> list[Completion]:
     rows = [json.loads(line) for line in (DEMO / "prompts.jsonl").read_text().splitlines()]
     return llm.generate([row["prompt"] for row in rows], SamplingParams(max_new_tokens=8))

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import check_family
 from zinfer.batching.batcher import Batcher, Finished
@@ -18,6 +18,7 @@ from zinfer.batching.budget import BatchingBudget, find_budget
 from zinfer.batching.ending import Ending
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, as_list, find_tokenizer
 from zinfer.batching.runner import PassRunner
 from zinfer.batching.sampler import Logprobs, Sampler
 from zinfer.batching.sampling_params import SamplingParams
@@ -29,9 +30,6 @@ from zinfer.planning.footprint import Footprint
 from zinfer.planning.model_shape import read_shape
 from zinfer.planning.planner import Plan
 from zinfer.sequence_length import max_positions
-
-PromptLike = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text, messages of a chat, or ``{"prompt_token_ids": [...]}``."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +94,21 @@ class LLM:
 
         self._engine = InferenceEngine(model, settings, find_reserve=find_reserve)
         assert budget is not None
-        self.tokenizer = tokenizer or _find_tokenizer(self._engine.module)
+        try:
+            self._open(budget, tokenizer)
+        except BaseException:
+            self._engine.destroy()
+            raise
+
+    def _open(self, budget: BatchingBudget, tokenizer: Any) -> None:
+        """Make what stands on the engine."""
+        settings = self._engine.settings
+        self._closed = self._is_streaming = False
         module = self._engine.module
-        self._most_tokens = _least(settings.max_out_tokens, max_positions(module))
-        self._vocab_size = int(module.config.get_text_config().vocab_size)
+        self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
+        vocab_size = int(module.config.get_text_config().vocab_size)
+        most_tokens = _least(settings.max_out_tokens, max_positions(module))
+        self._encoder = PromptEncoder(self.tokenizer, vocab_size, most_tokens)
         self._end_token_ids = _end_token_ids(module.generation_config, self.tokenizer)
         device = self._engine.device
         shape = read_kv_shape(module.config)
@@ -108,7 +117,7 @@ class LLM:
         self._batcher = Batcher(
             self._runner,
             cache,
-            Sampler(self._vocab_size, device),
+            Sampler(vocab_size, device),
             tokens_per_pass=budget.tokens_per_pass,
             most_part_tokens=budget.most_part_tokens,
             max_sequences=budget.max_sequences,
@@ -144,10 +153,11 @@ class LLM:
 
         Raises:
             ConfigError: not as many params as prompts.
-            ValueError: a stop string without a tokenizer.
+            RuntimeError: another call is under way.
         """
-        found = self.stream(prompts, params)
-        return sorted(found, key=lambda completion: (completion.prompt_index, completion.sample_index))
+        return sorted(
+            self.stream(prompts, params), key=lambda completion: (completion.prompt_index, completion.sample_index)
+        )
 
     def stream(
         self,
@@ -155,12 +165,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Completion]:
         """As `generate`, each completion as soon as it is complete. Leaving it early gives up the rest."""
-        several = prompts if isinstance(prompts, list) and not _is_chat(prompts) else [prompts]
+        several = as_list(prompts)
         each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(several):
             raise ConfigError(f"{len(each)} params for {len(several)} prompts; give one, or as many as prompts")
-        assert not self._batcher.num_unfinished, "another call is under way"
+        if self._is_streaming:
+            raise RuntimeError("another call of this LLM is under way; take all of its completions, or leave it, first")
         waiting: dict[int, tuple[int, int]] = {}
+        self._is_streaming = True
         try:
             for index, (prompt, own) in enumerate(zip(several, each, strict=True)):
                 try:
@@ -173,12 +185,14 @@ class LLM:
                     yield _completion(finished, *waiting.pop(finished.number))
         finally:
             self._batcher.abort()
+            self._is_streaming = False
 
     def close(self) -> None:
         """Give memory, threads and files back. May be called again."""
-        if self._runner is not None:
+        if not self._closed:
+            self._closed = True
             self._runner.close()
-        self._engine.destroy()
+            self._engine.destroy()
 
     def __enter__(self) -> Self:
         return self
@@ -190,46 +204,13 @@ class LLM:
 
     def _add(self, index: int, prompt: PromptLike, params: SamplingParams, waiting: dict[int, tuple[int, int]]) -> None:
         """Hand a prompt's ``n`` texts to the batcher."""
-        token_ids = self._token_ids(prompt)
-        self._check(token_ids, params)
-        params.check_vocabulary(self._vocab_size)
+        token_ids = self._encoder.encode(prompt, params)
         ends = frozenset() if params.ignore_eos else self._end_token_ids
         for sample in range(params.n):
             ending = Ending(self.tokenizer, ends | {*params.stop_token_ids}, params.stop, params.max_new_tokens)
             seed = _seed(params.seed, token_ids, sample)
             number = self._batcher.add(token_ids, params, seed=seed, ending=ending, end_token_ids=ends)
             waiting[number] = index, sample
-
-    def _token_ids(self, prompt: PromptLike) -> list[int]:
-        if isinstance(prompt, Mapping):
-            if set(prompt) != {"prompt_token_ids"}:
-                raise ConfigError(f"a prompt has the keys {sorted(prompt)}; it takes 'prompt_token_ids' alone")
-            return [int(token_id) for token_id in prompt["prompt_token_ids"]]
-        if self.tokenizer is None:
-            raise ConfigError("the model's folder has no tokenizer; give prompts as {'prompt_token_ids': [...]}")
-        if isinstance(prompt, str):
-            found: list[int] = self.tokenizer(prompt).input_ids
-        elif self.tokenizer.chat_template is None:
-            raise ConfigError("the tokenizer has no chat template; give a prompt as text instead of messages")
-        else:
-            text = self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
-            found = self.tokenizer(text, add_special_tokens=False).input_ids
-        if not found and self.tokenizer.bos_token_id is not None:
-            return [self.tokenizer.bos_token_id]
-        return found
-
-    def _check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        if not token_ids:
-            raise ConfigError("the prompt has no tokens; give it one at least")
-        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-            raise ConfigError(f"token ids lie between 0 and {self._vocab_size - 1}; {max(token_ids)} does not")
-        if self._most_tokens is not None and len(token_ids) + params.max_new_tokens > self._most_tokens:
-            raise ConfigError(
-                f"the prompt's {len(token_ids)} tokens and {params.max_new_tokens} new ones are more than "
-                f"{self._most_tokens}; shorten it or lower max_new_tokens"
-            )
-        if params.stop and self.tokenizer is None:
-            raise ConfigError("stop strings need a tokenizer; give stop_token_ids instead")
 
 
 def _completion(finished: Finished, prompt_index: int, sample_index: int) -> Completion:
@@ -242,11 +223,6 @@ def _completion(finished: Finished, prompt_index: int, sample_index: int) -> Com
         finished.logprobs,
         finished.error,
     )
-
-
-def _is_chat(prompts: Sequence[object]) -> bool:
-    """Whether a list is the messages of one chat."""
-    return bool(prompts) and all(isinstance(item, Mapping) and "role" in item for item in prompts)
 
 
 def _seed(stated: int | None, token_ids: Sequence[int], sample: int) -> int:
@@ -265,15 +241,6 @@ def _common_window(module: PreTrainedModel) -> int | None:
 
 def _least(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _find_tokenizer(module: PreTrainedModel) -> Any:
-    """The tokenizer that lies in the model's folder; None where there is none."""
-    folder = Path(module.name_or_path)
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if not any((folder / name).is_file() for name in names):
-        return None
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _end_token_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:

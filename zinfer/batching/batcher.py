@@ -86,10 +86,6 @@ class Batcher:
         self.num_passes = 0
         self.num_tokens = 0
 
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._writing)
-
     def add(
         self,
         prompt_ids: Sequence[int],
@@ -174,7 +170,7 @@ class Batcher:
 
     def _finished(self, each: _Writing, broken: set[int]) -> Finished | None:
         sequence = each.sequence
-        output_ids = tuple(sequence.output_ids)
+        output_ids = sequence.output_ids
         error: str | None = None
         if sequence.number in broken:
             reason, error = "error", "the model's logits are not finite numbers; its weights may be damaged"
@@ -187,7 +183,7 @@ class Batcher:
                 self._scheduler.finish(sequence)
         del self._writing[sequence.number]
         logprobs = None if each.params.logprobs is None else tuple(each.logprobs)
-        return Finished(sequence.number, output_ids, reason, each.ending.text(output_ids), logprobs, error)
+        return Finished(sequence.number, tuple(output_ids), reason, each.ending.text(output_ids), logprobs, error)
 
 
 def _row(each: _Writing) -> Row:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.config.settings import Batching
-from zinfer.errors import PlanError
+from zinfer.errors import ConfigError, PlanError
 from zinfer.planning.footprint import Footprint, find_footprint
 from zinfer.planning.model_shape import ModelShape, read_shape
 from zinfer.planning.request import Request
@@ -19,9 +19,7 @@ _MOST_TOKENS_PER_PASS: Final = 16_384
 _MOST_PART_TOKENS: Final = 4_096
 _MAX_SEQUENCES: Final = 512
 _PAGE_SIZE: Final = 64
-_RESIDUAL_COPIES: Final = (
-    4  # of the residual stream alive at once: a layer's input and output, before and after joining
-)
+_RESIDUAL_COPIES: Final = 4  # of the residual stream: a layer's input and output, before and after joining
 _DTYPES: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
@@ -60,12 +58,15 @@ def find_budget(
         on_cuda: whether the device is one.
 
     Raises:
-        PlanError: not even one page fits the memory that is stated for the cache, or there is no FP8 for its pages.
+        ConfigError: pages of a size that is no power of two.
+        PlanError: not even one page fits the memory that is there for the cache.
     """
     tokens_per_pass = stated.tokens_per_pass or _MOST_TOKENS_PER_PASS
     part_tokens = min(tokens_per_pass, _MOST_PART_TOKENS)
     max_sequences = min(stated.max_sequences or _MAX_SEQUENCES, tokens_per_pass)
     page_size = stated.kv_page_size or _PAGE_SIZE
+    if page_size & (page_size - 1):
+        raise ConfigError(f"zinfer.kv_page_size is {page_size}; give a power of two, such as 64")
     kv_dtype = _DTYPES.get(stated.kv_cache_dtype, model.dtype)
     kv_bytes = int(free_bytes * _KV_SHARE) if stated.kv_cache_memory is None else stated.kv_cache_memory
     page_bytes = read_kv_shape(model.config).token_bytes(kv_dtype) * page_size

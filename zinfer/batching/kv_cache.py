@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from zinfer.batching.kv_shape import KVShape
-from zinfer.kernels.kv_pages import KVPages
+from zinfer.errors import ConfigError
+from zinfer.kernels.kv_pages import KVPages, takes_kernels
 
 
 class KVCache:
@@ -17,6 +18,9 @@ class KVCache:
         page_size: tokens of a page.
         dtype: of keys and values in the pages.
         device: where they lie.
+
+    Raises:
+        ConfigError: the device cannot read pages of this dtype.
     """
 
     def __init__(
@@ -27,6 +31,10 @@ class KVCache:
         self.device = device
         place = (num_pages, page_size, shape.num_heads, shape.key_dim, shape.value_dim)
         self.layers = [KVPages.empty(*place, dtype, device) for _ in range(shape.num_layers)]
+        try:
+            takes_kernels(self.layers[0])
+        except ValueError as error:
+            raise ConfigError(f"zinfer.kv_cache_dtype: {error}") from error
         self._parked: dict[int, list[torch.Tensor]] = {}
 
     @property

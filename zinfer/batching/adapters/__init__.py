@@ -4,7 +4,7 @@ Those that do need nothing else. Those that do not get a forward of their attent
 family is refused: its text might come out wrong without an error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -42,6 +42,10 @@ _OWN: Final[dict[str, tuple[type[nn.Module], Callable[..., Any]]]] = {
 }
 
 
+_GROWING: Final = frozenset({"dynamic", "longrope"})
+"""Types of rotary positions whose frequencies follow the longest text (transformers, modeling_rope_utils.py)."""
+
+
 def is_known(model_type: str) -> bool:
     """Whether a model of this type can run in ragged batches."""
     return model_type in INTERFACED or model_type in _OWN
@@ -56,13 +60,28 @@ def check_family(model: PreTrainedModel) -> str:
     """The model's type.
 
     Raises:
-        ConfigError: the family is not known here.
+        ConfigError: the family is not known here, or its positions depend on the longest text of a batch.
     """
-    model_type: str = model.config.get_text_config(decoder=True).model_type
+    config: Any = model.config.get_text_config(decoder=True)
+    model_type: str = config.model_type
+    growing = _rope_types(getattr(config, "rope_parameters", None)) & _GROWING
+    if growing:
+        raise ConfigError(
+            f"rotary positions of type {', '.join(sorted(growing))} depend on the longest text of a batch, so texts "
+            "would change one another; use zinfer.init_inference for this model"
+        )
     if not is_known(model_type):
         known = ", ".join(sorted(INTERFACED | set(_OWN)))
         raise ConfigError(f"a {model_type} model cannot run in ragged batches yet; known are {known}")
     return model_type
+
+
+def _rope_types(parameters: object) -> set[str]:
+    """Of a model, or of each kind of its layers."""
+    if not isinstance(parameters, Mapping):
+        return set()
+    own = {str(parameters["rope_type"])} if "rope_type" in parameters else set()
+    return own.union(*(_rope_types(value) for value in parameters.values()))
 
 
 class OwnAttention:

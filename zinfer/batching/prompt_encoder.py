@@ -1,0 +1,88 @@
+"""Prompts to token ids: text, the messages of a chat, or token ids already; and whether they can be used at all."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+from transformers import AutoTokenizer
+
+from zinfer.batching.sampling_params import SamplingParams
+from zinfer.errors import ConfigError
+
+PromptLike = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Text, messages of a chat, or ``{"prompt_token_ids": [...]}``."""
+
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+class PromptEncoder:
+    """Encodes prompts for one model.
+
+    Args:
+        tokenizer: None where there is none; prompts are token ids then.
+        vocab_size: of the model.
+        most_tokens: of a prompt and what is generated after it; None: no limit.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, most_tokens: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._most_tokens = most_tokens
+
+    def encode(self, prompt: PromptLike, params: SamplingParams) -> list[int]:
+        """The prompt's tokens.
+
+        Raises:
+            ConfigError: the prompt or its params cannot be used; says why, and the remedy.
+        """
+        token_ids = self._token_ids(prompt)
+        self._check(token_ids, params)
+        params.check_vocabulary(self._vocab_size)
+        return token_ids
+
+    def _token_ids(self, prompt: PromptLike) -> list[int]:
+        if isinstance(prompt, Mapping):
+            if set(prompt) != {"prompt_token_ids"}:
+                raise ConfigError(f"a prompt has the keys {sorted(prompt)}; it takes 'prompt_token_ids' alone")
+            return [int(token_id) for token_id in prompt["prompt_token_ids"]]
+        if self._tokenizer is None:
+            raise ConfigError("the model's folder has no tokenizer; give prompts as {'prompt_token_ids': [...]}")
+        if isinstance(prompt, str):
+            found: list[int] = self._tokenizer(prompt).input_ids
+        elif self._tokenizer.chat_template is None:
+            raise ConfigError("the tokenizer has no chat template; give a prompt as text instead of messages")
+        else:
+            text = self._tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
+            found = self._tokenizer(text, add_special_tokens=False).input_ids
+        if not found and self._tokenizer.bos_token_id is not None:
+            return [self._tokenizer.bos_token_id]
+        return found
+
+    def _check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        if not token_ids:
+            raise ConfigError("the prompt has no tokens; give it one at least")
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            raise ConfigError(f"token ids lie between 0 and {self._vocab_size - 1}; {max(token_ids)} does not")
+        if self._most_tokens is not None and len(token_ids) + params.max_new_tokens > self._most_tokens:
+            raise ConfigError(
+                f"the prompt's {len(token_ids)} tokens and {params.max_new_tokens} new ones are more than "
+                f"{self._most_tokens}; shorten it or lower max_new_tokens"
+            )
+        if params.stop and self._tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer; give stop_token_ids instead")
+
+
+def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+    """The prompts one by one; messages with roles, one behind the other, are one chat."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and all(isinstance(item, Mapping) and "role" in item for item in prompts):
+        return [cast(Sequence[Mapping[str, Any]], prompts)]
+    return list(prompts)
+
+
+def find_tokenizer(folder: Path) -> Any:
+    """The tokenizer that lies in a model's folder; None where there is none."""
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
