@@ -174,7 +174,10 @@ def test_a_pass_that_is_cut_short_leaves_nothing_behind(
     ("prompt", "params", "message"),
     [
         ({"prompt_token_ids": []}, SamplingParams(), "no tokens"),
-        ({"prompt_token_ids": [3, VOCAB_SIZE]}, SamplingParams(), f"between 0 and {VOCAB_SIZE - 1}"),
+        ({"prompt_token_ids": [3, VOCAB_SIZE]}, SamplingParams(), f"from 0 to {VOCAB_SIZE - 1}, not {VOCAB_SIZE}"),
+        ({"prompt_token_ids": [3, -1]}, SamplingParams(), "not -1"),
+        ({"prompt_token_ids": [3, "4"]}, SamplingParams(), "not '4'"),
+        (None, SamplingParams(), "not a NoneType"),
         ({"prompt_token_ids": [3] * 120}, SamplingParams(max_new_tokens=9), "more than 128; shorten"),
         ({"tokens": [3]}, SamplingParams(), "'tokens'.*'prompt_token_ids' alone"),
         ("text", SamplingParams(), "no tokenizer"),
@@ -286,4 +289,9 @@ def test_stop_strings_and_chats() -> None:
         assert whole.text == "579"
         cut = llm.generate("123+456=", SamplingParams(max_new_tokens=8, stop=("79",)))[0]
         assert (cut.text, cut.finish_reason) == ("5", "stop")
-        assert llm.generate([{"role": "user", "content": "1+1="}])[0].finish_reason in ("stop", "length", "error")
+        chat = llm.generate([{"role": "user", "content": "123+456="}], SamplingParams(max_new_tokens=8))[0]
+        template = llm.tokenizer.chat_template
+        assert (chat.text == "579") if template else ("no chat template" in str(chat.error))
+        llm.tokenizer.chat_template = "{{ raise_exception('no such role') }}"
+        refused = llm.generate([{"role": "user", "content": "1+1="}])[0]
+        assert "the chat template refuses them: no such role" in str(refused.error)

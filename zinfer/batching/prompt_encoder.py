@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
+from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
 from zinfer.batching.sampling_params import SamplingParams
@@ -44,25 +45,34 @@ class PromptEncoder:
         if isinstance(prompt, Mapping):
             if set(prompt) != {"prompt_token_ids"}:
                 raise ConfigError(f"a prompt has the keys {sorted(prompt)}; it takes 'prompt_token_ids' alone")
-            return [int(token_id) for token_id in prompt["prompt_token_ids"]]
+            return list(prompt["prompt_token_ids"])
+        if not isinstance(prompt, Sequence):
+            raise ConfigError(f"a prompt is text, the messages of a chat or token ids, not a {type(prompt).__name__}")
         if self._tokenizer is None:
             raise ConfigError("the model's folder has no tokenizer; give prompts as {'prompt_token_ids': [...]}")
         if isinstance(prompt, str):
             found: list[int] = self._tokenizer(prompt).input_ids
-        elif self._tokenizer.chat_template is None:
-            raise ConfigError("the tokenizer has no chat template; give a prompt as text instead of messages")
         else:
-            text = self._tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
-            found = self._tokenizer(text, add_special_tokens=False).input_ids
+            found = self._tokenizer(self._chat_text(prompt), add_special_tokens=False).input_ids
         if not found and self._tokenizer.bos_token_id is not None:
             return [self._tokenizer.bos_token_id]
         return found
 
-    def _check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+    def _chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        if self._tokenizer.chat_template is None:
+            raise ConfigError("the tokenizer has no chat template; give a prompt as text instead of messages")
+        try:
+            text: str = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ConfigError(f"messages: the chat template refuses them: {error}") from error
+        return text
+
+    def _check(self, token_ids: Sequence[object], params: SamplingParams) -> None:
         if not token_ids:
             raise ConfigError("the prompt has no tokens; give it one at least")
-        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-            raise ConfigError(f"token ids lie between 0 and {self._vocab_size - 1}; {max(token_ids)} does not")
+        for token_id in token_ids:
+            if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
+                raise ConfigError(f"token ids are whole numbers from 0 to {self._vocab_size - 1}, not {token_id!r}")
         if self._most_tokens is not None and len(token_ids) + params.max_new_tokens > self._most_tokens:
             raise ConfigError(
                 f"the prompt's {len(token_ids)} tokens and {params.max_new_tokens} new ones are more than "
