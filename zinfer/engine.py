@@ -1,5 +1,6 @@
 """`init_inference` and `InferenceEngine`: a model that runs as transformers wrote it while its weights stream."""
 
+import functools
 import os
 import threading
 import time
@@ -25,7 +26,7 @@ from zinfer.planning.forecast import beside_request
 from zinfer.planning.machine import MachineLimits, find_limits, free_device_bytes
 from zinfer.planning.model_shape import read_shape
 from zinfer.planning.planner import Plan, make_plan
-from zinfer.planning.prediction import Prediction, find_work, predict
+from zinfer.planning.prediction import BlockWork, PassTime, Prediction, find_work, pass_time, predict
 from zinfer.planning.rates import Rates
 from zinfer.planning.request import Request
 from zinfer.probe.rates import known_rates
@@ -174,10 +175,11 @@ class InferenceEngine(nn.Module):
             PlanError: the model keeps a state whose size is not known.
         """
         request = Request(batch_size, prompt_len, new_tokens)
-        if self._rates is None:
-            self._rates = known_rates(self.device, self._files)
-        work = find_work(self._blocks, read_shape(self.module.config))
-        return predict(self.plan, work, self._rates, request, self._footprint(request))
+        return predict(self.plan, self._work, self._find_rates(), request, self._footprint(request))
+
+    def pass_time(self, num_tokens: int, num_rows: int, cache_bytes: int) -> PassTime:
+        """What one pass takes, by resource; rates as for `predict`, arguments as for `prediction.pass_time`."""
+        return pass_time(self.plan, self._work, self._find_rates(), num_tokens, num_rows, cache_bytes=cache_bytes)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -200,6 +202,15 @@ class InferenceEngine(nn.Module):
         rules, checksums = self.settings.quantization, scheme.checksums if scheme else {}
         form, rounding, quantizes_input = find_form(rules), find_rounding(rules), find_activations(rules)
         return cut_model(self.module, weights, form, rounding, checksums, quantizes_input), weights
+
+    @functools.cached_property
+    def _work(self) -> tuple[BlockWork, ...]:
+        return find_work(self._blocks, read_shape(self.module.config))
+
+    def _find_rates(self) -> Rates:
+        if self._rates is None:
+            self._rates = known_rates(self.device, self._files)
+        return self._rates
 
     def _footprint(self, request: Request) -> Footprint:
         shape, dtype = read_shape(self.module.config), self.module.dtype

@@ -19,6 +19,7 @@ from zinfer.batching.ending import Ending
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, as_list, find_tokenizer
+from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
 from zinfer.batching.runner import PassRunner
 from zinfer.batching.sampler import Logprobs, Sampler
 from zinfer.batching.sampling_params import SamplingParams
@@ -113,6 +114,7 @@ class LLM:
         device = self._engine.device
         shape = read_kv_shape(module.config)
         cache = KVCache(shape, budget.num_pages, budget.page_size, budget.kv_dtype, device)
+        self._budget, self._window = budget, _common_window(module)
         self._runner = PassRunner(self._engine, cache)
         self._batcher = Batcher(
             self._runner,
@@ -121,7 +123,7 @@ class LLM:
             tokens_per_pass=budget.tokens_per_pass,
             most_part_tokens=budget.most_part_tokens,
             max_sequences=budget.max_sequences,
-            window=_common_window(module),
+            window=self._window,
         )
 
     @property
@@ -132,6 +134,23 @@ class LLM:
     def stats(self) -> RunStats:
         """Bytes moved, memory taken and stalls so far."""
         return self._engine.stats()
+
+    def predict(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
+        """What completing such prompts takes on this machine: the passes are rehearsed, nothing is computed.
+
+        Rates are those of `zinfer probe` if it has run here, else measured in a hurry at the first call.
+
+        Args:
+            prompt_lens: tokens of each prompt, one prompt at least.
+            new_tokens: tokens generated after each, for all or one by one.
+
+        Raises:
+            PlanError: a text does not fit the cache even alone.
+        """
+        each = [new_tokens] * len(prompt_lens) if isinstance(new_tokens, int) else new_tokens
+        sizes = rehearse(prompt_lens, each, self._budget, self._window)
+        token_bytes = read_kv_shape(self._engine.module.config).token_bytes(self._budget.kv_dtype)
+        return predict_job(sizes, token_bytes, self._engine.pass_time)
 
     @property
     def num_tokens(self) -> int:

@@ -128,9 +128,9 @@ def predict(plan: Plan, work: Sequence[BlockWork], rates: Rates, request: Reques
         footprint: of the request; the cache's bytes are read.
     """
     rows = request.batch_size
-    prefill = _pass_time(plan, work, rates, rows * request.prompt_len, rows, cache_bytes=0)
+    prefill = pass_time(plan, work, rates, rows * request.prompt_len, rows, cache_bytes=0)
     decode_cache_bytes = footprint.decode_kv_bytes * _CACHE_TOUCHES
-    decode = _pass_time(plan, work, rates, rows, rows, cache_bytes=decode_cache_bytes)
+    decode = pass_time(plan, work, rates, rows, rows, cache_bytes=decode_cache_bytes)
     seconds = prefill.seconds + (request.new_tokens - 1) * decode.seconds
     active_params = sum(each.num_active_params for each in work)
     return Prediction(
@@ -163,9 +163,17 @@ def _work(block: ModelBlock, shape: ModelShape) -> BlockWork:
     )
 
 
-def _pass_time(
+def pass_time(
     plan: Plan, work: Sequence[BlockWork], rates: Rates, num_tokens: int, num_rows: int, *, cache_bytes: int
 ) -> PassTime:
+    """One pass.
+
+    Args:
+        plan, work, rates: as for `predict`.
+        num_tokens: tokens that the layers compute.
+        num_rows: tokens that the head computes.
+        cache_bytes: of keys and values that are read.
+    """
     wired = [(each, home, _wire_bytes(each, home)) for each, home in zip(work, plan.homes, strict=True)]
     disk_bytes = sum(nbytes for _, home, nbytes in wired if home.tier is Tier.DISK)
     # A pageable slab passes through pinned staging; without any pinned memory, on a CPU, it is copied as it lies.

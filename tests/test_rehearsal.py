@@ -1,0 +1,53 @@
+"""A job's rehearsal: the passes that the job then takes, and seconds out of what each of them carries."""
+
+from pathlib import Path
+
+import pytest
+from checkpoints import random_prompts, tiny_checkpoint
+
+from zinfer import LLM, SamplingParams
+from zinfer.batching.rehearsal import PassSize, predict_job
+from zinfer.errors import PlanError
+from zinfer.planning.prediction import PassTime
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize(("tokens_per_pass", "memory"), [(5, "1MB"), (64, "200kB"), (1000, "150kB")])
+def test_the_passes_are_those_of_the_job(folder: Path, tokens_per_pass: int, memory: str) -> None:
+    prompts = random_prompts(17, max_tokens=70, seed=tokens_per_pass)
+    counts = [1 + number % 9 for number in range(len(prompts))]
+    options = {"tokens_per_pass": tokens_per_pass, "kv_cache_memory": memory, "kv_page_size": 4, "max_sequences": 6}
+    with LLM(folder, device="cpu", **options) as llm:
+        predicted = llm.predict(list(map(len, prompts)), counts)
+        params = [SamplingParams(max_new_tokens=count) for count in counts]
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        assert predicted.num_passes == llm.stats().passes
+        assert predicted.tokens_per_pass == llm.num_tokens / predicted.num_passes
+        assert predicted.tokens_per_s == pytest.approx(sum(counts) / predicted.seconds)
+
+
+def test_seconds_are_the_sum_of_the_passes() -> None:
+    sizes = [PassSize(100, 4, 150), PassSize(10, 10, 400), PassSize(10, 10, 410)]
+    seen = []
+
+    def pass_time(num_tokens: int, num_rows: int, cache_bytes: int) -> PassTime:
+        seen.append((num_tokens, num_rows, cache_bytes))
+        return PassTime(num_tokens, 0.0, 2.0, 0.0, num_tokens / 20, cache_bytes / 1e9)
+
+    found = predict_job(sizes, 8, pass_time)
+    assert seen == [(100, 4, 1200), (10, 10, 3200), (10, 10, 3280)]
+    assert found.seconds == 5.0 + 2.0 + 2.0
+    assert (found.num_passes, found.tokens_per_pass, found.bottleneck) == (3, 40.0, "link")
+    assert found.tokens_per_s == 24 / 9
+    assert str(found) == "9 s, 3 passes of 40 tokens (link), 2.7 tokens/s"
+
+
+def test_a_text_that_the_cache_cannot_hold(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", tmp_path)
+    message = r"9000000 prompt tokens and 1 new ones take \d+ pages"
+    with LLM(folder, device="cpu", kv_cache_memory="1MB") as llm, pytest.raises(PlanError, match=message):
+        llm.predict([3, 9_000_000], 1)

@@ -1,0 +1,104 @@
+"""A job's passes before it runs: the scheduler's own decisions over texts without tokens, and what they will take.
+
+Prompts that begin alike, and texts that end early, make a job shorter than this; every prompt counts as new here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zinfer.batching.budget import BatchingBudget
+from zinfer.batching.pages import PagePool
+from zinfer.batching.scheduler import Scheduler
+from zinfer.batching.sequence import Sequence as Text
+from zinfer.planning.prediction import PassTime, speed
+
+
+@dataclass(frozen=True)
+class PassSize:
+    """What one pass carries.
+
+    Attributes:
+        num_tokens: tokens that are computed.
+        num_samples: texts that get a next token.
+        num_context: tokens that are attended to, over all texts.
+    """
+
+    num_tokens: int
+    num_samples: int
+    num_context: int
+
+
+@dataclass(frozen=True)
+class JobPrediction:
+    """What a job takes.
+
+    Attributes:
+        seconds: of all passes.
+        num_passes: walks over the weights.
+        tokens_per_pass: computed in each, on average.
+        tokens_per_s: new tokens a second.
+        bottleneck: the resource that decides how long most passes take.
+    """
+
+    seconds: float
+    num_passes: int
+    tokens_per_pass: float
+    tokens_per_s: float
+    bottleneck: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.seconds:,.3g} s, {self.num_passes:,} passes of {self.tokens_per_pass:,.0f} tokens "
+            f"({self.bottleneck}), {speed(self.tokens_per_s)}"
+        )
+
+
+def rehearse(
+    prompt_lens: Sequence[int], new_tokens: Sequence[int], budget: BatchingBudget, window: int | None = None
+) -> list[PassSize]:
+    """The passes of a job.
+
+    Args:
+        prompt_lens: tokens of each prompt.
+        new_tokens: tokens generated after each.
+        budget: of pages and tokens.
+        window: as for the `Scheduler`.
+
+    Raises:
+        PlanError: a text does not fit the cache even alone.
+    """
+    pool = PagePool(budget.num_pages, budget.page_size)
+    scheduler = Scheduler(pool, token_budget=budget.tokens_per_pass, max_sequences=budget.max_sequences, window=window)
+    for number, (prompt_len, count) in enumerate(zip(prompt_lens, new_tokens, strict=True)):
+        # A first token of its own, so that no two begin alike.
+        scheduler.add(Text(number, (number, *[0] * (prompt_len - 1)), count))
+    sizes = []
+    while (coming := scheduler.schedule()) is not None:
+        next_ids = {chunk.sequence.number: 0 for chunk in coming.chunks if chunk.samples}
+        num_context = sum(chunk.end for chunk in coming.chunks)
+        sizes.append(PassSize(coming.num_tokens, len(next_ids), num_context))
+        scheduler.advance(coming, next_ids)
+    return sizes
+
+
+def predict_job(
+    sizes: Sequence[PassSize], token_bytes: int, pass_time: Callable[[int, int, int], PassTime]
+) -> JobPrediction:
+    """How long the passes of a job take.
+
+    Args:
+        sizes: of the passes, one at least.
+        token_bytes: of one token's keys and values in all layers.
+        pass_time: seconds of a pass by its tokens, its texts and the bytes of keys and values that it reads.
+    """
+    times = [pass_time(size.num_tokens, size.num_samples, size.num_context * token_bytes) for size in sizes]
+    seconds = sum(each.seconds for each in times)
+    names = [each.bottleneck for each in times]
+    num_tokens, num_new = sum(size.num_tokens for size in sizes), sum(size.num_samples for size in sizes)
+    return JobPrediction(
+        seconds=seconds,
+        num_passes=len(sizes),
+        tokens_per_pass=num_tokens / len(sizes),
+        tokens_per_s=num_new / seconds,
+        bottleneck=max(set(names), key=names.count),
+    )
