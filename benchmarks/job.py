@@ -4,7 +4,8 @@
 
 Each case runs twice, weights on the device and weights in host memory: OPT-shaped layers, prompts of random tokens,
 greedy. ``tokens_per_s`` counts new tokens; ``matrix_tflops`` is two operations for each parameter of the layers and
-token computed; ``streamed_over_resident`` the resident job's seconds over the streamed one's. A small job of the same
+token computed; ``streamed_over_resident`` the resident job's seconds over the streamed one's, ``over_predicted`` a
+job's seconds over what was predicted (as if no two prompts began alike). A small job of the same
 shapes comes first in each engine, as a warm-up.
 
 A correctness gate: resident and streamed weights give the same tokens. The last line is JSON.
@@ -65,12 +66,14 @@ class Bench:
             begin_s = time.perf_counter()
             found = llm.generate(self._prompts, params)
             seconds = time.perf_counter() - begin_s
+            predicted = llm.predict([args.prompt] * args.prompts, args.new)
             stats = llm.stats()
             passes, tokens = stats.passes - passes, llm.num_tokens - tokens
         if any(completion.error for completion in found):
             raise SystemExit(f"gate: {case}: {next(each.error for each in found if each.error)}")
         figures = {
             "seconds": round(seconds, 3),
+            "over_predicted": round(seconds / predicted.seconds, 4),
             "passes": passes,
             "tokens_per_pass": round(tokens / passes, 1),
             "tokens_per_s": round(len(found) * args.new / seconds, 1),
