@@ -8,7 +8,7 @@ from checkpoints import VOCAB_SIZE
 from ragged_models import FAMILIES, Reference, tiny_model
 
 import zinfer
-from zinfer.batching.adapters import INTERFACED, OwnAttention, is_known
+from zinfer.batching.adapters import INTERFACED, OwnAttention, check_family, is_known
 from zinfer.errors import ConfigError
 
 
@@ -45,3 +45,21 @@ def test_a_family_that_is_not_known() -> None:
     model.config.model_type = "lama"
     with pytest.raises(ConfigError, match=r"a lama model cannot run in ragged batches yet; known are bloom, cohere"):
         OwnAttention(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}, "see later ones"),
+        ("llama", {"layer_types": ["full_attention", "chunked_attention"]}, "layers of the kind chunked_attention"),
+        ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "type longrope, which depend on the longest text"),
+    ],
+)
+def test_options_that_would_come_out_otherwise(family: str, options: dict[str, object], message: str) -> None:
+    model = tiny_model(family)
+    check_family(model)
+    for name, value in options.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ConfigError, match=rf"this {family} model .*{message}.*; use zinfer\.init_inference"):
+        check_family(model)

@@ -60,20 +60,31 @@ def check_family(model: PreTrainedModel) -> str:
     """The model's type.
 
     Raises:
-        ConfigError: the family is not known here, or its positions depend on the longest text of a batch.
+        ConfigError: the family is not known here, or an option of the model's is not.
     """
     config: Any = model.config.get_text_config(decoder=True)
     model_type: str = config.model_type
-    growing = _rope_types(getattr(config, "rope_parameters", None)) & _GROWING
-    if growing:
-        raise ConfigError(
-            f"rotary positions of type {', '.join(sorted(growing))} depend on the longest text of a batch, so texts "
-            "would change one another; use zinfer.init_inference for this model"
-        )
+    if (oddity := _oddity(config)) is not None:
+        raise ConfigError(f"this {model_type} model {oddity}; use zinfer.init_inference for it")
     if not is_known(model_type):
         known = ", ".join(sorted(INTERFACED | set(_OWN)))
         raise ConfigError(f"a {model_type} model cannot run in ragged batches yet; known are {known}")
     return model_type
+
+
+def _oddity(config: Any) -> str | None:
+    """Why texts side by side would come out otherwise than alone, or than in transformers."""
+    growing = _rope_types(getattr(config, "rope_parameters", None)) & _GROWING
+    if growing:
+        return f"has rotary positions of type {', '.join(sorted(growing))}, which depend on the longest text of a batch"
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+        return "lets tokens see later ones (use_bidirectional_attention, is_causal), which are not there yet"
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"has layers of the kind {', '.join(sorted(kinds))}, and pages know full and sliding attention"
+    if getattr(config, "slow_but_exact", False) and getattr(config, "pretraining_tp", 1) > 1:
+        return "sums its projections in slices (slow_but_exact), which is not available in ragged batches"
+    return None
 
 
 def _rope_types(parameters: object) -> set[str]:
