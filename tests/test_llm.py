@@ -177,6 +177,8 @@ def test_a_pass_that_is_cut_short_leaves_nothing_behind(
         ({"prompt_token_ids": [3, VOCAB_SIZE]}, SamplingParams(), f"from 0 to {VOCAB_SIZE - 1}, not {VOCAB_SIZE}"),
         ({"prompt_token_ids": [3, -1]}, SamplingParams(), "not -1"),
         ({"prompt_token_ids": [3, "4"]}, SamplingParams(), "not '4'"),
+        ({"prompt_token_ids": None}, SamplingParams(), "list of whole numbers, not a NoneType"),
+        ({"prompt_token_ids": "34"}, SamplingParams(), "list of whole numbers, not a str"),
         (None, SamplingParams(), "not a NoneType"),
         ({"prompt_token_ids": [3] * 120}, SamplingParams(max_new_tokens=9), "more than 128; shorten"),
         ({"tokens": [3]}, SamplingParams(), "'tokens'.*'prompt_token_ids' alone"),
@@ -218,6 +220,43 @@ def test_damaged_weights_are_told(folder: Path) -> None:
     assert "not finite" in str(found[0].error)
 
 
+def test_a_damaged_text_damages_no_other(folder: Path) -> None:
+    """A prompt with the one token whose embedding is not a number, and one that begins like it, also in later calls."""
+    good = [9 + place % 90 for place in range(24)]
+    params = SamplingParams(max_new_tokens=4)
+    with LLM(folder, device="cpu", kv_page_size=4, kv_cache_memory="1MB") as llm:
+        wanted = llm.generate(by_ids([good]), params)[0].token_ids
+    with LLM(model_with_nan(folder), device="cpu", kv_page_size=4, kv_cache_memory="1MB") as llm:
+        bad = llm.generate(by_ids([[*good[:16], 7, *good[17:]]]), params)[0]
+        assert bad.finish_reason == "error"
+        after = llm.generate(by_ids([good, [*good[:12], 5, 6]]), params)
+        assert after[0].token_ids == wanted
+        assert after[1].error is None
+
+
+def model_with_nan(folder: Path) -> AutoModelForCausalLM:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.embed_tokens.weight.data[7] = float("nan")
+    return model
+
+
+def test_a_window_that_nothing_heeds(tmp_path: Path, prompts: list[list[int]]) -> None:
+    tiny_checkpoint("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 16}))
+    with LLM(tmp_path, device="cpu", kv_page_size=4, kv_cache_memory="100kB") as llm:
+        params = SamplingParams(max_new_tokens=30)
+        together = llm.generate(by_ids(prompts), params)
+        assert [llm.generate([prompt], params)[0].token_ids for prompt in by_ids(prompts)] == [
+            each.token_ids for each in together
+        ]
+
+
+def test_a_prompt_given_twice_is_drawn_twice(llm: LLM, prompts: list[list[int]]) -> None:
+    found = llm.generate(by_ids([prompts[0]] * 4), SamplingParams(max_new_tokens=8, temperature=3.0))
+    assert len({each.token_ids for each in found}) == 4
+
+
 def test_as_many_params_as_prompts(llm: LLM) -> None:
     with pytest.raises(zinfer.errors.ConfigError, match="2 params for 1 prompts"):
         llm.generate([{"prompt_token_ids": [3]}], [SamplingParams(), SamplingParams()])
@@ -237,7 +276,7 @@ def test_closed_twice_and_used_after(folder: Path) -> None:
     llm = LLM(folder, device="cpu", kv_cache_memory="1MB")
     llm.close()
     llm.close()
-    with pytest.raises(RuntimeError, match="destroyed"):
+    with pytest.raises(RuntimeError, match="this LLM was closed"):
         llm.generate({"prompt_token_ids": [3]}, SamplingParams(max_new_tokens=1))
 
 

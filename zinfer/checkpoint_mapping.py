@@ -70,7 +70,8 @@ class CheckpointMapping:
             return
         if chain == _STACKED_AND_JOINED and len({len(own) for own in lists}) == 1:
             pieces = [piece for expert in zip(*lists, strict=True) for piece in expert]
-        joined = JoinedTensor.of(target, shape, pieces)
+        alike = chain == _JOINED or all(len({piece.shape for piece in own}) == 1 for own in lists if own)
+        joined = JoinedTensor.of(target, shape, pieces) if alike else None
         if joined is not None:
             self.found[target] = joined
             return

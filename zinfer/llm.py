@@ -1,6 +1,7 @@
 """Completes any number of prompts by continuous batching, over weights that are resident or stream."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from zinfer.batching.adapters import check_family
+from zinfer.batching.adapters import check_family, has_windows
 from zinfer.batching.batcher import Batcher, Finished
 from zinfer.batching.budget import BatchingBudget, find_budget
 from zinfer.batching.ending import Ending
@@ -105,6 +106,7 @@ class LLM:
         """Make what stands on the engine."""
         settings = self._engine.settings
         self._closed = self._is_streaming = False
+        self._seen: Counter[tuple[int, ...]] = Counter()
         module = self._engine.module
         self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
         vocab_size = int(module.config.get_text_config().vocab_size)
@@ -188,9 +190,12 @@ class LLM:
         each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(several):
             raise ConfigError(f"{len(each)} params for {len(several)} prompts; give one, or as many as prompts")
+        if self._closed:
+            raise RuntimeError("this LLM was closed; make a new one")
         if self._is_streaming:
             raise RuntimeError("another call of this LLM is under way; take all of its completions, or leave it, first")
         waiting: dict[int, tuple[int, int]] = {}
+        self._seen.clear()
         self._is_streaming = True
         try:
             for index, (prompt, own) in enumerate(zip(several, each, strict=True)):
@@ -203,15 +208,20 @@ class LLM:
                 for finished in self._batcher.step():
                     yield _completion(finished, *waiting.pop(finished.number))
         finally:
-            self._batcher.abort()
-            self._is_streaming = False
+            try:
+                self._batcher.abort()
+            finally:
+                self._is_streaming = False
 
     def close(self) -> None:
         """Give memory, threads and files back. May be called again."""
         if not self._closed:
             self._closed = True
-            self._runner.close()
-            self._engine.destroy()
+            try:
+                self._runner.close()
+            finally:
+                self._engine.destroy()
+                del self._runner, self._batcher  # and with them the cache
 
     def __enter__(self) -> Self:
         return self
@@ -225,9 +235,11 @@ class LLM:
         """Hand a prompt's ``n`` texts to the batcher."""
         token_ids = self._encoder.encode(prompt, params)
         ends = frozenset() if params.ignore_eos else self._end_token_ids
+        repeat = self._seen[tuple(token_ids)]
+        self._seen[tuple(token_ids)] += 1
         for sample in range(params.n):
             ending = Ending(self.tokenizer, ends | {*params.stop_token_ids}, params.stop, params.max_new_tokens)
-            seed = _seed(params.seed, token_ids, sample)
+            seed = _seed(params.seed, token_ids, repeat, sample)
             number = self._batcher.add(token_ids, params, seed=seed, ending=ending, end_token_ids=ends)
             waiting[number] = index, sample
 
@@ -244,16 +256,18 @@ def _completion(finished: Finished, prompt_index: int, sample_index: int) -> Com
     )
 
 
-def _seed(stated: int | None, token_ids: Sequence[int], sample: int) -> int:
-    """A text's seed: the stated one, else what the prompt decides; another for each of its samples."""
+def _seed(stated: int | None, token_ids: Sequence[int], repeat: int, sample: int) -> int:
+    """A text's seed: the stated one, else what the prompt decides and how often it came before in the call."""
     if stated is not None and sample == 0:
         return stated
-    key = f"{'' if stated is None else stated} {sample} {list(token_ids)}".encode()
+    key = f"{repeat if stated is None else stated} {sample} {list(token_ids)}".encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
 
 
 def _common_window(module: PreTrainedModel) -> int | None:
     """The widest of the layers' windows; None where a layer has none."""
+    if not has_windows(check_family(module)):
+        return None
     windows = read_shape(module.config).windows
     return max((window for window in windows if window is not None), default=None) if all(windows) else None
 

@@ -13,6 +13,7 @@ from zinfer.batching.sampler import Logprobs, Row, Sampler, row_uniform
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.batching.scheduler import Scheduler
 from zinfer.batching.sequence import Sequence as Text
+from zinfer.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,14 @@ class Batcher:
             PlanError: the cache could not hold it even alone.
         """
         sequence = Text(self._num_added, tuple(prompt_ids), params.max_new_tokens)
-        self._scheduler.add(sequence)
+        # First what abort needs: Ctrl-C may strike between any two lines.
         self._num_added += 1
         self._writing[sequence.number] = _Writing(sequence, params, seed, ending, end_token_ids)
+        try:
+            self._scheduler.add(sequence)
+        except PlanError:
+            del self._writing[sequence.number]
+            raise
         return sequence.number
 
     def step(self) -> list[Finished]:
@@ -143,14 +149,17 @@ class Batcher:
 
         After a pass that was cut short no page is found again: some were to be filled by it.
         """
+        if not self._writing and not self._in_pass:
+            return
+        was_in_pass, self._in_pass = self._in_pass, True  # until this is done: a second Ctrl-C may cut it short too
         for each in self._writing.values():
             self._cache.forget(each.sequence.number)
-            if not self._in_pass:
+            if not was_in_pass:
                 self._scheduler.abort(each.sequence)
         self._writing.clear()
-        if self._in_pass:
+        if was_in_pass:
             self._scheduler = self._new_scheduler()
-            self._in_pass = False
+        self._in_pass = False
 
     def _new_scheduler(self) -> Scheduler:
         pool = PagePool(self._cache.num_pages, self._cache.page_size)
@@ -166,6 +175,8 @@ class Batcher:
                 self._scheduler.abort(each.sequence)
         next_ids = {each.sequence.number: token_id for each, token_id in zip(rows, token_ids, strict=True)}
         self._scheduler.advance(computed, next_ids)
+        if broken:  # their pages, and tokens before the one that broke them, may hold no numbers either
+            self._scheduler.pool.forget()
         return [found for each in rows if (found := self._finished(each, broken)) is not None]
 
     def _finished(self, each: _Writing, broken: set[int]) -> Finished | None:

@@ -120,6 +120,13 @@ class PagePool:
         sequence.pages = []
         sequence.num_dropped = 0
 
+    def forget(self) -> None:
+        """Let nothing be found that was published so far: what lies there may be damaged."""
+        self._blank += self._idle
+        self._idle.clear()
+        self._found.clear()
+        self._key_of = [None] * self.num_pages
+
     def _key(self, sequence: Sequence, index: int) -> _Key:
         begin = index * self.page_size
         return sequence.prefix, sequence.tokens(begin, begin + self.page_size)

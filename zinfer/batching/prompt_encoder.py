@@ -45,20 +45,29 @@ class PromptEncoder:
         if isinstance(prompt, Mapping):
             if set(prompt) != {"prompt_token_ids"}:
                 raise ConfigError(f"a prompt has the keys {sorted(prompt)}; it takes 'prompt_token_ids' alone")
-            return list(prompt["prompt_token_ids"])
+            token_ids = prompt["prompt_token_ids"]
+            if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
+                raise ConfigError(f"prompt_token_ids is a list of whole numbers, not a {type(token_ids).__name__}")
+            return list(token_ids)
         if not isinstance(prompt, Sequence):
             raise ConfigError(f"a prompt is text, the messages of a chat or token ids, not a {type(prompt).__name__}")
         if self._tokenizer is None:
             raise ConfigError("the model's folder has no tokenizer; give prompts as {'prompt_token_ids': [...]}")
-        if isinstance(prompt, str):
-            found: list[int] = self._tokenizer(prompt).input_ids
-        else:
-            found = self._tokenizer(self._chat_text(prompt), add_special_tokens=False).input_ids
+        found = self._tokens_of(prompt) if isinstance(prompt, str) else self._tokens_of(self._chat_text(prompt), False)
         if not found and self._tokenizer.bos_token_id is not None:
             return [self._tokenizer.bos_token_id]
         return found
 
+    def _tokens_of(self, text: str, adds_special: bool = True) -> list[int]:
+        try:
+            found: list[int] = self._tokenizer(text, add_special_tokens=adds_special).input_ids
+        except (TypeError, ValueError) as error:  # half of a surrogate pair, for one
+            raise ConfigError(f"the tokenizer refuses the prompt: {error}") from error
+        return found
+
     def _chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise ConfigError("a list is the messages of a chat; give token ids as {'prompt_token_ids': [...]}")
         if self._tokenizer.chat_template is None:
             raise ConfigError("the tokenizer has no chat template; give a prompt as text instead of messages")
         try:

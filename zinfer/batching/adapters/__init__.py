@@ -51,6 +51,17 @@ def is_known(model_type: str) -> bool:
     return model_type in INTERFACED or model_type in _OWN
 
 
+_WINDOWED: Final = frozenset(
+    ("gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "starcoder2")
+)
+"""Families whose attention is told of a window; in the configs of others a window may stand that nothing heeds."""
+
+
+def has_windows(model_type: str) -> bool:
+    """Whether layers of the family see the last tokens only where the config says so."""
+    return model_type in _WINDOWED
+
+
 def wants_mask(model_type: str) -> bool:
     """Whether the family's code takes a mask's being there for granted."""
     return model_type == "mpt"

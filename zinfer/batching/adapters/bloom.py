@@ -3,8 +3,9 @@
 from typing import Any, Final
 
 import torch
-from transformers.models.bloom.modeling_bloom import BloomAttention, _get_alibi_slopes
+from transformers.models.bloom.modeling_bloom import BloomAttention
 
+from zinfer.batching.adapters.alibi import alibi_slopes
 from zinfer.batching.attention import attend
 from zinfer.kernels.attention_rule import AttentionRule
 
@@ -17,7 +18,7 @@ def forward(
     """As `BloomAttention.forward`, over pages: hidden_states and residual [1, tokens, hidden]."""
     tokens = hidden_states.shape[1]
     fused = module.query_key_value(hidden_states).view(tokens, module.num_heads, 3, module.head_dim)
-    slopes = _get_alibi_slopes(module.num_heads, hidden_states.device)
+    slopes = alibi_slopes(module.num_heads, hidden_states.device)
     rule = AttentionRule(module.inv_norm_factor, alibi_slopes=slopes)
     out = attend(module.layer_idx, fused[:, :, 0], fused[:, :, 1], fused[:, :, 2], rule)
     return module.dense(out.reshape(1, tokens, -1)) + residual, None

@@ -3,9 +3,9 @@
 from typing import Any, Final
 
 import torch
-from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
+from zinfer.batching.adapters.alibi import alibi_slopes
 from zinfer.batching.attention import attend
 from zinfer.kernels.attention_rule import AttentionRule
 
@@ -32,7 +32,7 @@ def forward(
         turned = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], *position_embeddings)
         query, key = (part[0].transpose(0, 1) for part in turned)
     else:
-        slopes = _get_alibi_slopes(module.num_heads, hidden_states.device) * module.inv_norm_factor
+        slopes = alibi_slopes(module.num_heads, hidden_states.device) * module.inv_norm_factor
     out = attend(module.layer_idx, query, key, value, AttentionRule(module.inv_norm_factor, alibi_slopes=slopes))
     return module.dense(out.reshape(1, out.shape[0], -1)), None
 
