@@ -1,0 +1,70 @@
+"""zinfer's own keys, the section `zinfer`; part of the table in `zinfer.config.triage`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zinfer.config import values
+from zinfer.config.key import Key, honoured, section
+
+OWN_KEYS: Final[tuple[Key, ...]] = (
+    section("zinfer", "zinfer's own keys; as keyword arguments they may also stand alone"),
+    *(
+        honoured(f"zinfer.max_{kind}_memory", values.size_bytes, reason, field=f"memory.max_{kind}_memory")
+        for kind, reason in (
+            ("device", 'most device memory, in bytes or as "24GB"'),
+            ("host", "most host memory, pinned included"),
+            ("pinned", "most page-locked host memory"),
+        )
+    ),
+    *(
+        honoured(f"zinfer.{name}", values.count(1), f"{reason}; the plan leaves room for it", field=f"batch.{name}")
+        for name, reason in (
+            ("batch_size", "prompts computed together"),
+            ("prompt_len", "tokens of the longest prompt"),
+            ("new_tokens", "tokens generated after each"),
+        )
+    ),
+    honoured(
+        "zinfer.tokens_per_pass",
+        values.count(1),
+        "most tokens of a ragged batch of zinfer.LLM",
+        field="batching.tokens_per_pass",
+    ),
+    honoured(
+        "zinfer.max_sequences",
+        values.count(1),
+        "most texts that run at once in zinfer.LLM",
+        field="batching.max_sequences",
+    ),
+    honoured(
+        "zinfer.kv_cache_memory",
+        values.size_bytes,
+        "device memory for the keys and values of zinfer.LLM",
+        field="batching.kv_cache_memory",
+    ),
+    honoured(
+        "zinfer.kv_cache_dtype",
+        values.choice("auto", "int8", "fp8"),
+        "how keys and values are kept; auto: in the model's dtype",
+        field="batching.kv_cache_dtype",
+        default="auto",
+    ),
+    honoured("zinfer.kv_page_size", values.count(1), "tokens of a page of the KV cache", field="batching.kv_page_size"),
+    honoured("zinfer.num_slots", values.count(1), "device slots that blocks stream through", field="num_slots"),
+    honoured(
+        "zinfer.synchronous",
+        values.flag,
+        "every copy is waited for: slow, for comparison",
+        field="synchronous",
+        default=False,
+    ),
+    honoured("zinfer.trace", values.path, "file for a Perfetto trace of reads, copies and computes", field="trace"),
+    honoured(
+        "zinfer.device",
+        values.choice("auto", "cuda", "cpu"),
+        "where the model computes",
+        field="device",
+        default="auto",
+    ),
+)
