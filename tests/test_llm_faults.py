@@ -1,0 +1,159 @@
+"""`zinfer.LLM`: prompts, sizes and models that cannot be used, calls that are cut short, left or mixed."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from checkpoints import VOCAB_SIZE, tiny_checkpoint
+from llm_support import NUM_NEW, alone, by_ids, folder, llm, prompts, token_bytes
+from transformers import AutoModelForCausalLM
+
+import zinfer
+from zinfer import LLM, SamplingParams
+from zinfer.batching.runner import PassRunner
+
+__all__ = ["alone", "folder", "llm", "prompts"]  # fixtures
+
+
+def test_stream_gives_each_as_it_ends_and_may_be_left(llm: LLM, prompts: list[list[int]]) -> None:
+    params = [SamplingParams(max_new_tokens=1 + 3 * (number % 3)) for number in range(6)]
+    seen = [each.prompt_index for each in llm.stream(by_ids(prompts[:6]), params)]
+    assert sorted(seen) == list(range(6))
+    assert seen[:2] == [0, 3]
+    for _ in llm.stream(by_ids(prompts), SamplingParams(max_new_tokens=8)):
+        break
+    again = llm.generate(by_ids(prompts[:6]), params)
+    assert [len(each.token_ids) for each in again] == [1, 4, 7, 1, 4, 7]
+
+
+def test_a_pass_that_is_cut_short_leaves_nothing_behind(
+    llm: LLM, prompts: list[list[int]], alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages that it was to fill hold something else, and must not be found by the same prompts."""
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    params = SamplingParams(max_new_tokens=NUM_NEW)
+    with monkeypatch.context() as patched:
+        patched.setattr(PassRunner, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(by_ids(prompts), params)
+    assert [each.token_ids for each in llm.generate(by_ids(prompts), params)] == alone
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ({"prompt_token_ids": []}, SamplingParams(), "no tokens"),
+        ({"prompt_token_ids": [3, VOCAB_SIZE]}, SamplingParams(), f"from 0 to {VOCAB_SIZE - 1}, not {VOCAB_SIZE}"),
+        ({"prompt_token_ids": [3, -1]}, SamplingParams(), "not -1"),
+        ({"prompt_token_ids": [3, "4"]}, SamplingParams(), "not '4'"),
+        ({"prompt_token_ids": None}, SamplingParams(), "list of whole numbers, not a NoneType"),
+        ({"prompt_token_ids": "34"}, SamplingParams(), "list of whole numbers, not a str"),
+        (None, SamplingParams(), "not a NoneType"),
+        ({"prompt_token_ids": [3] * 120}, SamplingParams(max_new_tokens=9), "more than 128; shorten"),
+        ({"tokens": [3]}, SamplingParams(), "'tokens'.*'prompt_token_ids' alone"),
+        ("text", SamplingParams(), "no tokenizer"),
+        ({"prompt_token_ids": [3]}, SamplingParams(max_new_tokens=2, stop=("x",)), "stop strings need a tokenizer"),
+    ],
+)
+def test_a_bad_prompt_stops_no_other(
+    llm: LLM,
+    prompts: list[list[int]],
+    alone: list[tuple[int, ...]],
+    prompt: object,
+    params: SamplingParams,
+    message: str,
+) -> None:
+    own = SamplingParams(max_new_tokens=NUM_NEW)
+    found = llm.generate([*by_ids(prompts[:1]), prompt, *by_ids(prompts[1:2])], [own, params, own])  # type: ignore[list-item]
+    assert [each.finish_reason for each in found] == ["length", "error", "length"]
+    assert found[1].error is not None
+    assert [each.token_ids for each in found] == [alone[0], (), alone[1]]
+    assert re.search(message, found[1].error)
+
+
+def test_a_text_that_the_cache_cannot_hold(folder: Path) -> None:
+    with LLM(folder, device="cpu", kv_page_size=8, kv_cache_memory=4 * 8 * token_bytes(folder)) as llm:
+        long, short = llm.generate(by_ids([[3] * 40, [3] * 20]), SamplingParams(max_new_tokens=3))
+    assert long.error is not None
+    assert "6 pages of 8 tokens, but the KV cache has 4" in long.error
+    assert len(short.token_ids) == 3
+
+
+def test_damaged_weights_are_told(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    model.lm_head.weight.data[7] = float("nan")
+    with LLM(model, device="cpu", kv_cache_memory="1MB") as llm:
+        found = llm.generate({"prompt_token_ids": [3, 4]}, SamplingParams(max_new_tokens=2))
+    assert [each.finish_reason for each in found] == ["error"]
+    assert "not finite" in str(found[0].error)
+
+
+def test_a_damaged_text_damages_no_other(folder: Path) -> None:
+    """A prompt with the one token whose embedding is not a number, and one that begins like it, also in later calls."""
+    good = [9 + place % 90 for place in range(24)]
+    params = SamplingParams(max_new_tokens=4)
+    with LLM(folder, device="cpu", kv_page_size=4, kv_cache_memory="1MB") as llm:
+        wanted = llm.generate(by_ids([good]), params)[0].token_ids
+    with LLM(model_with_nan(folder), device="cpu", kv_page_size=4, kv_cache_memory="1MB") as llm:
+        bad = llm.generate(by_ids([[*good[:16], 7, *good[17:]]]), params)[0]
+        assert bad.finish_reason == "error"
+        after = llm.generate(by_ids([good, [*good[:12], 5, 6]]), params)
+        assert after[0].token_ids == wanted
+        assert after[1].error is None
+
+
+def model_with_nan(folder: Path) -> AutoModelForCausalLM:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.embed_tokens.weight.data[7] = float("nan")
+    return model
+
+
+def test_as_many_params_as_prompts(llm: LLM) -> None:
+    with pytest.raises(zinfer.errors.ConfigError, match="2 params for 1 prompts"):
+        llm.generate([{"prompt_token_ids": [3]}], [SamplingParams(), SamplingParams()])
+
+
+def test_calls_do_not_mix(llm: LLM, prompts: list[list[int]]) -> None:
+    first = llm.stream(by_ids(prompts), SamplingParams(max_new_tokens=8))
+    next(first)
+    with pytest.raises(RuntimeError, match="another call of this LLM is under way"):
+        llm.generate(by_ids(prompts))
+    assert len(list(first)) == len(prompts) - 1
+    assert len(llm.generate(tuple(by_ids(prompts[:2])), SamplingParams(max_new_tokens=1))) == 2
+    assert llm.generate([]) == []
+
+
+def test_closed_twice_and_used_after(folder: Path) -> None:
+    llm = LLM(folder, device="cpu", kv_cache_memory="1MB")
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="this LLM was closed"):
+        llm.generate({"prompt_token_ids": [3]}, SamplingParams(max_new_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_page_size": 48}, r"zinfer\.kv_page_size is 48; give a power of two"),
+        ({"kv_cache_memory": 1000}, r"a page of the KV cache, 64 tokens, takes .* raise zinfer\.kv_cache_memory"),
+        ({"kv_cache_dtype": "int4"}, r"kv_cache_dtype.*\"fp8\""),
+        ({"tokens_per_pass": 0}, r"tokens_per_pass.* at least 1"),
+    ],
+)
+def test_sizes_that_cannot_be(folder: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, device="cpu", **options)
+
+
+def test_positions_that_follow_the_longest_text_are_refused(tmp_path: Path) -> None:
+    tiny_checkpoint("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(zinfer.errors.ConfigError, match="type dynamic, which depend on the longest text of a batch"):
+        LLM(tmp_path, device="cpu")
