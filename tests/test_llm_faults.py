@@ -157,3 +157,17 @@ def test_positions_that_follow_the_longest_text_are_refused(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(zinfer.errors.ConfigError, match="type dynamic, which depend on the longest text of a batch"):
         LLM(tmp_path, device="cpu")
+
+
+def test_a_family_is_refused_before_a_quantized_copy_is_written(tmp_path: Path) -> None:
+    folder, copies = tiny_checkpoint("llama", tmp_path / "model"), tmp_path / "copies"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"model_type": "olmo", "architectures": ["OlmoForCausalLM"]})
+    )
+    copies.mkdir()
+    offload = {"device": "nvme", "nvme_path": str(copies)}
+    settings = {"zero_optimization": {"offload_param": offload}, "zinfer": {"quantization": {"bits": 8}}}
+    with pytest.raises(zinfer.errors.ConfigError, match="a olmo model cannot run in ragged batches yet"):
+        LLM(folder, settings, device="cpu")
+    assert list(copies.iterdir()) == []

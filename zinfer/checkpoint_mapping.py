@@ -5,14 +5,13 @@ stacking and joining along the first dimension leave every byte as it is, so tha
 changes bytes (a transposition, a permutation, a split) is refused by name.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Final
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from zinfer.checkpoint import JoinedTensor, TensorEntry
 
@@ -47,7 +46,7 @@ class CheckpointMapping:
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
         gathered: dict[str, dict[str, list[TensorEntry]]] = defaultdict(lambda: defaultdict(list))
-        for name in sorted(entries, key=_natural):
+        for name in sorted(entries, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(shapes))
             if target not in shapes:
                 continue
@@ -81,8 +80,3 @@ class CheckpointMapping:
 
 def _told(chain: tuple[tuple[str, Any], ...]) -> str:
     return ", ".join(f"{name}(dim={dim})" if dim is not None else name for name, dim in chain)
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Numbers in names by their value: expert 10 comes after expert 9."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]

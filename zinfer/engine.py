@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from zinfer.probe.rates import known_rates
 from zinfer.quantization.forms import check_patterns, find_activations, find_form, find_rounding
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.quantization.stored import find_stored_scheme
-from zinfer.runtime import Runtime
+from zinfer.runtime import Runtime, check_trace
 from zinfer.sequence_length import check_input, check_length, check_room
 from zinfer.store.first_use import stored_copy
 from zinfer.weights import Weight, load_buffers, match_weights
@@ -93,20 +93,22 @@ class InferenceEngine(nn.Module):
                 by default the batch that the settings state.
         """
         super().__init__()
-        _check_trace(settings.trace)
+        check_trace(settings.trace)
         limits = find_limits(settings)
         self.settings = settings
         self.device = limits.device
         self.module, checkpoint = _find_model(model, settings)
         check_room(self.module, settings.min_out_tokens)
         check_patterns(settings.quantization, self.module)
+        # Before a quantized copy is written: whoever asks for room may refuse the model.
+        reserve = find_reserve(self.module, free_device_bytes(limits)) if find_reserve else None
         blocks, weights = self._cut(checkpoint)
         if checkpoint and (copy := stored_copy(checkpoint, blocks, self.module.dtype, settings)):
             checkpoint = copy
             blocks, weights = self._cut(copy)
         layers = [block.block.index for block in blocks if block.is_layer]
         self._blocks = tuple(blocks)
-        limits = self._beside_others(limits, find_reserve)
+        limits = self._beside_others(limits, reserve)
         self.plan: Plan = make_plan([block.block for block in blocks], layers, limits, settings)
         self._files = tuple(checkpoint.files) if checkpoint else None
         self._rates: Rates | None = None
@@ -212,17 +214,21 @@ class InferenceEngine(nn.Module):
             self._rates = known_rates(self.device, self._files)
         return self._rates
 
+    @property
+    def _dequantized_bytes(self) -> int:
+        return most_dequantized_bytes(block.block for block in self._blocks)
+
     def _footprint(self, request: Request) -> Footprint:
         shape, dtype = read_shape(self.module.config), self.module.dtype
-        dequantized_bytes = most_dequantized_bytes(block.block for block in self._blocks)
         on_cuda = self.device.type == "cuda"
-        return find_footprint(shape, dtype, request, on_cuda=on_cuda, dequantized_bytes=dequantized_bytes)
+        return find_footprint(shape, dtype, request, on_cuda=on_cuda, dequantized_bytes=self._dequantized_bytes)
 
-    def _beside_others(self, limits: MachineLimits, find_reserve: FindReserve | None) -> MachineLimits:
+    def _beside_others(self, limits: MachineLimits, reserve: Footprint | None) -> MachineLimits:
         """The budgets, less what others take of the device: by default the batch that the configuration states."""
         free_bytes = free_device_bytes(limits)
-        if find_reserve is not None:
-            return beside_request(limits, free_bytes, self.settings, find_reserve(self.module, free_bytes))
+        if reserve is not None:
+            whole = replace(reserve, activation_bytes=reserve.activation_bytes + self._dequantized_bytes)
+            return beside_request(limits, free_bytes, self.settings, whole)
         batch = self.settings.batch
         if batch.batch_size is None or batch.prompt_len is None or batch.new_tokens is None:
             return limits
@@ -256,14 +262,6 @@ class InferenceEngine(nn.Module):
         if isinstance(value, tuple):
             return tuple(self._moved(item) for item in value)
         return value
-
-
-def _check_trace(path: Path | None) -> None:
-    """Said now, not after a run of hours."""
-    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise ConfigError(
-            f"zinfer.trace is {path}, but {path.parent} is no folder that can be written to; make it first"
-        )
 
 
 def _find_model(

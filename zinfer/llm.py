@@ -9,14 +9,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import check_family, has_windows
 from zinfer.batching.batcher import Batcher, Finished
 from zinfer.batching.budget import BatchingBudget, find_budget
-from zinfer.batching.ending import Ending
+from zinfer.batching.ending import Ending, find_end_token_ids
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, as_list, find_tokenizer
@@ -29,6 +28,7 @@ from zinfer.engine import InferenceEngine
 from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.stats import RunStats
 from zinfer.planning.footprint import Footprint
+from zinfer.planning.machine import choose_device
 from zinfer.planning.model_shape import read_shape
 from zinfer.planning.planner import Plan
 from zinfer.sequence_length import max_positions
@@ -90,7 +90,7 @@ class LLM:
             nonlocal budget
             check_family(module)
             most_tokens = _least(settings.max_out_tokens, max_positions(module))
-            on_cuda = settings.device != "cpu" and torch.cuda.is_available()
+            on_cuda = choose_device(settings).type == "cuda"
             budget = find_budget(module, free_bytes, settings.batching, most_tokens, on_cuda=on_cuda)
             return budget.footprint
 
@@ -112,7 +112,7 @@ class LLM:
         vocab_size = int(module.config.get_text_config().vocab_size)
         most_tokens = _least(settings.max_out_tokens, max_positions(module))
         self._encoder = PromptEncoder(self.tokenizer, vocab_size, most_tokens)
-        self._end_token_ids = _end_token_ids(module.generation_config, self.tokenizer)
+        self._end_token_ids = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
         device = self._engine.device
         shape = read_kv_shape(module.config)
         cache = KVCache(shape, budget.num_pages, budget.page_size, budget.kv_dtype, device)
@@ -274,12 +274,3 @@ def _common_window(module: PreTrainedModel) -> int | None:
 
 def _least(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _end_token_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    ends = generation_config.eos_token_id if generation_config is not None else None
-    if ends is None and tokenizer is not None:
-        ends = tokenizer.eos_token_id
-    if ends is None:
-        return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else ends)

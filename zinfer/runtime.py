@@ -1,5 +1,6 @@
 """The running machinery of one model: its blocks in their homes, the streamer between them, hooks on the modules."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import nn
 
 from zinfer.config import Aio
 from zinfer.cut import ModelBlock
+from zinfer.errors import ConfigError
 from zinfer.hooks import StreamingHooks, absent_tensors
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.gds import choose_backend
@@ -28,6 +30,14 @@ from zinfer.planning.planner import Plan
 from zinfer.planning.rates import Rates
 
 _MOST_NUM_THREADS: Final = 64
+
+
+def check_trace(path: Path | None) -> None:
+    """Refuse a place for a trace that cannot be written to: said now, not after a run of hours."""
+    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise ConfigError(
+            f"zinfer.trace is {path}, but {path.parent} is no folder that can be written to; make it first"
+        )
 
 
 def open_reader(aio: Aio, files: Mapping[Path, FileIdentity], *, on_cuda: bool) -> Reader:

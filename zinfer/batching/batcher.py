@@ -84,7 +84,6 @@ class Batcher:
         self._in_pass = False
         self._writing: dict[int, _Writing] = {}
         self._num_added = 0
-        self.num_passes = 0
         self.num_tokens = 0
 
     def add(
@@ -132,7 +131,6 @@ class Batcher:
             self._cache.resume(sequence.number, pages)
         batch = self._builder.build(coming.chunks)
         logits = self._runner.run(batch)
-        self.num_passes += 1
         self.num_tokens += batch.num_tokens
         rows = [self._writing[chunk.sequence.number] for chunk in coming.chunks if chunk.samples]
         sampled = self._sampler.sample(logits, [_row(each) for each in rows])

@@ -7,6 +7,16 @@ from typing import Any, Final
 _SPARE_TOKENS: Final = 8
 
 
+def find_end_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end a text: the generation config's, else the tokenizer's; either may be None."""
+    ends = None if generation_config is None else generation_config.eos_token_id
+    if ends is None and tokenizer is not None:
+        ends = tokenizer.eos_token_id
+    if ends is None:
+        return []
+    return [ends] if isinstance(ends, int) else list(ends)
+
+
 class Ending:
     """One text's own conditions.
 

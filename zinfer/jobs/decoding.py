@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from zinfer.batching.ending import find_end_token_ids
 from zinfer.errors import JobError
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.sampling import RowSampler
@@ -66,7 +67,7 @@ def complete(
     engine: Engine, prompts: Sequence[Prompt], tokenizer: Any, on_step: Callable[[int], None]
 ) -> list[Completion]:
     """The completions of a batch, in the prompts' order. `on_step` is `RowStops`' own."""
-    end_token_ids = _end_token_ids(engine.module.generation_config, tokenizer)
+    end_token_ids = find_end_token_ids(engine.module.generation_config, tokenizer)
     pad_token_id = _pad_token_id(engine.module.generation_config, tokenizer, end_token_ids)
     input_ids, attention_mask = left_padded([prompt.token_ids for prompt in prompts], pad_token_id)
     stops = RowStops(prompts, end_token_ids, tokenizer, on_step)
@@ -107,15 +108,6 @@ def _completion(row: RowProgress) -> Completion:
             "remove limits such as max_time from the model's generation_config.json"
         )
     return Completion(row.prompt, row.text, tuple(row.token_ids), row.finish_reason)
-
-
-def _end_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:
-    ends = generation_config.eos_token_id
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    if ends is None:
-        return []
-    return [ends] if isinstance(ends, int) else list(ends)
 
 
 def _pad_token_id(generation_config: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> int:
