@@ -53,28 +53,13 @@ class PromptEncoder:
             raise ConfigError(f"a prompt is text, the messages of a chat or token ids, not a {type(prompt).__name__}")
         if self._tokenizer is None:
             raise ConfigError("the model's folder has no tokenizer; give prompts as {'prompt_token_ids': [...]}")
-        found = self._tokens_of(prompt) if isinstance(prompt, str) else self._tokens_of(self._chat_text(prompt), False)
-        if not found and self._tokenizer.bos_token_id is not None:
-            return [self._tokenizer.bos_token_id]
-        return found
-
-    def _tokens_of(self, text: str, adds_special: bool = True) -> list[int]:
-        try:
-            found: list[int] = self._tokenizer(text, add_special_tokens=adds_special).input_ids
-        except (TypeError, ValueError) as error:  # half of a surrogate pair, for one
-            raise ConfigError(f"the tokenizer refuses the prompt: {error}") from error
-        return found
-
-    def _chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        if not all(isinstance(message, Mapping) for message in messages):
+        if isinstance(prompt, str):
+            return encode_text(self._tokenizer, prompt)
+        if not all(isinstance(message, Mapping) for message in prompt):
             raise ConfigError("a list is the messages of a chat; give token ids as {'prompt_token_ids': [...]}")
         if self._tokenizer.chat_template is None:
             raise ConfigError("the tokenizer has no chat template; give a prompt as text instead of messages")
-        try:
-            text: str = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ConfigError(f"messages: the chat template refuses them: {error}") from error
-        return text
+        return encode_chat(self._tokenizer, prompt)
 
     def _check(self, token_ids: Sequence[object], params: SamplingParams) -> None:
         if not token_ids:
@@ -89,6 +74,41 @@ class PromptEncoder:
             )
         if params.stop and self._tokenizer is None:
             raise ConfigError("stop strings need a tokenizer; give stop_token_ids instead")
+
+
+def encode_text(tokenizer: Any, text: str, *, adds_special: bool = True) -> list[int]:
+    """The tokens of a text; of an empty one the tokenizer's first token (bos).
+
+    Raises:
+        ConfigError: the tokenizer refuses it, or it has no tokens and there is no first one.
+    """
+    try:
+        token_ids: list[int] = tokenizer(text, add_special_tokens=adds_special).input_ids
+    except (TypeError, ValueError) as error:  # half of a surrogate pair, for one
+        raise ConfigError(f"the tokenizer refuses the prompt: {error}") from error
+    if token_ids:
+        return token_ids
+    if tokenizer.bos_token_id is None:
+        raise ConfigError("prompt: it has no tokens, and the tokenizer has no bos token to begin with")
+    return [tokenizer.bos_token_id]
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | None = None) -> list[int]:
+    """The tokens of a chat up to where the answer begins; the template writes the special ones.
+
+    Args:
+        template: another than the tokenizer's own.
+
+    Raises:
+        ConfigError: the template refuses the messages; as `encode_text`.
+    """
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False, chat_template=template
+        )
+    except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ConfigError(f"messages: the chat template refuses them: {error}") from error
+    return encode_text(tokenizer, text, adds_special=False)
 
 
 def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:

@@ -13,9 +13,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
+from zinfer.batching.prompt_encoder import encode_chat, encode_text
+from zinfer.errors import ConfigError
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.rows import BadRow, Line, Row, RowId, id_key, parse_line, row_of
@@ -110,26 +111,11 @@ class PromptMaker:
 
     def _encode(self, row: Row) -> list[int]:
         if row.prompt is not None:
-            token_ids: list[int] = self.tokenizer(row.prompt).input_ids
-        else:
-            assert row.messages is not None
-            if self.tokenizer.chat_template is None:
-                raise ValueError("messages: the model's tokenizer has no chat template; give 'prompt' instead")
-            try:
-                text = self.tokenizer.apply_chat_template(
-                    list(row.messages),
-                    add_generation_prompt=True,
-                    tokenize=False,
-                    chat_template=self._frozen_template(),
-                )
-            except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-                raise ValueError(f"messages: the chat template refuses them: {error}") from error
-            token_ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        if token_ids:
-            return token_ids
-        if self.tokenizer.bos_token_id is None:
-            raise ValueError("prompt: it has no tokens, and the tokenizer has no bos token to begin with")
-        return [self.tokenizer.bos_token_id]
+            return encode_text(self.tokenizer, row.prompt)
+        assert row.messages is not None
+        if self.tokenizer.chat_template is None:
+            raise ConfigError("messages: the model's tokenizer has no chat template; give 'prompt' instead")
+        return encode_chat(self.tokenizer, row.messages, self._frozen_template())
 
     def _frozen_template(self) -> str:
         """The chat template with each `strftime_now("...")` replaced by what it gives at `now`."""
