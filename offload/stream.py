@@ -8,6 +8,7 @@ import ctypes
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from functools import partial
 from typing import Final, Protocol
 
@@ -17,6 +18,7 @@ from zinfer.nvme.aligned import align_up
 from zinfer.nvme.pool import Pool
 
 _LEAST_SHARED_BYTES: Final = 4 << 20  # a millisecond of one thread: handing over less costs more than it saves
+_YIELD_BYTES: Final = 256 << 20  # some 5 ms of a link; yielding costs it a few microseconds
 _MOST_OPEN_WAITS: Final = 4096  # waits whose times are not read yet; each holds two CUDA events
 
 
@@ -206,7 +208,12 @@ class _Waits:
 
 
 class CudaStream(CopyStream):
-    """Copies on a stream of their own; compute is whatever stream is current in the thread that calls `join`."""
+    """Copies on a stream of their own; compute is whatever stream is current in the thread that calls `join`.
+
+    The device's copy engine prefers the stream that it is at: slabs that are ready one behind the other keep a small
+    copy of another stream waiting behind all of them, and with it the compute. So the copies wait for an event of a
+    second stream, now and then; it is reached at once, and meanwhile the engine takes what else is ready.
+    """
 
     needs_pinned = True
 
@@ -214,6 +221,8 @@ class CudaStream(CopyStream):
         self.device = device
         self._clock = CudaClock(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._idle_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._bytes_since_yield = 0  # lanes may add at once: a sum that is off by a part does no harm
         self._copy_waits = _Waits(self._clock)
         self._compute_waits = _Waits(self._clock)
 
@@ -223,7 +232,9 @@ class CudaStream(CopyStream):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
             if source.dtype == target.dtype:
-                target.copy_(source, non_blocking=True)
+                for target_piece, source_piece in zip(_pieces(target), _pieces(source), strict=True):
+                    target_piece.copy_(source_piece, non_blocking=True)
+                    self._yield_after(source_piece.nbytes)
                 return
             # The cast runs on the device: raw bytes cross the link, into memory that belongs to the copy stream.
             raw = torch.empty_like(source, device=self.device)
@@ -245,10 +256,27 @@ class CudaStream(CopyStream):
     def copies_waited_s(self) -> float:
         return self._copy_waits.sum_s()
 
+    def _yield_after(self, nbytes: int) -> None:
+        """Let the copy engine turn to other streams, once so many bytes were copied since the last time."""
+        self._bytes_since_yield += nbytes
+        if self._bytes_since_yield >= _YIELD_BYTES:
+            self._bytes_since_yield = 0
+            self._idle_stream.wait_stream(self._stream)
+            self._stream.wait_stream(self._idle_stream)
+
     def _record(self, stream: torch.cuda.Stream) -> CudaEvent:
         event = CudaEvent(self._clock)
         event.event.record(stream)
         return event
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor in parts along its first dimension, of ``_YIELD_BYTES`` at the most where a row is no longer."""
+    if tensor.nbytes <= _YIELD_BYTES or tensor.dim() == 0:
+        yield tensor
+        return
+    rows = max(1, _YIELD_BYTES * len(tensor) // tensor.nbytes)
+    yield from torch.split(tensor, rows)
 
 
 def open_stream(device: torch.device) -> CopyStream:
