@@ -41,8 +41,8 @@ _MOST_PARTS: Final = 16  # that a row's columns are split into: their sums are w
 
 # The best of `benchmarks/kernels.py --tune` on an H200. Keys are bits and tokens of a tile.
 _CHOSEN: Final = {
-    (4, 8): Tiles(8, 128, 128, 4, 3, 264, True, 2),
-    (4, 16): Tiles(16, 128, 128, 4, 3, 264, False, 2),
+    (4, 8): Tiles(8, 64, 128, 2, 3, 528, True, 2),
+    (4, 16): Tiles(16, 64, 128, 2, 3, 528, True, 2),
     (4, 32): Tiles(32, 128, 128, 4, 3, 264, False, 1),
     (4, 64): Tiles(64, 128, 128, 4, 3, 264, False, 1),
     (8, 8): Tiles(8, 128, 128, 2, 3, 264, True, 2),
@@ -67,7 +67,7 @@ def candidates(bits: int, tokens: int) -> Iterator[Tiles]:
     block_tokens = block_tokens_for(tokens)
     left = block_tokens == _FEWEST_TOKENS
     shapes = [  # rows, columns, warps, stages, is the matrix left, unroll
-        (64, 128, 4, 4, left, 1),
+        (64, 128, 2, 3, True, 2),
         (64, 128, 4, 4, left, 2),
         (64, 128, 4, 3, left, 4),
         (128, 128, 4, 3, left, 1),
