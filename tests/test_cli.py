@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs_support import ResidentEngine, letters_model, prompt_rows, read_rows, write_rows
+from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 from typer.testing import CliRunner, Result
 
-import zinfer.jobs.job
+import zinfer.jobs.ragged
+from zinfer import LLM
+from zinfer.batching.batcher import Batcher
 from zinfer.cli import app
 from zinfer.jobs.manifest import manifest_path
+from zinfer.jobs.ragged import RaggedCompleter
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +143,7 @@ def test_another_job_needs_restart(model: Path, prompts: Path, output: Path) -> 
     assert zinfer_run(model, prompts, output).exit_code == 0
     refused = zinfer_run(model, prompts, output, "--batch-size", "2")
     assert refused.exit_code == 2
-    assert "settings.batch_size: 32 in the manifest, 2 now" in refused.stderr
+    assert "settings.batch_size: 4096 in the manifest, 2 now" in refused.stderr
     assert zinfer_run(model, prompts, output, "--batch-size", "2", "--restart").exit_code == 0
     assert json.loads(manifest_path(output).read_text())["settings"]["batch_size"] == 2
 
@@ -154,14 +157,15 @@ def test_unusable_options_exit_2(model: Path, prompts: Path, output: Path, optio
 def test_a_signal_in_a_batch_keeps_the_rows(
     model: Path, prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
 ) -> None:
-    class Signalled(ResidentEngine):
-        def generate(self, **kwargs: Any) -> Any:
-            if self.calls == 2:
-                os.kill(os.getpid(), number)
-            return super().generate(**kwargs)
+    complete, calls = RaggedCompleter.complete, iter(range(9))
+
+    def signalled(*args: Any) -> Any:
+        if next(calls) == 2:
+            os.kill(os.getpid(), number)
+        return complete(*args)
 
     former = signal.getsignal(number)
-    monkeypatch.setattr(zinfer.jobs.job, "_init_inference", Signalled)
+    monkeypatch.setattr(RaggedCompleter, "complete", signalled)
     result = zinfer_run(model, prompts, output, "--batch-size", "2")
     assert result.exit_code == code
     assert f"{number.name}: stopped. The rows in {output} are kept; run the same command again" in result.stderr
@@ -176,15 +180,14 @@ def test_a_disk_that_fails_in_the_middle_exits_1(
     model: Path, prompts: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = letters_model(tmp_path / "model")
-    make = zinfer.jobs.job._init_inference
 
     def truncating(*args: Any, **options: Any) -> Any:
-        engine = make(*args, **options)
+        llm = LLM(*args, **options)
         for file in copy.glob("*.safetensors"):
             os.truncate(file, 4096)
-        return engine
+        return llm
 
-    monkeypatch.setattr(zinfer.jobs.job, "_init_inference", truncating)
+    monkeypatch.setattr(zinfer.jobs.ragged, "LLM", truncating)
     config = config_file(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
     result = zinfer_run(copy, prompts, output, "--config", config)
     assert result.exit_code == 1, result.output
@@ -197,11 +200,10 @@ def test_a_disk_that_fails_in_the_middle_exits_1(
 def test_a_failing_engine_shows_its_traceback(
     model: Path, prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Failing(ResidentEngine):
-        def generate(self, **kwargs: Any) -> Any:
-            raise RuntimeError("boom")
+    def failing(self: Batcher) -> Any:
+        raise RuntimeError("boom")
 
-    monkeypatch.setattr(zinfer.jobs.job, "_init_inference", Failing)
+    monkeypatch.setattr(Batcher, "step", failing)
     result = zinfer_run(model, prompts, output)
     assert result.exit_code == 1
     assert "Traceback" in result.stderr

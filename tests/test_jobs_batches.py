@@ -5,7 +5,8 @@ from pathlib import Path
 from jobs_run_support import job, model, output
 from jobs_support import read_rows, write_rows
 
-from zinfer.jobs.batches import fitting_parts
+from zinfer.batching.sampling_params import SamplingParams
+from zinfer.jobs.padded import fitting_parts
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import Row
 
@@ -13,7 +14,8 @@ __all__ = ["model", "output"]  # fixtures
 
 
 def made(num_prompt: int, num_new: int) -> Prompt:
-    return Prompt(Row(id=num_prompt, prompt="p"), (3,) * num_prompt, num_new, frozenset())
+    params = SamplingParams(max_new_tokens=num_new)
+    return Prompt(Row(id=num_prompt, prompt="p", params=params), (3,) * num_prompt)
 
 
 def test_a_batch_is_parted_where_rows_would_lead_each_other_past_the_positions() -> None:

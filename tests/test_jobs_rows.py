@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs_support import write_rows
 
+from zinfer.batching.sampling_params import SamplingParams
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.rows import BadRow, Line, Row, id_key, parse_line, read_lines, row_of
@@ -17,7 +18,7 @@ from zinfer.jobs.rows import BadRow, Line, Row, id_key, parse_line, read_lines, 
 
 def row_at_7(data: bytes) -> Row | BadRow:
     parsed = parse_line(Line(7, data))
-    return row_of(parsed, parsed.id)
+    return row_of(parsed, parsed.id, 128)
 
 
 def test_every_field_is_read() -> None:
@@ -25,14 +26,13 @@ def test_every_field_is_read() -> None:
         b'{"id": "a", "prompt": "p", "max_new_tokens": 3, "temperature": 1, "top_p": 0.5, "top_k": 9, "seed": 4,'
         b' "stop": ["x", "yz"]}'
     )
-    assert row == Row(
-        id="a", prompt="p", max_new_tokens=3, temperature=1.0, top_p=0.5, top_k=9, seed=4, stop=("x", "yz")
-    )
+    params = SamplingParams(max_new_tokens=3, temperature=1, top_p=0.5, top_k=9, seed=4, stop=("x", "yz"))
+    assert row == Row(id="a", prompt="p", params=params)
 
 
 def test_the_line_number_is_the_id_of_a_row_without_one() -> None:
     row = row_at_7(b'{"messages": [{"role": "user", "content": "hi"}], "stop": "x", "temperature": null}')
-    assert row == Row(id=7, messages=({"role": "user", "content": "hi"},), stop=("x",))
+    assert row == Row(id=7, messages=({"role": "user", "content": "hi"},), params=SamplingParams(stop=("x",)))
 
 
 @pytest.mark.parametrize(
@@ -43,37 +43,46 @@ def test_the_line_number_is_the_id_of_a_row_without_one() -> None:
         (b'["prompt"]', "line 7: not a JSON object but a list"),
         (b"null", "line 7: not a JSON object but null"),
         (b'{"prompt": "p", "temperature": NaN}', "NaN is not a JSON number"),
-        (b'{"prompt": "p", "temperature": 1e999}', "line 7: temperature: input should be a finite number"),
+        (
+            b'{"prompt": "p", "temperature": 1e999}',
+            "line 7: temperature must be a finite number of at least 0 (0: greedy), not inf",
+        ),
         (b'{"prompt": "p", "prompt": "q"}', "the field 'prompt' is given twice"),
         (b"[" * 100_000, "line 7: not JSON that can be used"),
         (b'{"prompt": "p", "seed": ' + b"9" * 5000 + b"}", "line 7: not JSON that can be used"),
         (b'{"prompt": "p", "temperture": 1}', "line 7: unknown field 'temperture'; did you mean 'temperature'?"),
         (
             b'{"prompt": "p", "zzz": 1}',
-            "line 7: unknown field 'zzz'; known fields: id, prompt, messages, max_new_tokens",
+            "line 7: unknown field 'zzz'; known fields: id, prompt, messages, prompt_token_ids, max_new_tokens",
         ),
-        (b"{}", "line 7: give 'prompt' or 'messages', and not both"),
-        (b'{"prompt": "p", "messages": [{"role": "user", "content": ""}]}', "give 'prompt' or 'messages'"),
+        (b"{}", "line 7: give one of 'prompt', 'messages', 'prompt_token_ids', and only one"),
+        (
+            b'{"prompt": "p", "messages": [{"role": "user", "content": ""}]}',
+            "give one of 'prompt', 'messages', 'prompt_token_ids', and only one",
+        ),
         (b'{"prompt": 3}', "line 7: prompt: input should be a valid string, not 3"),
         (b'{"messages": []}', "line 7: messages: must hold at least one message, not []"),
         (b'{"messages": ["hi"]}', "line 7: messages: message 1 must be an object with a string 'role'"),
         (b'{"messages": [{"role": "user"}]}', "line 7: messages: message 1 has no 'content'"),
-        (b'{"prompt": "p", "max_new_tokens": 0}', "line 7: max_new_tokens: input should be greater than or equal to 1"),
-        (b'{"prompt": "p", "max_new_tokens": "9"}', 'line 7: max_new_tokens: input should be a valid integer, not "9"'),
+        (b'{"prompt": "p", "max_new_tokens": 0}', "line 7: max_new_tokens must be a whole number of at least 1, not 0"),
+        (
+            b'{"prompt": "p", "max_new_tokens": "9"}',
+            "max_new_tokens must be a whole number of at least 1, not '9'",
+        ),
         (
             b'{"prompt": "p", "max_new_tokens": true}',
-            "line 7: max_new_tokens: input should be a valid integer, not true",
+            "line 7: max_new_tokens must be a whole number of at least 1, not True",
         ),
         (
             b'{"prompt": "p", "temperature": -1}',
-            "line 7: temperature: input should be greater than or equal to 0, not -1",
+            "line 7: temperature must be a finite number of at least 0 (0: greedy), not -1",
         ),
-        (b'{"prompt": "p", "top_p": 0}', "line 7: top_p: input should be greater than 0, not 0"),
-        (b'{"prompt": "p", "top_p": 1.1}', "line 7: top_p: input should be less than or equal to 1, not 1.1"),
-        (b'{"prompt": "p", "top_k": -1}', "line 7: top_k: input should be greater than or equal to 0"),
-        (b'{"prompt": "p", "seed": 18446744073709551616}', "line 7: seed: input should be less than or equal to"),
-        (b'{"prompt": "p", "stop": [""]}', "line 7: stop.0: string should have at least 1 character"),
-        (b'{"prompt": "p", "stop": 3}', "line 7: stop: input should be a valid tuple, not 3"),
+        (b'{"prompt": "p", "top_p": 0}', "line 7: top_p must be a number above 0, up to 1 (1: off), not 0"),
+        (b'{"prompt": "p", "top_p": 1.1}', "line 7: top_p must be a number above 0, up to 1 (1: off), not 1.1"),
+        (b'{"prompt": "p", "top_k": -2}', "line 7: top_k must be a whole number of at least -1"),
+        (b'{"prompt": "p", "seed": 18446744073709551616}', "line 7: seed must be a whole number from 0 to 2**64 - 1"),
+        (b'{"prompt": "p", "stop": [""]}', "line 7: stop must be a text or a list of texts, none of them empty"),
+        (b'{"prompt": "p", "stop": 3}', "line 7: stop must be a text or a list of texts, none of them empty, not 3"),
         (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
         (b'{"id": [1], "prompt": "p"}', "line 7: id must be a string or a whole number, not a list"),
         (b'{"id": 1.5, "prompt": "p"}', "line 7: id must be a string or a whole number, not a number"),

@@ -45,7 +45,7 @@ def test_bad_lines_become_error_rows_and_the_job_goes_on(model: Path, tmp_path: 
     ]
     summary = job(model, write_rows(tmp_path / "in.jsonl", lines), output)
     rows = {row["id"]: row for row in read_rows(output)}
-    assert list(rows) == ["good", 2, "typo", 4, "long", "chat", "tool"]
+    assert list(rows) == [2, "typo", 4, "long", "tool", "good", "chat"]
     assert [row_id for row_id, row in rows.items() if "error" not in row] == ["good", "chat"]
     assert rows[2]["error"].startswith("line 2: not JSON")
     assert "line 3: unknown field 'temperture'; did you mean 'temperature'?" in rows["typo"]["error"]

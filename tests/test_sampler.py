@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sampling_reference import Sampling
+from sampling_reference import draw as draw_alone
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -21,8 +23,6 @@ from transformers import (
 
 from zinfer.batching.sampler import Row, Sampler, row_uniform
 from zinfer.batching.sampling_params import SamplingParams
-from zinfer.jobs.sampling import Sampling
-from zinfer.jobs.sampling import draw as draw_alone
 
 VOCAB = 61
 PROMPT = [3, 5, 5, 60, 7]

@@ -77,8 +77,8 @@ def test_only_what_may_be_absent_may_be_none(name: str) -> None:
             {"logit_bias": {"x": 1}},
             "logit_bias must be an object of token ids, whole numbers of at least 0, and their biases, not {'x': 1}",
         ),
-        ({"temprature": 1}, "unknown sampling field 'temprature'; did you mean 'temperature'?"),
-        ({"max_token": 1}, "unknown sampling field 'max_token'; did you mean 'max_tokens'?"),
+        ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
+        ({"max_token": 1}, "unknown field 'max_token'; did you mean 'max_tokens'?"),
         (
             {"max_tokens": 3, "max_new_tokens": 4},
             "max_tokens is 3 and max_new_tokens is 4, but both mean max_new_tokens; give one of them",
@@ -92,7 +92,7 @@ def test_mistakes_are_named_with_what_is_allowed(mapping: dict[str, Any], messag
 
 
 def test_an_unlike_field_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"^unknown sampling field 'zzzz'; known fields: max_new_tokens, .*, seed$"):
+    with pytest.raises(ConfigError, match=r"^unknown field 'zzzz'; known fields: max_new_tokens, .*, seed$"):
         SamplingParams.from_mapping({"zzzz": None})
 
 

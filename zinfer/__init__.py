@@ -4,9 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from zinfer.batching.completion import Completion
     from zinfer.batching.sampling_params import SamplingParams
     from zinfer.engine import InferenceEngine, init_inference
-    from zinfer.llm import LLM, Completion
+    from zinfer.llm import LLM
     from zinfer.quantization.in_place import quantize_transformer
     from zinfer.quantization.rules import QuantizationConfig
 
@@ -24,7 +25,7 @@ __all__ = [
 
 _HOMES: Final = {
     "LLM": "zinfer.llm",
-    "Completion": "zinfer.llm",
+    "Completion": "zinfer.batching.completion",
     "SamplingParams": "zinfer.batching.sampling_params",
     "InferenceEngine": "zinfer.engine",
     "init_inference": "zinfer.engine",

@@ -3,8 +3,6 @@
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,13 +13,14 @@ from transformers import PreTrainedModel
 from zinfer.batching.adapters import check_family, has_windows
 from zinfer.batching.batcher import Batcher, Finished
 from zinfer.batching.budget import BatchingBudget, find_budget
-from zinfer.batching.ending import Ending, find_end_token_ids
+from zinfer.batching.completion import Completion, text_seed
+from zinfer.batching.ending import Ending, find_end_token_ids, special_stops
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, as_list, find_tokenizer
 from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
 from zinfer.batching.runner import PassRunner
-from zinfer.batching.sampler import Logprobs, Sampler
+from zinfer.batching.sampler import Sampler
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.config import resolve_settings
 from zinfer.engine import InferenceEngine
@@ -32,29 +31,6 @@ from zinfer.planning.machine import choose_device
 from zinfer.planning.model_shape import read_shape
 from zinfer.planning.planner import Plan
 from zinfer.sequence_length import max_positions
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What came after one prompt.
-
-    Attributes:
-        prompt_index: which of the prompts, from 0.
-        sample_index: which of its ``n`` completions, from 0.
-        text: without end and special tokens, cut before the first stop string; empty without a tokenizer.
-        token_ids: what was generated, the token that ended it included.
-        finish_reason: "stop" (an end token or a stop string), "length" or "error".
-        logprobs: of each token, where they were asked for.
-        error: what is wrong with the prompt, or went wrong; None where nothing did.
-    """
-
-    prompt_index: int
-    sample_index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    logprobs: tuple[Logprobs, ...] | None = None
-    error: str | None = None
 
 
 class LLM:
@@ -155,9 +131,29 @@ class LLM:
         return predict_job(sizes, token_bytes, self._engine.pass_time)
 
     @property
+    def batching(self) -> BatchingBudget:
+        """Sizes of passes and of the cache."""
+        return self._budget
+
+    @property
     def num_tokens(self) -> int:
         """Tokens computed so far, of prompts and of what came after; those of shared prefixes count once."""
         return self._batcher.num_tokens
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self._batcher.num_new_tokens
+
+    def reset_prefix_cache(self) -> None:
+        """Find no page of an earlier call again: what follows is computed as in a new LLM.
+
+        Raises:
+            RuntimeError: a call is under way.
+        """
+        if self._is_streaming:
+            raise RuntimeError("a call of this LLM is under way; take all of its completions, or leave it, first")
+        self._batcher.forget_prefixes()
 
     def generate(
         self,
@@ -235,11 +231,12 @@ class LLM:
         """Hand a prompt's ``n`` texts to the batcher."""
         token_ids = self._encoder.encode(prompt, params)
         ends = frozenset() if params.ignore_eos else self._end_token_ids
+        ending_ids = ends.union(params.stop_token_ids, special_stops(self.tokenizer, params.stop))
         repeat = self._seen[tuple(token_ids)]
         self._seen[tuple(token_ids)] += 1
         for sample in range(params.n):
-            ending = Ending(self.tokenizer, ends | {*params.stop_token_ids}, params.stop, params.max_new_tokens)
-            seed = _seed(params.seed, token_ids, repeat, sample)
+            ending = Ending(self.tokenizer, ending_ids, params.stop, params.max_new_tokens)
+            seed = text_seed(params.seed, token_ids, repeat, sample)
             number = self._batcher.add(token_ids, params, seed=seed, ending=ending, end_token_ids=ends)
             waiting[number] = index, sample
 
@@ -254,14 +251,6 @@ def _completion(finished: Finished, prompt_index: int, sample_index: int) -> Com
         finished.logprobs,
         finished.error,
     )
-
-
-def _seed(stated: int | None, token_ids: Sequence[int], repeat: int, sample: int) -> int:
-    """A text's seed: the stated one, else what the prompt decides and how often it came before in the call."""
-    if stated is not None and sample == 0:
-        return stated
-    key = f"{repeat if stated is None else stated} {sample} {list(token_ids)}".encode()
-    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
 
 
 def _common_window(module: PreTrainedModel) -> int | None:

@@ -85,6 +85,7 @@ class Batcher:
         self._writing: dict[int, _Writing] = {}
         self._num_added = 0
         self.num_tokens = 0
+        self.num_new_tokens = 0
 
     def add(
         self,
@@ -132,6 +133,7 @@ class Batcher:
         batch = self._builder.build(coming.chunks)
         logits = self._runner.run(batch)
         self.num_tokens += batch.num_tokens
+        self.num_new_tokens += len(batch.wanted)
         rows = [self._writing[chunk.sequence.number] for chunk in coming.chunks if chunk.samples]
         sampled = self._sampler.sample(logits, [_row(each) for each in rows])
         broken = {rows[place].sequence.number for place in sampled.broken}
@@ -158,6 +160,11 @@ class Batcher:
         if was_in_pass:
             self._scheduler = self._new_scheduler()
         self._in_pass = False
+
+    def forget_prefixes(self) -> None:
+        """Let no text find the pages of another that came before; between passes, with no text unfinished."""
+        assert not self._writing
+        self._scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
         pool = PagePool(self._cache.num_pages, self._cache.page_size)

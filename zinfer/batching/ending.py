@@ -17,6 +17,14 @@ def find_end_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:
     return [ends] if isinstance(ends, int) else list(ends)
 
 
+def special_stops(tokenizer: Any, stop: Sequence[str]) -> frozenset[int]:
+    """The stop strings that are one special token each, as tokens: they have no text to be found in."""
+    if tokenizer is None or not stop:
+        return frozenset()
+    special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return frozenset(special[text] for text in stop if text in special)
+
+
 class Ending:
     """One text's own conditions.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -109,11 +109,17 @@ class SamplingParams:
             raise _refusal("n", "1 where temperature is 0, since greedy outputs are all the same", self.n)
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
+    def from_mapping(
+        cls, mapping: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, beside: Sequence[str] = ()
+    ) -> SamplingParams:
         """The settings of a row of JSON; null means not given.
 
         Takes `OTHER_SPELLINGS`, and numbers written as text for the token ids of `logit_bias`. Raises ConfigError
         for an unknown field, and for two spellings that say different things.
+
+        Args:
+            defaults: of what is not given, under its own name.
+            beside: fields that such a row has besides these, to be named where one is unknown.
         """
         known = [known.name for known in fields(cls)]
         given: dict[str, Any] = {}
@@ -121,7 +127,7 @@ class SamplingParams:
         for name, value in mapping.items():
             own_name = OTHER_SPELLINGS.get(name, name)
             if own_name not in known:
-                raise ConfigError(f"unknown sampling field {name!r}{_nearest(name, known)}")
+                raise ConfigError(f"unknown field {name!r}{_nearest(name, [*beside, *known])}")
             if value is None:
                 continue
             if own_name in given and given[own_name] != value:
@@ -130,7 +136,7 @@ class SamplingParams:
             given[own_name], spelled[own_name] = value, name
         if isinstance(given.get("logit_bias"), Mapping):
             given["logit_bias"] = _with_number_keys(given["logit_bias"])
-        return cls(**given)
+        return cls(**{**(defaults or {}), **given})
 
     @property
     def is_greedy(self) -> bool:

@@ -29,7 +29,9 @@ def run(
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
     device: Annotated[Device, typer.Option(help="Where the layers compute.")] = Device.AUTO,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="For rows that do not say themselves.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts computed together.")] = 32,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows that share passes; part of what decides their bytes.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace of reads, copies and computes for ui.perfetto.dev.")
     ] = None,

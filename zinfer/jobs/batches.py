@@ -4,7 +4,7 @@ What shares a batch can change a row's last floating-point bits, and so its toke
 same rows, a job that was killed and begun again writes the very bytes that it would have written.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,12 +27,12 @@ class Batch:
     """Neighbouring rows of the input, at most `batch_size` of them prompts.
 
     missing: what the output still lacks, in the input's order, with each row's ordinal.
-    parts: what has to be computed for it, in as many calls. Rows of a part that are done already are computed again
-        for their neighbours' sake. Empty where only error rows are missing.
+    prompts: what is computed together. Those that are done already are computed again for their neighbours' sake.
+        Empty where only error rows are missing.
     """
 
     missing: tuple[tuple[int, Prompt | BadRow], ...]
-    parts: tuple[tuple[Prompt, ...], ...]
+    prompts: tuple[Prompt, ...]
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,8 @@ class _Slot:
 class BatchCutter:
     """Walks the input and hands out the batches that still miss rows."""
 
-    def __init__(
-        self, index: RowIndex, states: bytearray, batch_size: int, prepare: Prepare, max_tokens: int | None
-    ) -> None:
-        """states: [num_rows] RowState by ordinal. max_tokens: as in `fitting_parts`."""
-        self._max_tokens = max_tokens
+    def __init__(self, index: RowIndex, states: bytearray, batch_size: int, prepare: Prepare) -> None:
+        """states: [num_rows] RowState by ordinal."""
         self._index = index
         self._states = states
         self._batch_size = batch_size
@@ -84,37 +81,16 @@ class BatchCutter:
         if not missing:
             return
         prompts: list[Prompt] = []
-        for slot in slots:
-            item = self._item(slot.ordinal, slot.line) if slot.item is None else slot.item
-            if isinstance(item, Prompt):
-                prompts.append(item)
-        wanted = {id(item) for _, item in missing}
-        parts = fitting_parts(prompts, self._max_tokens)
-        yield Batch(missing, tuple(part for part in parts if any(id(prompt) in wanted for prompt in part)))
+        if any(isinstance(item, Prompt) for _, item in missing):
+            items = (self._item(slot.ordinal, slot.line) if slot.item is None else slot.item for slot in slots)
+            prompts += [item for item in items if isinstance(item, Prompt)]
+        yield Batch(missing, tuple(prompts))
 
     def _item(self, ordinal: int, line: Line) -> Prompt | BadRow:
         row_id, item = self._prepare(line, self._index)
         if self._index.ordinal_of(row_id, ordinal) != ordinal:
             raise input_changed(self._index.path)
         return item
-
-
-def fitting_parts(prompts: Sequence[Prompt], max_tokens: int | None) -> list[tuple[Prompt, ...]]:
-    """Runs of neighbours in which the longest prompt still has room for the most new tokens that any of them wants.
-
-    All rows of a call take as many steps as the longest needs, so a long prompt with few new tokens would be led past
-    the model's positions by a short one with many.
-    """
-    parts: list[list[Prompt]] = []
-    num_prompt = num_new = 0
-    for prompt in prompts:
-        num_prompt = max(num_prompt, len(prompt.token_ids))
-        num_new = max(num_new, prompt.max_new_tokens)
-        if not parts or (max_tokens is not None and num_prompt + num_new > max_tokens):
-            parts.append([])
-            num_prompt, num_new = len(prompt.token_ids), prompt.max_new_tokens
-        parts[-1].append(prompt)
-    return [tuple(part) for part in parts]
 
 
 def input_changed(path: Path) -> JobError:

@@ -1,44 +1,51 @@
 """The batch job: prompts in a JSONL file, completions in another, crash-safe and resumable, rows byte-identical.
 
 A row's bytes depend on the model, the input, the settings in the manifest and the machine; never on memory budgets, on
-when the job was ended or how often. A batch in which anything fails writes no row.
+when the job was ended or how often.
 """
 
-import json
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from copy import deepcopy
+from dataclasses import asdict, replace
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from rich.console import Console
+from transformers import PreTrainedModel
 
-from zinfer import __version__
+from zinfer.batching.adapters import check_family
 from zinfer.checkpoint import Checkpoint
-from zinfer.config import Settings, resolve_settings
+from zinfer.config import resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
 from zinfer.display import shown
-from zinfer.errors import JobError
+from zinfer.errors import ConfigError, JobError
+from zinfer.jobs.ahead import ahead
 from zinfer.jobs.batches import Batch, BatchCutter, input_changed
-from zinfer.jobs.decoding import Completion, Engine, complete
-from zinfer.jobs.identity import tokenizer_hash, weights_sample
+from zinfer.jobs.completer import Completer
 from zinfer.jobs.index import RowIndex, scan_input
-from zinfer.jobs.manifest import Manifest
+from zinfer.jobs.manifest import Manifest, model_identity, result_settings, versions
 from zinfer.jobs.output import OutputFile, Resumed, RowState
+from zinfer.jobs.padded import Engine, PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt, PromptMaker, Room
+from zinfer.jobs.ragged import RaggedCompleter
+from zinfer.jobs.records import completed_record, error_record, is_error
 from zinfer.jobs.request import JobRequest, PathLike
 from zinfer.jobs.rows import BadRow
 from zinfer.jobs.summary import JobSummary
+from zinfer.jobs.writer import RowWriter
 from zinfer.model import build_meta_model
 from zinfer.sequence_length import max_positions
 from zinfer.units import name_values
 
 EngineFactory = Callable[..., Engine]
+
+_RAGGED_ROWS: Final = 4096  # eight times as many as run at once: the last ones of a batch run with few beside them
+_PADDED_ROWS: Final = 32
 
 
 def run_job(
@@ -49,7 +56,7 @@ def run_job(
     config: PathLike | Mapping[str, object] | None = None,
     device: str = "auto",
     max_new_tokens: int = 128,
-    batch_size: int = 32,
+    batch_size: int | None = None,
     restart: bool = False,
     trace: PathLike | None = None,
     console: Console | None = None,
@@ -59,17 +66,20 @@ def run_job(
 
     Args:
         model: a checkpoint folder with its tokenizer.
-        input: JSONL with `prompt` or `messages`, and optionally `id`, `max_new_tokens`, `temperature`, `top_p`,
-            `top_k`, `seed` and `stop` in each row. Rows are greedy unless they give a temperature.
-        output: JSONL, appended to. Its manifest lies beside it as `<output>.manifest.json`.
+        input: JSONL with `prompt`, `messages` or `prompt_token_ids` in each row, and optionally `id` and what
+            `zinfer.SamplingParams` takes. Rows are greedy unless they give a temperature.
+        output: JSONL, appended to: rows as they finish. Its manifest lies beside it as `<output>.manifest.json`.
         config: DeepSpeed-style configuration, a dict or the path of a JSON file.
         device: "auto", "cuda" or "cpu".
         max_new_tokens: for rows that do not say themselves.
-        batch_size: prompts computed together. Part of what decides the rows' bytes.
+        batch_size: rows that share passes; when all of them are complete the next ones begin. Part of what decides
+            the rows' bytes, and the most that is computed again after a crash. By default 4,096, or 32 where a family
+            of models has to be padded.
         restart: discard the rows of an earlier job in `output`, whatever its settings were.
         trace: a file for a Perfetto trace of reads, copies and computes, written when the job ends.
         console: shows progress there; None shows nothing.
-        engine_factory: makes the engine, called as `zinfer.init_inference` is, which is the default.
+        engine_factory: makes an engine for padded batches, called as `zinfer.init_inference` is; by default that is
+            made where the family of models takes no other batches.
 
     Raises:
         UnusableInput, ConfigError, CheckpointError, PlanError: no prompt was computed.
@@ -79,21 +89,21 @@ def run_job(
     request = JobRequest(model, Path(input), Path(output), config, device, max_new_tokens, batch_size, restart, traced)
     request.check()
     with shown(Meter(console)) as meter:
-        return _Job(request, meter, engine_factory or _init_inference).run()
+        return _Job(request, meter, engine_factory).run()
 
 
 class _Job:
     """One run of a job."""
 
-    def __init__(self, request: JobRequest, meter: Meter, engine_factory: EngineFactory) -> None:
+    def __init__(self, request: JobRequest, meter: Meter, engine_factory: EngineFactory | None) -> None:
         self._request = request
         self._meter = meter
         self._engine_factory = engine_factory
-        self._engine: Engine | None = None
+        self._completer: Completer | None = None
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
-        self._predicted_s = 0.0
         self._computing_s = 0.0
+        self._kept_sizes: Mapping[str, int] = {}
 
     def run(self) -> JobSummary:
         request = self._request
@@ -102,15 +112,16 @@ class _Job:
             self._meter.note(f"without effect: {ignored.path} ({ignored.reason})")
         checkpoint = Checkpoint.open(request.model)
         model = build_meta_model(checkpoint, settings.dtype)
+        self._find_method(model)
         room = Room.least(max_positions(model), settings.max_out_tokens)
         vocab_size = model.config.get_text_config().vocab_size
-        maker = PromptMaker.from_folder(checkpoint.folder, room, vocab_size, request.max_new_tokens)
+        maker = self._maker = PromptMaker.from_folder(checkpoint.folder, room, vocab_size, request.max_new_tokens)
         index = scan_input(request.input)
         manifest = Manifest(
-            model=_model_identity(checkpoint, maker),
+            model=model_identity(checkpoint, maker),
             input={"sha256": index.sha256, "size_bytes": index.size_bytes},
-            settings=_result_settings(request, settings, model.dtype),
-            versions=_versions(),
+            settings={**result_settings(request, settings, model.dtype), **self._batching()},
+            versions=versions(),
             began=maker.now.isoformat(),
         )
         with OutputFile(request.output) as out:
@@ -118,16 +129,33 @@ class _Job:
             self._meter.num_rows = index.num_rows
             self._meter.num_finished = self._meter.num_skipped = index.num_rows - resumed.states.count(RowState.MISSING)
             try:
-                for batch in BatchCutter(
-                    index, resumed.states, request.batch_size, maker.prompt_of, room.max_tokens if room else None
-                ):
-                    self._finish(batch, maker, out, manifest, resumed.states)
+                with closing(RowWriter(out, self._meter.add_finished)) as writer:
+                    for batch in ahead(BatchCutter(index, resumed.states, self._batch_size, maker.prompt_of)):
+                        self._finish(batch, out, writer, manifest, resumed.states)
                 if RowState.MISSING in resumed.states:
                     raise input_changed(request.input)
                 return self._summary(resumed.states)
             finally:
-                if self._engine is not None:
-                    self._engine.destroy()
+                if self._completer is not None:
+                    self._completer.close()
+
+    def _find_method(self, model: PreTrainedModel) -> None:
+        """Decide how rows share passes."""
+        self._is_padded = self._engine_factory is not None
+        if not self._is_padded:
+            try:
+                check_family(model)
+            except ConfigError as error:
+                self._is_padded = True
+                self._meter.note(f"padded batches through transformers' generate, which are slower: {error}")
+        self._batch_size = self._request.batch_size or (_PADDED_ROWS if self._is_padded else _RAGGED_ROWS)
+
+    def _batching(self) -> dict[str, str | int]:
+        """The settings of passes on which rows' bytes depend."""
+        if self._is_padded:
+            return {"batch_size": self._batch_size, "batching": "padded"}
+        stated = {name: value for name, value in asdict(self._settings.batching).items() if value is not None}
+        return {"batch_size": self._batch_size, "batching": "continuous", **stated}
 
     def _resume(self, out: OutputFile, index: RowIndex, manifest: Manifest, maker: PromptMaker) -> Resumed:
         if self._request.restart:
@@ -140,73 +168,77 @@ class _Job:
         if out.manifest.versions != manifest.versions:
             former, now = name_values(out.manifest.versions), name_values(manifest.versions)
             self._meter.note(f"this job began with {former}; now {now}")
+        self._kept_sizes = out.manifest.sizes
         resumed = out.resume(index)
         if resumed.torn_bytes:
             self._meter.note(f"{out.path}: dropped a torn last line of {resumed.torn_bytes} bytes")
         return resumed
 
-    def _finish(self, batch: Batch, maker: PromptMaker, out: OutputFile, manifest: Manifest, states: bytearray) -> None:
-        """Computes a batch where that is needed and appends its missing rows."""
-        engine = self._loaded(batch.parts) if batch.parts else None
+    def _finish(self, batch: Batch, out: OutputFile, writer: RowWriter, manifest: Manifest, states: bytearray) -> None:
+        """Computes a batch where that is needed and has its missing rows written."""
+        completer = self._loaded(batch.prompts) if batch.prompts else None
         if not out.is_begun:
             out.begin(manifest)
+        assert out.manifest is not None
+        if completer is not None and not out.manifest.sizes:
+            out.keep(replace(out.manifest, sizes=completer.sizes))
         self._meter.begin("running")
-        completions = {} if engine is None else self._complete(engine, batch, maker.tokenizer)
-        records: list[dict[str, Any]] = []
+        ordinals: dict[int, int] = {}
         for ordinal, item in batch.missing:
             if isinstance(item, BadRow):
-                records.append({"id": item.id, "error": item.message})
+                writer.put(error_record(item))
                 states[ordinal] = RowState.FAILED
             else:
-                records.append(completions[id(item)].record())
-                states[ordinal] = RowState.DONE
-        out.append(records)
-        self._meter.num_finished += len(records)
-        self._meter.batch_rows = 0
-        self._num_prompt_tokens += sum(record.get("num_prompt_tokens", 0) for record in records)
-        self._num_output_tokens += sum(record.get("num_output_tokens", 0) for record in records)
+                ordinals[id(item)] = ordinal
+        if completer is not None:
+            self._complete(completer, batch.prompts, ordinals, writer, states)
 
-    def _complete(self, engine: Engine, batch: Batch, tokenizer: Any) -> dict[int, Completion]:
-        """The completions of the batch's parts, by the identity of their prompts."""
-        meter = self._meter
-        num_steps = sum(max(prompt.max_new_tokens for prompt in part) for part in batch.parts)
-        meter.batch_share = 0.0
-        meter.batch_rows = sum(isinstance(item, Prompt) for _, item in batch.missing)
+    def _complete(
+        self,
+        completer: Completer,
+        prompts: Sequence[Prompt],
+        ordinals: Mapping[int, int],
+        writer: RowWriter,
+        states: bytearray,
+    ) -> None:
+        """ordinals: of the missing rows, by the identity of their prompts."""
+        begin_s = time.monotonic()
+        with _stopping(f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}", self._request.output):
+            for prompt, completions in completer.complete(prompts, ordinals.keys()):
+                ordinal = ordinals.get(id(prompt))
+                if ordinal is None:
+                    continue
+                record = completed_record(prompt, completions)
+                self._num_prompt_tokens += record.get("num_prompt_tokens", 0)
+                self._num_output_tokens += record.get("num_output_tokens", 0)
+                states[ordinal] = RowState.FAILED if is_error(record) else RowState.DONE
+                writer.put(record)
+        self._computing_s += time.monotonic() - begin_s
 
-        def on_step(num_running: int) -> None:
-            meter.num_tokens += num_running
-            meter.batch_share += 1 / num_steps
-
-        completions: list[Completion] = []
-        for part in batch.parts:
-            begin_s = time.monotonic()
-            with _stopping(f"rows {part[0].row.id!r} to {part[-1].row.id!r}", self._request.output):
-                completions += complete(engine, part, tokenizer, on_step)
-            self._computing_s += time.monotonic() - begin_s
-            num_passes = max(len(completion.token_ids) for completion in completions[-len(part) :])
-            self._predicted_s += engine.predict(len(part), _longest(part), max(1, num_passes)).seconds
-        return {id(completion.prompt): completion for completion in completions}
-
-    def _loaded(self, parts: Sequence[Sequence[Prompt]]) -> Engine:
-        """The engine, made when the first batch needs it, with room for that one."""
-        if self._engine is None:
-            request = self._request
-            shape = {
-                "batch_size": max(map(len, parts)),
-                "prompt_len": max(map(_longest, parts)),
-                "new_tokens": max(prompt.max_new_tokens for part in parts for prompt in part),
-            }
-            options: dict[str, object] = {} if request.trace is None else {"trace": str(request.trace)}
-            if self._settings.batch == BatchSettings() and self._settings.memory.max_device_memory is None:
-                options |= shape
+    def _loaded(self, prompts: Sequence[Prompt]) -> Completer:
+        """The completer, made when the first batch needs it, with room for that one."""
+        if self._completer is None:
             self._meter.begin("loading")
-            with _stopping("loading the model", request.output):
-                engine = self._engine_factory(request.model, config=request.config, device=request.device, **options)
-                self._engine = engine
-                self._meter.note(f"plan: {engine.plan}")
-                predicted = engine.predict(**shape)
-            self._meter.note(f"predicted: {predicted} (rates: {predicted.origin})")
-        return self._engine
+            with _stopping("loading the model", self._request.output):
+                completer = self._completer = self._open(prompts)
+                self._meter.note(f"plan: {completer.plan}")
+                forecast = completer.forecast(prompts)
+            self._meter.note(f"predicted: {forecast}")
+        return self._completer
+
+    def _open(self, prompts: Sequence[Prompt]) -> Completer:
+        request, settings = self._request, self._settings
+        if not self._is_padded:
+            return RaggedCompleter(request, settings.batching, self._kept_sizes, self._meter)
+        options: dict[str, object] = {} if request.trace is None else {"trace": str(request.trace)}
+        room = self._maker.room
+        max_tokens = None if room is None else room.max_tokens
+        if settings.batch == BatchSettings() and settings.memory.max_device_memory is None:
+            options |= batch_shape(prompts)
+        factory = self._engine_factory or _init_inference
+        engine = factory(request.model, config=request.config, device=request.device, **options)
+        # Rows are encoded by another thread, which must not share its tokenizer.
+        return PaddedCompleter(engine, deepcopy(self._maker.tokenizer), max_tokens, self._meter)
 
     def _summary(self, states: bytearray) -> JobSummary:
         meter = self._meter
@@ -219,16 +251,11 @@ class _Job:
             num_output_tokens=self._num_output_tokens,
             wall_s=time.monotonic() - meter.started_s,
             running_s=meter.running_s,
-            predicted_s=self._predicted_s,
+            predicted_s=0.0 if self._completer is None else self._completer.predicted_s,
             computing_s=self._computing_s,
-            stats=None if self._engine is None else self._engine.stats(),
+            stats=None if self._completer is None else self._completer.stats(),
             notes=tuple(meter.notes),
         )
-
-
-def _longest(part: Sequence[Prompt]) -> int:
-    """Tokens of the longest prompt."""
-    return max(len(prompt.token_ids) for prompt in part)
 
 
 @contextmanager
@@ -245,38 +272,6 @@ def _stopping(what: str, output: Path) -> Iterator[None]:
             )
         kind = type(error).__name__
         raise JobError(f"{what}: {kind}: {error}\nThe rows in {output} are kept; {remedy}") from error
-
-
-def _model_identity(checkpoint: Checkpoint, maker: PromptMaker) -> dict[str, str]:
-    return {
-        "fingerprint": checkpoint.fingerprint(),
-        "weights_sample": weights_sample(list(checkpoint.files)),
-        "tokenizer": tokenizer_hash(checkpoint.folder),
-        "chat_template": maker.template_hash,
-    }
-
-
-def _result_settings(request: JobRequest, settings: Settings, dtype: torch.dtype) -> dict[str, str | int]:
-    """The settings on which the rows' bytes depend."""
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict[str, str | int] = {
-        "max_new_tokens": request.max_new_tokens,
-        "batch_size": request.batch_size,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device,
-        "max_out_tokens": settings.max_out_tokens or "the model's",
-        "min_out_tokens": settings.min_out_tokens,
-    }
-    if settings.quantization is not None:
-        found["quantization"] = json.dumps(settings.quantization.as_document())
-    return found
-
-
-def _versions() -> dict[str, str]:
-    others = {name: version(name) for name in ("torch", "transformers")}
-    return {"python": platform.python_version(), "zinfer": __version__, **others}
 
 
 def _init_inference(*args: Any, **kwargs: Any) -> Engine:

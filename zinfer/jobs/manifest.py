@@ -1,16 +1,27 @@
 """What an output belongs to: the model, the input and every setting that changes results, in a file beside the output.
 
-Memory budgets are no part of it: results are bit-equal whatever they are, so a job may go on with other ones.
+Memory budgets are no part of it: results are bit-equal whatever they are, so a job may go on with other ones. Sizes of
+passes are, but those that were chosen and not stated are taken over and not compared.
 """
 
 import json
+import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
+from zinfer import __version__
+from zinfer.checkpoint import Checkpoint
+from zinfer.config import Settings
 from zinfer.errors import JobError
+from zinfer.jobs.identity import tokenizer_hash, weights_sample
+from zinfer.jobs.prompts import PromptMaker
+from zinfer.jobs.request import JobRequest
 from zinfer.nvme.whole_file import replace_file
 
 KIND = "zinfer batch job"
@@ -19,8 +30,9 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """Compared: `model`, `input` and `settings`. Kept: `versions` of the software that began the job, and the local
-    time when it `began` (ISO 8601), which stays "now" for chat templates that write the date.
+    """Compared: `model`, `input` and `settings`. Kept: `versions` of the software that began the job, the local time
+    when it `began` (ISO 8601), which stays "now" for chat templates that write the date, and the `sizes` of passes and
+    cache that were chosen when the first row was computed, for whoever goes on: empty before that.
     """
 
     model: Mapping[str, str]
@@ -28,6 +40,7 @@ class Manifest:
     settings: Mapping[str, str | int]
     versions: Mapping[str, str]
     began: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def differences(self, now: "Manifest") -> list[str]:
         """One line for each thing that is not as it was, in words for the user."""
@@ -78,7 +91,10 @@ def read_manifest(path: Path) -> Manifest | None:
         began = datetime.fromisoformat(content["began"]).isoformat()
     except (KeyError, TypeError, ValueError) as error:
         raise JobError(f"manifest {path} is damaged: began: {error}; give another --output") from error
-    return Manifest(**cast(dict[str, dict[str, Any]], parts), began=began)
+    sizes = content.get("sizes", {})
+    if not isinstance(sizes, dict) or not all(type(size) is int and size > 0 for size in sizes.values()):
+        raise JobError(f"manifest {path} is damaged: sizes: not whole numbers; give another --output")
+    return Manifest(**cast(dict[str, dict[str, Any]], parts), began=began, sizes=sizes)
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -95,3 +111,36 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
             f"manifest {path} cannot be written: {error.strerror} (errno {error.errno}); "
             "make room or give an --output elsewhere"
         ) from error
+
+
+def model_identity(checkpoint: Checkpoint, maker: PromptMaker) -> dict[str, str]:
+    """What tells the model and its tokenizer from others."""
+    return {
+        "fingerprint": checkpoint.fingerprint(),
+        "weights_sample": weights_sample(list(checkpoint.files)),
+        "tokenizer": tokenizer_hash(checkpoint.folder),
+        "chat_template": maker.template_hash,
+    }
+
+
+def result_settings(request: JobRequest, settings: Settings, dtype: torch.dtype) -> dict[str, str | int]:
+    """The settings on which the rows' bytes depend."""
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    found: dict[str, str | int] = {
+        "max_new_tokens": request.max_new_tokens,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device,
+        "max_out_tokens": settings.max_out_tokens or "the model's",
+        "min_out_tokens": settings.min_out_tokens,
+    }
+    if settings.quantization is not None:
+        found["quantization"] = json.dumps(settings.quantization.as_document())
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of the software that runs."""
+    others = {name: version(name) for name in ("torch", "transformers")}
+    return {"python": platform.python_version(), "zinfer": __version__, **others}

@@ -19,6 +19,7 @@ from zinfer.errors import JobError
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.manifest import Manifest, manifest_path, read_manifest, write_manifest
+from zinfer.jobs.records import is_error
 from zinfer.nvme.whole_file import sync_folder
 
 
@@ -102,9 +103,13 @@ class OutputFile:
             os.fsync(self._descriptor)
         except OSError as error:
             raise self._write_error(error) from error
+        self.keep(manifest)
+        self.is_begun = True
+
+    def keep(self, manifest: Manifest) -> None:
+        """Puts the manifest beside the file, in place of the one that is there."""
         write_manifest(self._manifest_path, manifest)
         self.manifest = manifest
-        self.is_begun = True
 
     def resume(self, index: RowIndex) -> Resumed:
         """Finds which rows the file holds and drops a torn last line.
@@ -194,12 +199,14 @@ class OutputFile:
             raise self._foreign_row(number, f"no JSON ({error})") from error
         if not isinstance(row, dict) or not isinstance(row.get("id"), str | int):
             raise self._foreign_row(number, "no row with an id")
-        if ("error" in row) == ("token_ids" in row):
-            raise self._foreign_row(number, "neither a completion nor an error")
+        try:
+            state = RowState.FAILED if is_error(row) else RowState.DONE
+        except ValueError as error:
+            raise self._foreign_row(number, str(error)) from error
         ordinal = index.ordinal_of(row["id"], guess)
         if ordinal is None:
             raise self._foreign_row(number, f"the id {row['id']!r}, which the input does not have")
-        return ordinal, RowState.FAILED if "error" in row else RowState.DONE
+        return ordinal, state
 
     def _foreign_row(self, number: int, what: str) -> UnusableInput:
         return UnusableInput(

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from zinfer.batching.prompt_encoder import encode_chat, encode_text
+from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import ConfigError
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import RowIndex
@@ -26,17 +27,19 @@ _STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row ready to compute. `stop_token_ids` are the row's stop strings that are one special token each."""
+    """A row ready to compute. ``params`` have the row's seed, or one that its id alone decides."""
 
     row: Row
     token_ids: tuple[int, ...]
-    max_new_tokens: int
-    stop_token_ids: frozenset[int]
 
     @property
-    def seed(self) -> int:
-        """The row's seed, else one that its id alone decides."""
-        return id_key(self.row.id) if self.row.seed is None else self.row.seed
+    def params(self) -> SamplingParams:
+        params = self.row.params
+        return params if params.seed is not None else replace(params, seed=id_key(self.row.id))
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.row.params.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -95,23 +98,26 @@ class PromptMaker:
         """The prompt of an input line, or the error that its output row will carry."""
         parsed = parse_line(line)
         row_id = index.id_of(parsed)
-        row = row_of(parsed, row_id)
+        row = row_of(parsed, row_id, self.max_new_tokens)
         return row_id, row if isinstance(row, BadRow) else self.prompt(row, line.number)
 
     def prompt(self, row: Row, line_number: int) -> Prompt | BadRow:
         """Tokenizes a row and checks its length."""
         try:
             token_ids = self._encode(row)
-        except (ValueError, TypeError) as error:
+            row.params.check_vocabulary(self.vocab_size)
+        except (ConfigError, ValueError, TypeError) as error:
             return BadRow(row.id, f"line {line_number}: {error}")
-        num_new = row.max_new_tokens or self.max_new_tokens
-        if problem := self._token_problem(token_ids) or self._length_problem(len(token_ids), num_new):
+        num_new = row.params.max_new_tokens
+        if problem := self._token_problem(row, token_ids) or self._length_problem(len(token_ids), num_new):
             return BadRow(row.id, f"line {line_number}: {problem}")
-        return Prompt(row, tuple(token_ids), num_new, self._stop_token_ids(row))
+        return Prompt(row, tuple(token_ids))
 
     def _encode(self, row: Row) -> list[int]:
         if row.prompt is not None:
             return encode_text(self.tokenizer, row.prompt)
+        if row.prompt_token_ids is not None:
+            return list(row.prompt_token_ids)
         assert row.messages is not None
         if self.tokenizer.chat_template is None:
             raise ConfigError("messages: the model's tokenizer has no chat template; give 'prompt' instead")
@@ -122,8 +128,12 @@ class PromptMaker:
         template: str = self.tokenizer.get_chat_template()
         return _STRFTIME_NOW.sub(lambda call: json.dumps(self.now.strftime(call[2])), template)
 
-    def _token_problem(self, token_ids: Sequence[int]) -> str | None:
+    def _token_problem(self, row: Row, token_ids: Sequence[int]) -> str | None:
+        if not token_ids:
+            return "prompt_token_ids: it has no tokens; give one at least"
         largest = max(token_ids)
+        if row.prompt_token_ids is not None and not 0 <= min(token_ids) <= largest < self.vocab_size:
+            return f"prompt_token_ids: token ids are whole numbers from 0 to {self.vocab_size - 1}"
         if largest < self.vocab_size:
             return None
         return (
@@ -141,7 +151,3 @@ class PromptMaker:
             f"the prompt's {num_prompt} tokens and {num_new} new ones are more than {limit}; "
             f"shorten it or ask for at most {self.room.max_tokens - num_prompt} new tokens"
         )
-
-    def _stop_token_ids(self, row: Row) -> frozenset[int]:
-        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
-        return frozenset(special[text] for text in row.stop if text in special)

@@ -20,14 +20,14 @@ class JobRequest:
     config: PathLike | Mapping[str, object] | None
     device: str
     max_new_tokens: int
-    batch_size: int
+    batch_size: int | None
     restart: bool
     trace: Path | None
 
     def check(self) -> None:
         """Raises UnusableInput for numbers and paths that no job can use."""
         for name, value in (("max_new_tokens", self.max_new_tokens), ("batch_size", self.batch_size)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise UnusableInput(f"{name} must be at least 1, not {value}")
         if self.output.exists() and self.input.exists() and self.output.samefile(self.input):
             raise UnusableInput(f"output {self.output} is the input file; give another --output")

@@ -4,39 +4,34 @@ A line that cannot be used becomes a `BadRow` that says why; it never ends the j
 reason too, since a mistyped `temperture` must not pass for a greedy row.
 """
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+
+from zinfer.batching.sampling_params import SamplingParams
+from zinfer.errors import ConfigError
 
 RowId = str | int
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_MAX_SEED = 2**64 - 1  # the largest that torch.Generator.manual_seed takes
+_SOURCES = ("prompt", "messages", "prompt_token_ids")
 
 
 class Row(BaseModel):
-    """One valid line. `id` is the line number where the line gave none; `stop` is always a tuple of strings.
+    """One valid line. `id` is the line number where the line gave none."""
 
-    `temperature` absent or 0 means greedy; `top_k` 0 and `top_p` 1 mean no filter.
-    """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     id: RowId
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
-    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = None
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    prompt_token_ids: tuple[int, ...] | None = None
+    params: SamplingParams = SamplingParams()
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -52,19 +47,16 @@ class Row(BaseModel):
             raise ValueError("must hold at least one message")
         return tuple(value)
 
-    @field_validator("stop", mode="before")
+    @field_validator("prompt_token_ids", mode="before")
     @classmethod
-    def _stop(cls, value: object) -> object:
-        if isinstance(value, str):
-            return (value,)
-        if value is None:
-            return ()
+    def _prompt_token_ids(cls, value: object) -> object:
         return tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
     def _one_source(self) -> "Row":
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give 'prompt' or 'messages', and not both")
+        given = [name for name in _SOURCES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of {', '.join(map(repr, _SOURCES))}, and only one")
         return self
 
 
@@ -140,12 +132,19 @@ def parse_line(line: Line) -> Parsed:
     return Parsed(line.number, record, None, True)
 
 
-def row_of(parsed: Parsed, row_id: RowId) -> Row | BadRow:
-    """The validated row, or what is wrong with it."""
+def row_of(parsed: Parsed, row_id: RowId, max_new_tokens: int) -> Row | BadRow:
+    """The validated row, or what is wrong with it; ``max_new_tokens`` where it does not say itself."""
     if parsed.record is None:
         return BadRow(row_id, f"line {parsed.line}: {parsed.problem}")
+    source = {name: parsed.record[name] for name in _SOURCES if name in parsed.record}
+    sampling = {name: value for name, value in parsed.record.items() if name not in ("id", *_SOURCES)}
     try:
-        row = Row.model_validate({**parsed.record, "id": row_id})
+        params = SamplingParams.from_mapping(
+            sampling, defaults={"max_new_tokens": max_new_tokens}, beside=("id", *_SOURCES)
+        )
+        row = Row.model_validate({"id": row_id, **source, "params": params})
+    except ConfigError as error:
+        return BadRow(row_id, f"line {parsed.line}: {error}")
     except ValidationError as error:
         return BadRow(row_id, f"line {parsed.line}: {_first_problem(error)}")
     if not _is_unicode(json.dumps(parsed.record, ensure_ascii=False)):
@@ -156,18 +155,10 @@ def row_of(parsed: Parsed, row_id: RowId) -> Row | BadRow:
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        return f"unknown field '{field}'{_nearest(field)}"
     message = problem["msg"].removeprefix("Value error, ")
     if not field:
         return message
     return f"{field}: {message[0].lower()}{message[1:]}, not {_short(problem['input'])}"
-
-
-def _nearest(field: str) -> str:
-    known = [name for name in Row.model_fields if name != "id"]
-    near = difflib.get_close_matches(field, known, n=1)
-    return f"; did you mean '{near[0]}'?" if near else f"; known fields: id, {', '.join(known)}"
 
 
 def _short(value: object) -> str:

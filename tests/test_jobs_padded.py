@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from jobs_support import CHAT_TEMPLATE, EOS, ResidentEngine, letters_model, letters_tokenizer
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from zinfer.batching.completion import Completion
+from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import JobError
-from zinfer.jobs.decoding import Completion, complete, left_padded
 from zinfer.jobs.failure import UnusableInput
+from zinfer.jobs.padded import complete, left_padded
 from zinfer.jobs.prompts import Prompt, PromptMaker, Room
 from zinfer.jobs.rows import BadRow, Row
-from zinfer.jobs.sampling import Sampling, draw
-from zinfer.jobs.stopping import RowStops
+from zinfer.jobs.text import Text, TextStops
 
 TOKENIZER = letters_tokenizer(chat_template=None)
 MAKER = PromptMaker(TOKENIZER, Room(128, "the model's positions"), 131, 12)
@@ -28,13 +28,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> ResidentEngine:
 
 
 def prompt(text: str, **fields: Any) -> Prompt:
-    made = MAKER.prompt(Row(id=fields.pop("id", text), prompt=text, **fields), 1)
+    row_id = fields.pop("id", text)
+    made = MAKER.prompt(Row(id=row_id, prompt=text, params=SamplingParams(**{"max_new_tokens": 12, **fields})), 1)
     assert isinstance(made, Prompt)
     return made
 
 
 def run(engine: ResidentEngine, *prompts: Prompt) -> list[Completion]:
-    return complete(engine, prompts, TOKENIZER, lambda num_running: None)
+    """The completions of prompts that ask for one each."""
+    return [own[0] for own in complete(engine, prompts, TOKENIZER, lambda num_running: None)]
 
 
 def test_greedy_rows_equal_transformers_own(engine: ResidentEngine) -> None:
@@ -61,7 +63,7 @@ def test_a_row_does_not_depend_on_its_neighbours(engine: ResidentEngine, fields:
     ]
     together = run(engine, *mixed)
     for number, row in enumerate(mixed):
-        assert run(engine, row)[0].record() == together[number].record()
+        assert run(engine, row)[0] == together[number]
     assert run(engine, *reversed(mixed))[::-1] == together
 
 
@@ -98,50 +100,57 @@ def test_a_stop_string_cuts_the_text_and_keeps_the_tokens(engine: ResidentEngine
     assert len(free.token_ids) == 12
 
 
+def texts(*prompts: Prompt, end_token_ids: tuple[int, ...] = ()) -> list[Text]:
+    return [Text.of(prompt, 0, end_token_ids, TOKENIZER) for prompt in prompts]
+
+
 def test_an_end_token_is_kept_as_token_and_left_out_of_the_text() -> None:
-    stops = RowStops([prompt("a"), prompt("b", stop=(EOS,)), prompt("c")], [7], TOKENIZER, lambda num_running: None)
+    rows = texts(prompt("a"), prompt("b", stop=(EOS,)), prompt("c"), end_token_ids=(7,))
+    stops = TextStops(rows, lambda num_running: None)
     for newest in ([5, 5, 5], [7, 2, 6], [9, 9, 6]):
         done = stops(torch.tensor([[token] for token in newest]), None)
     assert done.tolist() == [True, True, False]
-    assert [row.token_ids for row in stops.rows] == [[5, 7], [5, 2], [5, 6, 6]]
-    assert [row.text for row in stops.rows] == ['"', '"', '"##']
+    assert [row.token_ids for row in rows] == [[5, 7], [5, 2], [5, 6, 6]]
+    assert [row.ending.text(row.token_ids) for row in rows] == ['"', '"', '"##']
 
 
 def test_progress_counts_the_rows_that_still_run() -> None:
     counts: list[int] = []
-    stops = RowStops([prompt("a", max_new_tokens=1), prompt("b", max_new_tokens=3)], [], TOKENIZER, counts.append)
+    stops = TextStops(texts(prompt("a", max_new_tokens=1), prompt("b", max_new_tokens=3)), counts.append)
     for _ in range(3):
         stops(torch.tensor([[5], [5]]), None)
     assert counts == [2, 1, 1]
 
 
-SETTINGS = [
-    Sampling(1.0, 0, 1.0),
-    Sampling(0.5, 7, 1.0),
-    Sampling(1.7, 0, 0.6),
-    Sampling(2.0, 30, 0.8),
-    Sampling(1.0, 0, 1e-9),
-]
+def test_a_row_that_ignores_the_end_goes_on_and_one_that_must_not_end_yet_does_not(engine: ResidentEngine) -> None:
+    ends = run(engine, prompt("hello you"))[0].token_ids[2]
+    engine.module.generation_config.eos_token_id = ends
+    try:
+        plain, ignoring, later = run(
+            engine, prompt("hello you"), prompt("hello you", ignore_eos=True), prompt("hello you", min_new_tokens=7)
+        )
+    finally:
+        engine.module.generation_config.eos_token_id = 2
+    assert (plain.finish_reason, plain.token_ids[-1]) == ("stop", ends)
+    assert (ignoring.finish_reason, len(ignoring.token_ids)) == ("length", 12)
+    assert ignoring.token_ids[: len(plain.token_ids)] == plain.token_ids
+    assert len(later.token_ids) >= 7
+    assert ends not in later.token_ids[:6]
 
 
-@pytest.mark.parametrize("sampling", SETTINGS)
-def test_the_distribution_is_that_of_transformers_warpers(sampling: Sampling) -> None:
-    scores_V = 3 * torch.randn(100, generator=torch.Generator().manual_seed(1)).float()
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
-    if sampling.top_k:
-        warpers.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-    expected = torch.softmax(warpers(torch.zeros(1, 1, dtype=torch.long), scores_V[None])[0].double(), 0)
-    num_draws = 4000
-    tokens = torch.tensor([draw(scores_V, sampling, number / num_draws) for number in range(num_draws)])
-    # Evenly spaced quantiles give each token its probability to within one draw.
-    assert (torch.bincount(tokens, minlength=100) / num_draws - expected).abs().max() <= 1.01 / num_draws + 1e-6
-
-
-def test_the_last_quantile_draws_a_token_that_is_allowed() -> None:
-    scores_V = torch.tensor([0.0, 1.0, -math.inf, -math.inf])
-    assert draw(scores_V, Sampling(1.0, 0, 1.0), math.nextafter(1.0, 0.0)) == 1
+def test_several_completions_of_a_row_have_draws_of_their_own(engine: ResidentEngine) -> None:
+    several, alone = complete(
+        engine,
+        [prompt("abc", temperature=3.0, n=3, seed=1), prompt("abc", id=2, temperature=3.0, seed=1, logprobs=2)],
+        TOKENIZER,
+        lambda num_running: None,
+    )
+    assert len({completion.token_ids for completion in several}) == 3
+    assert [completion.sample_index for completion in several] == [0, 1, 2]
+    assert several[0].token_ids == alone[0].token_ids
+    assert several[0].logprobs is None
+    assert alone[0].logprobs is not None
+    assert [len(each.top) for each in alone[0].logprobs] == [2] * len(alone[0].token_ids)
 
 
 def test_logits_that_are_no_numbers_end_the_job(engine: ResidentEngine) -> None:
@@ -156,7 +165,7 @@ def test_logits_that_are_no_numbers_end_the_job(engine: ResidentEngine) -> None:
 
 
 def bad(**fields: Any) -> str:
-    made = MAKER.prompt(Row(id=1, **fields), 1)
+    made = MAKER.prompt(Row(id=1, params=SamplingParams(max_new_tokens=12), **fields), 1)
     assert isinstance(made, BadRow)
     return made.message
 

@@ -1,0 +1,117 @@
+"""`zinfer run` by continuous batching: the rows of plain `generate`, and the same bytes however often it is ended."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs_run_support import model, output
+from jobs_support import letters_model, letters_tokenizer, prompt_rows, read_rows, write_rows
+from transformers import AutoModelForCausalLM
+
+from zinfer.errors import JobError
+from zinfer.jobs import JobSummary, run_job
+from zinfer.jobs.manifest import manifest_path
+from zinfer.jobs.output import OutputFile
+
+__all__ = ["model", "output"]  # fixtures
+ROWS: list[dict[str, Any]] = [
+    *prompt_rows(40),
+    {"id": "chat", "messages": [{"role": "user", "content": "hi"}]},
+    {"id": "ids", "prompt_token_ids": [7, 8, 9], "max_new_tokens": 5},
+    {"id": "twice", "prompt": "abc", "n": 2, "temperature": 2.0, "seed": 3},
+    {"id": "scored", "prompt": "abc", "logprobs": 2, "max_tokens": 3},
+    {"id": "penalised", "prompt": "abcabc", "repetition_penalty": 3.0, "min_p": 0.1, "temperature": 1.0},
+    {"id": "bad", "prompt_token_ids": [7, 100_000]},
+    {"id": "worse", "prompt": "a", "min_new_tokens": 99},
+]
+
+
+def run(model: Path, prompts: Path, output: Path, **options: Any) -> JobSummary:
+    return run_job(model, prompts, output, **{"batch_size": 16, "max_new_tokens": 8, "device": "cpu", **options})
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "in.jsonl", ROWS)
+
+
+def test_every_row_is_there_and_greedy_ones_are_transformers_own(model: Path, prompts: Path, output: Path) -> None:
+    summary = run(model, prompts, output)
+    rows = {row["id"]: row for row in read_rows(output)}
+    assert set(rows) == {row["id"] for row in ROWS}
+    assert {row_id for row_id, row in rows.items() if "error" in row} == {"bad", "worse"}
+    assert "token ids are whole numbers from 0 to 130" in rows["bad"]["error"]
+    assert "line 47: min_new_tokens must be at most max_new_tokens, which is 8" in rows["worse"]["error"]
+    plain, tokenizer = AutoModelForCausalLM.from_pretrained(model), letters_tokenizer()
+    for row in [row for row in ROWS[:40] if "temperature" not in row]:
+        ids = torch.tensor([tokenizer(row["prompt"]).input_ids])
+        found = plain.generate(ids, max_new_tokens=row["max_new_tokens"], do_sample=False, pad_token_id=1)
+        tokens = found[0, ids.shape[1] :].tolist()
+        assert rows[row["id"]]["token_ids"] == tokens[: tokens.index(2) + 1 if 2 in tokens else None]
+    assert len(rows["twice"]["outputs"]) == 2
+    assert rows["twice"]["outputs"][0]["token_ids"] != rows["twice"]["outputs"][1]["token_ids"]
+    assert rows["twice"]["num_output_tokens"] == sum(len(each["token_ids"]) for each in rows["twice"]["outputs"])
+    assert [len(each["top"]) for each in rows["scored"]["logprobs"]] == [2] * 3
+    assert rows["ids"]["num_prompt_tokens"] == 3
+    assert (summary.num_done, summary.num_failed) == (len(ROWS) - 2, 2)
+    assert summary.predicted_s > 0
+    assert summary.computing_s > 0
+
+
+@pytest.mark.parametrize("num_kept", [0, 1, 17, 30, 46])
+def test_a_job_that_was_cut_writes_the_same_bytes(
+    model: Path, prompts: Path, output: Path, tmp_path: Path, num_kept: int
+) -> None:
+    run(model, prompts, output)
+    whole = output.read_bytes()
+    output.write_bytes(b"".join(whole.splitlines(keepends=True)[:num_kept]))
+    assert run(model, prompts, output).num_skipped == num_kept
+    assert output.read_bytes() == whole
+
+
+def test_sizes_that_were_chosen_are_kept_for_whoever_goes_on(model: Path, prompts: Path, output: Path) -> None:
+    tight = {"zinfer": {"max_sequences": 5}}
+    run(model, prompts, output, config=tight)
+    whole = output.read_bytes()
+    manifest = json.loads(manifest_path(output).read_text())
+    assert manifest["sizes"]["max_sequences"] == 5
+    assert manifest["settings"]["max_sequences"] == 5
+    # As if the machine had chosen fewer tokens a pass when the job began.
+    manifest["sizes"]["tokens_per_pass"] = 7
+    manifest_path(output).write_text(json.dumps(manifest))
+    output.write_bytes(whole.splitlines(keepends=True)[0])
+    summary = run(model, prompts, output, config=tight)
+    assert summary.num_done == len(ROWS) - 2
+    assert summary.stats is not None
+    num_tokens = sum(len(row.get("prompt", "")) for row in ROWS)
+    assert summary.stats.passes > num_tokens / 7
+
+
+def test_a_model_without_ragged_batches_is_padded_and_says_so(tmp_path: Path, output: Path) -> None:
+    folder = letters_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    rows = prompt_rows(7)
+    summary = run(folder, write_rows(tmp_path / "in.jsonl", rows), output)
+    assert any("padded batches through transformers' generate" in note for note in summary.notes)
+    assert [row["id"] for row in read_rows(output)] == [row["id"] for row in rows]
+
+
+def test_a_disk_that_is_full_ends_the_job(
+    model: Path, prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = OutputFile.append
+
+    def full(self: OutputFile, rows: Any) -> None:
+        append(self, rows[:1])
+        raise JobError("no room")
+
+    monkeypatch.setattr(OutputFile, "append", full)
+    with pytest.raises(JobError, match="no room"):
+        run(model, prompts, output)
+    monkeypatch.undo()
+    assert len(read_rows(output)) == 1
+    assert run(model, prompts, output).num_skipped == 1

@@ -1,0 +1,38 @@
+"""What came after a prompt, and the seed of its draws."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from zinfer.batching.sampler import Logprobs
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came after one prompt.
+
+    Attributes:
+        prompt_index: which of the prompts, from 0.
+        sample_index: which of its ``n`` completions, from 0.
+        text: without end and special tokens, cut before the first stop string; empty without a tokenizer.
+        token_ids: what was generated, the token that ended it included.
+        finish_reason: "stop" (an end token or a stop string), "length" or "error".
+        logprobs: of each token, where they were asked for.
+        error: what is wrong with the prompt, or went wrong; None where nothing did.
+    """
+
+    prompt_index: int
+    sample_index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[Logprobs, ...] | None = None
+    error: str | None = None
+
+
+def text_seed(stated: int | None, token_ids: Sequence[int], repeat: int, sample: int) -> int:
+    """A text's seed: the stated one, else what the prompt decides and how often it came before in the call."""
+    if stated is not None and sample == 0:
+        return stated
+    key = f"{repeat if stated is None else stated} {sample} {list(token_ids)}".encode()
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")

@@ -1,0 +1,42 @@
+"""What a job completes its prompts with: continuous batching where the family allows it, padded batches elsewhere."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Protocol
+
+from zinfer.batching.completion import Completion
+from zinfer.jobs.prompts import Prompt
+
+
+class Completer(Protocol):
+    """Completes prompts; what it computes depends on these prompts and on its sizes, never on earlier calls.
+
+    Attributes:
+        predicted_s: seconds that the plan gives what was completed so far.
+        sizes: of its passes and its cache, kept for whoever goes on with the job.
+    """
+
+    predicted_s: float
+
+    @property
+    def sizes(self) -> dict[str, int]: ...
+
+    @property
+    def plan(self) -> Any: ...
+
+    def forecast(self, prompts: Sequence[Prompt]) -> str:
+        """What completing these prompts takes, in words."""
+        ...
+
+    def complete(
+        self, prompts: Sequence[Prompt], wanted: Collection[int]
+    ) -> Iterator[tuple[Prompt, tuple[Completion, ...]]]:
+        """Each prompt's completions as soon as all of them are there.
+
+        Args:
+            wanted: identities of the prompts that are needed; others may be left out where that changes nothing.
+        """
+        ...
+
+    def stats(self) -> Any: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,168 @@
+"""Completes prompts in left-padded batches with transformers' own `generate`, for families that know no other way.
+
+End tokens and the padding token come from the model's generation config, else from the tokenizer. The config's
+defaults for sampling and repetition (do_sample, temperature, top_k, top_p, repetition_penalty, no_repeat_ngram_size) do
+not: a row is greedy unless it asks for a temperature itself, so that a file means the same for every model, and what is
+penalised would depend on a row's padding.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from zinfer.batching.completion import Completion
+from zinfer.batching.ending import find_end_token_ids
+from zinfer.batching.sampler import Sampler
+from zinfer.jobs.progress import Meter
+from zinfer.jobs.prompts import Prompt
+from zinfer.jobs.text import Text, TextSampler, TextStops
+from zinfer.planning.prediction import Prediction
+
+
+class Engine(Protocol):
+    """What padded batches need of an engine."""
+
+    @property
+    def module(self) -> Any: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def plan(self) -> Any: ...
+
+    def generate(self, **kwargs: Any) -> Any: ...
+
+    def stats(self) -> Any: ...
+
+    def predict(self, batch_size: int, prompt_len: int, new_tokens: int) -> Prediction: ...
+
+    def destroy(self) -> None: ...
+
+
+class PaddedCompleter:
+    """An engine's batches.
+
+    Args:
+        tokenizer: used by the calling thread alone.
+        max_tokens: of a prompt and its new tokens; None: no limit.
+        meter: told of every step.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Any, max_tokens: int | None, meter: Meter) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._meter = meter
+        self.sizes: dict[str, int] = {}
+        self.predicted_s = 0.0
+
+    @property
+    def plan(self) -> Any:
+        return self._engine.plan
+
+    def forecast(self, prompts: Sequence[Prompt]) -> str:
+        predicted = self._engine.predict(**batch_shape(prompts))
+        return f"{predicted} (rates: {predicted.origin})"
+
+    def complete(
+        self, prompts: Sequence[Prompt], wanted: Collection[int]
+    ) -> Iterator[tuple[Prompt, tuple[Completion, ...]]]:
+        """As `Completer.complete`."""
+        meter = self._meter
+        parts = [part for part in fitting_parts(prompts, self._max_tokens) if any(id(each) in wanted for each in part)]
+        num_steps = sum(max(prompt.max_new_tokens for prompt in part) for part in parts)
+        meter.batch_share, meter.batch_rows = 0.0, len(wanted)
+
+        def on_step(num_running: int) -> None:
+            meter.num_tokens += num_running
+            meter.batch_share += 1 / num_steps
+
+        for part in parts:
+            completions = complete(self._engine, part, self._tokenizer, on_step)
+            shape = batch_shape(part)
+            num_passes = max(1, *(len(each.token_ids) for own in completions for each in own))
+            self.predicted_s += self._engine.predict(shape["batch_size"], shape["prompt_len"], num_passes).seconds
+            yield from zip(part, completions, strict=True)
+        meter.batch_rows = 0
+
+    def stats(self) -> Any:
+        return self._engine.stats()
+
+    def close(self) -> None:
+        self._engine.destroy()
+
+
+def batch_shape(prompts: Sequence[Prompt]) -> dict[str, int]:
+    """Texts side by side, tokens of the longest prompt, and the most new ones."""
+    return {
+        "batch_size": sum(prompt.params.n for prompt in prompts),
+        "prompt_len": max(len(prompt.token_ids) for prompt in prompts),
+        "new_tokens": max(prompt.max_new_tokens for prompt in prompts),
+    }
+
+
+def complete(
+    engine: Engine, prompts: Sequence[Prompt], tokenizer: Any, on_step: Callable[[int], None]
+) -> list[tuple[Completion, ...]]:
+    """The completions of a batch, in the prompts' order. `on_step` is `TextStops`' own."""
+    end_token_ids = find_end_token_ids(engine.module.generation_config, tokenizer)
+    pad_token_id = _pad_token_id(engine.module.generation_config, tokenizer, end_token_ids)
+    vocab_size = engine.module.config.get_text_config().vocab_size
+    texts = [Text.of(each, sample, end_token_ids, tokenizer) for each in prompts for sample in range(each.params.n)]
+    input_ids, attention_mask = left_padded([text.prompt.token_ids for text in texts], pad_token_id)
+    engine.generate(
+        input_ids=input_ids.to(engine.device),
+        attention_mask=attention_mask.to(engine.device),
+        logits_processor=LogitsProcessorList([TextSampler(texts, Sampler(vocab_size, engine.device))]),
+        stopping_criteria=StoppingCriteriaList([TextStops(texts, on_step)]),
+        max_new_tokens=max(prompt.max_new_tokens for prompt in prompts),
+        eos_token_id=[vocab_size],  # which never comes: each text ends by its own tokens
+        pad_token_id=pad_token_id,
+        do_sample=False,
+        num_beams=1,
+        temperature=1.0,
+        top_k=50,
+        top_p=1.0,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+    )
+    found = iter(texts)
+    return [tuple(next(found).completion() for _ in range(prompt.params.n)) for prompt in prompts]
+
+
+def fitting_parts(prompts: Sequence[Prompt], max_tokens: int | None) -> list[tuple[Prompt, ...]]:
+    """Runs of neighbours in which the longest prompt still has room for the most new tokens that any of them wants.
+
+    All rows of a call take as many steps as the longest needs, so a long prompt with few new tokens would be led past
+    the model's positions by a short one with many.
+    """
+    parts: list[list[Prompt]] = []
+    num_prompt = num_new = 0
+    for prompt in prompts:
+        num_prompt = max(num_prompt, len(prompt.token_ids))
+        num_new = max(num_new, prompt.max_new_tokens)
+        if not parts or (max_tokens is not None and num_prompt + num_new > max_tokens):
+            parts.append([])
+            num_prompt, num_new = len(prompt.token_ids), prompt.max_new_tokens
+        parts[-1].append(prompt)
+    return [tuple(part) for part in parts]
+
+
+def left_padded(token_ids: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input ids and attention mask, both [prompts, longest prompt]."""
+    width = max(map(len, token_ids))
+    input_ids = torch.full((len(token_ids), width), pad_token_id, dtype=torch.long)
+    attention_mask = torch.zeros((len(token_ids), width), dtype=torch.long)
+    for i, ids in enumerate(token_ids):
+        input_ids[i, width - len(ids) :] = torch.tensor(ids)
+        attention_mask[i, width - len(ids) :] = 1
+    return input_ids, attention_mask
+
+
+def _pad_token_id(generation_config: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> int:
+    candidates = [generation_config.pad_token_id, tokenizer.pad_token_id, *end_token_ids]
+    # Padding is masked, so that without any of them token 0 does as well.
+    return next((token_id for token_id in candidates if token_id is not None and token_id >= 0), 0)

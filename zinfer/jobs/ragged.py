@@ -1,0 +1,78 @@
+"""Completes prompts by continuous batching."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from zinfer.batching.completion import Completion
+from zinfer.config.settings import Batching
+from zinfer.jobs.progress import Meter
+from zinfer.jobs.prompts import Prompt
+from zinfer.jobs.request import JobRequest
+from zinfer.llm import LLM
+
+
+class RaggedCompleter:
+    """An LLM's passes; each call begins with an empty cache, and so with the same passes.
+
+    Args:
+        stated: what the configuration says of the sizes.
+        kept: ``sizes`` of the completer that began the job; what is not stated is taken from them.
+        meter: shows the tokens that are generated.
+    """
+
+    def __init__(self, request: JobRequest, stated: Batching, kept: Mapping[str, int], meter: Meter) -> None:
+        options: dict[str, object] = {name: size for name, size in kept.items() if getattr(stated, name) is None}
+        if request.trace is not None:
+            options["trace"] = str(request.trace)
+        self._llm = LLM(request.model, request.config, device=request.device, **options)
+        self.predicted_s = 0.0
+        meter.count_tokens = lambda: self._llm.num_new_tokens
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By the names of the configuration's keys."""
+        budget = self._llm.batching
+        return {
+            "tokens_per_pass": budget.tokens_per_pass,
+            "max_sequences": budget.max_sequences,
+            "kv_page_size": budget.page_size,
+            "kv_cache_memory": budget.footprint.kv_bytes,
+        }
+
+    @property
+    def plan(self) -> Any:
+        return self._llm.plan
+
+    def forecast(self, prompts: Sequence[Prompt]) -> str:
+        return f"{self._predict(prompts, [prompt.max_new_tokens for prompt in prompts])} for {len(prompts):,} rows"
+
+    def complete(
+        self, prompts: Sequence[Prompt], wanted: Collection[int]
+    ) -> Iterator[tuple[Prompt, tuple[Completion, ...]]]:
+        """As `Completer.complete`; all prompts are computed, since they share passes."""
+        self._llm.reset_prefix_cache()
+        found: defaultdict[int, list[Completion]] = defaultdict(list)
+        num_new = [0] * len(prompts)
+        token_ids = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
+        for completion in self._llm.stream(token_ids, [prompt.params for prompt in prompts]):
+            index = completion.prompt_index
+            found[index].append(completion)
+            num_new[index] = max(num_new[index], len(completion.token_ids))
+            if len(found[index]) == prompts[index].params.n:
+                samples = sorted(found.pop(index), key=lambda each: each.sample_index)
+                yield prompts[index], tuple(samples)
+        computed = [(prompt, num) for prompt, num in zip(prompts, num_new, strict=True) if num]
+        if computed:
+            self.predicted_s += self._predict(*zip(*computed, strict=True)).seconds
+
+    def stats(self) -> Any:
+        return self._llm.stats()
+
+    def close(self) -> None:
+        self._llm.close()
+
+    def _predict(self, prompts: Sequence[Prompt], num_new: Sequence[int]) -> Any:
+        repeated = [(len(p.token_ids), num) for p, num in zip(prompts, num_new, strict=True) for _ in range(p.params.n)]
+        lens, new = zip(*repeated, strict=True)
+        return self._llm.predict(lens, new)

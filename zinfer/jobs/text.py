@@ -1,0 +1,100 @@
+"""Texts of a padded batch under way: their next tokens, and when they end, each by its own row's settings."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, StoppingCriteria
+
+from zinfer.batching.completion import Completion, text_seed
+from zinfer.batching.ending import Ending, special_stops
+from zinfer.batching.sampler import Logprobs, Row, Sampler, row_uniform
+from zinfer.errors import JobError
+from zinfer.jobs.prompts import Prompt
+
+
+@dataclass
+class Text:
+    """One completion under way. `token_ids`: what was generated, the token that ended it included."""
+
+    prompt: Prompt
+    sample: int
+    end_token_ids: frozenset[int]
+    ending: Ending
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @classmethod
+    def of(cls, prompt: Prompt, sample: int, end_token_ids: Collection[int], tokenizer: Any) -> "Text":
+        """A text that has no token yet."""
+        params = prompt.params
+        ends = frozenset() if params.ignore_eos else frozenset(end_token_ids)
+        ending_ids = ends.union(params.stop_token_ids, special_stops(tokenizer, params.stop))
+        return cls(prompt, sample, ends, Ending(tokenizer, ending_ids, params.stop, params.max_new_tokens))
+
+    def row(self) -> Row:
+        """What its next token depends on."""
+        params, prompt_ids = self.prompt.params, self.prompt.token_ids
+        seed = text_seed(params.seed, prompt_ids, 0, self.sample)
+        uniform = 0.0 if params.is_greedy else row_uniform(seed, len(self.token_ids))
+        return Row(params, prompt_ids, self.token_ids, self.end_token_ids, uniform)
+
+    def completion(self) -> Completion:
+        """What it came to."""
+        if self.finish_reason is None:
+            raise JobError(
+                f"generation ended row {self.prompt.row.id!r} after {len(self.token_ids)} tokens for a reason of its "
+                "own; remove limits such as max_time from the model's generation_config.json"
+            )
+        logprobs = None if self.prompt.params.logprobs is None else tuple(self.logprobs)
+        text = self.ending.text(self.token_ids)
+        return Completion(0, self.sample, text, tuple(self.token_ids), self.finish_reason, logprobs)
+
+
+class TextSampler(LogitsProcessor):  # type: ignore[misc]
+    """Forces each text's next token. Give it to a greedy `generate` as the only processor; it serves one call."""
+
+    def __init__(self, texts: Sequence[Text], sampler: Sampler) -> None:
+        self._texts = texts
+        self._sampler = sampler
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """scores: [texts, vocabulary]. Raises JobError naming the rows whose logits are not numbers."""
+        running = [i for i, text in enumerate(self._texts) if text.finish_reason is None]
+        sampled = self._sampler.sample(scores[running], [self._texts[i].row() for i in running])
+        if sampled.broken:
+            ids = [self._texts[running[i]].prompt.row.id for i in sampled.broken]
+            raise JobError(f"the model's logits are not finite numbers in rows {ids[:8]}; its weights may be damaged")
+        for i, logprobs in zip(running, sampled.logprobs, strict=True):
+            if logprobs is not None:
+                self._texts[i].logprobs.append(logprobs)
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, 0] = 0  # of texts that have ended
+        forced[running, 0] = -torch.inf
+        forced[running, sampled.token_ids] = 0
+        return forced
+
+
+class TextStops(StoppingCriteria):  # type: ignore[misc]
+    """Follows a batch token by token. One instance serves one call of `generate`.
+
+    on_step: called after each step with the number of texts that were still running; it may raise to end the job.
+    """
+
+    def __init__(self, texts: Sequence[Text], on_step: Callable[[int], None]) -> None:
+        self._texts = texts
+        self._on_step = on_step
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """input_ids: [texts, tokens so far]. Returns [texts], True where the text has ended."""
+        running = 0
+        for text, token_id in zip(self._texts, input_ids[:, -1].tolist(), strict=True):
+            if text.finish_reason is None:
+                running += 1
+                text.token_ids.append(token_id)
+                text.finish_reason = text.ending.reason(text.token_ids)
+        self._on_step(running)
+        done = [text.finish_reason is not None for text in self._texts]
+        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
