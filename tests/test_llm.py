@@ -90,6 +90,20 @@ def test_equal_prompts_are_computed_once(folder: Path) -> None:
         assert llm.num_tokens == 96 + 20 * (4 + 1)
 
 
+def test_prefixes_are_found_until_they_are_forgotten(folder: Path) -> None:
+    prompt = {"prompt_token_ids": list(range(10, 50))}
+    with LLM(folder, device="cpu", kv_page_size=8, kv_cache_memory="2MB") as llm:
+        counts = []
+        for forgets in (False, False, True):
+            if forgets:
+                llm.reset_prefix_cache()
+            before = llm.num_tokens
+            llm.generate(prompt, SamplingParams(max_new_tokens=1))
+            counts.append(llm.num_tokens - before)
+        assert counts == [40, 8, 40]
+        assert llm.num_new_tokens == 3
+
+
 def test_log_probabilities(llm: LLM, folder: Path, prompts: list[list[int]], alone: list[tuple[int, ...]]) -> None:
     found = llm.generate(by_ids(prompts[:1]), SamplingParams(max_new_tokens=3, logprobs=2))[0]
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import zinfer
 from zinfer import LLM, SamplingParams
 from zinfer.batching.runner import PassRunner
+from zinfer.errors import ConfigError
 
 __all__ = ["alone", "folder", "llm", "prompts"]  # fixtures
 
@@ -111,6 +112,11 @@ def model_with_nan(folder: Path) -> AutoModelForCausalLM:
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.model.embed_tokens.weight.data[7] = float("nan")
     return model
+
+
+def test_nothing_is_predicted_of_no_prompts(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="no prompts to predict"):
+        llm.predict([], 4)
 
 
 def test_as_many_params_as_prompts(llm: LLM) -> None:

@@ -140,7 +140,7 @@ def test_more_of_a_parked_prompt_may_be_found_than_was_parked() -> None:
 
 
 def test_to_recompute_is_to_wait_in_front_and_to_compute_what_cannot_be_found() -> None:
-    scheduler = scheduler_of(4, 4, when_short="recompute")
+    scheduler = scheduler_of(4, 4, most_parked_pages=0)
     first, second = add(scheduler, 0, 7, max_new_tokens=6), add(scheduler, 1, 8, max_new_tokens=8)
     add(scheduler, 2, 1)
     step(scheduler)
@@ -225,7 +225,7 @@ def test_a_window_may_begin_at_the_last_token_of_a_page(window: int, num_pages: 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "in a pass", "parked", "to recompute"])
 def test_any_unfinished_sequence_can_be_given_up(state: str) -> None:
-    scheduler = scheduler_of(4, 4, when_short="recompute" if state == "to recompute" else "park")
+    scheduler = scheduler_of(4, 4, most_parked_pages=0 if state == "to recompute" else None)
     first = add(scheduler, 0, 7, max_new_tokens=6)
     second = add(scheduler, 1, 8)
     if state in ("running", "parked", "to recompute"):

@@ -9,7 +9,7 @@ from paged_engine import NUM_TOKENS_KNOWN, PagedEngine, completion
 
 from zinfer.batching.admission_queue import Order
 from zinfer.batching.pages import PagePool
-from zinfer.batching.scheduler import Scheduler, WhenShort
+from zinfer.batching.scheduler import Scheduler
 from zinfer.batching.sequence import Sequence, SequenceState
 
 MOST_PROMPT_TOKENS = 200
@@ -60,7 +60,7 @@ class Room:
     num_spare_tokens: int
     token_budget: int
     max_sequences: int
-    when_short: WhenShort
+    most_parked_pages: int | None
     order: Order
     window: int | None
 
@@ -79,7 +79,7 @@ ROOMS = st.builds(
     num_spare_tokens=st.just(0) | st.integers(0, 400) | st.integers(100, 1500),
     token_budget=st.integers(1, 300) | st.sampled_from([1, 100, 300]),
     max_sequences=st.integers(1, 20) | st.just(20),
-    when_short=st.sampled_from(["park", "recompute"]),
+    most_parked_pages=st.none() | st.just(0) | st.integers(1, 60),
     order=st.sampled_from(["arrival", "longest_first"]),
     window=st.none() | st.none() | st.sampled_from([1, 2, 16, 17, 50, 300]),
 )
@@ -98,7 +98,7 @@ class Workload:
             PagePool(num_pages, room.page_size),
             token_budget=room.token_budget,
             max_sequences=room.max_sequences,
-            when_short=room.when_short,
+            most_parked_pages=room.most_parked_pages,
             order=room.order,
             window=room.window,
         )
@@ -130,6 +130,9 @@ class Workload:
         if coming is None:
             return False
         next_ids = self.engine.compute(coming)
+        most, parked = self.scheduler.most_parked_pages, self.scheduler.num_parked_pages
+        assert most is None or parked <= most
+        assert (parked > 0) == any(sequence.state is SequenceState.PARKED for sequence in self.sequences)
         self._abort(at, during_pass=True)
         self.scheduler.advance(coming, next_ids)
         for sequence, *_ in coming.chunks:
@@ -152,13 +155,14 @@ def test_every_sequence_says_what_it_says_alone(rows: list[Row], room: Room) -> 
     Workload(rows, room).run()
 
 
-@pytest.mark.parametrize("when_short", ["park", "recompute"])
+@pytest.mark.parametrize("most_parked_pages", [None, 0, 12])
 @pytest.mark.parametrize("window", [None, 50])
-def test_the_workloads_share_pages_and_run_short_of_them(when_short: WhenShort, window: int | None) -> None:
+def test_the_workloads_share_pages_and_run_short_of_them(most_parked_pages: int | None, window: int | None) -> None:
     rows = [Row(number // 8, 64, 1 + number % 7, number % 2, 40, 60, 0, None) for number in range(24)]
-    workload = Workload(rows, Room(16, 150, 300, 20, when_short, "arrival", window))
+    workload = Workload(rows, Room(16, 150, 300, 20, most_parked_pages, "arrival", window))
     workload.run()
     engine = workload.engine
     assert engine.num_shared > 0
-    assert (engine.num_parked > 0, engine.num_recomputed > 0) == (when_short == "park", when_short == "recompute")
+    assert (engine.num_parked > 0) == (most_parked_pages != 0)
+    assert (engine.num_recomputed > 0) == (most_parked_pages is not None)
     assert engine.num_resumed == engine.num_parked

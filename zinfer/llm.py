@@ -101,6 +101,7 @@ class LLM:
             tokens_per_pass=budget.tokens_per_pass,
             most_part_tokens=budget.most_part_tokens,
             max_sequences=budget.max_sequences,
+            most_parked_pages=budget.most_parked_pages,
             window=self._window,
         )
 
@@ -123,8 +124,11 @@ class LLM:
             new_tokens: tokens generated after each, for all or one by one.
 
         Raises:
+            ConfigError: no prompts.
             PlanError: a text does not fit the cache even alone.
         """
+        if not prompt_lens:
+            raise ConfigError("there are no prompts to predict anything of; give the tokens of one at least")
         each = [new_tokens] * len(prompt_lens) if isinstance(new_tokens, int) else new_tokens
         sizes = rehearse(prompt_lens, each, self._budget, self._window)
         token_bytes = read_kv_shape(self._engine.module.config).token_bytes(self._budget.kv_dtype)
@@ -235,7 +239,7 @@ class LLM:
         repeat = self._seen[tuple(token_ids)]
         self._seen[tuple(token_ids)] += 1
         for sample in range(params.n):
-            ending = Ending(self.tokenizer, ending_ids, params.stop, params.max_new_tokens)
+            ending = Ending(self.tokenizer, ending_ids, params.stop, params.max_new_tokens, params.min_new_tokens)
             seed = text_seed(params.seed, token_ids, repeat, sample)
             number = self._batcher.add(token_ids, params, seed=seed, ending=ending, end_token_ids=ends)
             waiting[number] = index, sample

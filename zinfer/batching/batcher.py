@@ -59,6 +59,7 @@ class Batcher:
         tokens_per_pass: most tokens of a pass.
         most_part_tokens: most tokens that a layer computes at once.
         max_sequences: most texts that run at once.
+        most_parked_pages: that are kept in host memory of texts that had to make room.
         window: tokens that every layer of the model sees at most; None where one sees all.
     """
 
@@ -71,6 +72,7 @@ class Batcher:
         tokens_per_pass: int,
         most_part_tokens: int,
         max_sequences: int,
+        most_parked_pages: int | None = None,
         window: int | None = None,
     ) -> None:
         self._runner = runner
@@ -79,6 +81,7 @@ class Batcher:
         self._builder = BatchBuilder(cache.page_size, cache.device, most_part_tokens)
         self._tokens_per_pass = tokens_per_pass
         self._max_sequences = max_sequences
+        self._most_parked_pages = most_parked_pages
         self._window = window
         self._scheduler = self._new_scheduler()
         self._in_pass = False
@@ -169,7 +172,11 @@ class Batcher:
     def _new_scheduler(self) -> Scheduler:
         pool = PagePool(self._cache.num_pages, self._cache.page_size)
         return Scheduler(
-            pool, token_budget=self._tokens_per_pass, max_sequences=self._max_sequences, window=self._window
+            pool,
+            token_budget=self._tokens_per_pass,
+            max_sequences=self._max_sequences,
+            most_parked_pages=self._most_parked_pages,
+            window=self._window,
         )
 
     def _advance(

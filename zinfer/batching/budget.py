@@ -19,6 +19,7 @@ _MOST_TOKENS_PER_PASS: Final = 16_384
 _MOST_PART_TOKENS: Final = 4_096
 _MAX_SEQUENCES: Final = 512
 _PAGE_SIZE: Final = 64
+_PARKED_SHARE: Final = 4  # of the cache's pages, one in so many
 _RESIDUAL_COPIES: Final = 4  # of the residual stream: a layer's input and output, before and after joining
 _DTYPES: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -43,6 +44,11 @@ class BatchingBudget:
     page_size: int
     kv_dtype: torch.dtype
     footprint: Footprint
+
+    @property
+    def most_parked_pages(self) -> int:
+        """Pages of texts that had to make room, in host memory; what is beyond them is computed again."""
+        return self.num_pages // _PARKED_SHARE
 
 
 def find_budget(

@@ -33,10 +33,16 @@ class Ending:
         end_token_ids: tokens that end it, themselves without text.
         stop: strings before which it is cut.
         max_new_tokens: most tokens that it gets.
+        min_new_tokens: stop strings that are complete within so many do not count, as in vLLM.
     """
 
     def __init__(
-        self, tokenizer: Any, end_token_ids: Collection[int], stop: Sequence[str], max_new_tokens: int
+        self,
+        tokenizer: Any,
+        end_token_ids: Collection[int],
+        stop: Sequence[str],
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
     ) -> None:
         assert tokenizer is not None or not stop, "stop strings need a tokenizer"
         self._tokenizer = tokenizer
@@ -44,6 +50,7 @@ class Ending:
         self._stop = tuple(stop)
         self._window = max((len(text.encode()) for text in stop), default=0) + _SPARE_TOKENS
         self._max_new_tokens = max_new_tokens
+        self._min_new_tokens = min_new_tokens
 
     def reason(self, token_ids: Sequence[int]) -> str | None:
         """Why the text ends with the last of these tokens: "stop" or "length"; None: it goes on."""
@@ -55,17 +62,21 @@ class Ending:
         """The text: without end and special tokens, cut before the first stop string."""
         ends = bool(token_ids) and token_ids[-1] in self._end_token_ids
         text = self._decode(token_ids[:-1] if ends else token_ids)
-        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        return text[: min(places)] if places else text
+        return text[: self._first_stop(text, token_ids)]
 
     def _has_stop(self, token_ids: Sequence[int]) -> bool:
-        if not self._stop:
+        if not self._stop or len(token_ids) <= self._min_new_tokens:
             return False
         tail = self._decode(token_ids[-self._window :])
         if not any(stop in tail for stop in self._stop):
             return False
-        whole = self._decode(token_ids)
-        return any(stop in whole for stop in self._stop)
+        return self._first_stop(self._decode(token_ids), token_ids) is not None
+
+    def _first_stop(self, text: str, token_ids: Sequence[int]) -> int | None:
+        """Where the first stop string begins that counts; None where there is none."""
+        held_back = len(self._decode(token_ids[: self._min_new_tokens])) if self._stop and self._min_new_tokens else 0
+        found = (text.find(stop, max(0, held_back - len(stop) + 1)) for stop in self._stop)
+        return min((place for place in found if place >= 0), default=None)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:

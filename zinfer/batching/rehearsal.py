@@ -68,7 +68,13 @@ def rehearse(
         PlanError: a text does not fit the cache even alone.
     """
     pool = PagePool(budget.num_pages, budget.page_size)
-    scheduler = Scheduler(pool, token_budget=budget.tokens_per_pass, max_sequences=budget.max_sequences, window=window)
+    scheduler = Scheduler(
+        pool,
+        token_budget=budget.tokens_per_pass,
+        max_sequences=budget.max_sequences,
+        most_parked_pages=budget.most_parked_pages,
+        window=window,
+    )
     for number, (prompt_len, count) in enumerate(zip(prompt_lens, new_tokens, strict=True)):
         # A first token of its own, so that no two begin alike.
         scheduler.add(Text(number, (number, *[0] * (prompt_len - 1)), count))

@@ -13,15 +13,13 @@ pass; when it is finished the next one is the first. Nothing waits for ever, and
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final
 
 from zinfer.batching.admission_queue import AdmissionQueue, Order
 from zinfer.batching.pages import HOLE, PagePool
 from zinfer.batching.passes import Chunk, Pass
 from zinfer.batching.sequence import Sequence, SequenceState
 from zinfer.errors import PlanError
-
-WhenShort = Literal["park", "recompute"]
 
 _MOST_RESERVED: Final = 1 / 16
 """Share of the pool that prompts leave to decodes at most: beyond it idle pages cost more than setting a few aside."""
@@ -37,8 +35,9 @@ class Scheduler:
         pool: all pages that there are; only this scheduler takes them.
         token_budget: most tokens of a pass.
         max_sequences: most sequences that run at once.
-        when_short: "park" copies the pages of a sequence that has to make room to host memory and back; "recompute"
-            computes its tokens again, but for those whose pages can still be found.
+        most_parked_pages: the pages of a sequence that has to make room are copied to host memory and back, as long as
+            there are no more than these; the tokens of others are computed again, but for those whose pages can still
+            be found. None: no limit.
         order: of admission; see `AdmissionQueue`.
         window: where every layer of the model slides, the positions that a token attends to, its own among them; pages
             behind it are given back. None: pages are kept.
@@ -50,18 +49,18 @@ class Scheduler:
         *,
         token_budget: int,
         max_sequences: int,
-        when_short: WhenShort = "park",
+        most_parked_pages: int | None = None,
         order: Order = "arrival",
         window: int | None = None,
     ) -> None:
         assert token_budget >= 1
         assert max_sequences >= 1
-        assert when_short in ("park", "recompute")
         assert window is None or window >= 1
         self.pool = pool
         self._token_budget = token_budget
         self._max_sequences = max_sequences
-        self._when_short = when_short
+        self.most_parked_pages = most_parked_pages
+        self._parked: dict[int, int] = {}  # pages by number
         self._window = window
         self._queue = AdmissionQueue(order)
         self._set_aside: deque[Sequence] = deque()
@@ -73,6 +72,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences that hold pages."""
         return len(self._running)
+
+    @property
+    def num_parked_pages(self) -> int:
+        """Pages in host memory."""
+        return sum(self._parked.values())
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn; sequences come with rising numbers.
@@ -148,6 +152,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         self._running.pop(sequence.number, None)
+        self._parked.pop(sequence.number, None)
         self.pool.release(sequence)
         sequence.state = SequenceState.FINISHED
 
@@ -190,14 +195,19 @@ class Scheduler:
     def _make_room(self, last: Sequence, coming: Pass) -> None:
         """Set the last running sequence aside; it has no chunk in the pass yet, because it is the last."""
         del self._running[last.number]
-        if self._when_short == "park":
-            coming.parked.append((last, tuple(last.pages[last.num_dropped :])))
+        pages = tuple(last.pages[last.num_dropped :])
+        if self._may_park(len(pages)):
+            coming.parked.append((last, pages))
+            self._parked[last.number] = len(pages)
             last.state = SequenceState.PARKED
         else:
             last.num_computed = 0
             last.state = SequenceState.WAITING
         self.pool.release(last)
         self._set_aside.appendleft(last)
+
+    def _may_park(self, num_pages: int) -> bool:
+        return self.most_parked_pages is None or self.num_parked_pages + num_pages <= self.most_parked_pages
 
     def _admit(self, sequence: Sequence, num_left: int, coming: Pass) -> bool:
         """Let a sequence run that waits or is parked, with a chunk in this pass; False where pages are short for it."""
@@ -234,6 +244,7 @@ class Scheduler:
             self._set_aside.popleft()
         else:
             self._queue.remove_first()
+        self._parked.pop(sequence.number, None)
         sequence.num_computed = begin
         sequence.state = SequenceState.RUNNING
         self._running[sequence.number] = sequence

@@ -32,7 +32,8 @@ class Text:
         params = prompt.params
         ends = frozenset() if params.ignore_eos else frozenset(end_token_ids)
         ending_ids = ends.union(params.stop_token_ids, special_stops(tokenizer, params.stop))
-        return cls(prompt, sample, ends, Ending(tokenizer, ending_ids, params.stop, params.max_new_tokens))
+        ending = Ending(tokenizer, ending_ids, params.stop, params.max_new_tokens, params.min_new_tokens)
+        return cls(prompt, sample, ends, ending)
 
     def row(self) -> Row:
         """What its next token depends on."""
