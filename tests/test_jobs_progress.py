@@ -24,13 +24,13 @@ def test_a_heartbeat_is_written_while_a_batch_takes_long() -> None:
         time.sleep(0.2)
         meter.num_rows, meter.num_finished, meter.batch_rows, meter.batch_share = 200, 64, 32, 0.5
         meter.begin("running")
-        meter.num_tokens = 1000
+        meter.num_tokens, meter.predicted_tokens_per_s = 1000, 5000.0
         time.sleep(0.3)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "zinfer: checking, 0:00:00 elapsed"
     assert re.fullmatch(
-        r"zinfer: running, 64/200 rows, 32 more at 50%, [\d.]+ tokens/s now, [\d.]+ overall, 0:00:0\d elapsed, "
-        r"ETA 0:00:0\d",
+        r"zinfer: running, 64/200 rows, 32 more at 50%, [\d.]+ tokens/s now, [\d.]+ overall, \d+% of the prediction, "
+        r"0:00:0\d elapsed, ETA 0:00:0\d",
         lines[-1],
     )
     assert 4 <= len(lines) <= 10

@@ -149,6 +149,16 @@ class LLM:
         """Tokens generated so far."""
         return self._batcher.num_new_tokens
 
+    @property
+    def num_running(self) -> int:
+        """Texts under way."""
+        return self._batcher.num_running
+
+    @property
+    def num_parked_pages(self) -> int:
+        """Pages of texts that had to make room, in host memory."""
+        return self._batcher.num_parked_pages
+
     def reset_prefix_cache(self) -> None:
         """Find no page of an earlier call again: what follows is computed as in a new LLM.
 

@@ -147,6 +147,16 @@ class Batcher:
         self._in_pass = False
         return finished
 
+    @property
+    def num_running(self) -> int:
+        """Texts that hold pages."""
+        return self._scheduler.num_running
+
+    @property
+    def num_parked_pages(self) -> int:
+        """Pages in host memory."""
+        return self._scheduler.num_parked_pages
+
     def abort(self) -> None:
         """Give up all texts that are not complete.
 

@@ -61,6 +61,7 @@ class Scheduler:
         self._max_sequences = max_sequences
         self.most_parked_pages = most_parked_pages
         self._parked: dict[int, int] = {}  # pages by number
+        self._num_parked_pages = 0
         self._window = window
         self._queue = AdmissionQueue(order)
         self._set_aside: deque[Sequence] = deque()
@@ -76,7 +77,7 @@ class Scheduler:
     @property
     def num_parked_pages(self) -> int:
         """Pages in host memory."""
-        return sum(self._parked.values())
+        return self._num_parked_pages
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn; sequences come with rising numbers.
@@ -152,7 +153,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         self._running.pop(sequence.number, None)
-        self._parked.pop(sequence.number, None)
+        self._num_parked_pages -= self._parked.pop(sequence.number, 0)
         self.pool.release(sequence)
         sequence.state = SequenceState.FINISHED
 
@@ -199,6 +200,7 @@ class Scheduler:
         if self._may_park(len(pages)):
             coming.parked.append((last, pages))
             self._parked[last.number] = len(pages)
+            self._num_parked_pages += len(pages)
             last.state = SequenceState.PARKED
         else:
             last.num_computed = 0
@@ -244,7 +246,7 @@ class Scheduler:
             self._set_aside.popleft()
         else:
             self._queue.remove_first()
-        self._parked.pop(sequence.number, None)
+        self._num_parked_pages -= self._parked.pop(sequence.number, 0)
         sequence.num_computed = begin
         sequence.state = SequenceState.RUNNING
         self._running[sequence.number] = sequence

@@ -35,6 +35,7 @@ def run(
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace of reads, copies and computes for ui.perfetto.dev.")
     ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML page of what the job did over time.")] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of the output's earlier job.")] = False,
 ) -> None:
     """Complete every row of a JSONL file; run again after any interruption, it goes on where it stopped.
@@ -56,6 +57,7 @@ def run(
             batch_size=batch_size,
             restart=restart,
             trace=trace,
+            report=report,
             console=Console(stderr=True),
         )
     Console().print(summary_table(summary))

@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 from zinfer.batching.completion import Completion
 from zinfer.jobs.prompts import Prompt
+from zinfer.jobs.timeline import Load
+from zinfer.offload.stats import RunStats
 
 
 class Completer(Protocol):
@@ -23,8 +25,8 @@ class Completer(Protocol):
     @property
     def plan(self) -> Any: ...
 
-    def forecast(self, prompts: Sequence[Prompt]) -> str:
-        """What completing these prompts takes, in words."""
+    def forecast(self, prompts: Sequence[Prompt]) -> tuple[str, float]:
+        """What completing these prompts takes, in words, and the new tokens a second."""
         ...
 
     def complete(
@@ -37,6 +39,8 @@ class Completer(Protocol):
         """
         ...
 
-    def stats(self) -> Any: ...
+    def stats(self) -> RunStats: ...
+
+    def load(self) -> Load: ...
 
     def close(self) -> None: ...

@@ -36,7 +36,9 @@ from zinfer.jobs.ragged import RaggedCompleter
 from zinfer.jobs.records import completed_record, error_record, is_error
 from zinfer.jobs.request import JobRequest, PathLike
 from zinfer.jobs.rows import BadRow
+from zinfer.jobs.run_page import write_run_page
 from zinfer.jobs.summary import JobSummary
+from zinfer.jobs.timeline import Timeline
 from zinfer.jobs.writer import RowWriter
 from zinfer.model import build_meta_model
 from zinfer.sequence_length import max_positions
@@ -59,6 +61,7 @@ def run_job(
     batch_size: int | None = None,
     restart: bool = False,
     trace: PathLike | None = None,
+    report: PathLike | None = None,
     console: Console | None = None,
     engine_factory: EngineFactory | None = None,
 ) -> JobSummary:
@@ -77,6 +80,7 @@ def run_job(
             of models has to be padded.
         restart: discard the rows of an earlier job in `output`, whatever its settings were.
         trace: a file for a Perfetto trace of reads, copies and computes, written when the job ends.
+        report: an HTML page of what the job did over time, written when it ends.
         console: shows progress there; None shows nothing.
         engine_factory: makes an engine for padded batches, called as `zinfer.init_inference` is; by default that is
             made where the family of models takes no other batches.
@@ -86,7 +90,10 @@ def run_job(
         JobError: the job stopped in the middle; the rows in the output are whole, and the same call goes on.
     """
     traced = None if trace is None else Path(trace)
-    request = JobRequest(model, Path(input), Path(output), config, device, max_new_tokens, batch_size, restart, traced)
+    page = None if report is None else Path(report)
+    request = JobRequest(
+        model, Path(input), Path(output), config, device, max_new_tokens, batch_size, restart, traced, page
+    )
     request.check()
     with shown(Meter(console)) as meter:
         return _Job(request, meter, engine_factory).run()
@@ -100,6 +107,7 @@ class _Job:
         self._meter = meter
         self._engine_factory = engine_factory
         self._completer: Completer | None = None
+        self._timeline: Timeline | None = None
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
         self._computing_s = 0.0
@@ -134,8 +142,10 @@ class _Job:
                         self._finish(batch, out, writer, manifest, resumed.states)
                 if RowState.MISSING in resumed.states:
                     raise input_changed(request.input)
-                return self._summary(resumed.states)
+                return self._ended(resumed.states)
             finally:
+                if self._timeline is not None:
+                    self._timeline.close()
                 if self._completer is not None:
                     self._completer.close()
 
@@ -222,8 +232,10 @@ class _Job:
             with _stopping("loading the model", self._request.output):
                 completer = self._completer = self._open(prompts)
                 self._meter.note(f"plan: {completer.plan}")
-                forecast = completer.forecast(prompts)
+                forecast, self._meter.predicted_tokens_per_s = completer.forecast(prompts)
             self._meter.note(f"predicted: {forecast}")
+            if self._request.report is not None:
+                self._timeline = Timeline(completer.stats, completer.load)
         return self._completer
 
     def _open(self, prompts: Sequence[Prompt]) -> Completer:
@@ -239,6 +251,15 @@ class _Job:
         engine = factory(request.model, config=request.config, device=request.device, **options)
         # Rows are encoded by another thread, which must not share its tokenizer.
         return PaddedCompleter(engine, deepcopy(self._maker.tokenizer), max_tokens, self._meter)
+
+    def _ended(self, states: bytearray) -> JobSummary:
+        summary = self._summary(states)
+        if self._request.report is not None:
+            if self._timeline is not None:
+                self._timeline.close()
+            moments = [] if self._timeline is None else self._timeline.moments
+            write_run_page(self._request.report, str(self._request.output), summary, moments)
+        return summary
 
     def _summary(self, states: bytearray) -> JobSummary:
         meter = self._meter

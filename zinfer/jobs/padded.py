@@ -18,6 +18,8 @@ from zinfer.batching.sampler import Sampler
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.text import Text, TextSampler, TextStops
+from zinfer.jobs.timeline import Load
+from zinfer.offload.stats import RunStats
 from zinfer.planning.prediction import Prediction
 
 
@@ -63,9 +65,9 @@ class PaddedCompleter:
     def plan(self) -> Any:
         return self._engine.plan
 
-    def forecast(self, prompts: Sequence[Prompt]) -> str:
+    def forecast(self, prompts: Sequence[Prompt]) -> tuple[str, float]:
         predicted = self._engine.predict(**batch_shape(prompts))
-        return f"{predicted} (rates: {predicted.origin})"
+        return f"{predicted} (rates: {predicted.origin})", predicted.tokens_per_s
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
@@ -88,8 +90,13 @@ class PaddedCompleter:
             yield from zip(part, completions, strict=True)
         meter.batch_rows = 0
 
-    def stats(self) -> Any:
-        return self._engine.stats()
+    def stats(self) -> RunStats:
+        found: RunStats = self._engine.stats()
+        return found
+
+    def load(self) -> Load:
+        """Tokens of prompts are not counted here."""
+        return Load(self._meter.num_tokens, self._meter.num_tokens, self._meter.batch_rows)
 
     def close(self) -> None:
         self._engine.destroy()

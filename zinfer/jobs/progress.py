@@ -20,6 +20,7 @@ class Meter(Progress):
         phase: "running", or what comes before it.
         num_finished: rows in the output, ``num_skipped`` of which were there before this run.
         batch_rows, batch_share: rows of the padded batch under way, and how much of its longest row is generated.
+        predicted_tokens_per_s: what the plan gives the job; None before that is known.
         num_tokens: generated in this run; with ``count_tokens`` what that says.
     """
 
@@ -32,6 +33,7 @@ class Meter(Progress):
         self.num_tokens = 0
         self.count_tokens: Callable[[], int] | None = None
         self._lately = deque([(time.monotonic(), 0)], maxlen=_LATELY)
+        self.predicted_tokens_per_s: float | None = None
         self.batch_rows = 0
         self.batch_share = 0.0
         self.started_s = time.monotonic()
@@ -89,6 +91,8 @@ class Meter(Progress):
             parts.append(f"{self.batch_rows} more at {self.batch_share:.0%}")
         eta = self.eta_s
         parts.append(f"{self.tokens_per_s_lately():.1f} tokens/s now, {self.tokens_per_s:.1f} overall")
+        if self.predicted_tokens_per_s:
+            parts.append(f"{self.tokens_per_s / self.predicted_tokens_per_s:.0%} of the prediction")
         parts.append(f"{elapsed} elapsed")
         parts.append(f"ETA {'unknown' if eta is None else clock(eta)}")
         return ", ".join(parts)

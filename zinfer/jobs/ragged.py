@@ -5,11 +5,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from zinfer.batching.completion import Completion
+from zinfer.batching.rehearsal import JobPrediction
 from zinfer.config.settings import Batching
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.request import JobRequest
+from zinfer.jobs.timeline import Load
 from zinfer.llm import LLM
+from zinfer.offload.stats import RunStats
 
 
 class RaggedCompleter:
@@ -44,8 +47,9 @@ class RaggedCompleter:
     def plan(self) -> Any:
         return self._llm.plan
 
-    def forecast(self, prompts: Sequence[Prompt]) -> str:
-        return f"{self._predict(prompts, [prompt.max_new_tokens for prompt in prompts])} for {len(prompts):,} rows"
+    def forecast(self, prompts: Sequence[Prompt]) -> tuple[str, float]:
+        predicted = self._predict(prompts, [prompt.max_new_tokens for prompt in prompts])
+        return f"{predicted} for {len(prompts):,} rows", predicted.tokens_per_s
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
@@ -66,13 +70,17 @@ class RaggedCompleter:
         if computed:
             self.predicted_s += self._predict(*zip(*computed, strict=True)).seconds
 
-    def stats(self) -> Any:
+    def stats(self) -> RunStats:
         return self._llm.stats()
+
+    def load(self) -> Load:
+        llm = self._llm
+        return Load(llm.num_tokens, llm.num_new_tokens, llm.num_running, llm.num_parked_pages)
 
     def close(self) -> None:
         self._llm.close()
 
-    def _predict(self, prompts: Sequence[Prompt], num_new: Sequence[int]) -> Any:
+    def _predict(self, prompts: Sequence[Prompt], num_new: Sequence[int]) -> JobPrediction:
         repeated = [(len(p.token_ids), num) for p, num in zip(prompts, num_new, strict=True) for _ in range(p.params.n)]
         lens, new = zip(*repeated, strict=True)
         return self._llm.predict(lens, new)

@@ -23,6 +23,7 @@ class JobRequest:
     batch_size: int | None
     restart: bool
     trace: Path | None
+    report: Path | None
 
     def check(self) -> None:
         """Raises UnusableInput for numbers and paths that no job can use."""

@@ -50,28 +50,37 @@ def summary_table(summary: JobSummary) -> Table:
     table = Table(title="zinfer run", show_header=False, title_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
-    rows = f"{summary.num_done:,} done, {summary.num_failed:,} failed"
-    table.add_row("rows", f"{rows}, {summary.num_skipped:,} of them before this run" if summary.num_skipped else rows)
-    table.add_row("tokens in / out", f"{summary.num_prompt_tokens:,} / {summary.num_output_tokens:,}")
-    table.add_row("tokens/s", f"{summary.tokens_per_s:,.1f}")
-    table.add_row("wall", f"{clock(summary.wall_s)} ({summary.running_s:,.1f} s of it running)")
-    if summary.computing_s:
-        ratio = summary.computing_s / summary.predicted_s
-        both = f"{summary.predicted_s:,.2f} s / {summary.computing_s:,.2f} s"
-        table.add_row("predicted / achieved", f"{both} ({ratio:.2f} x)")
-    if summary.stats is not None:
-        _add_stats(table, summary.stats)
+    for section in summary_rows(summary):
+        for row in section:
+            table.add_row(*row)
+        table.add_section()
     return table
 
 
-def _add_stats(table: Table, stats: RunStats) -> None:
-    table.add_section()
-    table.add_row("passes", f"{stats.passes:,}")
-    table.add_row("streamed per pass", human_bytes(stats.streamed_bytes_per_pass))
-    table.add_row("bytes_read_disk", f"{stats.bytes_read_disk:,} ({human_bytes(stats.bytes_read_disk)})")
-    table.add_row("bytes_to_device", f"{stats.bytes_to_device:,} ({human_bytes(stats.bytes_to_device)})")
-    table.add_row("pinned / device memory", f"{human_bytes(stats.pinned_bytes)} / {human_bytes(stats.device_bytes)}")
-    table.add_row("blocks by home", name_values(stats.blocks_by_home))
+def summary_rows(summary: JobSummary) -> list[list[tuple[str, str]]]:
+    """Names and values: of the job, and of what was streamed."""
+    rows = f"{summary.num_done:,} done, {summary.num_failed:,} failed"
+    job = [
+        ("rows", f"{rows}, {summary.num_skipped:,} of them before this run" if summary.num_skipped else rows),
+        ("tokens in / out", f"{summary.num_prompt_tokens:,} / {summary.num_output_tokens:,}"),
+        ("tokens/s", f"{summary.tokens_per_s:,.1f}"),
+        ("wall", f"{clock(summary.wall_s)} ({summary.running_s:,.1f} s of it running)"),
+    ]
+    if summary.computing_s and summary.predicted_s:
+        both = f"{summary.predicted_s:,.2f} s / {summary.computing_s:,.2f} s"
+        job.append(("predicted / achieved", f"{both} ({summary.computing_s / summary.predicted_s:.2f} x)"))
+    return [job] if summary.stats is None else [job, _stats_rows(summary.stats)]
+
+
+def _stats_rows(stats: RunStats) -> list[tuple[str, str]]:
+    rows = [
+        ("passes", f"{stats.passes:,}"),
+        ("streamed per pass", human_bytes(stats.streamed_bytes_per_pass)),
+        ("bytes_read_disk", f"{stats.bytes_read_disk:,} ({human_bytes(stats.bytes_read_disk)})"),
+        ("bytes_to_device", f"{stats.bytes_to_device:,} ({human_bytes(stats.bytes_to_device)})"),
+        ("pinned / device memory", f"{human_bytes(stats.pinned_bytes)} / {human_bytes(stats.device_bytes)}"),
+        ("blocks by home", name_values(stats.blocks_by_home)),
+    ]
     if stats.link_share is not None and stats.disk_share is not None:
-        table.add_row("of the ceilings", f"link {stats.link_share:.1%}, disk {stats.disk_share:.1%}")
-    table.add_row("stalls", name_values({cause: f"{seconds:.2f} s" for cause, seconds in stats.stall_s.items()}))
+        rows.append(("of the ceilings", f"link {stats.link_share:.1%}, disk {stats.disk_share:.1%}"))
+    return [*rows, ("stalls", name_values({cause: f"{seconds:.2f} s" for cause, seconds in stats.stall_s.items()}))]
