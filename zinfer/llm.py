@@ -67,7 +67,9 @@ class LLM:
             check_family(module)
             most_tokens = _least(settings.max_out_tokens, max_positions(module))
             on_cuda = choose_device(settings).type == "cuda"
-            budget = find_budget(module, free_bytes, settings.batching, most_tokens, on_cuda=on_cuda)
+            budget = find_budget(
+                module.config, module.dtype, free_bytes, settings.batching, most_tokens, on_cuda=on_cuda
+            )
             return budget.footprint
 
         self._engine = InferenceEngine(model, settings, find_reserve=find_reserve)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig
 
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.config.settings import Batching
@@ -52,12 +52,19 @@ class BatchingBudget:
 
 
 def find_budget(
-    model: PreTrainedModel, free_bytes: int, stated: Batching, most_tokens: int | None, *, on_cuda: bool
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    free_bytes: int,
+    stated: Batching,
+    most_tokens: int | None,
+    *,
+    on_cuda: bool,
 ) -> BatchingBudget:
     """The stated sizes, and for the others what suits the device.
 
     Args:
-        model: on the meta device or not.
+        config: of the model.
+        dtype: of its weights and activations.
         free_bytes: of the device, for weights and all else.
         stated: by the configuration.
         most_tokens: of one text, prompt and new tokens together; None: as many as there are pages for.
@@ -73,9 +80,9 @@ def find_budget(
     page_size = stated.kv_page_size or _PAGE_SIZE
     if page_size & (page_size - 1):
         raise ConfigError(f"zinfer.kv_page_size is {page_size}; give a power of two, such as 64")
-    kv_dtype = _DTYPES.get(stated.kv_cache_dtype, model.dtype)
+    kv_dtype = _DTYPES.get(stated.kv_cache_dtype, dtype)
     kv_bytes = int(free_bytes * _KV_SHARE) if stated.kv_cache_memory is None else stated.kv_cache_memory
-    page_bytes = read_kv_shape(model.config).token_bytes(kv_dtype) * page_size
+    page_bytes = read_kv_shape(config).token_bytes(kv_dtype) * page_size
     num_pages = kv_bytes // page_bytes
     if stated.kv_cache_memory is None and most_tokens is not None:
         num_pages = min(num_pages, max_sequences * -(-most_tokens // page_size))
@@ -85,7 +92,7 @@ def find_budget(
             "are there for it; raise zinfer.kv_cache_memory or lower zinfer.kv_page_size"
         )
     activation_bytes = _activation_bytes(
-        read_shape(model.config), model.dtype, tokens_per_pass, part_tokens, max_sequences, on_cuda=on_cuda
+        read_shape(config), dtype, tokens_per_pass, part_tokens, max_sequences, on_cuda=on_cuda
     )
     footprint = Footprint(num_pages * page_bytes, activation_bytes, num_pages * page_bytes)
     return BatchingBudget(tokens_per_pass, part_tokens, max_sequences, num_pages, page_size, kv_dtype, footprint)

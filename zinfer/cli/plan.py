@@ -23,9 +23,11 @@ def plan(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts computed together.")] = 32,
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated after each prompt.")] = 128,
+    rows: Annotated[int | None, typer.Option(min=1, help="Plan a job of so many such rows instead of a batch.")] = None,
+    input: Annotated[Path | None, typer.Option(help="Plan the job of this JSONL; its rows are sampled.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
 ) -> None:
-    """Predict memory, speed and the bottleneck of a batch, and say what would make it faster.
+    """Predict memory, speed and the bottleneck of a batch or a job, and say what would make it faster.
 
     Exit codes: 0 planned, 2 unusable input or a batch that does not fit, 1 stopped by an error of the disk.
     """
@@ -37,7 +39,10 @@ def plan(
     if model is None:
         raise typer.BadParameter("say which model to plan for", param_hint="--model")
     with failing_disk_explained():
-        _print_plan(model, config, machine, probe, (batch_size, prompt_len, new_tokens), as_json=as_json)
+        if rows is None and input is None:
+            _print_plan(model, config, machine, probe, (batch_size, prompt_len, new_tokens), as_json=as_json)
+        else:
+            _print_job(model, config, machine, probe, rows, input, (prompt_len, new_tokens), as_json=as_json)
 
 
 def _print_plan(
@@ -68,6 +73,45 @@ def _print_plan(
     console.print(plan_table(outline, machine, forecast))
     for line in (str(forecast.prediction), *(f"advice: {each}" for each in advice)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_job(
+    model: Path,
+    config: Path | None,
+    machine_name: str | None,
+    probe: Path | None,
+    rows: int | None,
+    input: Path | None,
+    lengths: tuple[int, int],
+    *,
+    as_json: bool,
+) -> None:
+    from zinfer.batching.job_plan import Job, job_advice, plan_job
+    from zinfer.batching.job_table import job_document, job_table
+    from zinfer.config import resolve_settings
+    from zinfer.errors import ConfigError
+    from zinfer.jobs.lengths import sample_lengths
+    from zinfer.planning.outline import read_outline
+
+    if rows is not None and input is not None:
+        raise ConfigError("--rows and --input both say how many rows there are; remove one of the two")
+    settings = resolve_settings(config)
+    outline = read_outline(model, settings.dtype, settings.quantization)
+    machine = _choose_machine(machine_name, probe, settings, outline)
+    prompt_len, new_tokens = lengths
+    if input is not None:
+        job = sample_lengths(input, model, outline.config, new_tokens)
+    else:
+        job = Job(rows or 1, [prompt_len], [new_tokens])
+    planned = plan_job(outline, machine, settings, job)
+    advice = job_advice(outline, machine, settings, planned)
+    if as_json:
+        print(json.dumps(job_document(outline, machine, job, planned, advice), indent=2))
+        return
+    console = Console()
+    console.print(job_table(outline, machine, job, planned))
+    for line in advice:
+        console.print(f"advice: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _choose_machine(name: str | None, probe: Path | None, settings: "Settings", outline: "Outline") -> "Machine":

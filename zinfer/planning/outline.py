@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint, TensorEntry
 from zinfer.checkpoint.json_text import JsonFault, parse_object
@@ -43,6 +43,7 @@ class Outline:
         dtype: of weights, activations and cache.
         max_positions: tokens that it has positions for; None without such a limit.
         files: the checkpoint's; empty where the weights' places are made up.
+        config: the model's own.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Outline:
     dtype: torch.dtype
     max_positions: int | None
     files: tuple[Path, ...]
+    config: PretrainedConfig
 
     @property
     def layers(self) -> list[int]:
@@ -96,6 +98,7 @@ def read_outline(
         dtype=tree.config.dtype,
         max_positions=max_positions(tree),
         files=tuple(checkpoint.files),
+        config=tree.config,
     )
 
 

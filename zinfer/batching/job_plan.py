@@ -1,0 +1,180 @@
+"""Plans a whole job by continuous batching: tokens a pass, texts at once, homes of the weights, seconds. Pure.
+
+Sizes that the configuration leaves open are chosen one after the other, each the fastest by rehearsal on a sample.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from zinfer.batching.budget import BatchingBudget, find_budget
+from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
+from zinfer.config import Settings
+from zinfer.config.settings import Batching
+from zinfer.errors import ConfigError, PlanError
+from zinfer.planning.forecast import beside_request
+from zinfer.planning.outline import Outline, read_outline
+from zinfer.planning.planner import Plan, make_plan
+from zinfer.planning.prediction import find_work, pass_time
+from zinfer.planning.presets import Machine
+from zinfer.quantization.rules import Quantization, QuantRule
+from zinfer.quantization.slab_matrix import most_dequantized_bytes
+
+_TOKENS_PER_PASS: Final = (2048, 4096, 8192, 16_384, 32_768)
+_MAX_SEQUENCES: Final = (128, 512, 1024)
+_KV_SHARES: Final = (0.1, 0.3, 0.5, 0.7, 0.9)  # of device memory; the weights at home there have the rest
+_FEWEST_REHEARSED: Final = 64
+_MOST_REHEARSED: Final = 1024
+_TURNS: Final = 6  # of the cache: its filling and emptying are then a small part
+_LEAST_GAIN: Final = 1.05  # less is within the prediction's own error
+_INT8: Final = Quantization((QuantRule(bits=8),))
+_INT4: Final = Quantization((QuantRule(bits=4, group_size=128),))
+
+
+@dataclass(frozen=True)
+class Job:
+    """Prompts, and how many tokens come after each.
+
+    Attributes:
+        num_rows: of the whole job.
+        prompt_lens, new_tokens: of a sample of its rows, one at least.
+    """
+
+    num_rows: int
+    prompt_lens: Sequence[int]
+    new_tokens: Sequence[int]
+
+    @property
+    def most_tokens(self) -> int:
+        """Of the longest text of the sample, at its end."""
+        return max(map(sum, zip(self.prompt_lens, self.new_tokens, strict=True)))
+
+    def rehearsing(self, num_fitting: int) -> "Job":
+        """The same with a sample of so many rows that passes are the usual ones, over and over where it is shorter.
+
+        Args:
+            num_fitting: texts that the cache holds at once, at most.
+        """
+        count = min(self.num_rows, max(_FEWEST_REHEARSED, min(_TURNS * num_fitting, _MOST_REHEARSED)))
+        places = [number % len(self.prompt_lens) for number in range(count)]
+        return Job(self.num_rows, [self.prompt_lens[i] for i in places], [self.new_tokens[i] for i in places])
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What came out.
+
+    Attributes:
+        batching: the sizes that were stated or chosen.
+        budget: what they take.
+        plan: homes of the weights beside it.
+        job: with the rows that were rehearsed.
+        rehearsed: what these take.
+        seconds: of all rows.
+    """
+
+    batching: Batching
+    budget: BatchingBudget
+    plan: Plan
+    job: Job
+    rehearsed: JobPrediction
+    seconds: float
+
+    def keys(self) -> dict[str, Any]:
+        """As the section `zinfer` of a configuration."""
+        named: dict[str, Any] = {
+            "tokens_per_pass": self.budget.tokens_per_pass,
+            "max_sequences": self.budget.max_sequences,
+            "kv_cache_memory": self.budget.footprint.kv_bytes,
+        }
+        kind = self.batching.kv_cache_dtype
+        return named if kind == "auto" else {**named, "kv_cache_dtype": kind}
+
+
+def plan_job(outline: Outline, machine: Machine, settings: Settings, job: Job) -> JobPlan:
+    """The fastest sizes among those that are open.
+
+    Raises:
+        PlanError: nothing fits, not even the smallest sizes.
+        ConfigError: a text is longer than the model or the configuration allows.
+    """
+    _check_length(outline, settings, job)
+    stated = settings.batching
+    shares = [int(machine.device_memory_bytes * share) for share in _KV_SHARES]
+    kv_bytes = shares if stated.kv_cache_memory is None else [stated.kv_cache_memory]
+    sizes = _TOKENS_PER_PASS if stated.tokens_per_pass is None else [stated.tokens_per_pass]
+    counts = _MAX_SEQUENCES if stated.max_sequences is None else [stated.max_sequences]
+    # How many tokens pay depends on the memory that is left for weights: both are tried together.
+    tried = [replace(stated, tokens_per_pass=size, kv_cache_memory=nbytes) for nbytes in kv_bytes for size in sizes]
+    # All of them rehearse the same rows: fewer would count the filling and emptying of the cache for more.
+    token_bytes = read_kv_shape(outline.config).token_bytes(outline.dtype)
+    job = job.rehearsing(shares[-1] // token_bytes // job.most_tokens)
+    best = _fastest(outline, machine, settings, tried, job).batching
+    return _fastest(outline, machine, settings, [replace(best, max_sequences=count) for count in counts], job)
+
+
+def job_advice(outline: Outline, machine: Machine, settings: Settings, planned: JobPlan) -> list[str]:
+    """Changes that lose a little accuracy and pay, the largest gain first; each is by itself."""
+    tried: list[tuple[str, Outline, Batching]] = []
+    if planned.batching.kv_cache_dtype == "auto":
+        tried.append(('zinfer.kv_cache_dtype "int8"', outline, replace(planned.batching, kv_cache_dtype="int8")))
+    if settings.quantization is None and planned.plan.streamed_bytes:
+        for words, rules in (('{"bits": 8}', _INT8), ('{"bits": 4, "group_size": 128}', _INT4)):
+            try:
+                smaller = read_outline(outline.name, outline.dtype, rules)
+            except ConfigError:  # the groups do not divide this model's matrices
+                continue
+            tried.append((f"zinfer.quantization {words}", smaller, planned.batching))
+    found = []
+    for words, other, batching in tried:
+        try:
+            then = _try(other, machine, settings, batching, planned.job)
+        except PlanError:
+            continue
+        if (gain := planned.seconds / then.seconds) >= _LEAST_GAIN:
+            found.append((gain, f"{words}: {then.seconds:,.4g} s, {gain:.3g} times as fast"))
+    return [words for _, words in sorted(found, reverse=True)]
+
+
+def _fastest(outline: Outline, machine: Machine, settings: Settings, choices: Sequence[Batching], job: Job) -> JobPlan:
+    """The fastest of those that fit; raises PlanError where none does."""
+    found: list[JobPlan] = []
+    failures: list[PlanError] = []
+    for batching in choices:
+        try:
+            found.append(_try(outline, machine, settings, batching, job))
+        except PlanError as failure:
+            failures.append(failure)
+    if not found:
+        raise failures[0]
+    return min(found, key=lambda planned: planned.seconds)
+
+
+def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batching, job: Job) -> JobPlan:
+    """Raises PlanError where it does not fit."""
+    on_cuda = machine.limits.device.type == "cuda"
+    budget = find_budget(
+        outline.config, outline.dtype, machine.device_memory_bytes, batching, job.most_tokens, on_cuda=on_cuda
+    )
+    blocks = [block.block for block in outline.blocks]
+    taken = budget.footprint
+    taken = replace(taken, activation_bytes=taken.activation_bytes + most_dequantized_bytes(blocks))
+    limits = beside_request(machine.limits, machine.device_memory_bytes, settings, taken)
+    plan = make_plan(blocks, outline.layers, limits, settings)
+    work, rates = find_work(outline.blocks, outline.shape), machine.rates
+    predicted = predict_job(
+        rehearse(job.prompt_lens, job.new_tokens, budget),
+        read_kv_shape(outline.config).token_bytes(budget.kv_dtype),
+        lambda tokens, rows, nbytes: pass_time(plan, work, rates, tokens, rows, cache_bytes=nbytes),
+    )
+    return JobPlan(batching, budget, plan, job, predicted, predicted.seconds * job.num_rows / len(job.prompt_lens))
+
+
+def _check_length(outline: Outline, settings: Settings, job: Job) -> None:
+    limits = {"max_out_tokens": settings.max_out_tokens, "the model's positions": outline.max_positions}
+    for name, limit in limits.items():
+        if limit is not None and job.most_tokens > limit:
+            raise ConfigError(
+                f"a text of {job.most_tokens} tokens exceeds {name} ({limit}); shorten prompts or outputs"
+            )

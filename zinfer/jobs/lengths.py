@@ -1,0 +1,38 @@
+"""How long the prompts of an input are, from a sample of its rows spread over the whole file."""
+
+from pathlib import Path
+from typing import Final
+
+from transformers import PretrainedConfig
+
+from zinfer.batching.job_plan import Job
+from zinfer.errors import ConfigError
+from zinfer.jobs.index import scan_input
+from zinfer.jobs.prompts import Prompt, PromptMaker
+from zinfer.jobs.rows import read_lines
+
+_NUM_SAMPLED: Final = 1000
+
+
+def sample_lengths(input: Path, folder: Path, config: PretrainedConfig, max_new_tokens: int) -> Job:
+    """The job of an input file.
+
+    Args:
+        folder: of the checkpoint, with its tokenizer.
+        config: of the model.
+        max_new_tokens: for rows that do not say themselves.
+
+    Raises:
+        UnusableInput: no rows, or no tokenizer.
+        ConfigError: none of the sampled rows is a prompt.
+    """
+    index = scan_input(input)
+    maker = PromptMaker.from_folder(folder, None, config.get_text_config().vocab_size, max_new_tokens)
+    step = max(1, index.num_rows // _NUM_SAMPLED)
+    sampled = [maker.prompt_of(line, index)[1] for number, line in enumerate(read_lines(input)) if number % step == 0]
+    usable = [prompt for prompt in sampled if isinstance(prompt, Prompt)]
+    prompts = [prompt for prompt in usable for _ in range(prompt.params.n)]
+    if not prompts:
+        raise ConfigError(f"{input}: none of {len(sampled):,} rows that were looked at is a prompt; correct them")
+    num_rows = round(index.num_rows * len(prompts) / len(sampled))
+    return Job(num_rows, [len(each.token_ids) for each in prompts], [each.max_new_tokens for each in prompts])
