@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -110,24 +110,30 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(
-        cls, mapping: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, beside: Sequence[str] = ()
+        cls,
+        mapping: Mapping[str, Any],
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        beside: Sequence[str] = (),
+        spellings: Mapping[str, str] = OTHER_SPELLINGS,
     ) -> SamplingParams:
         """The settings of a row of JSON; null means not given.
 
-        Takes `OTHER_SPELLINGS`, and numbers written as text for the token ids of `logit_bias`. Raises ConfigError
+        Takes numbers written as text for the token ids of `logit_bias`. Raises ConfigError
         for an unknown field, and for two spellings that say different things.
 
         Args:
             defaults: of what is not given, under its own name.
             beside: fields that such a row has besides these, to be named where one is unknown.
+            spellings: other names of fields, each with the field's own.
         """
         known = [known.name for known in fields(cls)]
         given: dict[str, Any] = {}
         spelled: dict[str, str] = {}
         for name, value in mapping.items():
-            own_name = OTHER_SPELLINGS.get(name, name)
+            own_name = spellings.get(name, name)
             if own_name not in known:
-                raise ConfigError(f"unknown field {name!r}{_nearest(name, [*beside, *known])}")
+                raise ConfigError(f"unknown field {name!r}{nearest_field(name, [*beside, *known], spellings)}")
             if value is None:
                 continue
             if own_name in given and given[own_name] != value:
@@ -188,8 +194,9 @@ def _refusal(name: str, allowed: str, value: object) -> ConfigError:
     return ConfigError(f"{name} must be {allowed}, not {_short(value)}")
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(str(name), [*known, *OTHER_SPELLINGS], n=1)
+def nearest_field(name: str, known: Sequence[str], spellings: Iterable[str] = ()) -> str:
+    """Ends the message on an unknown field: what it resembles, else all fields that are known."""
+    near = difflib.get_close_matches(str(name), [*known, *spellings], n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; known fields: {', '.join(known)}"
 
 
