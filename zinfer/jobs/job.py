@@ -28,12 +28,13 @@ from zinfer.jobs.batches import Batch, BatchCutter, input_changed
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.index import RowIndex, scan_input
 from zinfer.jobs.manifest import Manifest, model_identity, result_settings, versions
+from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, Resumed, RowState
 from zinfer.jobs.padded import Engine, PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt, PromptMaker, Room
 from zinfer.jobs.ragged import RaggedCompleter
-from zinfer.jobs.records import completed_record, error_record, is_error
+from zinfer.jobs.records import Records, first_error
 from zinfer.jobs.request import JobRequest, PathLike
 from zinfer.jobs.rows import BadRow
 from zinfer.jobs.run_page import write_run_page
@@ -70,8 +71,10 @@ def run_job(
     Args:
         model: a checkpoint folder with its tokenizer.
         input: JSONL with `prompt`, `messages` or `prompt_token_ids` in each row, and optionally `id` and what
-            `zinfer.SamplingParams` takes. Rows are greedy unless they give a temperature.
-        output: JSONL, appended to: rows as they finish. Its manifest lies beside it as `<output>.manifest.json`.
+            `zinfer.SamplingParams` takes. Rows are greedy unless they give a temperature. Rows with a `custom_id` are
+            those of an OpenAI batch, with a temperature of 1 unless they give one.
+        output: JSONL, appended to: rows as they finish, each in its input's form. Its manifest lies beside it as
+            `<output>.manifest.json`.
         config: DeepSpeed-style configuration, a dict or the path of a JSON file.
         device: "auto", "cuda" or "cpu".
         max_new_tokens: for rows that do not say themselves.
@@ -124,6 +127,8 @@ class _Job:
         room = Room.least(max_positions(model), settings.max_out_tokens)
         vocab_size = model.config.get_text_config().vocab_size
         maker = self._maker = PromptMaker.from_folder(checkpoint.folder, room, vocab_size, request.max_new_tokens)
+        # Rows are encoded by another thread, which must not share its tokenizer.
+        self._tokenizer = deepcopy(maker.tokenizer)
         index = scan_input(request.input)
         manifest = Manifest(
             model=model_identity(checkpoint, maker),
@@ -131,9 +136,11 @@ class _Job:
             settings={**result_settings(request, settings, model.dtype), **self._batching()},
             versions=versions(),
             began=maker.now.isoformat(),
+            model_name=Path(request.model).name or checkpoint.folder.name,
         )
         with OutputFile(request.output) as out:
             resumed = self._resume(out, index, manifest, maker)
+            self._records = Records(OpenAIResponses(maker.now, self._model_name, self._tokenizer))
             self._meter.num_rows = index.num_rows
             self._meter.num_finished = self._meter.num_skipped = index.num_rows - resumed.states.count(RowState.MISSING)
             try:
@@ -168,6 +175,7 @@ class _Job:
         return {"batch_size": self._batch_size, "batching": "continuous", **stated}
 
     def _resume(self, out: OutputFile, index: RowIndex, manifest: Manifest, maker: PromptMaker) -> Resumed:
+        self._model_name = manifest.model_name
         if self._request.restart:
             out.refuse_stranger()
             return Resumed(bytearray(index.num_rows), 0)
@@ -178,6 +186,7 @@ class _Job:
         if out.manifest.versions != manifest.versions:
             former, now = name_values(out.manifest.versions), name_values(manifest.versions)
             self._meter.note(f"this job began with {former}; now {now}")
+        self._model_name = out.manifest.model_name or manifest.model_name
         self._kept_sizes = out.manifest.sizes
         resumed = out.resume(index)
         if resumed.torn_bytes:
@@ -196,7 +205,7 @@ class _Job:
         ordinals: dict[int, int] = {}
         for ordinal, item in batch.missing:
             if isinstance(item, BadRow):
-                writer.put(error_record(item))
+                writer.put(self._records.refused(item))
                 states[ordinal] = RowState.FAILED
             else:
                 ordinals[id(item)] = ordinal
@@ -218,11 +227,13 @@ class _Job:
                 ordinal = ordinals.get(id(prompt))
                 if ordinal is None:
                     continue
-                record = completed_record(prompt, completions)
-                self._num_prompt_tokens += record.get("num_prompt_tokens", 0)
-                self._num_output_tokens += record.get("num_output_tokens", 0)
-                states[ordinal] = RowState.FAILED if is_error(record) else RowState.DONE
-                writer.put(record)
+                if first_error(completions) is None:
+                    self._num_prompt_tokens += len(prompt.token_ids)
+                    self._num_output_tokens += sum(len(each.token_ids) for each in completions)
+                    states[ordinal] = RowState.DONE
+                else:
+                    states[ordinal] = RowState.FAILED
+                writer.put(self._records.completed(prompt, completions))
         self._computing_s += time.monotonic() - begin_s
 
     def _loaded(self, prompts: Sequence[Prompt]) -> Completer:
@@ -249,8 +260,7 @@ class _Job:
             options |= batch_shape(prompts)
         factory = self._engine_factory or _init_inference
         engine = factory(request.model, config=request.config, device=request.device, **options)
-        # Rows are encoded by another thread, which must not share its tokenizer.
-        return PaddedCompleter(engine, deepcopy(self._maker.tokenizer), max_tokens, self._meter)
+        return PaddedCompleter(engine, self._tokenizer, max_tokens, self._meter)
 
     def _ended(self, states: bytearray) -> JobSummary:
         summary = self._summary(states)

@@ -31,8 +31,9 @@ VERSION = 1
 @dataclass(frozen=True)
 class Manifest:
     """Compared: `model`, `input` and `settings`. Kept: `versions` of the software that began the job, the local time
-    when it `began` (ISO 8601), which stays "now" for chat templates that write the date, and the `sizes` of passes and
-    cache that were chosen when the first row was computed, for whoever goes on: empty before that.
+    when it `began` (ISO 8601, with its zone), which stays "now" for chat templates that write the date, the `sizes` of
+    passes and cache that were chosen when the first row was computed, for whoever goes on: empty before that, and the
+    `model_name` of OpenAI rows that name none.
     """
 
     model: Mapping[str, str]
@@ -41,6 +42,7 @@ class Manifest:
     versions: Mapping[str, str]
     began: str
     sizes: Mapping[str, int] = field(default_factory=dict)
+    model_name: str = ""
 
     def differences(self, now: "Manifest") -> list[str]:
         """One line for each thing that is not as it was, in words for the user."""
@@ -94,7 +96,10 @@ def read_manifest(path: Path) -> Manifest | None:
     sizes = content.get("sizes", {})
     if not isinstance(sizes, dict) or not all(type(size) is int and size > 0 for size in sizes.values()):
         raise JobError(f"manifest {path} is damaged: sizes: not whole numbers; give another --output")
-    return Manifest(**cast(dict[str, dict[str, Any]], parts), began=began, sizes=sizes)
+    model_name = content.get("model_name", "")
+    if not isinstance(model_name, str):
+        raise JobError(f"manifest {path} is damaged: model_name: not a text; give another --output")
+    return Manifest(**cast(dict[str, dict[str, Any]], parts), began=began, sizes=sizes, model_name=model_name)
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:

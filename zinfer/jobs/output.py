@@ -19,7 +19,7 @@ from zinfer.errors import JobError
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.manifest import Manifest, manifest_path, read_manifest, write_manifest
-from zinfer.jobs.records import is_error
+from zinfer.jobs.records import read_record
 from zinfer.nvme.whole_file import sync_folder
 
 
@@ -197,16 +197,14 @@ class OutputFile:
             row = json.loads(line)
         except ValueError as error:
             raise self._foreign_row(number, f"no JSON ({error})") from error
-        if not isinstance(row, dict) or not isinstance(row.get("id"), str | int):
-            raise self._foreign_row(number, "no row with an id")
         try:
-            state = RowState.FAILED if is_error(row) else RowState.DONE
+            row_id, is_error = read_record(row)
         except ValueError as error:
             raise self._foreign_row(number, str(error)) from error
-        ordinal = index.ordinal_of(row["id"], guess)
+        ordinal = index.ordinal_of(row_id, guess)
         if ordinal is None:
-            raise self._foreign_row(number, f"the id {row['id']!r}, which the input does not have")
-        return ordinal, state
+            raise self._foreign_row(number, f"the id {row_id!r}, which the input does not have")
+        return ordinal, RowState.FAILED if is_error else RowState.DONE
 
     def _foreign_row(self, number: int, what: str) -> UnusableInput:
         return UnusableInput(

@@ -61,8 +61,9 @@ class PromptMaker:
     """Makes prompts for one model.
 
     room: None if nothing limits a row's length.
-    now: what a chat template takes for the present; it must stay the same for a whole job, on whatever day it ends.
-        Only templates that call `strftime_now` with a format computed at run time still see the clock.
+    now: what a chat template takes for the present, with its time zone; it must stay the same for a whole job, on
+        whatever day it ends. Only templates that call `strftime_now` with a format computed at run time still see the
+        clock.
     """
 
     def __init__(self, tokenizer: Any, room: Room | None, vocab_size: int, max_new_tokens: int) -> None:
@@ -70,7 +71,7 @@ class PromptMaker:
         self.room = room
         self.vocab_size = vocab_size
         self.max_new_tokens = max_new_tokens
-        self.now = datetime.now()
+        self.now = datetime.now().astimezone()
 
     @classmethod
     def from_folder(cls, folder: Path, room: Room | None, vocab_size: int, max_new_tokens: int) -> "PromptMaker":
@@ -107,10 +108,10 @@ class PromptMaker:
             token_ids = self._encode(row)
             row.params.check_vocabulary(self.vocab_size)
         except (ConfigError, ValueError, TypeError) as error:
-            return BadRow(row.id, f"line {line_number}: {error}")
+            return row.bad(line_number, str(error))
         num_new = row.params.max_new_tokens
         if problem := self._token_problem(row, token_ids) or self._length_problem(len(token_ids), num_new):
-            return BadRow(row.id, f"line {line_number}: {problem}")
+            return row.bad(line_number, problem)
         return Prompt(row, tuple(token_ids))
 
     def _encode(self, row: Row) -> list[int]:
@@ -126,14 +127,16 @@ class PromptMaker:
     def _frozen_template(self) -> str:
         """The chat template with each `strftime_now("...")` replaced by what it gives at `now`."""
         template: str = self.tokenizer.get_chat_template()
-        return _STRFTIME_NOW.sub(lambda call: json.dumps(self.now.strftime(call[2])), template)
+        now = self.now.replace(tzinfo=None)  # as strftime_now has it: %Z and %z are empty
+        return _STRFTIME_NOW.sub(lambda call: json.dumps(now.strftime(call[2])), template)
 
     def _token_problem(self, row: Row, token_ids: Sequence[int]) -> str | None:
+        field = "prompt_token_ids" if row.openai is None else "prompt"
         if not token_ids:
-            return "prompt_token_ids: it has no tokens; give one at least"
+            return f"{field}: it has no tokens; give one at least"
         largest = max(token_ids)
         if row.prompt_token_ids is not None and not 0 <= min(token_ids) <= largest < self.vocab_size:
-            return f"prompt_token_ids: token ids are whole numbers from 0 to {self.vocab_size - 1}"
+            return f"{field}: token ids are whole numbers from 0 to {self.vocab_size - 1}"
         if largest < self.vocab_size:
             return None
         return (

@@ -1,22 +1,51 @@
-"""A row of the output: a prompt's completions, or an error; and what such a row says when a job is picked up again."""
+"""A row of the output: a prompt's completions, or an error; and what such a row says when a job is picked up again.
 
-from collections.abc import Mapping, Sequence
+Rows are written in the form in which they were asked: the job's own, or OpenAI's.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 from zinfer.batching.completion import Completion
 from zinfer.batching.sampler import Logprobs
+from zinfer.jobs.openai_response import OpenAIResponses, read_response
 from zinfer.jobs.prompts import Prompt
-from zinfer.jobs.rows import BadRow
+from zinfer.jobs.rows import BadRow, RowId
+
+
+class Records:
+    """Makes the rows of one job."""
+
+    def __init__(self, responses: OpenAIResponses) -> None:
+        self._responses = responses
+
+    def completed(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The row of a prompt that was completed; an error row where a completion is one."""
+        if prompt.row.openai is None:
+            return completed_record(prompt, completions)
+        error = first_error(completions)
+        if error is not None:
+            return self._responses.failed(prompt.row.id, error)
+        return self._responses.completed(prompt, prompt.row.openai, completions)
+
+    def refused(self, bad: BadRow) -> dict[str, Any]:
+        """The row of a line that cannot be used."""
+        return self._responses.refused(bad) if bad.is_openai else {"id": bad.id, "error": bad.message}
+
+
+def first_error(completions: Sequence[Completion]) -> str | None:
+    """Why a row has no completions; None where it has all of them."""
+    return next((each.error for each in completions if each.error is not None), None)
 
 
 def completed_record(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
-    """The row of a prompt that was completed; an error row where a completion is one.
+    """A completed row in the job's own form.
 
     Several completions (``n``) lie side by side under ``outputs``, one alone in the row itself.
     """
-    errors = [each.error for each in completions if each.error is not None]
-    if errors:
-        return {"id": prompt.row.id, "error": errors[0]}
+    error = first_error(completions)
+    if error is not None:
+        return {"id": prompt.row.id, "error": error}
     sizes = {
         "num_prompt_tokens": len(prompt.token_ids),
         "num_output_tokens": sum(len(each.token_ids) for each in completions),
@@ -27,20 +56,19 @@ def completed_record(prompt: Prompt, completions: Sequence[Completion]) -> dict[
     return {"id": prompt.row.id, "text": output.pop("text"), "token_ids": output.pop("token_ids"), **sizes, **output}
 
 
-def error_record(bad: BadRow) -> dict[str, Any]:
-    """The row of a line that cannot be used."""
-    return {"id": bad.id, "error": bad.message}
-
-
-def is_error(record: Mapping[str, Any]) -> bool:
-    """Whether a row of the output says what went wrong.
+def read_record(record: object) -> tuple[RowId, bool]:
+    """A written row's id, and whether the row says what went wrong.
 
     Raises:
-        ValueError: it is no such row.
+        ValueError: no job writes such a row.
     """
+    if isinstance(record, dict) and isinstance(record.get("custom_id"), str):
+        return read_response(record)
+    if not isinstance(record, dict) or not isinstance(record.get("id"), str | int):
+        raise ValueError("no row with an id")
     if ("error" in record) == ("token_ids" in record or "outputs" in record):
         raise ValueError("neither a completion nor an error")
-    return "error" in record
+    return record["id"], "error" in record
 
 
 def _output(completion: Completion) -> dict[str, Any]:

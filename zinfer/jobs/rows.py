@@ -1,20 +1,23 @@
 """Input rows: one JSON object a line, read lazily and validated strictly.
 
-A line that cannot be used becomes a `BadRow` that says why; it never ends the job. Keys that are not known are such a
-reason too, since a mistyped `temperture` must not pass for a greedy row.
+A line with a `custom_id` is in the OpenAI form, which `openai_batch` reads. A line that cannot be used becomes a
+`BadRow` that says why; it never ends the job. Keys that are not known are such a reason too, since a mistyped
+`temperture` must not pass for a greedy row.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import ConfigError
+from zinfer.jobs.openai_batch import OpenAIForm, read_request
 
 RowId = str | int
 
@@ -23,7 +26,7 @@ _SOURCES = ("prompt", "messages", "prompt_token_ids")
 
 
 class Row(BaseModel):
-    """One valid line. `id` is the line number where the line gave none."""
+    """One valid line. `id` is the line number where the line gave none; `openai` is None in the job's own form."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -32,6 +35,7 @@ class Row(BaseModel):
     messages: tuple[dict[str, Any], ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     params: SamplingParams = SamplingParams()
+    openai: OpenAIForm | None = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -59,13 +63,18 @@ class Row(BaseModel):
             raise ValueError(f"give one of {', '.join(map(repr, _SOURCES))}, and only one")
         return self
 
+    def bad(self, line_number: int, problem: str) -> "BadRow":
+        """The row where it turns out that it cannot be used."""
+        return BadRow(self.id, f"line {line_number}: {problem}", self.openai is not None)
+
 
 @dataclass(frozen=True)
 class BadRow:
-    """A line that cannot be used, and why; `message` names line and field."""
+    """A line that cannot be used, and why; `message` names line and field. `is_openai`: it has a usable `custom_id`."""
 
     id: RowId
     message: str
+    is_openai: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,11 +95,16 @@ class Parsed:
     has_own_id: bool
 
     @property
+    def is_openai(self) -> bool:
+        """Whether the line is in the OpenAI form and can be answered in it."""
+        return self.record is not None and "custom_id" in self.record
+
+    @property
     def id(self) -> RowId:
         """The row's own id, else its line number."""
         if self.has_own_id:
             assert self.record is not None
-            own: RowId = self.record["id"]
+            own: RowId = self.record["custom_id" if self.is_openai else "id"]
             return own
         return self.line
 
@@ -121,35 +135,53 @@ def parse_line(line: Line) -> Parsed:
         return Parsed(line.number, None, f"not JSON that can be used: {error}", False)
     if not isinstance(record, dict):
         return Parsed(line.number, None, f"not a JSON object but {_kind(record)}", False)
-    if record.get("id") is None:
+    if "custom_id" in record:
+        problem = _id_problem("custom_id", record["custom_id"], "a string", str)
+    elif record.get("id") is None:
         return Parsed(line.number, {**record, "id": line.number}, None, False)
-    own = record["id"]
-    if isinstance(own, bool) or not isinstance(own, str | int):
-        problem = f"id must be a string or a whole number, not {_kind(own)}"
-        return Parsed(line.number, None, problem, False)
-    if isinstance(own, str) and not _is_unicode(own):
-        return Parsed(line.number, None, "id holds half of a surrogate pair", False)
-    return Parsed(line.number, record, None, True)
+    else:
+        problem = _id_problem("id", record["id"], "a string or a whole number", str | int)
+    return Parsed(line.number, None if problem else record, problem, problem is None)
 
 
 def row_of(parsed: Parsed, row_id: RowId, max_new_tokens: int) -> Row | BadRow:
     """The validated row, or what is wrong with it; ``max_new_tokens`` where it does not say itself."""
     if parsed.record is None:
         return BadRow(row_id, f"line {parsed.line}: {parsed.problem}")
-    source = {name: parsed.record[name] for name in _SOURCES if name in parsed.record}
-    sampling = {name: value for name, value in parsed.record.items() if name not in ("id", *_SOURCES)}
     try:
-        params = SamplingParams.from_mapping(
-            sampling, defaults={"max_new_tokens": max_new_tokens}, beside=("id", *_SOURCES)
-        )
-        row = Row.model_validate({"id": row_id, **source, "params": params})
+        row = (_openai_row if parsed.is_openai else _own_row)(parsed.record, row_id, max_new_tokens)
     except ConfigError as error:
-        return BadRow(row_id, f"line {parsed.line}: {error}")
+        return BadRow(row_id, f"line {parsed.line}: {error}", parsed.is_openai)
     except ValidationError as error:
-        return BadRow(row_id, f"line {parsed.line}: {_first_problem(error)}")
+        return BadRow(row_id, f"line {parsed.line}: {_first_problem(error)}", parsed.is_openai)
     if not _is_unicode(json.dumps(parsed.record, ensure_ascii=False)):
-        return BadRow(row_id, f"line {parsed.line}: the text holds half of a surrogate pair, which is not Unicode text")
+        return row.bad(parsed.line, "the text holds half of a surrogate pair, which is not Unicode text")
     return row
+
+
+def _own_row(record: Mapping[str, Any], row_id: RowId, max_new_tokens: int) -> Row:
+    """Raises ConfigError, ValidationError."""
+    if record.keys() >= {"method", "url", "body"}:
+        raise ConfigError("a row of an OpenAI batch needs a 'custom_id', a string, as its id")
+    source = {name: record[name] for name in _SOURCES if name in record}
+    sampling = {name: value for name, value in record.items() if name not in ("id", *_SOURCES)}
+    defaults = {"max_new_tokens": max_new_tokens}
+    params = SamplingParams.from_mapping(sampling, defaults=defaults, beside=("id", *_SOURCES))
+    return Row.model_validate({"id": row_id, **source, "params": params})
+
+
+def _openai_row(record: Mapping[str, Any], row_id: RowId, max_new_tokens: int) -> Row:
+    """Raises ConfigError, ValidationError."""
+    request = read_request(record, max_new_tokens)
+    return Row.model_validate({"id": row_id, **request.source, "params": request.params, "openai": request.form})
+
+
+def _id_problem(name: str, value: object, allowed: str, kinds: type | UnionType) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        return f"{name} must be {allowed}, not {_kind(value)}"
+    if isinstance(value, str) and not _is_unicode(value):
+        return f"{name} holds half of a surrogate pair"
+    return None
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -158,6 +190,8 @@ def _first_problem(error: ValidationError) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if not field:
         return message
+    if problem["type"] == "missing":
+        return f"{field} is missing"
     return f"{field}: {message[0].lower()}{message[1:]}, not {_short(problem['input'])}"
 
 
