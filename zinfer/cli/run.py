@@ -24,7 +24,7 @@ from zinfer.jobs.failure import UnusableInput
 
 def run(
     model: Annotated[Path, typer.Option(help="Checkpoint folder, tokenizer included.")],
-    input: Annotated[Path, typer.Option(help="JSONL; a row holds 'prompt' or 'messages'.")],
+    input: Annotated[Path, typer.Option(help="JSONL; a row holds 'prompt' or 'messages', or is an OpenAI batch's.")],
     output: Annotated[Path, typer.Option(help="JSONL that rows are appended to.")],
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
     device: Annotated[Device, typer.Option(help="Where the layers compute.")] = Device.AUTO,
@@ -39,6 +39,9 @@ def run(
     restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of the output's earlier job.")] = False,
 ) -> None:
     """Complete every row of a JSONL file; run again after any interruption, it goes on where it stopped.
+
+    Rows with a 'custom_id' are those of an OpenAI batch file, for /v1/chat/completions or /v1/completions, and are
+    answered in that form. Without a temperature they draw at 1; other rows are greedy.
 
     Exit codes: 0 all rows done, 3 some rows failed, 2 unusable input, 1 stopped by an error, 130 by Ctrl-C, 143 by
     SIGTERM.
