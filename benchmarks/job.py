@@ -50,16 +50,20 @@ class Bench:
 
     def measure(self, case: str) -> dict[str, object]:
         """The job over resident and over streamed weights."""
-        resident, wanted = self._run(case, "none")
-        streamed, found = self._run(case, "cpu")
+        resident, wanted, sizes = self._run(case, "none", {})
+        # The same passes: what shares one decides the last bits of a random model's logits, and so its tokens.
+        streamed, found, _ = self._run(case, "cpu", sizes)
         if wanted != found:
             raise SystemExit(f"gate: {case}: streamed weights give other tokens than resident ones")
         share = round(resident["seconds"] / streamed["seconds"], 4)
         return {"resident": resident, "streamed": streamed, "streamed_over_resident": share}
 
-    def _run(self, case: str, home: str) -> tuple[dict[str, float], list[tuple[int, ...]]]:
+    def _run(
+        self, case: str, home: str, sizes: dict[str, int]
+    ) -> tuple[dict[str, float], list[tuple[int, ...]], dict[str, int]]:
+        """The figures, the tokens, and the sizes that were chosen beside those that are given."""
         args = self._args
-        section = {"tokens_per_pass": args.tokens_per_pass, "max_sequences": args.sequences, **CASES[case]}
+        section = {"tokens_per_pass": args.tokens_per_pass, "max_sequences": args.sequences, **CASES[case], **sizes}
         config = {"zero_optimization": {"offload_param": {"device": home}}, "zinfer": section}
         params = zinfer.SamplingParams(max_new_tokens=args.new, ignore_eos=True)
         with zinfer.LLM(self._folder, config) as llm:
@@ -71,6 +75,7 @@ class Bench:
             seconds = time.perf_counter() - begin_s
             predicted = llm.predict([args.prompt] * args.prompts, args.new)
             stats = llm.stats()
+            chosen = {"kv_cache_memory": llm.batching.footprint.kv_bytes}
             passes, tokens = stats.passes - passes, llm.num_tokens - tokens
         if any(completion.error for completion in found):
             raise SystemExit(f"gate: {case}: {next(each.error for each in found if each.error)}")
@@ -83,7 +88,8 @@ class Bench:
             "matrix_tflops": round(2 * self._layer_params * tokens / seconds / 1e12, 1),
             "streamed_gb_per_pass": round(stats.streamed_bytes_per_pass / 1e9, 3),
         }
-        return figures, [completion.token_ids for completion in found]
+        print(case, home, figures, flush=True)
+        return figures, [completion.token_ids for completion in found], chosen
 
 
 def main() -> None:
