@@ -5,35 +5,30 @@ when the job was ended or how often.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel
 
-from zinfer.batching.adapters import check_family
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
-from zinfer.config.settings import Batch as BatchSettings
 from zinfer.display import shown
-from zinfer.errors import ConfigError, JobError
+from zinfer.errors import JobError
 from zinfer.jobs.ahead import ahead
 from zinfer.jobs.batches import Batch, BatchCutter, input_changed
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.index import RowIndex, scan_input
 from zinfer.jobs.manifest import Manifest, model_identity, result_settings, versions
+from zinfer.jobs.method import EngineFactory, Method
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, Resumed, RowState
-from zinfer.jobs.padded import Engine, PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt, PromptMaker, Room
-from zinfer.jobs.ragged import RaggedCompleter
 from zinfer.jobs.records import Records, first_error
 from zinfer.jobs.request import JobRequest, PathLike
 from zinfer.jobs.rows import BadRow
@@ -44,11 +39,6 @@ from zinfer.jobs.writer import RowWriter
 from zinfer.model import build_meta_model
 from zinfer.sequence_length import max_positions
 from zinfer.units import name_values
-
-EngineFactory = Callable[..., Engine]
-
-_RAGGED_ROWS: Final = 4096  # eight times as many as run at once: the last ones of a batch run with few beside them
-_PADDED_ROWS: Final = 32
 
 
 def run_job(
@@ -123,7 +113,7 @@ class _Job:
             self._meter.note(f"without effect: {ignored.path} ({ignored.reason})")
         checkpoint = Checkpoint.open(request.model)
         model = build_meta_model(checkpoint, settings.dtype)
-        self._find_method(model)
+        method = self._method = Method(request, settings, model, self._engine_factory, self._meter)
         room = Room.least(max_positions(model), settings.max_out_tokens)
         vocab_size = model.config.get_text_config().vocab_size
         maker = self._maker = PromptMaker.from_folder(checkpoint.folder, room, vocab_size, request.max_new_tokens)
@@ -133,7 +123,7 @@ class _Job:
         manifest = Manifest(
             model=model_identity(checkpoint, maker),
             input={"sha256": index.sha256, "size_bytes": index.size_bytes},
-            settings={**result_settings(request, settings, model.dtype), **self._batching()},
+            settings={**result_settings(request, settings, model.dtype), **method.settings()},
             versions=versions(),
             began=maker.now.isoformat(),
             model_name=Path(request.model).name or checkpoint.folder.name,
@@ -145,7 +135,7 @@ class _Job:
             self._meter.num_finished = self._meter.num_skipped = index.num_rows - resumed.states.count(RowState.MISSING)
             try:
                 with closing(RowWriter(out, self._meter.add_finished)) as writer:
-                    for batch in ahead(BatchCutter(index, resumed.states, self._batch_size, maker.prompt_of)):
+                    for batch in ahead(BatchCutter(index, resumed.states, method.batch_size, maker.prompt_of)):
                         self._finish(batch, out, writer, manifest, resumed.states)
                 if RowState.MISSING in resumed.states:
                     raise input_changed(request.input)
@@ -155,24 +145,6 @@ class _Job:
                     self._timeline.close()
                 if self._completer is not None:
                     self._completer.close()
-
-    def _find_method(self, model: PreTrainedModel) -> None:
-        """Decide how rows share passes."""
-        self._is_padded = self._engine_factory is not None
-        if not self._is_padded:
-            try:
-                check_family(model)
-            except ConfigError as error:
-                self._is_padded = True
-                self._meter.note(f"padded batches through transformers' generate, which are slower: {error}")
-        self._batch_size = self._request.batch_size or (_PADDED_ROWS if self._is_padded else _RAGGED_ROWS)
-
-    def _batching(self) -> dict[str, str | int]:
-        """The settings of passes on which rows' bytes depend."""
-        if self._is_padded:
-            return {"batch_size": self._batch_size, "batching": "padded"}
-        stated = {name: value for name, value in asdict(self._settings.batching).items() if value is not None}
-        return {"batch_size": self._batch_size, "batching": "continuous", **stated}
 
     def _resume(self, out: OutputFile, index: RowIndex, manifest: Manifest, maker: PromptMaker) -> Resumed:
         self._model_name = manifest.model_name
@@ -241,26 +213,14 @@ class _Job:
         if self._completer is None:
             self._meter.begin("loading")
             with _stopping("loading the model", self._request.output):
-                completer = self._completer = self._open(prompts)
+                completer = self._method.open(prompts, self._kept_sizes, self._tokenizer, self._maker.room)
+                self._completer = completer
                 self._meter.note(f"plan: {completer.plan}")
                 forecast, self._meter.predicted_tokens_per_s = completer.forecast(prompts)
             self._meter.note(f"predicted: {forecast}")
             if self._request.report is not None:
                 self._timeline = Timeline(completer.stats, completer.load)
         return self._completer
-
-    def _open(self, prompts: Sequence[Prompt]) -> Completer:
-        request, settings = self._request, self._settings
-        if not self._is_padded:
-            return RaggedCompleter(request, settings.batching, self._kept_sizes, self._meter)
-        options: dict[str, object] = {} if request.trace is None else {"trace": str(request.trace)}
-        room = self._maker.room
-        max_tokens = None if room is None else room.max_tokens
-        if settings.batch == BatchSettings() and settings.memory.max_device_memory is None:
-            options |= batch_shape(prompts)
-        factory = self._engine_factory or _init_inference
-        engine = factory(request.model, config=request.config, device=request.device, **options)
-        return PaddedCompleter(engine, self._tokenizer, max_tokens, self._meter)
 
     def _ended(self, states: bytearray) -> JobSummary:
         summary = self._summary(states)
@@ -303,10 +263,3 @@ def _stopping(what: str, output: Path) -> Iterator[None]:
             )
         kind = type(error).__name__
         raise JobError(f"{what}: {kind}: {error}\nThe rows in {output} are kept; {remedy}") from error
-
-
-def _init_inference(*args: Any, **kwargs: Any) -> Engine:
-    import zinfer  # here, for the package's own names are made from modules like this one
-
-    engine: Engine = zinfer.init_inference(*args, **kwargs)
-    return engine
