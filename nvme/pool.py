@@ -59,8 +59,8 @@ class Pool:
                 break
             if item is not None:
                 waiting.append(item[0])
-        for _ in self._threads:
-            self._calls.put(None)
+        # One for all, each hands it on: where Ctrl-C struck, a thread may run that is not in the list.
+        self._calls.put(None)
         for future in waiting:
             future.cancel()
         for thread in self._threads:
@@ -78,3 +78,4 @@ class Pool:
                 else:
                     future.set_result(result)
             del item, future, call  # they would keep their buffers alive while the thread waits
+        self._calls.put(None)

@@ -18,7 +18,7 @@ import zinfer.jobs.ragged
 from zinfer import LLM
 from zinfer.batching.batcher import Batcher
 from zinfer.cli import app
-from zinfer.jobs.manifest import manifest_path
+from zinfer.jobs.paths import manifest_path
 from zinfer.jobs.ragged import RaggedCompleter
 
 

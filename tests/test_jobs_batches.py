@@ -15,7 +15,7 @@ __all__ = ["model", "output"]  # fixtures
 
 def made(num_prompt: int, num_new: int) -> Prompt:
     params = SamplingParams(max_new_tokens=num_new)
-    return Prompt(Row(id=num_prompt, prompt="p", params=params), (3,) * num_prompt)
+    return Prompt(Row(id=num_prompt, prompt="p", params=params), (3,) * num_prompt, 1)
 
 
 def test_a_batch_is_parted_where_rows_would_lead_each_other_past_the_positions() -> None:

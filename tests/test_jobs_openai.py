@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from zinfer.batching.completion import Completion
 from zinfer.batching.sampler import Logprobs
 from zinfer.batching.sampling_params import SamplingParams
-from zinfer.jobs.manifest import manifest_path
 from zinfer.jobs.openai_batch import OpenAIForm
 from zinfer.jobs.openai_response import OpenAIResponses
+from zinfer.jobs.paths import manifest_path
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import Row, id_key
 
@@ -253,7 +253,7 @@ def test_tokens_keep_blanks_that_a_decoder_drops_and_parts_of_characters_have_no
     completion = Completion(0, 0, "thecat\ufffd", (1, 2, 3, 0), "stop", logprobs)
     responses = OpenAIResponses(datetime.now(), "m", tokenizer)
     rows = [
-        responses.completed(Prompt(row, (1,)), OpenAIForm(is_chat, None), [completion]) for is_chat in (True, False)
+        responses.completed(Prompt(row, (1,), 1), OpenAIForm(is_chat, None), [completion]) for is_chat in (True, False)
     ]
     of_chat, of_text = (each["response"]["body"]["choices"][0]["logprobs"] for each in rows)
     assert [each["token"] for each in of_chat["content"]] == [" the", "cat", "\ufffd", "</s>"]

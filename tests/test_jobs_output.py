@@ -16,8 +16,9 @@ from jobs_support import read_rows, write_rows
 from zinfer.errors import JobError
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import RowIndex, scan_input
-from zinfer.jobs.manifest import Manifest, manifest_path, read_manifest, write_manifest
+from zinfer.jobs.manifest import Manifest, read_manifest, write_manifest
 from zinfer.jobs.output import OutputFile, RowState, encode_row
+from zinfer.jobs.paths import manifest_path
 
 MANIFEST = Manifest(
     model={"fingerprint": "f"},

@@ -10,7 +10,6 @@ from jobs_support import CHAT_TEMPLATE, EOS, ResidentEngine, letters_model, lett
 
 from zinfer.batching.completion import Completion
 from zinfer.batching.sampling_params import SamplingParams
-from zinfer.errors import JobError
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.padded import complete, left_padded
 from zinfer.jobs.prompts import Prompt, PromptMaker, Room
@@ -153,15 +152,18 @@ def test_several_completions_of_a_row_have_draws_of_their_own(engine: ResidentEn
     assert [len(each.top) for each in alone[0].logprobs] == [2] * len(alone[0].token_ids)
 
 
-def test_logits_that_are_no_numbers_end_the_job(engine: ResidentEngine) -> None:
-    weight = engine.module.lm_head.weight
-    kept = weight[5, 5].item()
-    weight.data[5, 5] = math.nan
+def test_logits_that_are_no_numbers_end_their_own_row(engine: ResidentEngine) -> None:
+    embedding = engine.module.get_input_embeddings().weight
+    kept = embedding[10].clone()
+    damaged = TOKENIZER.decode([10])
+    embedding.data[10] = math.nan
     try:
-        with pytest.raises(JobError, match=r"logits are not finite numbers in rows \['a', 'b'\]"):
-            run(engine, prompt("a"), prompt("b"))
+        broken, whole = run(engine, prompt("ab" + damaged), prompt("ab"))
     finally:
-        weight.data[5, 5] = kept
+        embedding.data[10] = kept
+    assert (broken.finish_reason, broken.token_ids) == ("error", ())
+    assert "logits are not finite numbers" in str(broken.error)
+    assert whole == run(engine, prompt("ab"))[0]
 
 
 def bad(**fields: Any) -> str:

@@ -1,5 +1,6 @@
 """`zinfer run` by continuous batching: the rows of plain `generate`, and the same bytes however often it is ended."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ import pytest
 import torch
 from jobs_run_support import model, output
 from jobs_support import letters_model, letters_tokenizer, prompt_rows, read_rows, write_rows
+from llm_support import token_bytes
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from zinfer.errors import JobError
-from zinfer.jobs import JobSummary, run_job
-from zinfer.jobs.manifest import manifest_path
+from zinfer.jobs import JobSummary, UnusableInput, run_job
 from zinfer.jobs.output import OutputFile
+from zinfer.jobs.paths import manifest_path
 
 __all__ = ["model", "output"]  # fixtures
 ROWS: list[dict[str, Any]] = [
@@ -115,3 +118,56 @@ def test_a_disk_that_is_full_ends_the_job(
     monkeypatch.undo()
     assert len(read_rows(output)) == 1
     assert run(model, prompts, output).num_skipped == 1
+
+
+def test_a_terminal_is_shown_the_end(model: Path, prompts: Path, output: Path) -> None:
+    stream = io.StringIO()
+    summary = run(model, prompts, output, console=Console(file=stream, force_terminal=True, width=200))
+    assert summary.num_done == len(ROWS) - 2
+
+
+def test_a_row_that_the_cache_cannot_hold_is_an_error_row_whenever_it_comes(
+    model: Path, tmp_path: Path, output: Path
+) -> None:
+    rows = [{"id": number, "prompt": "a" * (100 if number in (0, 7) else 3)} for number in range(12)]
+    prompts = write_rows(tmp_path / "in.jsonl", rows)
+    options = {
+        "batch_size": 3,
+        "config": {"zinfer": {"kv_page_size": 8, "kv_cache_memory": 8 * token_bytes(model) * 4}},
+    }
+    assert run(model, prompts, output, **options).num_failed == 2
+    whole = output.read_bytes()
+    found = {row["id"]: row for row in read_rows(output)}
+    assert found[7]["error"].startswith(
+        "line 8: 100 prompt tokens and 8 new ones take 14 pages of 8 tokens, but the KV"
+    )
+    for num_kept in range(12):
+        output.write_bytes(b"".join(whole.splitlines(keepends=True)[:num_kept]))
+        run(model, prompts, output, **options)
+        assert output.read_bytes() == whole
+    alone = write_rows(tmp_path / "alone.jsonl", [rows[0]])
+    assert run(model, alone, tmp_path / "alone.out", **options).num_failed == 1
+
+
+@pytest.mark.parametrize("option", ["report", "trace"])
+@pytest.mark.parametrize("target", ["in.jsonl", "out.jsonl", "out.jsonl.manifest.json", "no/folder.html"])
+def test_no_report_or_trace_lands_on_the_jobs_own_files(
+    model: Path, prompts: Path, output: Path, option: str, target: str
+) -> None:
+    before = prompts.read_bytes()
+    with pytest.raises(UnusableInput, match=f"give (another --{option}|a --{option} in a folder that exists)"):
+        run(model, prompts, output, **{option: output.parent / target})
+    assert prompts.read_bytes() == before
+    assert not output.exists()
+
+
+def test_a_report_that_cannot_be_written_is_told_when_all_rows_are_there(
+    model: Path, prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("zinfer.jobs.job.write_run_page", full)
+    with pytest.raises(JobError, match=r"report .*page.html cannot be written: No space left .* All rows are in"):
+        run(model, prompts, output, report=output.parent / "page.html")
+    assert len(read_rows(output)) == len(ROWS)

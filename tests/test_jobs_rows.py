@@ -49,6 +49,12 @@ def test_the_line_number_is_the_id_of_a_row_without_one() -> None:
         ),
         (b'{"prompt": "p", "prompt": "q"}', "the field 'prompt' is given twice"),
         (b"[" * 100_000, "line 7: not JSON that can be used"),
+        (b'{"messages": ' + b"[" * 70 + b"]" * 70 + b"}", "line 7: nested more than 64 deep"),
+        (
+            b'{"prompt": "p", "logit_bias": {"' + b"9" * 5000 + b'": 1}}',
+            "line 7: logit_bias must be an object of token",
+        ),
+        (b'{"prompt": "p", "n": 100000, "temperature": 1}', "line 7: n must be a whole number from 1 to 1024"),
         (b'{"prompt": "p", "seed": ' + b"9" * 5000 + b"}", "line 7: not JSON that can be used"),
         (b'{"prompt": "p", "temperture": 1}', "line 7: unknown field 'temperture'; did you mean 'temperature'?"),
         (

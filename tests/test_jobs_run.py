@@ -12,7 +12,7 @@ from jobs_run_support import FailingEngine, failing, job, model, never_made, out
 from jobs_support import ResidentEngine, letters_model, read_rows, write_rows
 
 from zinfer.errors import CheckpointError, JobError
-from zinfer.jobs.manifest import manifest_path
+from zinfer.jobs.paths import manifest_path
 from zinfer.nvme.reader import DiskReadError
 from zinfer.offload.stats import RunStats
 

@@ -108,6 +108,19 @@ def test_a_damaged_text_damages_no_other(folder: Path) -> None:
         assert after[1].error is None
 
 
+def test_a_damaged_text_damages_no_other_that_begins_like_it_in_the_same_pass(folder: Path) -> None:
+    begin = [9 + place % 90 for place in range(24)]
+    good = [[*begin, 40 + number] for number in range(6)]
+    params = SamplingParams(max_new_tokens=4)
+    with LLM(folder, device="cpu", kv_page_size=4, kv_cache_memory="1MB") as llm:
+        wanted = [each.token_ids for each in llm.generate(by_ids(good), params)]
+    with LLM(model_with_nan(folder), device="cpu", kv_page_size=4, kv_cache_memory="1MB") as llm:
+        found = llm.generate(by_ids([[*begin, 7, 8], *good[:3], [*begin[:9], 7], *good[3:]]), params)
+        assert [each.finish_reason for each in found] == ["error", *["length"] * 3, "error", *["length"] * 3]
+        assert [each.token_ids for each in found if each.error is None] == wanted
+        assert [each.token_ids for each in llm.generate(by_ids(good), params)] == wanted
+
+
 def model_with_nan(folder: Path) -> AutoModelForCausalLM:
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.model.embed_tokens.weight.data[7] = float("nan")

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -161,6 +161,10 @@ class LLM:
         """Pages of texts that had to make room, in host memory."""
         return self._batcher.num_parked_pages
 
+    def fits(self, prompt_len: int, new_tokens: int) -> bool:
+        """Whether the cache holds such a text alone."""
+        return self._batcher.fits(prompt_len, new_tokens)
+
     def reset_prefix_cache(self) -> None:
         """Find no page of an earlier call again: what follows is computed as in a new LLM.
 
@@ -196,7 +200,7 @@ class LLM:
         self,
         prompts: PromptLike | Sequence[PromptLike],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[Completion]:
+    ) -> Generator[Completion, None, None]:
         """As `generate`, each completion as soon as it is complete. Leaving it early gives up the rest."""
         several = as_list(prompts)
         each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)

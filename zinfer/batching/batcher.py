@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from zinfer.batching.ending import Ending
 from zinfer.batching.kv_cache import KVCache
@@ -14,6 +15,10 @@ from zinfer.batching.sampling_params import SamplingParams
 from zinfer.batching.scheduler import Scheduler
 from zinfer.batching.sequence import Sequence as Text
 from zinfer.errors import PlanError
+
+NOT_FINITE: Final = (
+    "the model's logits are not finite numbers (its weights may be damaged), or the row's own settings leave no token"
+)
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,10 @@ class Batcher:
         """Pages in host memory."""
         return self._scheduler.num_parked_pages
 
+    def fits(self, num_prompt: int, max_new_tokens: int) -> bool:
+        """Whether the cache holds such a text alone."""
+        return self._scheduler.pages_alone(num_prompt, max_new_tokens) <= self._scheduler.pool.num_pages
+
     def abort(self) -> None:
         """Give up all texts that are not complete.
 
@@ -192,21 +201,27 @@ class Batcher:
     def _advance(
         self, computed: Pass, rows: Sequence[_Writing], token_ids: Sequence[int], broken: set[int]
     ) -> list[Finished]:
-        for each in rows:
-            if each.sequence.number in broken:
-                self._scheduler.abort(each.sequence)
+        # Whoever began like a damaged text has its pages, and is broken with it: the first time each is tried alone.
+        restarted = {number for number in broken if self._writing[number].sequence.shares}
+        for number in sorted(broken, reverse=True):
+            sequence = self._writing[number].sequence
+            if number in restarted:
+                self._scheduler.restart(sequence)
+            else:
+                self._scheduler.abort(sequence)
         next_ids = {each.sequence.number: token_id for each, token_id in zip(rows, token_ids, strict=True)}
         self._scheduler.advance(computed, next_ids)
         if broken:  # their pages, and tokens before the one that broke them, may hold no numbers either
             self._scheduler.pool.forget()
-        return [found for each in rows if (found := self._finished(each, broken)) is not None]
+        going_on = (each for each in rows if each.sequence.number not in restarted)
+        return [found for each in going_on if (found := self._finished(each, broken)) is not None]
 
     def _finished(self, each: _Writing, broken: set[int]) -> Finished | None:
         sequence = each.sequence
         output_ids = sequence.output_ids
         error: str | None = None
         if sequence.number in broken:
-            reason, error = "error", "the model's logits are not finite numbers; its weights may be damaged"
+            reason, error = "error", NOT_FINITE
         else:
             found = each.ending.reason(output_ids)
             if found is None:

@@ -106,7 +106,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
         text: str = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=False, chat_template=template
         )
-    except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ConfigError(f"messages: the chat template refuses them: {error}") from error
     return encode_text(tokenizer, text, adds_special=False)
 

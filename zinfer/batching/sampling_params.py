@@ -18,6 +18,8 @@ OTHER_SPELLINGS: Final = {"max_tokens": "max_new_tokens", "min_tokens": "min_new
 """vLLM's names, which `from_mapping` takes too."""
 
 MAX_SEED: Final = 2**64 - 1  # eight bytes of every draw's hash
+MAX_N: Final = 1024  # each is a text of its own
+_MOST_DIGITS: Final = 18  # of a token id: int() refuses texts of thousands
 MAX_BIAS: Final = 100.0  # the range of OpenAI's and vLLM's interfaces; it forbids or forces any token of a sane model
 _MAX_FLOAT: Final = sys.float_info.max
 
@@ -53,7 +55,7 @@ _RANGES: Final = {
     "repetition_penalty": _Range("a finite number above 0 (1: off)", _POSITIVE),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
-    "n": _COUNT,
+    "n": _Range(f"a whole number from 1 to {MAX_N}", 1, MAX_N, is_whole=True),
     "logprobs": _NATURAL,
     "seed": _Range("a whole number from 0 to 2**64 - 1", 0, MAX_SEED, is_whole=True),
 }
@@ -184,7 +186,10 @@ def _biases(value: object) -> dict[int, float] | None:
 
 def _with_number_keys(biases: Mapping[Any, Any]) -> dict[Any, Any]:
     """JSON's keys are texts. Raises ConfigError where two of them are the same token."""
-    numbered = {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in biases.items()}
+    numbered = {
+        int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= _MOST_DIGITS else key: bias
+        for key, bias in biases.items()
+    }
     if len(numbered) != len(biases):
         raise ConfigError("logit_bias names a token twice; give each token id once")
     return numbered

@@ -88,12 +88,12 @@ class Scheduler:
         assert sequence.number > self._last_number, f"sequence {sequence.number} after {self._last_number}"
         assert sequence.state is SequenceState.WAITING
         assert not sequence.output_ids
-        num_pages = self._pages_alone(sequence)
+        num_pages = self.pages_alone(len(sequence.prompt_ids), sequence.max_new_tokens)
         if num_pages > self.pool.num_pages:
             raise PlanError(
-                f"sequence {sequence.number}: {len(sequence.prompt_ids)} prompt tokens and {sequence.max_new_tokens} "
-                f"new ones take {num_pages} pages of {self.pool.page_size} tokens, but the KV cache has "
-                f"{self.pool.num_pages}; shorten the prompt, lower max_new_tokens, or give the KV cache more memory"
+                f"{len(sequence.prompt_ids)} prompt tokens and {sequence.max_new_tokens} new ones take {num_pages} "
+                f"pages of {self.pool.page_size} tokens, but the KV cache has {self.pool.num_pages}; shorten the "
+                "prompt, lower max_new_tokens, or give the KV cache more memory"
             )
         self._last_number = sequence.number
         self._queue.add(sequence)
@@ -150,6 +150,16 @@ class Scheduler:
         if sequence in self._set_aside:
             self._set_aside.remove(sequence)
         self._end(sequence)
+
+    def restart(self, sequence: Sequence) -> None:
+        """Compute a running sequence again from its first token, in pages that it shares with no other."""
+        assert sequence.state is SequenceState.RUNNING, f"sequence {sequence.number} is {sequence.state.name}"
+        del self._running[sequence.number]
+        self.pool.release(sequence)
+        sequence.num_computed = 0
+        sequence.shares = False
+        sequence.state = SequenceState.WAITING
+        self._set_aside.appendleft(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         self._running.pop(sequence.number, None)
@@ -216,7 +226,8 @@ class Scheduler:
         pool, others = self.pool, len(self._running)
         if self._num_free_for_prompts(others) == 0:
             return False
-        pool.find(sequence)
+        if sequence.shares:
+            pool.find(sequence)
         num_found = len(sequence.pages)
         num_parked = sequence.num_computed
         begin = max(num_parked, num_found * pool.page_size)
@@ -227,7 +238,7 @@ class Scheduler:
 
         num_wanted = pool.pages_for(end) - len(sequence.pages)
         num_free = self._num_free_for_prompts(others)
-        if others and num_free < min(num_wanted, self._pages_alone(sequence)):
+        if others and num_free < min(num_wanted, self.pages_alone(len(sequence.prompt_ids), sequence.max_new_tokens)):
             pool.release(sequence)
             return False
         sequence.pages += pool.take(min(num_wanted, num_free))
@@ -253,8 +264,9 @@ class Scheduler:
 
     def _publish(self, sequence: Sequence, first: int, end: int) -> None:
         """Let others find the whole pages from index ``first`` up to position ``end``, restored ones among them."""
-        for index in range(first, end // self.pool.page_size):
-            self.pool.publish(sequence, index)
+        if sequence.shares:
+            for index in range(first, end // self.pool.page_size):
+                self.pool.publish(sequence, index)
 
     def _num_free_for_prompts(self, num_others: int) -> int:
         """Pages that a prompt may take: one is left for each of the others, within a share of the pool."""
@@ -265,9 +277,9 @@ class Scheduler:
         """The first position that the token at ``position`` attends to."""
         return 0 if self._window is None else max(position - self._window + 1, 0)
 
-    def _pages_alone(self, sequence: Sequence) -> int:
-        """Pages without which the sequence cannot be completed; the last new token is never computed."""
-        num_pages = self.pool.pages_for(len(sequence.prompt_ids) + sequence.max_new_tokens - 1)
+    def pages_alone(self, num_prompt: int, max_new_tokens: int) -> int:
+        """Pages without which a sequence cannot be completed; the last new token is never computed."""
+        num_pages = self.pool.pages_for(num_prompt + max_new_tokens - 1)
         if self._window is None:
             return num_pages
         # So many neighbouring positions lie in one page more than they fill, where they begin at a page's last.

@@ -33,6 +33,7 @@ class Sequence:
         pages: numbers of the pages in token order; ``HOLE`` for those that a sliding window has left behind.
         num_dropped: holes at the beginning of ``pages``.
         prefix: the pool's name for all tokens up to the end of the last whole page.
+        shares: whether its pages are found by others, and those of others by it.
         state: where it stands.
 
     Raises:
@@ -47,6 +48,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     num_dropped: int = 0
     prefix: int = 0
+    shares: bool = True
     state: SequenceState = SequenceState.WAITING
 
     def __post_init__(self) -> None:

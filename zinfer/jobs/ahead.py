@@ -1,20 +1,39 @@
 """Prepares what comes next while the present is worked on."""
 
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import queue
+import threading
+from collections.abc import Generator, Iterable
 from typing import TypeVar
 
 _T = TypeVar("_T")
 
 
-def ahead(items: Iterable[_T]) -> Iterator[_T]:
-    """The items, the next of which is made by another thread as soon as one is taken; its failure is raised here."""
-    walk = iter(items)
-    pool = ThreadPoolExecutor(1, thread_name_prefix="zinfer-ahead")
+def ahead(items: Iterable[_T]) -> Generator[_T, None, None]:
+    """The items, the next of which is made by another thread as soon as one is taken; its failure is raised here.
+
+    The thread is a daemon: an item that is still being made keeps no process from ending. `SimpleQueue`, because the
+    caller may be interrupted at any line.
+    """
+    asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    made: queue.SimpleQueue[tuple[_T] | BaseException | None] = queue.SimpleQueue()
+
+    def make() -> None:
+        walk = iter(items)
+        while asked.get():
+            try:
+                made.put((next(walk),))
+            except StopIteration:
+                made.put(None)
+            except BaseException as failure:  # whoever takes the item gets it
+                made.put(failure)
+
+    threading.Thread(target=make, name="zinfer-ahead", daemon=True).start()
     try:
-        coming = pool.submit(next, walk, None)
-        while (item := coming.result()) is not None:
-            coming = pool.submit(next, walk, None)
-            yield item
+        asked.put(True)
+        while (coming := made.get()) is not None:
+            if isinstance(coming, BaseException):
+                raise coming
+            asked.put(True)
+            yield coming[0]
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        asked.put(False)

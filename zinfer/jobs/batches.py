@@ -37,7 +37,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A row of the batch being gathered; `item` is None for a row that is done and was not looked at."""
+    """A row of the batch being gathered; `item` is None for a row that is in the output and was not looked at."""
 
     ordinal: int
     line: Line
@@ -67,14 +67,24 @@ class BatchCutter:
         yield from self._close(slots)
 
     def _is_prompt(self, slot: _Slot) -> bool:
-        if slot.item is None:
-            return self._states[slot.ordinal] == RowState.DONE
-        return isinstance(slot.item, Prompt)
+        if self._states[slot.ordinal] == RowState.DONE:
+            return True
+        # A row that failed may have been one all the same, whose completion failed.
+        return isinstance(self._item(slot.ordinal, slot.line) if slot.item is None else slot.item, Prompt)
 
     def _slots(self) -> Iterator[_Slot]:
-        for ordinal, line in enumerate(islice(read_lines(self._index.path), self._index.num_rows)):
-            done = self._states[ordinal] != RowState.MISSING
-            yield _Slot(ordinal, line, None if done else self._item(ordinal, line))
+        for ordinal, line in enumerate(islice(self._lines(), self._index.num_rows)):
+            is_written = self._states[ordinal] != RowState.MISSING
+            yield _Slot(ordinal, line, None if is_written else self._item(ordinal, line))
+
+    def _lines(self) -> Iterator[Line]:
+        try:
+            yield from read_lines(self._index.path)
+        except OSError as error:
+            raise JobError(
+                f"input {self._index.path} cannot be read: {error.strerror} (errno {error.errno}). The rows in the "
+                "output are kept; run the same command again to go on"
+            ) from error
 
     def _close(self, slots: list[_Slot]) -> Iterator[Batch]:
         missing = tuple((slot.ordinal, slot.item) for slot in slots if slot.item is not None)

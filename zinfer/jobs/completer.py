@@ -1,6 +1,6 @@
 """What a job completes its prompts with: continuous batching where the family allows it, padded batches elsewhere."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Any, Protocol
 
 from zinfer.batching.completion import Completion
@@ -31,7 +31,7 @@ class Completer(Protocol):
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
-    ) -> Iterator[tuple[Prompt, tuple[Completion, ...]]]:
+    ) -> Generator[tuple[Prompt, tuple[Completion, ...]], None, None]:
         """Each prompt's completions as soon as all of them are there.
 
         Args:

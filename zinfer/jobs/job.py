@@ -1,7 +1,7 @@
 """The batch job: prompts in a JSONL file, completions in another, crash-safe and resumable, rows byte-identical.
 
-A row's bytes depend on the model, the input, the settings in the manifest and the machine; never on memory budgets, on
-when the job was ended or how often.
+A row's bytes depend on the model, the input, the machine, and the settings and sizes in the manifest; never on when the
+job was ended or how often, nor on the memory budgets of a run that goes on.
 """
 
 import time
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from zinfer.batching.completion import Completion
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
 from zinfer.display import shown
@@ -133,18 +134,24 @@ class _Job:
             self._records = Records(OpenAIResponses(maker.now, self._model_name, self._tokenizer))
             self._meter.num_rows = index.num_rows
             self._meter.num_finished = self._meter.num_skipped = index.num_rows - resumed.states.count(RowState.MISSING)
+            cutter = BatchCutter(index, resumed.states, method.batch_size, maker.prompt_of)
             try:
-                with closing(RowWriter(out, self._meter.add_finished)) as writer:
-                    for batch in ahead(BatchCutter(index, resumed.states, method.batch_size, maker.prompt_of)):
+                with closing(RowWriter(out, self._meter.add_finished)) as writer, closing(ahead(cutter)) as batches:
+                    for batch in batches:
                         self._finish(batch, out, writer, manifest, resumed.states)
                 if RowState.MISSING in resumed.states:
                     raise input_changed(request.input)
                 return self._ended(resumed.states)
             finally:
-                if self._timeline is not None:
-                    self._timeline.close()
-                if self._completer is not None:
-                    self._completer.close()
+                self._close()
+
+    def _close(self) -> None:
+        try:
+            if self._timeline is not None:
+                self._timeline.close()
+        finally:
+            if self._completer is not None:
+                self._completer.close()
 
     def _resume(self, out: OutputFile, index: RowIndex, manifest: Manifest, maker: PromptMaker) -> Resumed:
         self._model_name = manifest.model_name
@@ -194,19 +201,20 @@ class _Job:
     ) -> None:
         """ordinals: of the missing rows, by the identity of their prompts."""
         begin_s = time.monotonic()
-        with _stopping(f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}", self._request.output):
-            for prompt, completions in completer.complete(prompts, ordinals.keys()):
-                ordinal = ordinals.get(id(prompt))
-                if ordinal is None:
-                    continue
-                if first_error(completions) is None:
-                    self._num_prompt_tokens += len(prompt.token_ids)
-                    self._num_output_tokens += sum(len(each.token_ids) for each in completions)
-                    states[ordinal] = RowState.DONE
-                else:
-                    states[ordinal] = RowState.FAILED
-                writer.put(self._records.completed(prompt, completions))
+        rows = f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}"
+        with _stopping(rows, self._request.output), closing(completer.complete(prompts, ordinals.keys())) as completed:
+            for prompt, completions in completed:
+                if (ordinal := ordinals.get(id(prompt))) is not None:
+                    states[ordinal] = self._write(prompt, completions, writer)
         self._computing_s += time.monotonic() - begin_s
+
+    def _write(self, prompt: Prompt, completions: Sequence[Completion], writer: RowWriter) -> RowState:
+        writer.put(self._records.completed(prompt, completions))
+        if first_error(completions) is not None:
+            return RowState.FAILED
+        self._num_prompt_tokens += len(prompt.token_ids)
+        self._num_output_tokens += sum(len(each.token_ids) for each in completions)
+        return RowState.DONE
 
     def _loaded(self, prompts: Sequence[Prompt]) -> Completer:
         """The completer, made when the first batch needs it, with room for that one."""
@@ -228,7 +236,13 @@ class _Job:
             if self._timeline is not None:
                 self._timeline.close()
             moments = [] if self._timeline is None else self._timeline.moments
-            write_run_page(self._request.report, str(self._request.output), summary, moments)
+            try:
+                write_run_page(self._request.report, str(self._request.output), summary, moments)
+            except OSError as error:
+                raise JobError(
+                    f"report {self._request.report} cannot be written: {error.strerror} (errno {error.errno}). All "
+                    f"rows are in {self._request.output}"
+                ) from error
         return summary
 
     def _summary(self, states: bytearray) -> JobSummary:

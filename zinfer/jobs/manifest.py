@@ -1,6 +1,6 @@
 """What an output belongs to: the model, the input and every setting that changes results, in a file beside the output.
 
-Memory budgets are no part of it: results are bit-equal whatever they are, so a job may go on with other ones. Sizes of
+Memory budgets are no part of it: a job may go on with other ones. Sizes of
 passes are, but those that were chosen and not stated are taken over and not compared.
 """
 
@@ -56,11 +56,6 @@ class Manifest:
             for name in dict.fromkeys([*old, *new])
             if old.get(name) != new.get(name)
         ]
-
-
-def manifest_path(output: Path) -> Path:
-    """Where the manifest of an output lies."""
-    return output.with_name(output.name + ".manifest.json")
 
 
 def read_manifest(path: Path) -> Manifest | None:

@@ -18,7 +18,8 @@ from typing import Any, Self
 from zinfer.errors import JobError
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import RowIndex
-from zinfer.jobs.manifest import Manifest, manifest_path, read_manifest, write_manifest
+from zinfer.jobs.manifest import Manifest, read_manifest, write_manifest
+from zinfer.jobs.paths import manifest_path
 from zinfer.jobs.records import read_record
 from zinfer.nvme.whole_file import sync_folder
 
@@ -146,13 +147,16 @@ class OutputFile:
         end_bytes = os.fstat(self._descriptor).st_size
         data = memoryview(b"".join(encode_row(row) for row in rows))
         num_written = 0
+        is_written = False
         try:
             os.lseek(self._descriptor, 0, os.SEEK_END)
             while num_written < len(data):
                 num_written += os.write(self._descriptor, data[num_written:])
+            is_written = True
             os.fsync(self._descriptor)
         except OSError as error:
-            whole_bytes = bytes(data[:num_written]).rfind(b"\n") + 1
+            # What was written and not synced may never be on the disk.
+            whole_bytes = 0 if is_written else bytes(data[:num_written]).rfind(b"\n") + 1
             with suppress(OSError):  # the next run drops a torn line as well
                 os.ftruncate(self._descriptor, end_bytes + whole_bytes)
             raise self._write_error(error) from error

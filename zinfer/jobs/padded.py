@@ -6,7 +6,7 @@ not: a row is greedy unless it asks for a temperature itself, so that a file mea
 penalised would depend on a row's padding.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -71,7 +71,7 @@ class PaddedCompleter:
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
-    ) -> Iterator[tuple[Prompt, tuple[Completion, ...]]]:
+    ) -> Generator[tuple[Prompt, tuple[Completion, ...]], None, None]:
         """As `Completer.complete`."""
         meter = self._meter
         parts = [part for part in fitting_parts(prompts, self._max_tokens) if any(id(each) in wanted for each in part)]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,15 @@ _STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row ready to compute. ``params`` have the row's seed, or one that its id alone decides."""
+    """A row ready to compute, from the input's line ``line``. ``params`` have the row's seed, or one that its id alone
+    decides.
+    """
 
     row: Row
     token_ids: tuple[int, ...]
+    line: int
 
-    @property
+    @cached_property
     def params(self) -> SamplingParams:
         params = self.row.params
         return params if params.seed is not None else replace(params, seed=id_key(self.row.id))
@@ -112,7 +116,7 @@ class PromptMaker:
         num_new = row.params.max_new_tokens
         if problem := self._token_problem(row, token_ids) or self._length_problem(len(token_ids), num_new):
             return row.bad(line_number, problem)
-        return Prompt(row, tuple(token_ids))
+        return Prompt(row, tuple(token_ids), line_number)
 
     def _encode(self, row: Row) -> list[int]:
         if row.prompt is not None:

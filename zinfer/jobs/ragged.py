@@ -1,7 +1,8 @@
 """Completes prompts by continuous batching."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from zinfer.batching.completion import Completion
@@ -30,6 +31,7 @@ class RaggedCompleter:
             options["trace"] = str(request.trace)
         self._llm = LLM(request.model, request.config, device=request.device, **options)
         self.predicted_s = 0.0
+        self._meter = meter
         meter.count_tokens = lambda: self._llm.num_new_tokens
 
     @property
@@ -48,24 +50,28 @@ class RaggedCompleter:
         return self._llm.plan
 
     def forecast(self, prompts: Sequence[Prompt]) -> tuple[str, float]:
-        predicted = self._predict(prompts, [prompt.max_new_tokens for prompt in prompts])
-        return f"{predicted} for {len(prompts):,} rows", predicted.tokens_per_s
+        fitting = [each for each in prompts if self._llm.fits(len(each.token_ids), each.max_new_tokens)]
+        if not fitting:
+            return "nothing, since no row of the first batch fits the KV cache", 0.0
+        predicted = self._predict(fitting, [prompt.max_new_tokens for prompt in fitting])
+        return f"{predicted} for {len(fitting):,} rows", predicted.tokens_per_s
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
-    ) -> Iterator[tuple[Prompt, tuple[Completion, ...]]]:
+    ) -> Generator[tuple[Prompt, tuple[Completion, ...]], None, None]:
         """As `Completer.complete`; all prompts are computed, since they share passes."""
         self._llm.reset_prefix_cache()
         found: defaultdict[int, list[Completion]] = defaultdict(list)
         num_new = [0] * len(prompts)
         token_ids = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
-        for completion in self._llm.stream(token_ids, [prompt.params for prompt in prompts]):
-            index = completion.prompt_index
-            found[index].append(completion)
-            num_new[index] = max(num_new[index], len(completion.token_ids))
-            if len(found[index]) == prompts[index].params.n:
-                samples = sorted(found.pop(index), key=lambda each: each.sample_index)
-                yield prompts[index], tuple(samples)
+        with closing(self._llm.stream(token_ids, [prompt.params for prompt in prompts])) as stream:
+            for completion in stream:
+                index = completion.prompt_index
+                found[index].append(completion)
+                num_new[index] = max(num_new[index], len(completion.token_ids))
+                if len(found[index]) == prompts[index].params.n:
+                    samples = sorted(found.pop(index), key=lambda each: each.sample_index)
+                    yield prompts[index], tuple(samples)
         computed = [(prompt, num) for prompt, num in zip(prompts, num_new, strict=True) if num]
         if computed:
             self.predicted_s += self._predict(*zip(*computed, strict=True)).seconds
@@ -78,6 +84,8 @@ class RaggedCompleter:
         return Load(llm.num_tokens, llm.num_new_tokens, llm.num_running, llm.num_parked_pages)
 
     def close(self) -> None:
+        # The display may look at its meter once more.
+        self._meter.num_tokens, self._meter.count_tokens = self._llm.num_new_tokens, None
         self._llm.close()
 
     def _predict(self, prompts: Sequence[Prompt], num_new: Sequence[int]) -> JobPrediction:

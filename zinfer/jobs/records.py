@@ -3,6 +3,7 @@
 Rows are written in the form in which they were asked: the job's own, or OpenAI's.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ class Records:
             return completed_record(prompt, completions)
         error = first_error(completions)
         if error is not None:
-            return self._responses.failed(prompt.row.id, error)
+            return self._responses.failed(prompt.row.id, f"line {prompt.line}: {error}")
         return self._responses.completed(prompt, prompt.row.openai, completions)
 
     def refused(self, bad: BadRow) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def completed_record(prompt: Prompt, completions: Sequence[Completion]) -> dict[
     """
     error = first_error(completions)
     if error is not None:
-        return {"id": prompt.row.id, "error": error}
+        return {"id": prompt.row.id, "error": f"line {prompt.line}: {error}"}
     sizes = {
         "num_prompt_tokens": len(prompt.token_ids),
         "num_output_tokens": sum(len(each.token_ids) for each in completions),
@@ -83,5 +84,11 @@ def _output(completion: Completion) -> dict[str, Any]:
 
 
 def _logprobs(each: Logprobs) -> dict[str, Any]:
-    """Of a token: its own log-probability, and the most likely tokens' beside their ids."""
-    return {"logprob": each.chosen, "top": [list(pair) for pair in zip(each.top_ids, each.top, strict=True)]}
+    """Of a token: its own log-probability, and the most likely tokens' beside their ids; null for one of 0."""
+    top = [[token_id, _finite(logprob)] for token_id, logprob in zip(each.top_ids, each.top, strict=True)]
+    return {"logprob": _finite(each.chosen), "top": top}
+
+
+def _finite(logprob: float) -> float | None:
+    """JSON has no infinity."""
+    return None if logprob == -math.inf else logprob

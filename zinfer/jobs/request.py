@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zinfer.jobs.failure import UnusableInput
+from zinfer.jobs.paths import manifest_path
 
 PathLike = str | os.PathLike[str]
 
@@ -32,3 +33,13 @@ class JobRequest:
                 raise UnusableInput(f"{name} must be at least 1, not {value}")
         if self.output.exists() and self.input.exists() and self.output.samefile(self.input):
             raise UnusableInput(f"output {self.output} is the input file; give another --output")
+        taken = {"input": self.input, "output": self.output, "output's manifest": manifest_path(self.output)}
+        for name, path in (("report", self.report), ("trace", self.trace)):
+            if path is None:
+                continue
+            if not path.parent.is_dir():
+                raise UnusableInput(f"{name} {path} lies in no folder; give a --{name} in a folder that exists")
+            for other, its_path in taken.items():
+                if path.resolve() == its_path.resolve():
+                    raise UnusableInput(f"{name} {path} is the {other} file; give another --{name}")
+            taken[name] = path

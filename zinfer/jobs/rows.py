@@ -22,6 +22,7 @@ from zinfer.jobs.openai_batch import OpenAIForm, read_request
 RowId = str | int
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_MOST_DEPTH = 64
 _SOURCES = ("prompt", "messages", "prompt_token_ids")
 
 
@@ -135,6 +136,8 @@ def parse_line(line: Line) -> Parsed:
         return Parsed(line.number, None, f"not JSON that can be used: {error}", False)
     if not isinstance(record, dict):
         return Parsed(line.number, None, f"not a JSON object but {_kind(record)}", False)
+    if _is_deep(record):
+        return Parsed(line.number, None, f"nested more than {_MOST_DEPTH} deep", False)
     if "custom_id" in record:
         problem = _id_problem("custom_id", record["custom_id"], "a string", str)
     elif record.get("id") is None:
@@ -174,6 +177,19 @@ def _openai_row(record: Mapping[str, Any], row_id: RowId, max_new_tokens: int) -
     """Raises ConfigError, ValidationError."""
     request = read_request(record, max_new_tokens)
     return Row.model_validate({"id": row_id, **request.source, "params": request.params, "openai": request.form})
+
+
+def _is_deep(value: object) -> bool:
+    """Whether lists and objects lie in one another too deep, for templates among others: Python's own limit depends on
+    who asks.
+    """
+    level: list[object] = [value]
+    for _ in range(_MOST_DEPTH):
+        inner = [list(each.values()) if isinstance(each, dict) else each for each in level]
+        level = [item for each in inner if isinstance(each, list) for item in each if isinstance(item, list | dict)]
+        if not level:
+            return False
+    return True
 
 
 def _id_problem(name: str, value: object, allowed: str, kinds: type | UnionType) -> str | None:

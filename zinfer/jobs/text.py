@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
+from zinfer.batching.batcher import NOT_FINITE
 from zinfer.batching.completion import Completion, text_seed
 from zinfer.batching.ending import Ending, special_stops
 from zinfer.batching.sampler import Logprobs, Row, Sampler, row_uniform
@@ -49,6 +50,8 @@ class Text:
                 f"generation ended row {self.prompt.row.id!r} after {len(self.token_ids)} tokens for a reason of its "
                 "own; remove limits such as max_time from the model's generation_config.json"
             )
+        if self.finish_reason == "error":
+            return Completion(0, self.sample, "", tuple(self.token_ids), "error", error=NOT_FINITE)
         logprobs = None if self.prompt.params.logprobs is None else tuple(self.logprobs)
         text = self.ending.text(self.token_ids)
         return Completion(0, self.sample, text, tuple(self.token_ids), self.finish_reason, logprobs)
@@ -62,19 +65,18 @@ class TextSampler(LogitsProcessor):  # type: ignore[misc]
         self._sampler = sampler
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """scores: [texts, vocabulary]. Raises JobError naming the rows whose logits are not numbers."""
+        """scores: [texts, vocabulary]. A text whose logits are not numbers ends with an error, the others go on."""
         running = [i for i, text in enumerate(self._texts) if text.finish_reason is None]
         sampled = self._sampler.sample(scores[running], [self._texts[i].row() for i in running])
-        if sampled.broken:
-            ids = [self._texts[running[i]].prompt.row.id for i in sampled.broken]
-            raise JobError(f"the model's logits are not finite numbers in rows {ids[:8]}; its weights may be damaged")
+        for i in sampled.broken:
+            self._texts[running[i]].finish_reason = "error"
         for i, logprobs in zip(running, sampled.logprobs, strict=True):
             if logprobs is not None:
                 self._texts[i].logprobs.append(logprobs)
         forced = torch.full_like(scores, -torch.inf)
         forced[:, 0] = 0  # of texts that have ended
         forced[running, 0] = -torch.inf
-        forced[running, sampled.token_ids] = 0
+        forced[running, [max(token_id, 0) for token_id in sampled.token_ids]] = 0
         return forced
 
 

@@ -40,7 +40,10 @@ class RowWriter:
     def close(self) -> None:
         """Wait until all rows are on the disk, or raise what `put` does. May be called again."""
         self._rows.put(None)
-        self._thread.join()
+        try:
+            self._thread.join()
+        finally:  # interrupted: the file must not be closed under the thread
+            self._thread.join()
         self._check()
 
     def _check(self) -> None:
