@@ -104,6 +104,19 @@ def test_prefixes_are_found_until_they_are_forgotten(folder: Path) -> None:
         assert llm.num_new_tokens == 3
 
 
+def test_the_longest_begin_first_if_asked(folder: Path, prompts: list[list[int]], alone: list[tuple[int, ...]]) -> None:
+    """Two at a time: what is complete first is not what came first."""
+    ends: dict[str, list[int]] = {}
+    for order in ("arrival", "longest_first"):
+        with LLM(folder, device="cpu", admission_order=order, max_sequences=2, kv_cache_memory="2MB") as llm:
+            found = list(llm.stream(by_ids(prompts), SamplingParams(max_new_tokens=NUM_NEW)))
+        ends[order] = [each.prompt_index for each in found]
+        assert [each.token_ids for each in sorted(found, key=lambda each: each.prompt_index)] == alone
+    lens = [len(prompts[index]) for index in ends["longest_first"]]
+    assert sum(lens[: len(lens) // 2]) > sum(lens[len(lens) // 2 :])
+    assert ends["arrival"] != ends["longest_first"]
+
+
 def test_log_probabilities(llm: LLM, folder: Path, prompts: list[list[int]], alone: list[tuple[int, ...]]) -> None:
     found = llm.generate(by_ids(prompts[:1]), SamplingParams(max_new_tokens=3, logprobs=2))[0]
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()

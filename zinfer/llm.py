@@ -104,6 +104,7 @@ class LLM:
             most_part_tokens=budget.most_part_tokens,
             max_sequences=budget.max_sequences,
             most_parked_pages=budget.most_parked_pages,
+            order=budget.order,
             window=self._window,
         )
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from zinfer.batching.admission_queue import Order
 from zinfer.batching.ending import Ending
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.pages import PagePool
@@ -65,6 +66,7 @@ class Batcher:
         most_part_tokens: most tokens that a layer computes at once.
         max_sequences: most texts that run at once.
         most_parked_pages: that are kept in host memory of texts that had to make room.
+        order: in which texts that wait begin.
         window: tokens that every layer of the model sees at most; None where one sees all.
     """
 
@@ -78,6 +80,7 @@ class Batcher:
         most_part_tokens: int,
         max_sequences: int,
         most_parked_pages: int | None = None,
+        order: Order = "arrival",
         window: int | None = None,
     ) -> None:
         self._runner = runner
@@ -87,6 +90,7 @@ class Batcher:
         self._tokens_per_pass = tokens_per_pass
         self._max_sequences = max_sequences
         self._most_parked_pages = most_parked_pages
+        self._order: Order = order
         self._window = window
         self._scheduler = self._new_scheduler()
         self._in_pass = False
@@ -195,6 +199,7 @@ class Batcher:
             token_budget=self._tokens_per_pass,
             max_sequences=self._max_sequences,
             most_parked_pages=self._most_parked_pages,
+            order=self._order,
             window=self._window,
         )
 

@@ -6,6 +6,7 @@ from typing import Final
 import torch
 from transformers import PretrainedConfig
 
+from zinfer.batching.admission_queue import Order
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.config.settings import Batching
 from zinfer.errors import ConfigError, PlanError
@@ -34,6 +35,7 @@ class BatchingBudget:
         max_sequences: most texts that run at once.
         num_pages, page_size: of the cache.
         kv_dtype: of its keys and values.
+        order: in which texts that wait begin.
         footprint: bytes that all of it takes of the device.
     """
 
@@ -43,6 +45,7 @@ class BatchingBudget:
     num_pages: int
     page_size: int
     kv_dtype: torch.dtype
+    order: Order
     footprint: Footprint
 
     @property
@@ -95,7 +98,9 @@ def find_budget(
         read_shape(config), dtype, tokens_per_pass, part_tokens, max_sequences, on_cuda=on_cuda
     )
     footprint = Footprint(num_pages * page_bytes, activation_bytes, num_pages * page_bytes)
-    return BatchingBudget(tokens_per_pass, part_tokens, max_sequences, num_pages, page_size, kv_dtype, footprint)
+    return BatchingBudget(
+        tokens_per_pass, part_tokens, max_sequences, num_pages, page_size, kv_dtype, stated.admission_order, footprint
+    )
 
 
 def _activation_bytes(

@@ -73,6 +73,7 @@ def rehearse(
         token_budget=budget.tokens_per_pass,
         max_sequences=budget.max_sequences,
         most_parked_pages=budget.most_parked_pages,
+        order=budget.order,
         window=window,
     )
     for number, (prompt_len, count) in enumerate(zip(prompt_lens, new_tokens, strict=True)):

@@ -50,6 +50,13 @@ OWN_KEYS: Final[tuple[Key, ...]] = (
         field="batching.kv_cache_dtype",
         default="auto",
     ),
+    honoured(
+        "zinfer.admission_order",
+        values.choice("arrival", "longest_first"),
+        "which of the texts that wait runs next in zinfer.LLM",
+        field="batching.admission_order",
+        default="arrival",
+    ),
     honoured("zinfer.kv_page_size", values.count(1), "tokens of a page of the KV cache", field="batching.kv_page_size"),
     honoured("zinfer.num_slots", values.count(1), "device slots that blocks stream through", field="num_slots"),
     honoured(

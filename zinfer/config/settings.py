@@ -75,6 +75,7 @@ class Batching:
     kv_cache_memory: int | None = None
     """Bytes of device memory."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    admission_order: Literal["arrival", "longest_first"] = "arrival"
     kv_page_size: int | None = None
     """Tokens."""
 
