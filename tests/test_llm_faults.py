@@ -132,6 +132,17 @@ def test_nothing_is_predicted_of_no_prompts(llm: LLM) -> None:
         llm.predict([], 4)
 
 
+def test_the_passes_of_the_last_call_are_predicted(folder: Path) -> None:
+    with LLM(folder, device="cpu", kv_page_size=8, kv_cache_memory="1MB") as llm:
+        with pytest.raises(ConfigError, match="no pass was computed yet"):
+            llm.predict_passes()
+        for lens in ([20, 30, 40], [50, 60]):
+            own = [{"prompt_token_ids": [10 + index, *range(10, 9 + size)]} for index, size in enumerate(lens)]
+            llm.reset_prefix_cache()
+            llm.generate(own, SamplingParams(max_new_tokens=5, ignore_eos=True))
+            assert llm.predict_passes() == llm.predict(lens, 5)
+
+
 def test_as_many_params_as_prompts(llm: LLM) -> None:
     with pytest.raises(zinfer.errors.ConfigError, match="2 params for 1 prompts"):
         llm.generate([{"prompt_token_ids": [3]}], [SamplingParams(), SamplingParams()])

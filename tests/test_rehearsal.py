@@ -6,7 +6,8 @@ import pytest
 from checkpoints import random_prompts, tiny_checkpoint
 
 from zinfer import LLM, SamplingParams
-from zinfer.batching.rehearsal import PassSize, predict_job
+from zinfer.batching.passes import PassSize
+from zinfer.batching.rehearsal import predict_job
 from zinfer.errors import PlanError
 from zinfer.planning.prediction import PassTime
 

@@ -17,6 +17,7 @@ from zinfer.batching.completion import Completion, text_seed
 from zinfer.batching.ending import Ending, find_end_token_ids, special_stops
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.batching.passes import PassSize
 from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, as_list, find_tokenizer
 from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
 from zinfer.batching.runner import PassRunner
@@ -133,7 +134,19 @@ class LLM:
         if not prompt_lens:
             raise ConfigError("there are no prompts to predict anything of; give the tokens of one at least")
         each = [new_tokens] * len(prompt_lens) if isinstance(new_tokens, int) else new_tokens
-        sizes = rehearse(prompt_lens, each, self._budget, self._window)
+        return self._predict(rehearse(prompt_lens, each, self._budget, self._window))
+
+    def predict_passes(self) -> JobPrediction:
+        """What the passes of the last call ought to have taken; rates as for `predict`.
+
+        Raises:
+            ConfigError: it had none.
+        """
+        if not self._batcher.pass_sizes:
+            raise ConfigError("no pass was computed yet, so that none can be predicted")
+        return self._predict(self._batcher.pass_sizes)
+
+    def _predict(self, sizes: Sequence[PassSize]) -> JobPrediction:
         token_bytes = read_kv_shape(self._engine.module.config).token_bytes(self._budget.kv_dtype)
         return predict_job(sizes, token_bytes, self._engine.pass_time)
 
@@ -213,6 +226,7 @@ class LLM:
             raise RuntimeError("another call of this LLM is under way; take all of its completions, or leave it, first")
         waiting: dict[int, tuple[int, int]] = {}
         self._seen.clear()
+        self._batcher.pass_sizes.clear()
         self._is_streaming = True
         try:
             for index, (prompt, own) in enumerate(zip(several, each, strict=True)):

@@ -8,7 +8,7 @@ from zinfer.batching.admission_queue import Order
 from zinfer.batching.ending import Ending
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.pages import PagePool
-from zinfer.batching.passes import Pass
+from zinfer.batching.passes import Pass, PassSize
 from zinfer.batching.ragged import BatchBuilder
 from zinfer.batching.runner import PassRunner
 from zinfer.batching.sampler import Logprobs, Row, Sampler, row_uniform
@@ -98,6 +98,7 @@ class Batcher:
         self._num_added = 0
         self.num_tokens = 0
         self.num_new_tokens = 0
+        self.pass_sizes: list[PassSize] = []
 
     def add(
         self,
@@ -143,6 +144,7 @@ class Batcher:
         for sequence, pages in coming.resumed:
             self._cache.resume(sequence.number, pages)
         batch = self._builder.build(coming.chunks)
+        self.pass_sizes.append(coming.size)
         logits = self._runner.run(batch)
         self.num_tokens += batch.num_tokens
         self.num_new_tokens += len(batch.wanted)

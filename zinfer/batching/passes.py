@@ -20,6 +20,19 @@ class Chunk(NamedTuple):
     samples: bool
 
 
+class PassSize(NamedTuple):
+    """What one pass carries.
+
+    num_tokens: tokens that are computed.
+    num_samples: texts that get a next token.
+    num_context: tokens that are attended to, over all texts.
+    """
+
+    num_tokens: int
+    num_samples: int
+    num_context: int
+
+
 @dataclass(frozen=True)
 class Pass:
     """One walk over the model.
@@ -43,3 +56,8 @@ class Pass:
     def num_tokens(self) -> int:
         """Tokens that are computed."""
         return sum(chunk.end - chunk.begin for chunk in self.chunks)
+
+    @property
+    def size(self) -> PassSize:
+        num_samples = sum(chunk.samples for chunk in self.chunks)
+        return PassSize(self.num_tokens, num_samples, sum(chunk.end for chunk in self.chunks))

@@ -8,24 +8,10 @@ from dataclasses import dataclass
 
 from zinfer.batching.budget import BatchingBudget
 from zinfer.batching.pages import PagePool
+from zinfer.batching.passes import PassSize
 from zinfer.batching.scheduler import Scheduler
 from zinfer.batching.sequence import Sequence as Text
 from zinfer.planning.prediction import PassTime, speed
-
-
-@dataclass(frozen=True)
-class PassSize:
-    """What one pass carries.
-
-    Attributes:
-        num_tokens: tokens that are computed.
-        num_samples: texts that get a next token.
-        num_context: tokens that are attended to, over all texts.
-    """
-
-    num_tokens: int
-    num_samples: int
-    num_context: int
 
 
 @dataclass(frozen=True)
@@ -82,8 +68,7 @@ def rehearse(
     sizes = []
     while (coming := scheduler.schedule()) is not None:
         next_ids = {chunk.sequence.number: 0 for chunk in coming.chunks if chunk.samples}
-        num_context = sum(chunk.end for chunk in coming.chunks)
-        sizes.append(PassSize(coming.num_tokens, len(next_ids), num_context))
+        sizes.append(coming.size)
         scheduler.advance(coming, next_ids)
     return sizes
 

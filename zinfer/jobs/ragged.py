@@ -3,10 +3,9 @@
 from collections import defaultdict
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, Final
 
 from zinfer.batching.completion import Completion
-from zinfer.batching.rehearsal import JobPrediction
 from zinfer.config.settings import Batching
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
@@ -14,6 +13,8 @@ from zinfer.jobs.request import JobRequest
 from zinfer.jobs.timeline import Load
 from zinfer.llm import LLM
 from zinfer.offload.stats import RunStats
+
+_MOST_REHEARSED: Final = 1024
 
 
 class RaggedCompleter:
@@ -50,11 +51,13 @@ class RaggedCompleter:
         return self._llm.plan
 
     def forecast(self, prompts: Sequence[Prompt]) -> tuple[str, float]:
+        """Of the first rows alone: the passes of all of them would take long to rehearse."""
         fitting = [each for each in prompts if self._llm.fits(len(each.token_ids), each.max_new_tokens)]
-        if not fitting:
+        texts = [prompt for prompt in fitting[:_MOST_REHEARSED] for _ in range(prompt.params.n)]
+        if not texts:
             return "nothing, since no row of the first batch fits the KV cache", 0.0
-        predicted = self._predict(fitting, [prompt.max_new_tokens for prompt in fitting])
-        return f"{predicted} for {len(fitting):,} rows", predicted.tokens_per_s
+        predicted = self._llm.predict([len(each.token_ids) for each in texts], [each.max_new_tokens for each in texts])
+        return f"{predicted} for {len(texts):,} texts", predicted.tokens_per_s
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
@@ -62,19 +65,18 @@ class RaggedCompleter:
         """As `Completer.complete`; all prompts are computed, since they share passes."""
         self._llm.reset_prefix_cache()
         found: defaultdict[int, list[Completion]] = defaultdict(list)
-        num_new = [0] * len(prompts)
+        num_computed = 0
         token_ids = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
         with closing(self._llm.stream(token_ids, [prompt.params for prompt in prompts])) as stream:
             for completion in stream:
                 index = completion.prompt_index
                 found[index].append(completion)
-                num_new[index] = max(num_new[index], len(completion.token_ids))
+                num_computed += len(completion.token_ids)
                 if len(found[index]) == prompts[index].params.n:
                     samples = sorted(found.pop(index), key=lambda each: each.sample_index)
                     yield prompts[index], tuple(samples)
-        computed = [(prompt, num) for prompt, num in zip(prompts, num_new, strict=True) if num]
-        if computed:
-            self.predicted_s += self._predict(*zip(*computed, strict=True)).seconds
+        if num_computed:
+            self.predicted_s += self._llm.predict_passes().seconds
 
     def stats(self) -> RunStats:
         return self._llm.stats()
@@ -87,8 +89,3 @@ class RaggedCompleter:
         # The display may look at its meter once more.
         self._meter.num_tokens, self._meter.count_tokens = self._llm.num_new_tokens, None
         self._llm.close()
-
-    def _predict(self, prompts: Sequence[Prompt], num_new: Sequence[int]) -> JobPrediction:
-        repeated = [(len(p.token_ids), num) for p, num in zip(prompts, num_new, strict=True) for _ in range(p.params.n)]
-        lens, new = zip(*repeated, strict=True)
-        return self._llm.predict(lens, new)
