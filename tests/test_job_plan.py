@@ -15,6 +15,8 @@ from zinfer.cli import app
 from zinfer.config import resolve_settings
 from zinfer.config.settings import Batching
 from zinfer.errors import ConfigError, PlanError
+from zinfer.planning.outline import read_outline
+from zinfer.quantization.rules import Quantization, QuantRule
 
 SETTINGS = resolve_settings()
 JOB = Job(5000, [100, 300, 500], [16, 32, 64])
@@ -81,7 +83,8 @@ def test_what_does_not_fit_and_what_is_too_long_is_told(folder: Path) -> None:
     outline = outline_of(folder)
     with pytest.raises(PlanError):
         plan_job(outline, machine_with(50_000_000, 10**10), SETTINGS, JOB)
-    with pytest.raises(ConfigError, match=r"a text of 8193 tokens exceeds the model's positions \(8192\)"):
+    too_long = r"prompts of 8000 tokens and 193 new ones exceed the model's positions \(8192\); lower prompt_len"
+    with pytest.raises(ConfigError, match=too_long):
         plan_job(outline, machine_with(1_500_000_000, 10**10), SETTINGS, Job(9, [8000], [193]))
 
 
@@ -91,6 +94,11 @@ def test_fewer_bytes_are_advised_where_the_link_is_slow(folder: Path) -> None:
     assert planned.rehearsed.bottleneck == "link"
     advice = job_advice(outline, machine, SETTINGS, planned)
     assert any("zinfer.quantization" in each for each in advice)
+    smaller = read_outline(folder, None, Quantization((QuantRule(bits=8),)))
+    machine = machine_with(1_020_000_000, 10**10)
+    planned = plan_job(smaller, machine, SETTINGS, JOB)
+    assert planned.plan.streamed_bytes
+    assert not any("quantization" in each for each in job_advice(smaller, machine, SETTINGS, planned))
 
 
 def zinfer_plan(model: Path, *options: str) -> Result:

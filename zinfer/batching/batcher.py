@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from zinfer.batching.admission_queue import Order
+from zinfer.batching.completion import NOT_FINITE
 from zinfer.batching.ending import Ending
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.pages import PagePool
@@ -16,10 +16,6 @@ from zinfer.batching.sampling_params import SamplingParams
 from zinfer.batching.scheduler import Scheduler
 from zinfer.batching.sequence import Sequence as Text
 from zinfer.errors import PlanError
-
-NOT_FINITE: Final = (
-    "the model's logits are not finite numbers (its weights may be damaged), or the row's own settings leave no token"
-)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
 from zinfer.config import Settings
 from zinfer.config.settings import Batching
-from zinfer.errors import ConfigError, PlanError
-from zinfer.planning.forecast import beside_request
-from zinfer.planning.outline import Outline, read_outline
+from zinfer.errors import PlanError
+from zinfer.planning.advice import LEAST_GAIN, quantized_outlines
+from zinfer.planning.forecast import beside_request, check_length
+from zinfer.planning.outline import Outline
 from zinfer.planning.planner import Plan, make_plan
 from zinfer.planning.prediction import find_work, pass_time
 from zinfer.planning.presets import Machine
-from zinfer.quantization.rules import Quantization, QuantRule
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 
 _TOKENS_PER_PASS: Final = (2048, 4096, 8192, 16_384, 32_768)
@@ -27,9 +27,6 @@ _KV_SHARES: Final = (0.1, 0.3, 0.5, 0.7, 0.9)  # of device memory; the weights a
 _FEWEST_REHEARSED: Final = 64
 _MOST_REHEARSED: Final = 1024
 _TURNS: Final = 6  # of the cache: its filling and emptying are then a small part
-_LEAST_GAIN: Final = 1.05  # less is within the prediction's own error
-_INT8: Final = Quantization((QuantRule(bits=8),))
-_INT4: Final = Quantization((QuantRule(bits=4, group_size=128),))
 
 
 @dataclass(frozen=True)
@@ -46,9 +43,14 @@ class Job:
     new_tokens: Sequence[int]
 
     @property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the prompt, and new ones, of the longest text of the sample."""
+        return max(zip(self.prompt_lens, self.new_tokens, strict=True), key=sum)
+
+    @property
     def most_tokens(self) -> int:
         """Of the longest text of the sample, at its end."""
-        return max(map(sum, zip(self.prompt_lens, self.new_tokens, strict=True)))
+        return sum(self.longest)
 
     def rehearsing(self, num_fitting: int) -> "Job":
         """The same with a sample of so many rows that passes are the usual ones, over and over where it is shorter.
@@ -99,7 +101,7 @@ def plan_job(outline: Outline, machine: Machine, settings: Settings, job: Job) -
         PlanError: nothing fits, not even the smallest sizes.
         ConfigError: a text is longer than the model or the configuration allows.
     """
-    _check_length(outline, settings, job)
+    check_length(outline, settings, *job.longest)
     stated = settings.batching
     shares = [int(machine.device_memory_bytes * share) for share in _KV_SHARES]
     kv_bytes = shares if stated.kv_cache_memory is None else [stated.kv_cache_memory]
@@ -119,20 +121,15 @@ def job_advice(outline: Outline, machine: Machine, settings: Settings, planned: 
     tried: list[tuple[str, Outline, Batching]] = []
     if planned.batching.kv_cache_dtype == "auto":
         tried.append(('zinfer.kv_cache_dtype "int8"', outline, replace(planned.batching, kv_cache_dtype="int8")))
-    if settings.quantization is None and planned.plan.streamed_bytes:
-        for words, rules in (('{"bits": 8}', _INT8), ('{"bits": 4, "group_size": 128}', _INT4)):
-            try:
-                smaller = read_outline(outline.name, outline.dtype, rules)
-            except ConfigError:  # the groups do not divide this model's matrices
-                continue
-            tried.append((f"zinfer.quantization {words}", smaller, planned.batching))
+    if planned.plan.streamed_bytes:
+        tried += [(words, smaller, planned.batching) for words, smaller in quantized_outlines(outline, settings)]
     found = []
     for words, other, batching in tried:
         try:
             then = _try(other, machine, settings, batching, planned.job)
         except PlanError:
             continue
-        if (gain := planned.seconds / then.seconds) >= _LEAST_GAIN:
+        if (gain := planned.seconds / then.seconds) >= LEAST_GAIN:
             found.append((gain, f"{words}: {then.seconds:,.4g} s, {gain:.3g} times as fast"))
     return [words for _, words in sorted(found, reverse=True)]
 
@@ -169,12 +166,3 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
         lambda tokens, rows, nbytes: pass_time(plan, work, rates, tokens, rows, cache_bytes=nbytes),
     )
     return JobPlan(batching, budget, plan, job, predicted, predicted.seconds * job.num_rows / len(job.prompt_lens))
-
-
-def _check_length(outline: Outline, settings: Settings, job: Job) -> None:
-    limits = {"max_out_tokens": settings.max_out_tokens, "the model's positions": outline.max_positions}
-    for name, limit in limits.items():
-        if limit is not None and job.most_tokens > limit:
-            raise ConfigError(
-                f"a text of {job.most_tokens} tokens exceeds {name} ({limit}); shorten prompts or outputs"
-            )

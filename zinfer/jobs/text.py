@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from zinfer.batching.batcher import NOT_FINITE
-from zinfer.batching.completion import Completion, text_seed
+from zinfer.batching.completion import NOT_FINITE, Completion, text_seed
 from zinfer.batching.ending import Ending, special_stops
 from zinfer.batching.sampler import Logprobs, Row, Sampler, row_uniform
 from zinfer.errors import JobError

@@ -18,7 +18,7 @@ from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.units import human_bytes
 
 _QUANTIZED: Final[tuple[tuple[Literal[4, 8], int | None], ...]] = ((8, None), (4, 128))
-_LEAST_GAIN: Final = 1.05  # less is within the prediction's own error
+LEAST_GAIN: Final = 1.05  # less is within the prediction's own error
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def advise(outline: Outline, machine: Machine, settings: Settings, forecast: For
         *_with_larger_batch(outline, machine, settings, forecast),
         *_with_quantized_weights(outline, machine, settings, forecast),
     ]
-    found = [Advice(change, then, then / now) for change, then in changes if then >= now * _LEAST_GAIN]
+    found = [Advice(change, then, then / now) for change, then in changes if then >= now * LEAST_GAIN]
     return tuple(sorted(found, key=lambda advice: -advice.gain))
 
 
@@ -103,8 +103,18 @@ def _with_larger_batch(
 def _with_quantized_weights(
     outline: Outline, machine: Machine, settings: Settings, forecast: Forecast
 ) -> Iterator[tuple[str, float]]:
-    """Fewer bytes to bring in, for a model whose weights are in full."""
-    if settings.quantization is not None or not forecast.plan.streamed_bytes or _is_quantized(outline):
+    """Fewer bytes to bring in."""
+    if not forecast.plan.streamed_bytes:
+        return
+    for change, smaller in quantized_outlines(outline, settings):
+        then = _try(smaller, machine, settings, forecast.request)
+        if then is not None:
+            yield change, then.prediction.tokens_per_s
+
+
+def quantized_outlines(outline: Outline, settings: Settings) -> Iterator[tuple[str, Outline]]:
+    """The formats worth trying for a model whose weights are in full, in words, and the model in them."""
+    if settings.quantization is not None or _is_quantized(outline):
         return
     for bits, group_size in _QUANTIZED:
         rules = Quantization((QuantRule(bits=bits, group_size=group_size),))
@@ -112,10 +122,8 @@ def _with_quantized_weights(
             smaller = read_outline(outline.name, outline.dtype, rules)
         except ConfigError:  # the groups do not divide this model's matrices
             continue
-        then = _try(smaller, machine, settings, forecast.request)
-        if then is not None:
-            groups = "" if group_size is None else f', "group_size": {group_size}'
-            yield f'zinfer.quantization {{"bits": {bits}{groups}}}', then.prediction.tokens_per_s
+        groups = "" if group_size is None else f', "group_size": {group_size}'
+        yield f'zinfer.quantization {{"bits": {bits}{groups}}}', smaller
 
 
 def _is_quantized(outline: Outline) -> bool:

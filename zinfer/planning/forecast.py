@@ -44,7 +44,7 @@ def make_forecast(outline: Outline, machine: Machine, settings: Settings, reques
         ConfigError: the sequences are longer than the model or the configuration allows.
         PlanError: a budget is too small, or the request leaves too little for the weights.
     """
-    _check_length(outline, settings, request)
+    check_length(outline, settings, request.prompt_len, request.new_tokens)
     on_cuda = machine.limits.device.type == "cuda"
     dequantized_bytes = most_dequantized_bytes(block.block for block in outline.blocks)
     footprint = find_footprint(
@@ -63,12 +63,13 @@ def make_forecast(outline: Outline, machine: Machine, settings: Settings, reques
     )
 
 
-def _check_length(outline: Outline, settings: Settings, request: Request) -> None:
+def check_length(outline: Outline, settings: Settings, prompt_len: int, new_tokens: int) -> None:
+    """Raises ConfigError where such texts are longer than the model or the configuration allows."""
     limits = {"max_out_tokens": settings.max_out_tokens, "the model's positions": outline.max_positions}
     for name, limit in limits.items():
-        if limit is not None and request.total_len > limit:
+        if limit is not None and prompt_len + new_tokens > limit:
             raise ConfigError(
-                f"prompts of {request.prompt_len} tokens and {request.new_tokens} new ones exceed {name} ({limit}); "
+                f"prompts of {prompt_len} tokens and {new_tokens} new ones exceed {name} ({limit}); "
                 f"lower prompt_len or new_tokens"
             )
 
