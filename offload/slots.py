@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zinfer.offload.block import SlabLayout
+from zinfer.nvme.aligned import align_up
+from zinfer.offload.block import SLAB_ALIGNMENT_BYTES, SlabLayout
 from zinfer.offload.stream import CopyStream, Event
 
 
@@ -13,11 +14,13 @@ from zinfer.offload.stream import CopyStream, Event
 class Slot:
     """A device buffer that any slab fits in.
 
-    ``vacant`` is the event of the last reader of the bytes: whoever overwrites the slot waits for it first.
+    ``vacant`` is the event of the last reader of the bytes: whoever overwrites the slot waits for it first. A block
+    that is moved into a ``borrowed`` slot stays there.
     """
 
     buffer: torch.Tensor
     vacant: Event
+    borrowed: bool = False
     _views: dict[SlabLayout, dict[str, torch.nn.Parameter]] = field(default_factory=dict)
 
     @classmethod
@@ -28,6 +31,14 @@ class Slot:
         """
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=stream.device)
         return cls(buffer, stream.mark_compute())
+
+    @classmethod
+    def within(cls, memory: torch.Tensor, nbytes: int, stream: CopyStream) -> "list[Slot]":
+        """Slots in device memory (uint8) of someone else, as many as it holds; vacant likewise."""
+        first = -memory.data_ptr() % SLAB_ALIGNMENT_BYTES
+        begins = range(first, memory.numel() - nbytes + 1, align_up(nbytes, SLAB_ALIGNMENT_BYTES))
+        vacant = stream.mark_compute()
+        return [cls(memory[begin : begin + nbytes], vacant, borrowed=True) for begin in begins]
 
     def views(self, layout: SlabLayout) -> dict[str, torch.nn.Parameter]:
         """The slab's tensors over this slot, made once a layout."""

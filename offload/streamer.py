@@ -11,10 +11,13 @@ One thread drives a streamer; the lanes' threads only run moves. The synchronous
 A KeyboardInterrupt may strike between any two lines of that thread. A slot may then be in none of the four states, but
 only one that no lane touches and whose `vacant` is right: a move is registered before it is submitted, and stays
 registered until it has arrived. `settle` finds such slots and frees them.
+
+Slots may be borrowed. A block that moves into one is there from then on: `release` leaves it ready, and no slot gets
+free. `give_back` ends that; the compute that comes after waits for the copies that were under way.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -74,6 +77,9 @@ class Streamer:
         self._is_mixed = len({source.tier for source in sources.values()}) > 1
         self._moving: dict[int, _Use] = {}
         self._held: dict[int, _Use] = {}
+        self._borrowed: list[Slot] = []  # those that are free
+        self._num_borrowed = 0
+        self._staying: dict[int, _Use] = {}
         self._loaded_bytes = self._moved_bytes()
         self._stall_s = {"disk": 0.0, "host": 0.0, "link": 0.0, "compute": 0.0}
         self._full_since_s: float | None = None
@@ -82,9 +88,11 @@ class Streamer:
 
     def prefetch(self, block: Block) -> None:
         """Start moving a block into a free slot and return; nothing to do if it is on its way or there."""
-        if block.index in self._moving or block.index in self._held:
+        if self._is_here(block.index):
             return
-        source, slot = self._sources[block.index], self._slots.take()
+        source = self._sources[block.index]
+        stays = self._may_stay(block.index) or not self._slots.num_free
+        slot = self._borrowed.pop() if stays else self._slots.take()
         lane = self._lanes[source.tier]
         move = Move(block.name, source, Target(slot.buffer, lane.stream, slot.vacant))
         try:
@@ -102,16 +110,16 @@ class Streamer:
         assert block.index not in self._held, f"block {block.name} is in use already"
         begin_s = time.perf_counter()
         self._drop_failed_guess(block)
-        if block.index not in self._moving:
+        if not self._is_here(block.index):
             self._make_room()
             self.prefetch(block)
         self._order.use(block.index)
         self._look_ahead()
-        use = self._moving[block.index]
+        use = self._staying.get(block.index) or self._moving[block.index]
         self._wait_for(use, begin_s)
         begin = use.move.target.stream.join(use.move.sent())
         self._held[block.index] = _Use(block, use.slot, use.move, begin)
-        del self._moving[block.index]
+        self._moving.pop(block.index, None)
         return use.slot.views(self._layouts[block.index])
 
     def release(self, block: Block) -> None:
@@ -121,8 +129,11 @@ class Streamer:
         if self._trace is not None and use.begin is not None:
             self._trace.add_between("compute", block.name, use.begin, use.slot.vacant)
         self._moving.pop(block.index, None)  # there only if an interrupt struck in `wait`
+        if use.slot.borrowed:
+            self._staying[block.index] = use
         del self._held[block.index]
-        self._slots.put(use.slot)
+        if not use.slot.borrowed:
+            self._slots.put(use.slot)
         self._look_ahead()
 
     def settle(self) -> None:
@@ -138,6 +149,28 @@ class Streamer:
     def holds(self, block: Block) -> bool:
         """Whether the block is in use."""
         return block.index in self._held
+
+    @property
+    def num_passing(self) -> int:
+        """Blocks that come in every pass, once the others have come to stay."""
+        return max(len(self._blocks) - self._num_borrowed, 0)
+
+    def borrow(self, slots: Iterable[Slot]) -> None:
+        """Take more slots, for blocks to stay in; between passes."""
+        several = list(slots)
+        self._num_borrowed += len(several)
+        self._borrowed += several
+
+    def give_back(self) -> None:
+        """Use none of the borrowed slots any more: compute that follows may write to them; between passes."""
+        for use in [use for use in self._moving.values() if use.slot.borrowed]:
+            use.move.wait()
+            if (written := use.move.last_write()) is not None:
+                use.move.target.stream.join(written)
+            del self._moving[use.block.index]
+        self._staying.clear()
+        self._borrowed.clear()
+        self._num_borrowed = 0
 
     @property
     def bytes_moved(self) -> int:
@@ -159,6 +192,8 @@ class Streamer:
         for lane in self._lanes.values():
             lane.stream.mark().synchronize()
         self._moving.clear()
+        self._staying.clear()
+        self._borrowed.clear()
 
     def _moved_bytes(self) -> int:
         return sum(lane.bytes_moved for lane in self._lanes.values())
@@ -166,11 +201,11 @@ class Streamer:
     def _look_ahead(self) -> None:
         if self._synchronous:
             return
-        if self._slots.num_free:
+        if self._slots.num_free or self._borrowed:
             for index in self._expected():
-                if index in self._moving or index in self._held:
+                if self._is_here(index):
                     continue
-                if not self._slots.num_free:
+                if not self._slots.num_free and not self._may_stay(index):
                     break
                 self._note_idleness()
                 self.prefetch(self._blocks[index])
@@ -187,7 +222,7 @@ class Streamer:
         three slots or more it takes the place behind the nearest of the others.
         """
         num_slots = len(self._slots)
-        ahead = self._order.ahead()
+        ahead = (index for index in self._order.ahead() if index not in self._staying)
         expected = list(islice(ahead, num_slots))
         num_near = num_slots - 2
         if not self._is_mixed or num_near < 1 or any(map(self._is_on_disk, expected[: num_near + 1])):
@@ -197,6 +232,16 @@ class Streamer:
             return expected
         others = [index for index in expected if index != from_disk]
         return [*others[:num_near], from_disk, *others[num_near:]][:num_slots]
+
+    def _is_here(self, index: int) -> bool:
+        """Whether a block is in a slot, or on its way into one."""
+        return index in self._moving or index in self._held or index in self._staying
+
+    def _may_stay(self, index: int) -> bool:
+        """Whether a block that comes now gets a borrowed slot: blocks from disk before those from host memory."""
+        if not self._borrowed or not self._is_mixed or self._is_on_disk(index):
+            return bool(self._borrowed)
+        return all(other in self._staying for other in self._blocks if self._is_on_disk(other))
 
     def _is_on_disk(self, index: int) -> bool:
         return self._sources[index].tier is Tier.DISK
@@ -218,7 +263,7 @@ class Streamer:
 
     def _make_room(self) -> None:
         """Free a slot for a block that nobody expected: the farthest guess gives way."""
-        if self._slots.num_free:
+        if self._slots.num_free or self._borrowed:
             return
         if not self._moving:
             raise RuntimeError(f"all {len(self._slots)} device slots are in use at once; raise zinfer.num_slots")
@@ -229,7 +274,10 @@ class Streamer:
         use.move.wait()
         use.slot.vacant = use.move.last_write() or use.slot.vacant
         del self._moving[use.block.index]
-        self._slots.put(use.slot)
+        if use.slot.borrowed:
+            self._borrowed.append(use.slot)
+        else:
+            self._slots.put(use.slot)
 
     def _wait_for(self, use: _Use, begin_s: float) -> None:
         """Wait until the block is sent, and account for how long the host has waited since ``begin_s``."""

@@ -137,6 +137,24 @@ class Runtime:
         """Put in order what a call that was cut short has left behind."""
         self._hooks.settle()
 
+    def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
+        """Whether a block that would have to pass could stay in such device memory."""
+        return self._streamer is not None and self._streamer.num_passing > 0 and bool(self._slots_in(memory))
+
+    def borrow(self, memory: Sequence[torch.Tensor]) -> None:
+        """Let blocks stay in device memory (uint8) of someone else once they have come; between passes."""
+        if self._streamer is not None:
+            self._streamer.borrow(self._slots_in(memory)[: self._streamer.num_passing])
+
+    def give_back(self) -> None:
+        """Use no borrowed memory any more; compute that follows may write to it. Between passes."""
+        if self._streamer is not None:
+            self._streamer.give_back()
+
+    def _slots_in(self, memory: Sequence[torch.Tensor]) -> list[Slot]:
+        stream = self._lanes[Tier.HOST].stream
+        return [slot for part in memory for slot in Slot.within(part, self._plan.slot_bytes, stream)]
+
     def stats(self, wall_s: float, rates: Rates | None) -> RunStats:
         """The counters so far. May be asked for while the model runs.
 
