@@ -63,7 +63,8 @@ class Bench:
     ) -> tuple[dict[str, float], list[tuple[int, ...]], dict[str, int]]:
         """The figures, the tokens, and the sizes that were chosen beside those that are given."""
         args = self._args
-        section = {"tokens_per_pass": args.tokens_per_pass, "max_sequences": args.sequences, **CASES[case], **sizes}
+        stated = {"tokens_per_pass": args.tokens_per_pass, "max_sequences": args.sequences}
+        section = {**{key: size for key, size in stated.items() if size is not None}, **CASES[case], **sizes}
         config = {"zero_optimization": {"offload_param": {"device": home}}, "zinfer": section}
         params = zinfer.SamplingParams(max_new_tokens=args.new, ignore_eos=True)
         with zinfer.LLM(self._folder, config) as llm:
@@ -101,8 +102,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--shared", type=int, default=0, help="of a prompt's tokens, those that all begin with")
     parser.add_argument("--new", type=int, default=32)
-    parser.add_argument("--tokens-per-pass", type=int, default=8192)
-    parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--tokens-per-pass", type=int, help="by default what LLM chooses")
+    parser.add_argument("--sequences", type=int, help="likewise")
     parser.add_argument("--folder", type=Path, help="where the checkpoint is written; by default a temporary folder")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -92,9 +92,20 @@ class PagedEngine:
         """Drop what is parked of a sequence that was aborted."""
         self._host.pop(sequence.number, None)
 
+    def move(self, moved: dict[int, int]) -> None:
+        """Copy pages; what lies in lent ones is spoilt."""
+        for source, target in moved.items():
+            self._pages[target] = list(self._pages[source])
+        self._before = {
+            number: (sequence, [moved.get(page, page) for page in pages])
+            for number, (sequence, pages) in self._before.items()
+        }
+        for page in range(self.pool.num_free + self.pool.num_used, self.pool.num_pages):
+            self._pages[page] = [-1] * self.pool.page_size
+
     def assert_empty(self) -> None:
         """Nothing is held, on the device or in host memory."""
-        assert self.pool.num_free == self.pool.num_pages
+        assert self.pool.num_used == 0
         assert not self._host
 
     def _check_shape(self, coming: Pass) -> None:

@@ -130,7 +130,7 @@ class Reference:
             Text(number, tuple(prompt), num_new, pages=list(range(number, cache.num_pages, len(self.prompts))))
             for number, prompt in enumerate(self.prompts)
         ]
-        runner, builder = PassRunner(engine, cache), BatchBuilder(page_size, device, most_part_tokens)
+        runner, builder = PassRunner(engine, cache), BatchBuilder(page_size, device, most_part_tokens, cache.stride)
         while any(len(text.output_ids) < num_new for text in texts):
             chunks = [self._chunk(text, chunk) for text in texts if len(text.output_ids) < num_new]
             self._pass(runner, chunks, builder.build(chunks))

@@ -14,8 +14,8 @@ def filled(pool: PagePool, number: int, tokens: tuple[int, ...]) -> Sequence:
     pool.find(sequence)
     num_found = len(sequence.pages)
     sequence.pages += pool.take(pool.pages_for(len(tokens)) - num_found)
-    for index in range(num_found, len(tokens) // pool.page_size):
-        pool.publish(sequence, index)
+    for _ in range(num_found, len(tokens) // pool.page_size):
+        pool.publish(sequence)
     return sequence
 
 
@@ -113,9 +113,9 @@ def test_of_pages_with_the_same_tokens_one_is_found_and_what_follows_is_found_af
     pool = PagePool(10, 2)
     one, twin = Sequence(0, (1, 1, 2, 2, 3), 1), Sequence(1, (1, 1, 2, 2, 3), 1)
     one.pages, twin.pages = pool.take(1), pool.take(2)
-    pool.publish(one, 0)
-    pool.publish(twin, 0)
-    pool.publish(twin, 1)
+    pool.publish(one)
+    pool.publish(twin)
+    pool.publish(twin)
     assert found(pool, (1, 1, 2, 2, 3)) == [one.pages[0], twin.pages[1]]
     pool.release(twin)
     pool.release(one)
@@ -168,8 +168,9 @@ def test_a_shared_page_cannot_be_published_as_something_else() -> None:
     filled(pool, 0, (1, 2))
     sharer = Sequence(1, (1, 7), 1)
     pool.find(sharer)
+    other = Sequence(2, (7, 7), 1, pages=sharer.pages)
     with pytest.raises(AssertionError, match="by a sequence that shares it"):
-        pool.publish(sharer, 0)
+        pool.publish(other)
 
 
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
@@ -178,17 +179,24 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
 @given(
     page_size=st.sampled_from([1, 2, 3]),
     num_pages=st.integers(12, 20),
-    steps=st.lists(st.tuples(st.integers(0, 2), TEXTS), max_size=60),
+    steps=st.lists(st.tuples(st.integers(0, 2), TEXTS, st.none() | st.integers(1, 20)), max_size=60),
 )
 def test_a_found_page_holds_the_tokens_looked_for(
-    page_size: int, num_pages: int, steps: list[tuple[int, tuple[int, ...]]]
+    page_size: int, num_pages: int, steps: list[tuple[int, tuple[int, ...], int | None]]
 ) -> None:
     pool = PagePool(num_pages, page_size)
     contents: dict[int, tuple[int, ...]] = {}  # by page, all tokens up to its end
     held: dict[int, Sequence] = {}
-    for slot, tokens in steps:
+    limit = num_pages
+    for slot, tokens, confined in steps:
         if slot in held:
             pool.release(held.pop(slot))
+        if confined is not None and pool.num_used <= confined <= num_pages:
+            limit = confined
+            for source, target in pool.confine(limit).items():
+                contents[target] = contents[source]
+                for sequence in held.values():
+                    sequence.pages = [target if page == source else page for page in sequence.pages]
         num_needed = pool.pages_for(len(tokens))
         if pool.num_free < num_needed:
             continue
@@ -201,6 +209,8 @@ def test_a_found_page_holds_the_tokens_looked_for(
         for index in range(num_found, num_needed):
             contents[sequence.pages[index]] = tokens[: (index + 1) * page_size]
             if len(tokens) >= (index + 1) * page_size:
-                pool.publish(sequence, index)
+                pool.publish(sequence)
         used = {page for other in held.values() for page in other.pages}
         assert pool.num_used == len(used)
+        assert pool.num_free == limit - len(used)
+        assert all(page < limit for page in used)

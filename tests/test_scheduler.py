@@ -30,7 +30,8 @@ def step(scheduler: Scheduler) -> Pass:
     """A pass in which every next token is 7."""
     coming = scheduler.schedule()
     assert coming is not None
-    scheduler.advance(coming, {chunk.sequence.number: 7 for chunk in coming.chunks if chunk.samples})
+    scheduler.advance(coming)
+    scheduler.receive([(chunk.sequence, 7) for chunk in coming.chunks if chunk.samples])
     return coming
 
 
@@ -56,7 +57,7 @@ def test_a_sequence_ends_with_its_last_new_token_or_when_the_caller_says_so() ->
     step(scheduler)
     step(scheduler)
     assert (first.state, first.output_ids) == (SequenceState.FINISHED, [7, 7])
-    scheduler.finish(second)
+    scheduler.end(second)
     assert scheduler.schedule() is None
     assert scheduler.pool.num_used == 0
 
@@ -127,12 +128,12 @@ def test_more_of_a_parked_prompt_may_be_found_than_was_parked() -> None:
     while second.state is not SequenceState.PARKED:
         step(scheduler)
     assert second.num_computed == 8
-    scheduler.finish(first)
+    scheduler.end(first)
     other = Sequence(2, second.prompt_ids, 1)  # computes more of the same text
     scheduler.pool.find(other)
     other.pages += scheduler.pool.take(2)
-    for index in (1, 2):
-        scheduler.pool.publish(other, index)
+    for _ in range(2):
+        scheduler.pool.publish(other)
     scheduler.pool.release(other)
     coming = step(scheduler)
     assert coming.resumed == [(second, ())]
@@ -179,7 +180,9 @@ def test_pages_behind_the_window_are_given_back() -> None:
     sequence = Sequence(0, LONG, 30)  # 33 pages if they were kept
     scheduler.add(sequence)
     while (coming := scheduler.schedule()) is not None:
-        scheduler.advance(coming, engine.compute(coming))
+        next_ids = engine.compute(coming)
+        scheduler.advance(coming)
+        scheduler.receive((sequence, token_id) for token_id in next_ids.values())
         engine.check_counts([sequence])
         assert pool.num_used <= 3
         if sequence.pages:
@@ -234,33 +237,35 @@ def test_any_unfinished_sequence_can_be_given_up(state: str) -> None:
         step(scheduler)
         step(scheduler)
     coming = scheduler.schedule() if state == "in a pass" else None
-    scheduler.abort(second)
+    scheduler.end(second)
     if coming is not None:
-        scheduler.advance(coming, {0: 7})
+        scheduler.advance(coming)
+        scheduler.receive([(first, 7)])
     assert (second.state, second.pages) == (SequenceState.FINISHED, [])
     while scheduler.num_running or first.state is SequenceState.WAITING:
         assert composition(step(scheduler))[0][0] == 0
     assert scheduler.schedule() is None
     assert scheduler.pool.num_used == 0
     with pytest.raises(AssertionError, match="sequence 1 is FINISHED"):
-        scheduler.abort(second)
+        scheduler.end(second)
 
 
 def test_calls_that_make_no_sense_are_assertions() -> None:
     scheduler = scheduler_of(4, 4)
     sequence = add(scheduler, 3, 2)
-    with pytest.raises(AssertionError, match="sequence 3 is WAITING"):
-        scheduler.finish(sequence)
     with pytest.raises(AssertionError, match="sequence 3 after 3"):
         scheduler.add(Sequence(3, (1,), 1))
     coming = scheduler.schedule()
     assert coming is not None
     with pytest.raises(AssertionError, match="not followed by advance"):
         scheduler.schedule()
-    with pytest.raises(AssertionError, match="a text ends after advance"):
-        scheduler.finish(sequence)
+    with pytest.raises(AssertionError, match="has its pages"):
+        scheduler.confine(4)
     with pytest.raises(AssertionError, match="scheduled last"):
-        scheduler.advance(Pass([], [], []), {})
-    scheduler.advance(coming, {3: 7})
+        scheduler.advance(Pass([], [], []))
+    scheduler.advance(coming)
+    scheduler.receive([(sequence, 7)])
+    with pytest.raises(AssertionError, match="has all its tokens"):
+        scheduler.receive([(sequence, 7)])
     with pytest.raises(AssertionError, match="scheduled last"):
-        scheduler.advance(coming, {3: 7})
+        scheduler.advance(coming)

@@ -1,6 +1,6 @@
 """Whatever arrives, ends, and is given up, in whatever room: every sequence says what it says alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -88,7 +88,7 @@ ROOMS = st.builds(
 class Workload:
     """Rows on their way through a scheduler, whose pool is just large enough for each of them, or larger."""
 
-    def __init__(self, rows: list[Row], room: Room) -> None:
+    def __init__(self, rows: list[Row], room: Room, *, lends: bool = False) -> None:
         self.rows = sorted(rows, key=lambda row: row.arrives_at)
         self.sequences = [Sequence(number, row.prompt, row.max_new_tokens) for number, row in enumerate(self.rows)]
         num_pages = (
@@ -105,6 +105,10 @@ class Workload:
         self.engine = PagedEngine(self.scheduler, room.token_budget, room.window)
         self.num_added = 0
         self.aborted: set[int] = set()
+        self.coming_ids: list[tuple[Sequence, int]] = []
+        self.compositions: list[list[tuple[int, int, int]]] = []
+        self.lends, self.room = lends, room
+        self.num_lent = 0
 
     def run(self) -> None:
         """To the end, with every check on the way."""
@@ -125,26 +129,47 @@ class Workload:
             self.scheduler.add(self.sequences[self.num_added])
             self.num_added += 1
         self._abort(at, during_pass=False)
+        if self.lends:
+            self._lend()
         self.engine.check_counts(self.sequences)
         coming = self.scheduler.schedule()
         if coming is None:
+            self.scheduler.receive(self.coming_ids)
+            self._end_texts()
             return False
+        self.scheduler.receive(self.coming_ids)
+        self.compositions.append([(chunk.sequence.number, chunk.begin, chunk.end) for chunk in coming.chunks])
         next_ids = self.engine.compute(coming)
-        most, parked = self.scheduler.most_parked_pages, self.scheduler.num_parked_pages
+        most, parked = self.room.most_parked_pages, self.scheduler.num_parked_pages
         assert most is None or parked <= most
         assert (parked > 0) == any(sequence.state is SequenceState.PARKED for sequence in self.sequences)
+        self._end_texts()
         self._abort(at, during_pass=True)
-        self.scheduler.advance(coming, next_ids)
-        for sequence, *_ in coming.chunks:
-            ended = len(sequence.output_ids) >= self.rows[sequence.number].end_after
-            if ended and sequence.state is SequenceState.RUNNING:
-                self.scheduler.finish(sequence)
+        going_on = {c.sequence.number for c in coming.chunks if c.sequence.state is SequenceState.RUNNING}
+        self.scheduler.advance(coming)
+        sequences = self.sequences
+        self.coming_ids = [(sequences[number], next_ids[number]) for number in next_ids if number in going_on]
         return True
+
+    def _lend(self) -> None:
+        """Have the scheduler do without the pages that are to spare."""
+        num_pages = self.engine.pool.num_pages - self.scheduler.num_spare_pages
+        self.engine.move(self.scheduler.confine(num_pages))
+        self.num_lent += num_pages < self.engine.pool.num_pages
+
+    def _end_texts(self) -> None:
+        """With the tokens of the pass before, while the next one is computed."""
+        for sequence, _ in self.coming_ids:
+            ended = len(sequence.output_ids) >= self.rows[sequence.number].end_after
+            if ended and sequence.state is not SequenceState.FINISHED:
+                self.scheduler.end(sequence)
+                self.engine.forget(sequence)
+        self.coming_ids = []
 
     def _abort(self, at: int, during_pass: bool) -> None:
         for row, sequence in zip(self.rows[: self.num_added], self.sequences, strict=False):
             if row.abort_at == (at, during_pass) and sequence.state is not SequenceState.FINISHED:
-                self.scheduler.abort(sequence)
+                self.scheduler.end(sequence)
                 self.engine.forget(sequence)
                 self.aborted.add(sequence.number)
 
@@ -153,6 +178,23 @@ class Workload:
 @settings(max_examples=250)
 def test_every_sequence_says_what_it_says_alone(rows: list[Row], room: Room) -> None:
     Workload(rows, room).run()
+
+
+@given(rows=st.lists(ROWS, min_size=1, max_size=16), room=ROOMS)
+@settings(max_examples=150)
+def test_pages_that_are_lent_are_not_missed(rows: list[Row], room: Room) -> None:
+    rows = [replace(row, arrives_at=0) for row in rows]
+    plain, lending = Workload(rows, room), Workload(rows, room, lends=True)
+    plain.run()
+    lending.run()
+    assert lending.compositions == plain.compositions
+
+
+def test_pages_are_lent_as_a_workload_ends() -> None:
+    rows = [Row(0, 0, 64, number % 3, 40, 60, 0, None) for number in range(12)]
+    workload = Workload(rows, Room(16, 1500, 300, 20, None, "arrival", None), lends=True)
+    workload.run()
+    assert workload.num_lent > 20
 
 
 @pytest.mark.parametrize("most_parked_pages", [None, 0, 12])

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from zinfer.sequence_length import check_input, check_length, check_room
 from zinfer.store.first_use import stored_copy
 from zinfer.weights import Weight, load_buffers, match_weights
 
-FindReserve = Callable[[PreTrainedModel, int], Footprint]
+FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]
 
 
 def init_inference(
@@ -82,6 +82,7 @@ class InferenceEngine(nn.Module):
         settings: Settings,
         open_stream: Callable[[torch.device], CopyStream] = open_stream,
         trace: Trace | None = None,
+        check_model: Callable[[PreTrainedModel], object] | None = None,
         find_reserve: FindReserve | None = None,
     ) -> None:
         """As `init_inference`, with settings that are resolved already.
@@ -89,8 +90,9 @@ class InferenceEngine(nn.Module):
         Args:
             open_stream: makes a copy stream for the device.
             trace: where reads, copies and computes are noted; by default a new one if the settings name a file for it.
-            find_reserve: what to leave of the device for others, from the module and the bytes that are free for all;
-                by default the batch that the settings state.
+            check_model: raises for a model that is not wanted, before anything is read or written for it.
+            find_reserve: what to leave of the device for others, from the module, its blocks and the bytes that are
+                free for all; by default the batch that the settings state.
         """
         super().__init__()
         check_trace(settings.trace)
@@ -98,11 +100,12 @@ class InferenceEngine(nn.Module):
         self.settings = settings
         self.device = limits.device
         self.module, checkpoint = _find_model(model, settings)
+        if check_model:
+            check_model(self.module)
         check_room(self.module, settings.min_out_tokens)
         check_patterns(settings.quantization, self.module)
-        # Before a quantized copy is written: whoever asks for room may refuse the model.
-        reserve = find_reserve(self.module, free_device_bytes(limits)) if find_reserve else None
         blocks, weights = self._cut(checkpoint)
+        reserve = find_reserve(self.module, blocks, free_device_bytes(limits)) if find_reserve else None
         if checkpoint and (copy := stored_copy(checkpoint, blocks, self.module.dtype, settings)):
             checkpoint = copy
             blocks, weights = self._cut(copy)
@@ -182,6 +185,18 @@ class InferenceEngine(nn.Module):
     def pass_time(self, num_tokens: int, num_rows: int, cache_bytes: int) -> PassTime:
         """What one pass takes, by resource; rates as for `predict`, arguments as for `prediction.pass_time`."""
         return pass_time(self.plan, self._work, self._find_rates(), num_tokens, num_rows, cache_bytes=cache_bytes)
+
+    def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
+        """Whether `borrow` would spare a block the way in every pass."""
+        return self._running().can_borrow(memory)
+
+    def borrow(self, memory: Sequence[torch.Tensor]) -> None:
+        """Let streamed blocks stay in device memory (uint8, ranges of any size) that nobody else uses meanwhile."""
+        self._running().borrow(memory)
+
+    def give_back(self) -> None:
+        """Use no borrowed memory any more: what is computed from now on may write to it."""
+        self._running().give_back()
 
     @property
     def layers(self) -> list[nn.Module]:

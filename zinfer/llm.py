@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import check_family, has_windows
 from zinfer.batching.batcher import Batcher, Finished
-from zinfer.batching.budget import BatchingBudget, find_budget
+from zinfer.batching.budget import BatchingBudget, find_budget, weights_room
 from zinfer.batching.completion import Completion, text_seed
 from zinfer.batching.ending import Ending, find_end_token_ids, special_stops
 from zinfer.batching.kv_cache import KVCache
@@ -24,6 +24,7 @@ from zinfer.batching.runner import PassRunner
 from zinfer.batching.sampler import Sampler
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.config import resolve_settings
+from zinfer.cut import ModelBlock
 from zinfer.engine import InferenceEngine
 from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.stats import RunStats
@@ -63,17 +64,17 @@ class LLM:
         settings = resolve_settings(config, kwargs)
         budget: BatchingBudget | None = None
 
-        def find_reserve(module: PreTrainedModel, free_bytes: int) -> Footprint:
+        def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
             nonlocal budget
-            check_family(module)
             most_tokens = _least(settings.max_out_tokens, max_positions(module))
+            room_bytes = weights_room(blocks, settings, free_bytes)
             on_cuda = choose_device(settings).type == "cuda"
             budget = find_budget(
-                module.config, module.dtype, free_bytes, settings.batching, most_tokens, on_cuda=on_cuda
+                module.config, module.dtype, free_bytes, settings.batching, most_tokens, room_bytes, on_cuda=on_cuda
             )
             return budget.footprint
 
-        self._engine = InferenceEngine(model, settings, find_reserve=find_reserve)
+        self._engine = InferenceEngine(model, settings, check_model=check_family, find_reserve=find_reserve)
         assert budget is not None
         try:
             self._open(budget, tokenizer)

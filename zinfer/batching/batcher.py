@@ -3,18 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from zinfer.batching.admission_queue import Order
 from zinfer.batching.completion import NOT_FINITE
+from zinfer.batching.delivery import send
 from zinfer.batching.ending import Ending
 from zinfer.batching.kv_cache import KVCache
+from zinfer.batching.loan import Loan
 from zinfer.batching.pages import PagePool
 from zinfer.batching.passes import Pass, PassSize
-from zinfer.batching.ragged import BatchBuilder
+from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.runner import PassRunner
-from zinfer.batching.sampler import Logprobs, Row, Sampler, row_uniform
+from zinfer.batching.sampler import Drawn, Logprobs, Row, Sampler, row_uniform
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.batching.scheduler import Scheduler
 from zinfer.batching.sequence import Sequence as Text
+from zinfer.batching.sequence import SequenceState
 from zinfer.errors import PlanError
 
 
@@ -51,8 +56,19 @@ class _Writing:
     logprobs: list[Logprobs] = field(default_factory=list)
 
 
+@dataclass(frozen=True, eq=False)
+class _Drawing:
+    """The texts that get a token by a pass, and the tokens, wherever they are."""
+
+    rows: Sequence[_Writing]
+    result: Drawn
+
+
 class Batcher:
     """Texts in one ragged batch after the other.
+
+    A pass is begun before the tokens of the one before are known to the host: they go from one to the other on the
+    device. So scheduling, reading text, and whatever the caller does between two steps cost no time of the device's.
 
     Args:
         runner: runs the passes.
@@ -82,14 +98,16 @@ class Batcher:
         self._runner = runner
         self._cache = cache
         self._sampler = sampler
-        self._builder = BatchBuilder(cache.page_size, cache.device, most_part_tokens)
+        self._builder = BatchBuilder(cache.page_size, cache.device, most_part_tokens, cache.stride)
         self._tokens_per_pass = tokens_per_pass
         self._max_sequences = max_sequences
         self._most_parked_pages = most_parked_pages
         self._order: Order = order
         self._window = window
+        self._loan = Loan(cache, runner.engine)
         self._scheduler = self._new_scheduler()
         self._in_pass = False
+        self._drawn: _Drawing | None = None
         self._writing: dict[int, _Writing] = {}
         self._num_added = 0
         self.num_tokens = 0
@@ -129,28 +147,21 @@ class Batcher:
         return sequence.number
 
     def step(self) -> list[Finished]:
-        """Run one pass; the texts that are complete after it. Nothing where no text is unfinished."""
+        """Begin a pass, and take what the pass before has come to while it is computed.
+
+        Returns:
+            The texts that the pass before made complete. With no pass under way and no text unfinished, nothing is
+            left to do.
+        """
         self._in_pass = True
+        self._loan.adjust(self._scheduler)
         coming = self._scheduler.schedule()
-        if coming is None:
-            self._in_pass = False
-            return []
-        for sequence, pages in coming.parked:
-            self._cache.park(sequence.number, pages)
-        for sequence, pages in coming.resumed:
-            self._cache.resume(sequence.number, pages)
-        batch = self._builder.build(coming.chunks)
-        self.pass_sizes.append(coming.size)
-        logits = self._runner.run(batch)
-        self.num_tokens += batch.num_tokens
-        self.num_new_tokens += len(batch.wanted)
-        rows = [self._writing[chunk.sequence.number] for chunk in coming.chunks if chunk.samples]
-        sampled = self._sampler.sample(logits, [_row(each) for each in rows])
-        broken = {rows[place].sequence.number for place in sampled.broken}
-        for each, logprobs in zip(rows, sampled.logprobs, strict=True):
-            if logprobs is not None:
-                each.logprobs.append(logprobs)
-        finished = self._advance(coming, rows, sampled.token_ids, broken)
+        logits = None if coming is None else self._forward(coming)
+        finished = [] if self._drawn is None else self._receive(self._drawn)
+        self._drawn = None
+        if coming is not None and logits is not None:
+            self._drawn = self._draw(coming, logits)
+            self._scheduler.advance(coming)
         self._in_pass = False
         return finished
 
@@ -173,13 +184,14 @@ class Batcher:
 
         After a pass that was cut short no page is found again: some were to be filled by it.
         """
+        self._drawn = None
         if not self._writing and not self._in_pass:
             return
         was_in_pass, self._in_pass = self._in_pass, True  # until this is done: a second Ctrl-C may cut it short too
         for each in self._writing.values():
             self._cache.forget(each.sequence.number)
-            if not was_in_pass:
-                self._scheduler.abort(each.sequence)
+            if not was_in_pass and each.sequence.state is not SequenceState.FINISHED:
+                self._scheduler.end(each.sequence)
         self._writing.clear()
         if was_in_pass:
             self._scheduler = self._new_scheduler()
@@ -191,6 +203,7 @@ class Batcher:
         self._scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
+        self._loan.take_back()
         pool = PagePool(self._cache.num_pages, self._cache.page_size)
         return Scheduler(
             pool,
@@ -201,38 +214,73 @@ class Batcher:
             window=self._window,
         )
 
-    def _advance(
-        self, computed: Pass, rows: Sequence[_Writing], token_ids: Sequence[int], broken: set[int]
-    ) -> list[Finished]:
-        # Whoever began like a damaged text has its pages, and is broken with it: the first time each is tried alone.
+    def _forward(self, coming: Pass) -> torch.Tensor:
+        """Have a pass computed; the logits of its samples."""
+        for sequence, pages in coming.parked:
+            self._cache.park(sequence.number, pages)
+        for sequence, pages in coming.resumed:
+            self._cache.resume(sequence.number, pages)
+        pending = None
+        if self._drawn is not None:
+            places = {each.sequence.number: place for place, each in enumerate(self._drawn.rows)}
+            pending = Pending(self._drawn.result.token_ids, places)
+        batch = self._builder.build(coming.chunks, pending)
+        self.pass_sizes.append(coming.size)
+        self.num_tokens += batch.num_tokens
+        return self._runner.run(batch)
+
+    def _draw(self, coming: Pass, logits: torch.Tensor) -> _Drawing:
+        """Choose the next tokens of those that have not ended since the pass was scheduled."""
+        sampling = [chunk.sequence for chunk in coming.chunks if chunk.samples]
+        places = [place for place, each in enumerate(sampling) if each.state is SequenceState.RUNNING]
+        if len(places) < len(sampling):
+            logits = logits[send(places, torch.int64, logits.device)]
+        rows = [self._writing[sampling[place].number] for place in places]
+        return _Drawing(rows, self._sampler.draw(logits, [_row(each) for each in rows]))
+
+    def _receive(self, drawn: _Drawing) -> list[Finished]:
+        """Take the tokens of the pass before; the texts that are complete with them."""
+        sampled = drawn.result.take()
+        broken = {drawn.rows[place].sequence.number for place in sampled.broken}
+        whole = [place for place in range(len(drawn.rows)) if sampled.token_ids[place] >= 0]
+        self.num_new_tokens += len(whole)
+        self._scheduler.receive((drawn.rows[place].sequence, sampled.token_ids[place]) for place in whole)
+        for each, logprobs in zip(drawn.rows, sampled.logprobs, strict=True):
+            if logprobs is not None:
+                each.logprobs.append(logprobs)
+        restarted = self._restart(broken)
+        going_on = (each for each in drawn.rows if each.sequence.number not in restarted)
+        return [found for each in going_on if (found := self._finished(each, broken)) is not None]
+
+    def _restart(self, broken: set[int]) -> set[int]:
+        """Have the broken ones tried again that may have their damage from others: those that share pages.
+
+        Whoever began like a damaged text has its pages, and is broken with it: the first time each is tried alone.
+        """
         restarted = {number for number in broken if self._writing[number].sequence.shares}
-        for number in sorted(broken, reverse=True):
-            sequence = self._writing[number].sequence
-            if number in restarted:
-                self._scheduler.restart(sequence)
-            else:
-                self._scheduler.abort(sequence)
-        next_ids = {each.sequence.number: token_id for each, token_id in zip(rows, token_ids, strict=True)}
-        self._scheduler.advance(computed, next_ids)
+        for number in sorted(restarted, reverse=True):
+            self._scheduler.restart(self._writing[number].sequence)
+            self._cache.forget(number)
         if broken:  # their pages, and tokens before the one that broke them, may hold no numbers either
             self._scheduler.pool.forget()
-        going_on = (each for each in rows if each.sequence.number not in restarted)
-        return [found for each in going_on if (found := self._finished(each, broken)) is not None]
+        return restarted
 
     def _finished(self, each: _Writing, broken: set[int]) -> Finished | None:
         sequence = each.sequence
-        output_ids = sequence.output_ids
         error: str | None = None
         if sequence.number in broken:
+            sequence.output_ids.pop()
             reason, error = "error", NOT_FINITE
         else:
-            found = each.ending.reason(output_ids)
+            found = each.ending.reason(sequence.output_ids)
             if found is None:
                 return None
             reason = found
-            if len(output_ids) < sequence.max_new_tokens:
-                self._scheduler.finish(sequence)
+        if sequence.state is not SequenceState.FINISHED:
+            self._scheduler.end(sequence)
+            self._cache.forget(sequence.number)
         del self._writing[sequence.number]
+        output_ids = sequence.output_ids
         logprobs = None if each.params.logprobs is None else tuple(each.logprobs)
         return Finished(sequence.number, tuple(output_ids), reason, each.ending.text(output_ids), logprobs, error)
 

@@ -1,5 +1,6 @@
 """What continuous batching takes of the device beside the weights: pages, and the activations of a pass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -8,17 +9,22 @@ from transformers import PretrainedConfig
 
 from zinfer.batching.admission_queue import Order
 from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.config import Settings
 from zinfer.config.settings import Batching
+from zinfer.cut import ModelBlock
 from zinfer.errors import ConfigError, PlanError
-from zinfer.planning.footprint import Footprint, find_footprint
+from zinfer.offload.conversions import conversion_bytes
+from zinfer.planning.footprint import Footprint, find_footprint, weight_budget
 from zinfer.planning.model_shape import ModelShape, read_shape
 from zinfer.planning.request import Request
+from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.units import human_bytes
 
-_KV_SHARE: Final = 0.3  # of what is free on the device, where nothing is stated
+_LEAST_KV_SHARE: Final = 0.3  # of what is free, beside weights that are all resident; the share on a CPU
+_NUM_SLOTS: Final = 3
 _MOST_TOKENS_PER_PASS: Final = 16_384
 _MOST_PART_TOKENS: Final = 4_096
-_MAX_SEQUENCES: Final = 512
+_MAX_SEQUENCES: Final = 1024
 _PAGE_SIZE: Final = 64
 _PARKED_SHARE: Final = 4  # of the cache's pages, one in so many
 _RESIDUAL_COPIES: Final = 4  # of the residual stream: a layer's input and output, before and after joining
@@ -60,10 +66,11 @@ def find_budget(
     free_bytes: int,
     stated: Batching,
     most_tokens: int | None,
+    weights_bytes: int,
     *,
     on_cuda: bool,
 ) -> BatchingBudget:
-    """The stated sizes, and for the others what suits the device.
+    """The stated sizes, and for the others what suits the device: pages take what nothing else needs.
 
     Args:
         config: of the model.
@@ -71,6 +78,7 @@ def find_budget(
         free_bytes: of the device, for weights and all else.
         stated: by the configuration.
         most_tokens: of one text, prompt and new tokens together; None: as many as there are pages for.
+        weights_bytes: of the device, that weights are to have; see `weights_room`.
         on_cuda: whether the device is one.
 
     Raises:
@@ -84,7 +92,14 @@ def find_budget(
     if page_size & (page_size - 1):
         raise ConfigError(f"zinfer.kv_page_size is {page_size}; give a power of two, such as 64")
     kv_dtype = _DTYPES.get(stated.kv_cache_dtype, dtype)
-    kv_bytes = int(free_bytes * _KV_SHARE) if stated.kv_cache_memory is None else stated.kv_cache_memory
+    activation_bytes = _activation_bytes(
+        read_shape(config), dtype, tokens_per_pass, part_tokens, max_sequences, on_cuda=on_cuda
+    )
+    kv_bytes = stated.kv_cache_memory
+    if kv_bytes is None:
+        kv_bytes = int(free_bytes * _LEAST_KV_SHARE)
+        if on_cuda:
+            kv_bytes = max(weight_budget(free_bytes, Footprint(0, activation_bytes, 0)) - weights_bytes, kv_bytes // 2)
     page_bytes = read_kv_shape(config).token_bytes(kv_dtype) * page_size
     num_pages = kv_bytes // page_bytes
     if stated.kv_cache_memory is None and most_tokens is not None:
@@ -94,13 +109,29 @@ def find_budget(
             f"a page of the KV cache, {page_size} tokens, takes {human_bytes(page_bytes)}, and {human_bytes(kv_bytes)} "
             "are there for it; raise zinfer.kv_cache_memory or lower zinfer.kv_page_size"
         )
-    activation_bytes = _activation_bytes(
-        read_shape(config), dtype, tokens_per_pass, part_tokens, max_sequences, on_cuda=on_cuda
-    )
     footprint = Footprint(num_pages * page_bytes, activation_bytes, num_pages * page_bytes)
     return BatchingBudget(
         tokens_per_pass, part_tokens, max_sequences, num_pages, page_size, kv_dtype, stated.admission_order, footprint
     )
+
+
+def weights_room(blocks: Sequence[ModelBlock], settings: Settings, free_bytes: int) -> int:
+    """Bytes of the device that weights are to have beside pages.
+
+    All of them where they may be resident and leave pages their share; otherwise what lies outside the layers, and what
+    layers stream through: pages that no text needs are lent to layers anyway.
+    """
+    if settings.memory.max_device_memory is not None:
+        return settings.memory.max_device_memory
+    plain = [block.block for block in blocks]
+    total_bytes = sum(block.nbytes for block in plain)
+    slots_bytes = _NUM_SLOTS * max(block.nbytes for block in plain)
+    outer_bytes = sum(block.block.nbytes for block in blocks if not block.is_layer)
+    aside_bytes = conversion_bytes(plain, to_host=True) + most_dequantized_bytes(plain)
+    may_stay = settings.offload.device in (None, "none")
+    if may_stay and total_bytes + aside_bytes <= free_bytes * (1 - _LEAST_KV_SHARE):
+        return total_bytes + aside_bytes
+    return min(outer_bytes + slots_bytes, total_bytes) + aside_bytes
 
 
 def _activation_bytes(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zinfer.batching.delivery import send
 from zinfer.batching.sampling_params import SamplingParams
 
 
@@ -65,7 +66,7 @@ def draw(
 
 def _least_of_top(logits_RV: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
     """The logit of each row's `top_k`-th token, [rows, 1]; tokens as likely as that one stay too."""
-    places_R1 = torch.tensor(top_k).to(logits_RV.device)[:, None] - 1
+    places_R1 = send(top_k, torch.int64, logits_RV.device)[:, None] - 1
     return torch.topk(logits_RV, max(top_k)).values.gather(1, places_R1)
 
 
@@ -79,4 +80,4 @@ def _keep_nucleus(weights_RV: torch.Tensor, top_p_R1: torch.Tensor) -> None:
 
 
 def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64).to(device)[:, None]
+    return send(values, torch.float64, device)[:, None]

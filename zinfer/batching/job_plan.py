@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from zinfer.batching.budget import BatchingBudget, find_budget
+from zinfer.batching.budget import BatchingBudget, find_budget, weights_room
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
 from zinfer.config import Settings
@@ -108,7 +108,8 @@ def plan_job(outline: Outline, machine: Machine, settings: Settings, job: Job) -
     sizes = _TOKENS_PER_PASS if stated.tokens_per_pass is None else [stated.tokens_per_pass]
     counts = _MAX_SEQUENCES if stated.max_sequences is None else [stated.max_sequences]
     # How many tokens pay depends on the memory that is left for weights: both are tried together.
-    tried = [replace(stated, tokens_per_pass=size, kv_cache_memory=nbytes) for nbytes in kv_bytes for size in sizes]
+    usual = replace(stated, max_sequences=stated.max_sequences or _MAX_SEQUENCES[1])
+    tried = [replace(usual, tokens_per_pass=size, kv_cache_memory=nbytes) for nbytes in kv_bytes for size in sizes]
     # All of them rehearse the same rows: fewer would count the filling and emptying of the cache for more.
     token_bytes = read_kv_shape(outline.config).token_bytes(outline.dtype)
     job = job.rehearsing(shares[-1] // token_bytes // job.most_tokens)
@@ -151,8 +152,10 @@ def _fastest(outline: Outline, machine: Machine, settings: Settings, choices: Se
 def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batching, job: Job) -> JobPlan:
     """Raises PlanError where it does not fit."""
     on_cuda = machine.limits.device.type == "cuda"
+    free_bytes = machine.device_memory_bytes
+    room_bytes = weights_room(outline.blocks, settings, free_bytes)
     budget = find_budget(
-        outline.config, outline.dtype, machine.device_memory_bytes, batching, job.most_tokens, on_cuda=on_cuda
+        outline.config, outline.dtype, free_bytes, batching, job.most_tokens, room_bytes, on_cuda=on_cuda
     )
     blocks = [block.block for block in outline.blocks]
     taken = budget.footprint

@@ -39,6 +39,7 @@ class PagePool:
         assert page_size >= 1
         self.num_pages = num_pages
         self.page_size = page_size
+        self._limit = num_pages
         self._num_users = [0] * num_pages
         self._blank = list(range(num_pages - 1, -1, -1))
         # Unused pages that can still be found, least recently used first.
@@ -55,7 +56,7 @@ class PagePool:
     @property
     def num_used(self) -> int:
         """Pages that some sequence holds."""
-        return self.num_pages - self.num_free
+        return self._limit - self.num_free
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that so many tokens from a sequence's first on lie in."""
@@ -77,24 +78,25 @@ class PagePool:
         The last token is never among what is found: its logits are wanted, so it has to be computed.
         """
         assert not sequence.pages
-        sequence.prefix = _NOTHING_BEFORE
         for index in range((sequence.num_tokens - 1) // self.page_size):
             found = self._found.get(self._key(sequence, index))
             if found is None:
                 return
             page, sequence.prefix = found
+            sequence.num_named += 1
             if self._num_users[page] == 0:
                 del self._idle[page]
             self._num_users[page] += 1
             sequence.pages.append(page)
 
-    def publish(self, sequence: Sequence, index: int) -> None:
-        """Let others find page ``index`` of the sequence; pages are published in order, each once it is whole.
+    def publish(self, sequence: Sequence) -> None:
+        """Let others find the sequence's first page without a name, which is whole.
 
         Where the same tokens lie in a page already, that one goes on being found, and what follows here is named after
         it. What follows a hole that nobody else has filled is found by no one.
         """
-        page, key = sequence.pages[index], self._key(sequence, index)
+        page, key = sequence.pages[sequence.num_named], self._key(sequence, sequence.num_named)
+        sequence.num_named += 1
         if key in self._found:
             _, sequence.prefix = self._found[key]
             return
@@ -118,7 +120,31 @@ class PagePool:
         """Take back all pages of the sequence; it holds none afterwards."""
         self._give_back(sequence.pages)
         sequence.pages = []
-        sequence.num_dropped = 0
+        sequence.num_dropped = sequence.num_named = 0
+        sequence.prefix = _NOTHING_BEFORE
+
+    def confine(self, num_pages: int) -> dict[int, int]:
+        """Use the first ``num_pages`` alone, until `confine` allows more; what is used may not be more than these.
+
+        Returns:
+            Pages whose contents are to be copied, with those that take their places, for their users too.
+        """
+        assert 0 <= num_pages <= self.num_pages
+        self._blank[:0] = range(num_pages - 1, self._limit - 1, -1)  # those that come back are taken last
+        self._limit = num_pages
+        for page in [page for page in self._idle if page >= num_pages]:
+            del self._idle[page]
+            self._forget_name(page)
+        self._blank = [page for page in self._blank if page < num_pages]
+        sources = [page for page, count in enumerate(self._num_users) if count and page >= num_pages]
+        assert len(sources) <= self.num_free, f"{len(sources)} pages to make room for, {self.num_free} free"
+        moved = dict(zip(sources, self.take(len(sources)), strict=True))
+        for source, target in moved.items():
+            self._num_users[target], self._num_users[source] = self._num_users[source], 0
+            self._key_of[target], self._key_of[source] = self._key_of[source], None
+            if (key := self._key_of[target]) is not None:
+                self._found[key] = target, self._found[key][1]
+        return moved
 
     def forget(self) -> None:
         """Let nothing be found that was published so far: what lies there may be damaged."""
@@ -133,11 +159,14 @@ class PagePool:
 
     def _forget_one(self) -> int:
         page, _ = self._idle.popitem(last=False)
+        self._forget_name(page)
+        return page
+
+    def _forget_name(self, page: int) -> None:
         key = self._key_of[page]
         assert key is not None
         del self._found[key]
         self._key_of[page] = None
-        return page
 
     def _give_back(self, pages: list[int]) -> None:
         for page in reversed(pages):

@@ -10,6 +10,8 @@ from itertools import chain
 
 import torch
 
+from zinfer.batching.delivery import send
+
 
 @dataclass(frozen=True)
 class Penalty:
@@ -35,7 +37,7 @@ def add_biases(logits_RV: torch.Tensor, biases: Mapping[int, Mapping[int, float]
         return
     rows, token_ids, values = zip(*entries, strict=True)
     places = _index(rows, logits_RV), _index(token_ids, logits_RV)
-    logits_RV[places] += torch.tensor(values, dtype=torch.float32).to(logits_RV.device)
+    logits_RV[places] += send(values, torch.float32, logits_RV.device)
 
 
 def forbid(logits_RV: torch.Tensor, token_ids: Mapping[int, Collection[int]]) -> None:
@@ -66,8 +68,7 @@ def penalize(logits_RV: torch.Tensor, penalties: Sequence[Penalty]) -> None:
 def _counts(token_ids: Sequence[Sequence[int]], like_RV: torch.Tensor) -> torch.Tensor:
     """[rows, vocabulary] int32: how often each token occurs in each row's ids. Whole numbers add up in any order."""
     num_rows, vocab_size = like_RV.shape
-    lengths = torch.tensor([len(ids) for ids in token_ids])
-    rows = torch.repeat_interleave(torch.arange(num_rows), lengths).to(like_RV.device)
+    rows = _index([row for row, ids in enumerate(token_ids) for _ in ids], like_RV)
     columns = _index(list(chain.from_iterable(token_ids)), like_RV)
     inside = ((columns >= 0) & (columns < vocab_size)).to(torch.int32)
     places = rows * vocab_size + columns.clamp(0, vocab_size - 1)
@@ -76,8 +77,8 @@ def _counts(token_ids: Sequence[Sequence[int]], like_RV: torch.Tensor) -> torch.
 
 
 def _index(numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int64).to(like.device)
+    return send(numbers, torch.int64, like.device)
 
 
 def _column(values: Sequence[float], like_RV: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32).to(like_RV.device)[:, None]
+    return send(values, torch.float32, like_RV.device)[:, None]

@@ -1,15 +1,19 @@
 """The tokens of a pass as tensors: one ragged batch of sequences side by side, without padding."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 
 from zinfer.batching.passes import Chunk
+from zinfer.batching.sequence import PENDING
 from zinfer.batching.sequence import Sequence as Text
 from zinfer.kernels.kv_pages import PagedLayout
+from zinfer.nvme.aligned import align_up
 
+_ALIGNMENT: Final = 32  # numbers: Triton compiles a kernel anew where a pointer's alignment is another
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
@@ -45,6 +49,18 @@ class RaggedBatch:
         return self.input_ids.shape[1]
 
 
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """The tokens of the pass before, which may not be known on the host yet.
+
+    token_ids: [samples] int64 on the device, -1 for those that are no tokens.
+    places: of each sequence's token among them, by the sequence's number.
+    """
+
+    token_ids: torch.Tensor
+    places: Mapping[int, int]
+
+
 class BatchBuilder:
     """Makes batches; what it remembers of one pass, the pages of the sequences, spares work in the next.
 
@@ -54,34 +70,50 @@ class BatchBuilder:
         page_size: tokens of a page.
         device: where the tensors go.
         most_part_tokens: tokens of a part at most; None: one part.
+        stride: how far apart a layer's pages lie; see [Note: page by page] in `kv_cache`.
     """
 
-    def __init__(self, page_size: int, device: torch.device, most_part_tokens: int | None = None) -> None:
+    def __init__(
+        self, page_size: int, device: torch.device, most_part_tokens: int | None = None, stride: int = 1
+    ) -> None:
         self._page_size = page_size
+        self._stride = stride
         self._device = device
         self._most_part_tokens = most_part_tokens
         self._tables = _PageTables()
 
-    def build(self, chunks: Sequence[Chunk]) -> RaggedBatch:
-        """The batch of these chunks, in their order."""
+    def build(self, chunks: Sequence[Chunk], pending: Pending | None = None) -> RaggedBatch:
+        """The batch of these chunks, in their order.
+
+        Args:
+            pending: where the sequences' last tokens are that are `PENDING`.
+        """
         begins = np.fromiter((chunk.begin for chunk in chunks), np.int64, len(chunks))
         sizes = np.fromiter((chunk.end for chunk in chunks), np.int64, len(chunks)) - begins
         ends = sizes.cumsum()
         samples = np.fromiter((chunk.samples for chunk in chunks), np.bool_, len(chunks))
-        table = self._tables.of([chunk.sequence for chunk in chunks])
+        table = self._tables.of([chunk.sequence for chunk in chunks]) * self._stride
         row = np.repeat(np.arange(len(chunks)), sizes)
         positions = np.arange(ends[-1]) + np.repeat(begins - (ends - sizes), sizes)
         places = table[row, positions // self._page_size] * self._page_size + positions % self._page_size
         cuts = list(self._cuts(begins, sizes, ends))
         shapes = [table[cut.rows, : self._num_pages(cut.contexts)] for cut in cuts]
         layouts = [part for cut, pages in zip(cuts, shapes, strict=True) for part in (cut.starts, cut.contexts, pages)]
-        packed = _Packed([_token_ids(chunks), positions, ends[samples] - 1, places, *layouts], self._device)
-        ids, at, wanted, where, *rest = packed.tensors
+        token_ids = _token_ids(chunks)
+        unknown = np.flatnonzero(token_ids == PENDING)
+        known = {} if pending is None else pending.places
+        sources = np.array([known[chunks[place].sequence.number] for place in row[unknown]], dtype=np.int64)
+        packed = _Packed([token_ids, positions, ends[samples] - 1, places, unknown, sources, *layouts], self._device)
+        ids, at, wanted, where, targets, origins, *rest = packed.tensors
+        ids = ids.long()
+        if pending is not None and len(unknown):
+            # A broken sequence has no token; what is computed of it is dropped when that is known.
+            ids[targets.long()] = pending.token_ids[origins.long()].clamp(min=0)
         parts = []
         for cut, (starts, contexts, pages) in zip(cuts, zip(*[iter(rest)] * 3, strict=True), strict=True):
             layout = PagedLayout(starts, contexts, pages, cut.most_queries, cut.most_context, cut.num_decodes)
             parts.append(Part(cut.tokens, where[cut.tokens].long(), layout))
-        return RaggedBatch(ids.long()[None], at.long()[None], wanted.long(), tuple(parts))
+        return RaggedBatch(ids[None], at.long()[None], wanted.long(), tuple(parts))
 
     def _num_pages(self, contexts: Ints) -> int:
         return int(-(-contexts.max() // self._page_size))
@@ -164,16 +196,16 @@ class _Packed:
     """Whole numbers that travel together; ``tensors`` are int32 views on the device, shaped as given."""
 
     def __init__(self, arrays: Sequence[Ints], device: torch.device) -> None:
-        sizes = [array.size for array in arrays]
+        sizes = [align_up(array.size, _ALIGNMENT) for array in arrays]
         host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         flat = host.numpy()
         begin = 0
-        for array in arrays:
+        for array, size in zip(arrays, sizes, strict=True):
             flat[begin : begin + array.size] = array.reshape(-1)
-            begin += array.size
+            begin += size
         moved = host.to(device, non_blocking=True)
         pieces = torch.split(moved, sizes)
-        self.tensors = [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
+        self.tensors = [piece[: array.size].view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
 
 
 def _token_ids(chunks: Sequence[Chunk]) -> Ints:

@@ -67,9 +67,8 @@ def rehearse(
         scheduler.add(Text(number, (number, *[0] * (prompt_len - 1)), count))
     sizes = []
     while (coming := scheduler.schedule()) is not None:
-        next_ids = {chunk.sequence.number: 0 for chunk in coming.chunks if chunk.samples}
         sizes.append(coming.size)
-        scheduler.advance(coming, next_ids)
+        scheduler.advance(coming)
     return sizes
 
 

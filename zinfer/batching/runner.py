@@ -22,7 +22,7 @@ class PassRunner:
     """
 
     def __init__(self, engine: InferenceEngine, cache: KVCache) -> None:
-        self._engine = engine
+        self.engine = engine
         self._own = OwnAttention(engine.module)
         self._attention = PagedAttention(cache.layers)
         self._layers = PartedLayers(engine.layers, self._attention)
@@ -40,10 +40,10 @@ class PassRunner:
         def forward() -> torch.Tensor:
             self._layers.set(batch.parts)
             with attending(self._attention):
-                logits: torch.Tensor = self._engine.module(**inputs).logits
+                logits: torch.Tensor = self.engine.module(**inputs).logits
             return logits[0]
 
-        found: torch.Tensor = self._engine.call(forward)
+        found: torch.Tensor = self.engine.call(forward)
         return found
 
     def close(self) -> None:

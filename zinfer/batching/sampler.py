@@ -7,12 +7,13 @@ here ends a row: end tokens and stop strings are the caller's to look for.
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
+from zinfer.batching.delivery import Delivery, send
 from zinfer.batching.filters import draw, fixed_point, kind_of, ratios_of, unit_of
 from zinfer.batching.penalties import Penalty, add_biases, forbid, penalize
 from zinfer.batching.sampling_params import SamplingParams
@@ -74,6 +75,29 @@ def row_uniform(seed: int, step: int) -> float:
     return float((int.from_bytes(digest, "little") >> 11) * 2.0**-53)
 
 
+class Drawn:
+    """What was drawn for one batch, on the device; on its way to the host.
+
+    ``token_ids`` is [rows] int64 on the device, -1 for a broken row.
+    """
+
+    def __init__(self, token_ids: torch.Tensor, weighed: Sequence["_Weighed"]) -> None:
+        self.token_ids = token_ids
+        self._weighed = weighed
+        self._delivery = Delivery([token_ids, *(tensor for each in weighed for tensor in each.tensors)])
+
+    def take(self) -> Sampled:
+        """Blocks until it is on the host."""
+        token_ids, *rest = self._delivery.take()
+        ids: list[int] = token_ids.tolist()
+        logprobs: list[Logprobs | None] = [None] * len(ids)
+        for each in self._weighed:
+            own, rest = rest[: len(each.tensors)], rest[len(each.tensors) :]
+            for row, found in each.logprobs(own):
+                logprobs[row] = found if ids[row] >= 0 else None
+        return Sampled(ids, logprobs, tuple(row for row, token_id in enumerate(ids) if token_id < 0))
+
+
 class Sampler:
     """Samples batches of logits of `vocab_size` tokens on `device`; keeps nothing between calls."""
 
@@ -82,10 +106,10 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
+    def draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> Drawn:
         """logits: [rows, vocab_size or more], float32 or shorter, not changed; columns beyond `vocab_size` are padding.
 
-        Blocks until the tokens are on the host.
+        Does not wait for the device.
         """
         assert logits.device.type == self.device.type
         assert logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -96,18 +120,23 @@ class Sampler:
         num_at_once = max(1, _PART_LOGITS // self.vocab_size)
         if all(_is_plain(row) for row in rows):
             num_at_once = max(1, len(rows))
-        token_ids: list[int] = []
-        logprobs: list[Logprobs | None] = []
+        chosen: list[torch.Tensor] = []
+        weighed: list[_Weighed] = []
         for start in range(0, len(rows), num_at_once):
             part = slice(start, start + num_at_once)
-            token_ids += _choose(logits_RV[part], rows[part])
-            logprobs += _logprobs(logits_RV[part], rows[part], token_ids[part])
-        broken = tuple(i for i, token_id in enumerate(token_ids) if token_id < 0)
-        return Sampled(token_ids, logprobs, broken)
+            chosen.append(_choose(logits_RV[part], rows[part]))
+            if any(row.params.logprobs is not None for row in rows[part]):
+                weighed.append(_Weighed.of(logits_RV[part], rows[part], chosen[-1], start))
+        nothing = torch.empty(0, dtype=torch.int64, device=logits.device)
+        return Drawn(torch.cat([nothing, *chosen]), weighed)
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
+        """As `draw`; blocks until the tokens are on the host."""
+        return self.draw(logits, rows).take()
 
 
-def _choose(raw_RV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    """Each row's token, -1 for a broken one. Where all are plainly greedy: one reduction, one copy to the host."""
+def _choose(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Each row's token, -1 for a broken one. Where all are plainly greedy: one reduction."""
     peak_R, best_R = raw_RV.max(dim=1)
     usable_R = peak_R.isfinite()
     logits_RV = raw_RV
@@ -115,17 +144,19 @@ def _choose(raw_RV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
         logits_RV = _adjusted(raw_RV, rows)
         peak_R, best_R = logits_RV.max(dim=1)
         usable_R &= peak_R.isfinite()
-    token_ids: list[int] = torch.where(usable_R, best_R, -1).tolist()
     groups: dict[tuple[bool, bool], list[int]] = {}
-    for i, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
-        if token_id >= 0 and not row.params.is_greedy:
+    for i, row in enumerate(rows):
+        if not row.params.is_greedy:
             groups.setdefault(kind_of(row.params, raw_RV.shape[1]), []).append(i)
     for members in groups.values():
         params = [rows[i].params for i in members]
-        chosen_R = draw(logits_RV[members], peak_R[members], params, [rows[i].uniform for i in members])
-        for i, token_id in zip(members, chosen_R.tolist(), strict=True):
-            token_ids[i] = token_id
-    return token_ids
+        places = send(members, torch.int64, raw_RV.device)
+        # Rows that are broken are drawn from as if all tokens were alike; what comes of it is not used.
+        whole_M = usable_R[places]
+        logits_MV = torch.where(whole_M[:, None], logits_RV[places], 0)
+        peak_M = torch.where(whole_M, peak_R[places], 0)
+        best_R[places] = draw(logits_MV, peak_M, params, [rows[i].uniform for i in members])
+    return torch.where(usable_R, best_R, -1)
 
 
 def _adjusted(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
@@ -153,35 +184,52 @@ def _penalty(number: int, row: Row) -> Penalty:
     )
 
 
-def _logprobs(raw_RV: torch.Tensor, rows: Sequence[Row], token_ids: Sequence[int]) -> list[Logprobs | None]:
-    """For the rows that ask and are not broken; the sums are whole numbers (see filters), the logarithms the host's."""
-    found: list[Logprobs | None] = [None] * len(rows)
-    asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None and token_ids[i] >= 0]
-    if not asking:
-        return found
-    logits_RV = raw_RV[asking].float()
-    vocab_size = logits_RV.shape[1]
-    peak_R = logits_RV.amax(dim=1)
-    totals = fixed_point(ratios_of(logits_RV, peak_R)).sum(dim=1).tolist()
-    num_top = [min(rows[i].params.logprobs or 0, vocab_size) for i in asking]
-    top_ids, top = _most_likely(logits_RV, max(num_top))
-    chosen_R1 = torch.tensor([token_ids[i] for i in asking]).to(logits_RV.device)[:, None]
-    chosen = logits_RV.gather(1, chosen_R1)[:, 0].tolist()
-    for place, (i, peak) in enumerate(zip(asking, peak_R.tolist(), strict=True)):
-        below = math.log(totals[place] / unit_of(vocab_size)) + peak
-        num = num_top[place]
-        values = [value - below for value in top[place][:num]]
-        found[i] = Logprobs(chosen[place] - below, top_ids[place][:num], values)
-    return found
+@dataclass(frozen=True, eq=False)
+class _Weighed:
+    """What the log-probabilities of some rows are made of on the host; the sums are whole numbers (see filters).
+
+    rows: which rows, and the most likely tokens that each asks for.
+    tensors: on the device, for each row its greatest logit, the sum of likelihoods relative to it, and the logit of
+        the chosen token; then ids [rows, most] and logits of the most likely ones.
+    """
+
+    rows: Sequence[tuple[int, int]]
+    vocab_size: int
+    tensors: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, raw_RV: torch.Tensor, rows: Sequence[Row], token_ids_R: torch.Tensor, first: int) -> "_Weighed":
+        """For the rows that ask, the first of which has the number ``first``."""
+        asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        vocab_size = raw_RV.shape[1]
+        num_top = [min(rows[i].params.logprobs or 0, vocab_size) for i in asking]
+        places = send(asking, torch.int64, raw_RV.device)
+        logits_RV = raw_RV[places].float()
+        peak_R = logits_RV.amax(dim=1)
+        totals_R = fixed_point(ratios_of(logits_RV, peak_R)).sum(dim=1)
+        chosen_R = logits_RV.gather(1, token_ids_R[places].clamp(min=0)[:, None])[:, 0]
+        top = _most_likely(logits_RV, max(num_top))
+        numbers = [(first + i, num) for i, num in zip(asking, num_top, strict=True)]
+        return cls(numbers, vocab_size, (peak_R, totals_R, chosen_R, *top))
+
+    def logprobs(self, delivered: Sequence[torch.Tensor]) -> Iterator[tuple[int, Logprobs | None]]:
+        """By row, from `tensors` as they came to the host; None where the logits are no numbers."""
+        for (row, num), peak, total, chosen, ids, top in zip(
+            self.rows, *(tensor.tolist() for tensor in delivered), strict=True
+        ):
+            if not math.isfinite(peak):
+                yield row, None
+                continue
+            below = math.log(total / unit_of(self.vocab_size)) + peak
+            yield row, Logprobs(chosen - below, ids[:num], [value - below for value in top[:num]])
 
 
-def _most_likely(logits_RV: torch.Tensor, num: int) -> tuple[list[list[int]], list[list[float]]]:
+def _most_likely(logits_RV: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and logits of each row's `num` greatest, by a sort: torch.topk leaves open which of equal ones it takes."""
     if not num:
-        nothing: list[list[int]] = [[] for _ in logits_RV]
-        return nothing, [[] for _ in logits_RV]
+        return logits_RV[:, :0].long(), logits_RV[:, :0]
     ordered_RV, order_RV = torch.sort(logits_RV, dim=1, descending=True, stable=True)
-    return order_RV[:, :num].tolist(), ordered_RV[:, :num].tolist()
+    return order_RV[:, :num], ordered_RV[:, :num]
 
 
 def _is_plain(row: Row) -> bool:

@@ -9,16 +9,20 @@ is admitted only where the one before it needs no more than a token a pass from 
 way at most, and it is the last. Where pages run short the last ones are set aside, never the first, and return in the
 same order before anything new is admitted. So the first, which fits the pool alone, computes at least a token in every
 pass; when it is finished the next one is the first. Nothing waits for ever, and nothing that was admitted is given up.
+
+[Note: a pass ahead] How many tokens a sequence has is known before they are: after `advance` its last token is
+`PENDING`, the next pass is scheduled, and `receive` says the token while that one is computed. A text that turns out to
+have ended there has a token computed for nothing.
 """
 
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Final
 
 from zinfer.batching.admission_queue import AdmissionQueue, Order
 from zinfer.batching.pages import HOLE, PagePool
 from zinfer.batching.passes import Chunk, Pass
-from zinfer.batching.sequence import Sequence, SequenceState
+from zinfer.batching.sequence import PENDING, Sequence, SequenceState
+from zinfer.batching.set_aside import SetAside
 from zinfer.errors import PlanError
 
 _MOST_RESERVED: Final = 1 / 16
@@ -28,16 +32,15 @@ _MOST_RESERVED: Final = 1 / 16
 class Scheduler:
     """Continuous batching of sequences over one pool.
 
-    The order of calls: `schedule`, the pass is computed, `advance`, `finish` where a text has ended, and again. `add`
-    and `abort` may be called at any time, also while a pass is computed: it is computed whole, whatever is aborted.
+    The order of calls: `schedule`, `advance`, and again; between two calls of `advance`, `receive` of the pass before.
+    The others may be called at any time, also while a pass is computed: it is computed whole, whoever ends meanwhile.
 
     Args:
         pool: all pages that there are; only this scheduler takes them.
         token_budget: most tokens of a pass.
         max_sequences: most sequences that run at once.
-        most_parked_pages: the pages of a sequence that has to make room are copied to host memory and back, as long as
-            there are no more than these; the tokens of others are computed again, but for those whose pages can still
-            be found. None: no limit.
+        most_parked_pages: as for `SetAside`; those pages are copied to host memory and back, and of what is computed
+            again, pages that can still be found are spared.
         order: of admission; see `AdmissionQueue`.
         window: where every layer of the model slides, the positions that a token attends to, its own among them; pages
             behind it are given back. None: pages are kept.
@@ -59,15 +62,13 @@ class Scheduler:
         self.pool = pool
         self._token_budget = token_budget
         self._max_sequences = max_sequences
-        self.most_parked_pages = most_parked_pages
-        self._parked: dict[int, int] = {}  # pages by number
-        self._num_parked_pages = 0
         self._window = window
         self._queue = AdmissionQueue(order)
-        self._set_aside: deque[Sequence] = deque()
+        self._set_aside = SetAside(most_parked_pages)
         self._running: dict[int, Sequence] = {}  # by number, in the order of admission
         self._last_number = -1
         self._in_flight: Pass | None = None
+        self._num_wanted = 0
 
     @property
     def num_running(self) -> int:
@@ -77,7 +78,23 @@ class Scheduler:
     @property
     def num_parked_pages(self) -> int:
         """Pages in host memory."""
-        return self._num_parked_pages
+        return self._set_aside.num_parked_pages
+
+    @property
+    def num_spare_pages(self) -> int:
+        """Pages that nothing that was added so far will need; none as long as something waits or a prompt is under way.
+
+        A prompt may take more pages at once, where a window slides, than it cannot do without.
+        """
+        last = next(reversed(self._running.values()), None)
+        if self._next() or (last and last.num_tokens - last.num_computed > 1):
+            return 0
+        return max(self.pool.num_pages - self._num_wanted - self._most_reserved, 0)
+
+    @property
+    def num_wanted_pages(self) -> int:
+        """Pages that are enough for all that was added so far and is not finished, perhaps more than there are."""
+        return self._num_wanted + self._most_reserved
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn; sequences come with rising numbers.
@@ -88,7 +105,7 @@ class Scheduler:
         assert sequence.number > self._last_number, f"sequence {sequence.number} after {self._last_number}"
         assert sequence.state is SequenceState.WAITING
         assert not sequence.output_ids
-        num_pages = self.pages_alone(len(sequence.prompt_ids), sequence.max_new_tokens)
+        num_pages = self._pages_of(sequence)
         if num_pages > self.pool.num_pages:
             raise PlanError(
                 f"{len(sequence.prompt_ids)} prompt tokens and {sequence.max_new_tokens} new ones take {num_pages} "
@@ -96,6 +113,7 @@ class Scheduler:
                 "prompt, lower max_new_tokens, or give the KV cache more memory"
             )
         self._last_number = sequence.number
+        self._num_wanted += num_pages
         self._queue.add(sequence)
 
     def schedule(self) -> Pass | None:
@@ -105,7 +123,7 @@ class Scheduler:
         num_left = self._go_on(coming)
         sequence: Sequence | None = None
         while num_left and len(self._running) < self._max_sequences:
-            sequence = self._set_aside[0] if self._set_aside else self._queue.first()
+            sequence = self._next()
             if sequence is None or not self._admit(sequence, num_left, coming):
                 break
             num_left -= coming.chunks[-1].end - coming.chunks[-1].begin
@@ -116,13 +134,11 @@ class Scheduler:
         self._in_flight = coming
         return coming
 
-    def advance(self, computed: Pass, next_ids: Mapping[int, int]) -> None:
-        """Note that a pass was computed.
+    def advance(self, computed: Pass) -> None:
+        """Note that a pass is computed, or on its way: a sequence that has all its new tokens with it is finished.
 
         Args:
             computed: what `schedule` gave last.
-            next_ids: by number, the next token of each sequence whose chunk samples; those that were aborted meanwhile
-                need none. A sequence that has all its new tokens with it is finished.
         """
         assert computed is self._in_flight, "advance without the pass that was scheduled last"
         self._in_flight = None
@@ -134,38 +150,57 @@ class Scheduler:
             if window is not None:
                 self.pool.drop_before(sequence, self._first_needed(end))
             if samples:
-                sequence.output_ids.append(next_ids[sequence.number])
+                sequence.output_ids.append(PENDING)
                 if len(sequence.output_ids) >= sequence.max_new_tokens:
-                    self.finish(sequence)
+                    self.end(sequence)
 
-    def finish(self, sequence: Sequence) -> None:
-        """End a running sequence whose text is complete; its pages can be found until they are needed."""
-        assert sequence.state is SequenceState.RUNNING, f"sequence {sequence.number} is {sequence.state.name}"
-        assert self._in_flight is None, "a text ends after advance; what is given up meanwhile is aborted"
-        self._end(sequence)
+    def receive(self, next_ids: Iterable[tuple[Sequence, int]]) -> None:
+        """Say the tokens that the pass before has come to, before the next `advance`."""
+        for sequence, token_id in next_ids:
+            assert sequence.output_ids[-1] == PENDING, f"sequence {sequence.number} has all its tokens"
+            sequence.output_ids[-1] = token_id
 
-    def abort(self, sequence: Sequence) -> None:
-        """End a sequence that is not finished, whatever its state; what was parked of it is the caller's to drop."""
+    def end(self, sequence: Sequence) -> None:
+        """End a sequence that is not finished, whatever its state; what was parked of it is the caller's to drop.
+
+        Its pages can be found until they are needed.
+        """
         assert sequence.state is not SequenceState.FINISHED, f"sequence {sequence.number} is FINISHED"
-        if sequence in self._set_aside:
-            self._set_aside.remove(sequence)
-        self._end(sequence)
+        self._leave(sequence)
+        sequence.state = SequenceState.FINISHED
+        self._num_wanted -= self._pages_of(sequence)
 
     def restart(self, sequence: Sequence) -> None:
-        """Compute a running sequence again from its first token, in pages that it shares with no other."""
-        assert sequence.state is SequenceState.RUNNING, f"sequence {sequence.number} is {sequence.state.name}"
-        del self._running[sequence.number]
-        self.pool.release(sequence)
-        sequence.num_computed = 0
-        sequence.shares = False
-        sequence.state = SequenceState.WAITING
-        self._set_aside.appendleft(sequence)
+        """Compute a sequence again from its first token, in pages that it shares with no other, next of all.
 
-    def _end(self, sequence: Sequence) -> None:
+        It may be finished; a token that is pending is dropped, and what was parked is the caller's to drop.
+        """
+        if sequence.state is SequenceState.FINISHED:
+            self._num_wanted += self._pages_of(sequence)
+        self._leave(sequence)
+        if sequence.output_ids[-1:] == [PENDING]:
+            sequence.output_ids.pop()
+        sequence.shares = False
+        self._set_aside.add(sequence, 0)
+
+    def confine(self, num_pages: int) -> dict[int, int]:
+        """Use the first ``num_pages`` alone; more again where that is more, and all with all.
+
+        Returns:
+            Pages that are to be copied before the next pass, with the pages that take their places.
+        """
+        assert self._in_flight is None, "a pass that was scheduled has its pages"
+        moved = self.pool.confine(num_pages)
+        for sequence in self._running.values():
+            if not moved.keys().isdisjoint(sequence.pages):
+                sequence.pages = [moved.get(page, page) for page in sequence.pages]
+        return moved
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of wherever it is."""
+        self._set_aside.remove(sequence)
         self._running.pop(sequence.number, None)
-        self._num_parked_pages -= self._parked.pop(sequence.number, 0)
         self.pool.release(sequence)
-        sequence.state = SequenceState.FINISHED
 
     def _go_on(self, coming: Pass) -> int:
         """Chunks for those that run; the tokens left for others, none where one of them was set aside or has to wait.
@@ -185,8 +220,8 @@ class Scheduler:
             if end == begin:
                 return 0  # the last one waits for a page
             chunks.append(Chunk(sequence, begin, end, end == num_tokens))
-            if end // page_size > begin // page_size:
-                self._publish(sequence, begin // page_size, end)
+            if end // page_size > sequence.num_named:
+                self._publish(sequence, end)
             num_left -= end - begin
         return num_left
 
@@ -207,19 +242,14 @@ class Scheduler:
         """Set the last running sequence aside; it has no chunk in the pass yet, because it is the last."""
         del self._running[last.number]
         pages = tuple(last.pages[last.num_dropped :])
-        if self._may_park(len(pages)):
+        self._set_aside.add(last, len(pages))
+        if last.state is SequenceState.PARKED:
             coming.parked.append((last, pages))
-            self._parked[last.number] = len(pages)
-            self._num_parked_pages += len(pages)
-            last.state = SequenceState.PARKED
-        else:
-            last.num_computed = 0
-            last.state = SequenceState.WAITING
         self.pool.release(last)
-        self._set_aside.appendleft(last)
 
-    def _may_park(self, num_pages: int) -> bool:
-        return self.most_parked_pages is None or self.num_parked_pages + num_pages <= self.most_parked_pages
+    def _next(self) -> Sequence | None:
+        """The one to admit next."""
+        return self._set_aside.first() or self._queue.first()
 
     def _admit(self, sequence: Sequence, num_left: int, coming: Pass) -> bool:
         """Let a sequence run that waits or is parked, with a chunk in this pass; False where pages are short for it."""
@@ -238,7 +268,7 @@ class Scheduler:
 
         num_wanted = pool.pages_for(end) - len(sequence.pages)
         num_free = self._num_free_for_prompts(others)
-        if others and num_free < min(num_wanted, self.pages_alone(len(sequence.prompt_ids), sequence.max_new_tokens)):
+        if others and num_free < min(num_wanted, self._pages_of(sequence)):
             pool.release(sequence)
             return False
         sequence.pages += pool.take(min(num_wanted, num_free))
@@ -249,29 +279,34 @@ class Scheduler:
             coming.resumed.append((sequence, tuple(restored)))
         self._start(sequence, begin)
         coming.chunks.append(Chunk(sequence, begin, end, end == sequence.num_tokens))
-        self._publish(sequence, num_found, end)
+        self._publish(sequence, end)
         return True
 
     def _start(self, sequence: Sequence, begin: int) -> None:
-        if self._set_aside:
-            self._set_aside.popleft()
+        if sequence is self._set_aside.first():
+            self._set_aside.remove(sequence)
         else:
             self._queue.remove_first()
-        self._num_parked_pages -= self._parked.pop(sequence.number, 0)
         sequence.num_computed = begin
         sequence.state = SequenceState.RUNNING
         self._running[sequence.number] = sequence
 
-    def _publish(self, sequence: Sequence, first: int, end: int) -> None:
-        """Let others find the whole pages from index ``first`` up to position ``end``, restored ones among them."""
+    def _publish(self, sequence: Sequence, end: int) -> None:
+        """Let others find the pages up to position ``end``, restored ones too, that are whole and have known tokens."""
         if sequence.shares:
-            for index in range(first, end // self.pool.page_size):
-                self.pool.publish(sequence, index)
+            for _ in range(sequence.num_named, min(end, sequence.num_known) // self.pool.page_size):
+                self.pool.publish(sequence)
 
     def _num_free_for_prompts(self, num_others: int) -> int:
         """Pages that a prompt may take: one is left for each of the others, within a share of the pool."""
-        num_reserved = min(num_others, int(self.pool.num_pages * _MOST_RESERVED))
-        return max(self.pool.num_free - num_reserved, 0)
+        return max(self.pool.num_free - min(num_others, self._most_reserved), 0)
+
+    @property
+    def _most_reserved(self) -> int:
+        return int(self.pool.num_pages * _MOST_RESERVED)
+
+    def _pages_of(self, sequence: Sequence) -> int:
+        return self.pages_alone(len(sequence.prompt_ids), sequence.max_new_tokens)
 
     def _first_needed(self, position: int) -> int:
         """The first position that the token at ``position`` attends to."""

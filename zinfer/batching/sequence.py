@@ -5,6 +5,10 @@ Bookkeeping only: nothing here takes a page or decides what is computed next; th
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Final
+
+PENDING: Final = -1
+"""Stands in ``Sequence.output_ids`` for the last token where its pass is under way and it is not known yet."""
 
 
 class SequenceState(Enum):
@@ -28,11 +32,12 @@ class Sequence:
         number: place in the order of arrival, unique in a scheduler.
         prompt_ids: the prompt's tokens, one at least.
         max_new_tokens: most tokens to generate, one at least.
-        output_ids: the tokens generated so far.
+        output_ids: the tokens generated so far, the last one perhaps ``PENDING``.
         num_computed: tokens, from the first on, whose keys and values lie in pages (PARKED: in host memory).
         pages: numbers of the pages in token order; ``HOLE`` for those that a sliding window has left behind.
         num_dropped: holes at the beginning of ``pages``.
-        prefix: the pool's name for all tokens up to the end of the last whole page.
+        prefix: the pool's name for all tokens up to the end of the last page that has a name.
+        num_named: pages, from the first on, that ``prefix`` stands for.
         shares: whether its pages are found by others, and those of others by it.
         state: where it stands.
 
@@ -48,6 +53,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     num_dropped: int = 0
     prefix: int = 0
+    num_named: int = 0
     shares: bool = True
     state: SequenceState = SequenceState.WAITING
 
@@ -61,6 +67,12 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens of the prompt and of what is generated so far."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens, from the first on, that are known."""
+        output_ids = self.output_ids
+        return len(self.prompt_ids) + len(output_ids) - (1 if output_ids and output_ids[-1] == PENDING else 0)
 
     def tokens(self, begin: int, end: int) -> tuple[int, ...]:
         """The tokens at positions ``begin`` to ``end`` (exclusive) of prompt and output."""

@@ -74,6 +74,7 @@ def free_host_bytes() -> int:
 def free_device_bytes(limits: MachineLimits) -> int:
     """Device memory that is free for everything; on a CPU, where both are one memory, what the host's budget leaves."""
     if limits.on_cuda:
+        torch.cuda.empty_cache()  # what torch keeps for later is free too
         return int(torch.cuda.mem_get_info(limits.device)[0])
     return max(0, free_host_bytes() - limits.host_bytes)
 

@@ -1,0 +1,30 @@
+"""Small things on their way between host and device, neither of which waits for the other."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def send(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers as a tensor on the device: from pinned memory, since the host waits for the device else."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+class Delivery:
+    """Copies of device tensors, ready once the work before them is done; what comes after is not waited for."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._copies = list(tensors)
+        if any(tensor.is_cuda for tensor in tensors):
+            self._copies = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+            for copy, tensor in zip(self._copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def take(self) -> list[torch.Tensor]:
+        """The copies; blocks until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies
