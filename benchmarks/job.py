@@ -30,7 +30,7 @@ CASES: Final[dict[str, dict[str, object]]] = {
     "int8-kv8": {"quantization": {"bits": 8}, "kv_cache_dtype": "int8"},
     "int4-kv8": {"quantization": {"bits": 4, "group_size": 128}, "kv_cache_dtype": "int8"},
 }
-_WARM_UP_PROMPTS: Final = 48
+_WARM_UP_PROMPTS: Final = 180
 
 
 class Bench:
@@ -43,9 +43,13 @@ class Bench:
         shared = torch.randint(10, 50000, (args.shared,), generator=generator).tolist()
         own = torch.randint(10, 50000, (args.prompts, args.prompt - args.shared), generator=generator).tolist()
         self._prompts = [{"prompt_token_ids": [*shared, *ids]} for ids in own]
-        # Others than the job's: what the cache still holds of them would be found.
+        # Others than the job's: what the cache still holds of them would be found. The one after the other ends, so
+        # that every number of texts that a job ends with was there once, and the kernels for it are compiled.
         other = torch.randint(10, 50000, (_WARM_UP_PROMPTS, args.prompt), generator=generator).tolist()
-        self._warm_up = [{"prompt_token_ids": ids} for ids in other]
+        self._warm_up = [{"prompt_token_ids": ids[: args.prompt if i < 64 else 16]} for i, ids in enumerate(other)]
+        self._warm_up_params = [
+            zinfer.SamplingParams(max_new_tokens=2 + i // 3, ignore_eos=True) for i in range(len(other))
+        ]
         self._layer_params = 12 * args.hidden**2 * args.layers
 
     def measure(self, case: str) -> dict[str, object]:
@@ -69,7 +73,7 @@ class Bench:
         params = zinfer.SamplingParams(max_new_tokens=args.new, ignore_eos=True)
         with zinfer.LLM(self._folder, config) as llm:
             print(case, home, llm.plan, flush=True)
-            llm.generate(self._warm_up, zinfer.SamplingParams(max_new_tokens=4))
+            llm.generate(self._warm_up, self._warm_up_params)
             passes, tokens = llm.stats().passes, llm.num_tokens
             begin_s = time.perf_counter()
             found = llm.generate(self._prompts, params)

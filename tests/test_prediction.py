@@ -14,7 +14,7 @@ from zinfer.planning.footprint import Footprint
 from zinfer.planning.forecast import make_forecast
 from zinfer.planning.outline import Outline, read_outline
 from zinfer.planning.planner import Plan
-from zinfer.planning.prediction import BlockWork, find_work, predict
+from zinfer.planning.prediction import BlockWork, find_work, pass_time, predict
 from zinfer.planning.presets import PRESETS
 from zinfer.planning.request import Request
 
@@ -169,3 +169,19 @@ def test_a_real_plan_that_the_disk_bounds(outline: Outline) -> None:
     assert forecast.plan.num_blocks(Tier.DISK) == 14
     assert forecast.prediction.decode.bottleneck == "disk"
     assert forecast.prediction.decode.seconds == pytest.approx(forecast.plan.streamed_bytes / 2e9, rel=1e-9)
+
+
+def test_blocks_that_stay_in_lent_memory_do_not_pass() -> None:
+    homes = plan(PINNED, RESIDENT, DISK, PINNED)
+    found = [
+        pass_time(homes, WORK, rates(), 1, 1, cache_bytes=0, lent_bytes=count * BLOCK_BYTES + 1) for count in range(5)
+    ]
+    assert [each.link_s for each in found] == pytest.approx([count * BLOCK_BYTES / 10e9 for count in (3, 2, 1, 0, 0)])
+    assert [each.disk_s > 0 for each in found] == [True, False, False, False, False]
+
+
+def test_reading_the_cache_does_not_overlap_with_products() -> None:
+    homes, cache_bytes = plan(*[RESIDENT] * NUM_BLOCKS), 10**9
+    bare, full = (pass_time(homes, WORK, rates(), 10**6, 1, cache_bytes=nbytes) for nbytes in (0, cache_bytes))
+    assert bare.bottleneck == "matrix work"
+    assert full.seconds == pytest.approx(bare.seconds + cache_bytes / rates().device_bytes_per_s)

@@ -166,6 +166,9 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
     predicted = predict_job(
         rehearse(job.prompt_lens, job.new_tokens, budget),
         read_kv_shape(outline.config).token_bytes(budget.kv_dtype),
-        lambda tokens, rows, nbytes: pass_time(plan, work, rates, tokens, rows, cache_bytes=nbytes),
+        budget.page_size,
+        lambda tokens, rows, nbytes, lent: pass_time(
+            plan, work, rates, tokens, rows, cache_bytes=nbytes, lent_bytes=lent
+        ),
     )
     return JobPlan(batching, budget, plan, job, predicted, predicted.seconds * job.num_rows / len(job.prompt_lens))

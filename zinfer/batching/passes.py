@@ -26,11 +26,13 @@ class PassSize(NamedTuple):
     num_tokens: tokens that are computed.
     num_samples: texts that get a next token.
     num_context: tokens that are attended to, over all texts.
+    num_lent_pages: pages that were to spare, and lent to weights, in the pass before.
     """
 
     num_tokens: int
     num_samples: int
     num_context: int
+    num_lent_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,13 @@ class Pass:
         parked: sequences with the pages to copy out, in token order.
         resumed: sequences with the pages to copy into: the last so many of those that were parked. What came before
             them was found on the device; where all of it was, there are none.
+        num_lent_pages: as in `PassSize`.
     """
 
     chunks: list[Chunk]
     parked: list[tuple[Sequence, tuple[int, ...]]]
     resumed: list[tuple[Sequence, tuple[int, ...]]]
+    num_lent_pages: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -60,4 +64,4 @@ class Pass:
     @property
     def size(self) -> PassSize:
         num_samples = sum(chunk.samples for chunk in self.chunks)
-        return PassSize(self.num_tokens, num_samples, sum(chunk.end for chunk in self.chunks))
+        return PassSize(self.num_tokens, num_samples, sum(chunk.end for chunk in self.chunks), self.num_lent_pages)

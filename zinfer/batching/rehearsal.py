@@ -73,16 +73,26 @@ def rehearse(
 
 
 def predict_job(
-    sizes: Sequence[PassSize], token_bytes: int, pass_time: Callable[[int, int, int], PassTime]
+    sizes: Sequence[PassSize], token_bytes: int, page_size: int, pass_time: Callable[[int, int, int, int], PassTime]
 ) -> JobPrediction:
     """How long the passes of a job take.
 
     Args:
         sizes: of the passes, one at least.
         token_bytes: of one token's keys and values in all layers.
-        pass_time: seconds of a pass by its tokens, its texts and the bytes of keys and values that it reads.
+        page_size: tokens of a page.
+        pass_time: seconds of a pass by its tokens, its texts, the bytes of keys and values that it reads, and the bytes
+            that are lent to weights.
     """
-    times = [pass_time(size.num_tokens, size.num_samples, size.num_context * token_bytes) for size in sizes]
+    times = [
+        pass_time(
+            size.num_tokens,
+            size.num_samples,
+            size.num_context * token_bytes,
+            size.num_lent_pages * page_size * token_bytes,
+        )
+        for size in sizes
+    ]
     seconds = sum(each.seconds for each in times)
     names = [each.bottleneck for each in times]
     num_tokens, num_new = sum(size.num_tokens for size in sizes), sum(size.num_samples for size in sizes)

@@ -69,6 +69,7 @@ class Scheduler:
         self._last_number = -1
         self._in_flight: Pass | None = None
         self._num_wanted = 0
+        self._num_lent = 0
 
     @property
     def num_running(self) -> int:
@@ -119,7 +120,8 @@ class Scheduler:
     def schedule(self) -> Pass | None:
         """The next pass, with one chunk at least; None where nothing is left to do."""
         assert self._in_flight is None, "the pass before was not followed by advance"
-        coming = Pass([], [], [])
+        coming = Pass([], [], [], self._num_lent)
+        self._num_lent = self.num_spare_pages
         num_left = self._go_on(coming)
         sequence: Sequence | None = None
         while num_left and len(self._running) < self._max_sequences:

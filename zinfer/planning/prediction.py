@@ -2,11 +2,12 @@
 
     pass_seconds = max(disk, link, host copies, matrix work, device memory)
 
-Each term is what one resource has to do in a pass over its rate; they overlap, so the slowest one is the pass. The
-stream runs on from one pass into the next, so filling and draining it costs nothing but at the first pass. What the
-device slots cannot hide is not modelled: with a block that is much larger than the others, or disk and host homes side
-by side, a lane may wait for a slot although its resource has work. Kernel launches are not counted either, nor the
-products of queries with keys and of weights with values, which have no parameters.
+Each term is what one resource has to do in a pass over its rate; they overlap, so the slowest one is the pass. Only
+attention does not overlap with the products before and after it: reading the cache counts with both. The stream runs on
+from one pass into the next, so filling and draining it costs nothing but at the first pass. What the device slots
+cannot hide is not modelled: with a block that is much larger than the others, or disk and host homes side by side, a
+lane may wait for a slot although its resource has work. Kernel launches are not counted either, nor the products of
+queries with keys and of weights with values, which have no parameters.
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,7 +57,10 @@ class BlockWork:
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds that each resource has work for in one pass over ``num_tokens`` tokens."""
+    """Seconds that each resource has work for in one pass over ``num_tokens`` tokens.
+
+    ``device_s`` is of all that device memory gives, ``cache_s`` the keys' and values' part of it.
+    """
 
     num_tokens: int
     disk_s: float
@@ -64,6 +68,7 @@ class PassTime:
     host_s: float
     matrix_s: float
     device_s: float
+    cache_s: float
 
     @property
     def terms(self) -> dict[str, float]:
@@ -72,7 +77,7 @@ class PassTime:
             "disk": self.disk_s,
             "link": self.link_s,
             "host copies": self.host_s,
-            "matrix work": self.matrix_s,
+            "matrix work": self.matrix_s + self.cache_s,
             "device memory": self.device_s,
         }
 
@@ -164,7 +169,14 @@ def _work(block: ModelBlock, shape: ModelShape) -> BlockWork:
 
 
 def pass_time(
-    plan: Plan, work: Sequence[BlockWork], rates: Rates, num_tokens: int, num_rows: int, *, cache_bytes: int
+    plan: Plan,
+    work: Sequence[BlockWork],
+    rates: Rates,
+    num_tokens: int,
+    num_rows: int,
+    *,
+    cache_bytes: int,
+    lent_bytes: int = 0,
 ) -> PassTime:
     """One pass.
 
@@ -173,8 +185,11 @@ def pass_time(
         num_tokens: tokens that the layers compute.
         num_rows: tokens that the head computes.
         cache_bytes: of keys and values that are read.
+        lent_bytes: of the device, in which blocks have come to stay.
     """
     wired = [(each, home, _wire_bytes(each, home)) for each, home in zip(work, plan.homes, strict=True)]
+    if plan.slot_bytes:
+        wired = _passing(wired, lent_bytes // plan.slot_bytes)
     disk_bytes = sum(nbytes for _, home, nbytes in wired if home.tier is Tier.DISK)
     # A pageable slab passes through pinned staging; without any pinned memory, on a CPU, it is copied as it lies.
     pageable = [nbytes for _, home, nbytes in wired if home.tier is Tier.HOST and not home.pinned and plan.pinned_bytes]
@@ -188,7 +203,14 @@ def pass_time(
         host_s=sum(pageable) / rates.host_bytes_per_s,
         matrix_s=flops / rates.flops_per_s,
         device_s=(sum(each.block.nbytes for each in work) + cache_bytes) / rates.device_bytes_per_s,
+        cache_s=cache_bytes / rates.device_bytes_per_s,
     )
+
+
+def _passing(wired: list[tuple[BlockWork, Home, int]], num_staying: int) -> list[tuple[BlockWork, Home, int]]:
+    """Without the blocks that stay on the device, those from disk first."""
+    streamed = [entry for entry in wired if entry[1].tier is not Tier.DEVICE]
+    return sorted(streamed, key=lambda entry: entry[1].tier is not Tier.DISK)[num_staying:]
 
 
 def _wire_bytes(work: BlockWork, home: Home) -> int:
