@@ -15,10 +15,8 @@ A correctness gate comes first. The last line is JSON.
 
 import argparse
 import json
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -26,9 +24,9 @@ from unittest import mock
 
 import torch
 from device_clock import Call, call_seconds, copy_bytes_per_s, graph_seconds, num_copies
+from race import least, race
 from result import publish
 from torch.nn import functional
-from triton.runtime.errors import OutOfResources
 
 from zinfer.kernels.cases import FORMATS, SMALL, TYPICAL, Shape, allowed_error, fits, random_input, random_matrix
 from zinfer.kernels.dequantize import dequantize_kernel, dequantize_ref
@@ -43,7 +41,6 @@ _TUNED_TOKENS: Final = (1, 8, 16, 32, 64)
 _TUNED_INT8_TOKENS: Final = 4096
 _MOST_FUSED: Final = 256  # tokens that the fused kernel is tried with
 _FEWEST_INT8: Final = 256  # tokens that INT8 by INT8 is tried with
-_COMPILERS: Final = 12  # threads
 _GATE_SHAPES: Final = (*SMALL, Shape(1, 1024, 4096), Shape(40, 512, 2048))
 
 
@@ -152,10 +149,10 @@ class Bench:
                         tiles: [partial(fused_linear, x, matrix, None, tiles) for matrix in matrices]
                         for tiles in candidates(format.bits, tokens)
                     }
-                    for tiles, seconds in _race(f"{name_of(format)} {rows}x{columns} tokens {tokens}", tried).items():
+                    for tiles, seconds in race(f"{name_of(format)} {rows}x{columns} tokens {tokens}", tried).items():
                         by_tile[block_tokens_for(tokens)][tiles].append(seconds)
             for block_tokens, times in by_tile.items():
-                best[f"({format.bits}, {block_tokens})"] = str(_least(times))
+                best[f"({format.bits}, {block_tokens})"] = str(least(times))
         return best | {"int8_linear": self._tune_int8(shapes)}
 
     def _tune_int8(self, shapes: Sequence[tuple[int, int]]) -> str:
@@ -167,37 +164,9 @@ class Bench:
                 tiles: [partial(int8_linear_kernel, x, matrix, None, tiles) for matrix in matrices]
                 for tiles in CANDIDATES
             }
-            for tiles, seconds in _race(f"w8a8 {rows}x{columns} tokens {_TUNED_INT8_TOKENS}", tried).items():
+            for tiles, seconds in race(f"w8a8 {rows}x{columns} tokens {_TUNED_INT8_TOKENS}", tried).items():
                 times[tiles].append(seconds)
-        return str(_least(times))
-
-
-def _race(name: str, tried: Mapping[Any, Sequence[Call]]) -> dict[Any, float]:
-    """Seconds of each that runs; prints the three fastest."""
-    with ThreadPoolExecutor(_COMPILERS) as pool:
-        runs = dict(zip(tried, pool.map(_runs, (calls[0] for calls in tried.values())), strict=True))
-    torch.cuda.synchronize()
-    found = {tiles: graph_seconds(calls, replays=7) for tiles, calls in tried.items() if runs[tiles]}
-    for tiles in sorted(found, key=lambda tiles: found[tiles])[:3]:
-        print(f"{name}: {found[tiles] * 1e6:8.2f} us {tiles}", flush=True)
-    return found
-
-
-def _runs(call: Call) -> bool:
-    """Whether a kernel fits the device; compiles it."""
-    try:
-        call()
-    except OutOfResources:
-        return False
-    return True
-
-
-def _least(times: dict[Any, list[float]]) -> Any:
-    """The key with the least geometric mean, of those that ran everywhere."""
-    most = max(map(len, times.values()))
-    return min(
-        (tiles for tiles in times if len(times[tiles]) == most), key=lambda tiles: sum(map(math.log, times[tiles]))
-    )
+        return str(least(times))
 
 
 def name_of(format: QuantFormat) -> str:
