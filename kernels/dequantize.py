@@ -1,11 +1,4 @@
-"""Turns a quantized matrix back into one that any product takes.
-
-Also how codes become floating-point numbers in registers, for every kernel that reads a quantized matrix. A GPU
-converts 16 integers a clock where it could multiply 128: so codes are or-ed into the mantissa of a number whose last
-place is worth 1 (1024 in float16, 128 in bfloat16), which is then taken off (Kim et al. 2022, "Who says elephants can't
-run"). All of it is exact: the codes come out as whole numbers. Triton's interpreter knows no PTX and has no arithmetic
-for bfloat16: there they come out in float32.
-"""
+"""Turns a quantized matrix back into one that any product takes."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,6 +9,7 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.quantized import SYMMETRIC_INT4_ZERO, QuantizedMatrix
+from zinfer.kernels.widening import widen_bytes, widen_nibbles
 
 INTERPRETED: Final = bool(triton.knobs.runtime.interpret)  # fixed when the kernels below are decorated
 _SLICE_ELEMENTS: Final = 4 << 20  # 16 MiB in float32, of which the reference holds at most four at a time
@@ -133,78 +127,6 @@ def _target(matrix: QuantizedMatrix, out: torch.Tensor | None) -> torch.Tensor:
             f"contiguous {dtype} {shape} on {device}"
         )
     return out
-
-
-def _bytes_asm(bfloat: bool, signed: bool) -> str:
-    """PTX: four codes ($2) to four numbers ($0, $1), unsigned codes less 128.
-
-    bfloat16 has 7 bits of mantissa, one too few for 128 + code. But for a signed code of bits s and r its value is
-    r - 128 s, and 128 + 128 s is what the lone bit s makes of 128: it is the last bit of the exponent.
-    """
-    first = "{ .reg .b32 c, a, b, d; "
-    first += f"xor.b32 c, $2, {'0x80808080' if signed != bfloat else '0'}; "
-    if not bfloat:
-        spread = "prmt.b32 a, c, 0x64646464, 0x4140; prmt.b32 b, c, 0x64646464, 0x4342; mov.b32 d, 0xe480e480; "
-        return first + spread + "add.rn.f16x2 $0, a, d; add.rn.f16x2 $1, b, d; }"
-    spread = ".reg .b32 p, q, m; prmt.b32 a, c, 0x43434343, 0x4140; prmt.b32 b, c, 0x43434343, 0x4342; "
-    spread += "and.b32 p, a, 0xff80ff80; and.b32 q, b, 0xff80ff80; and.b32 a, a, 0xff7fff7f; and.b32 b, b, 0xff7fff7f; "
-    spread += "mov.b32 m, 0xbf80bf80; "
-    return first + spread + "fma.rn.bf16x2 $0, p, m, a; fma.rn.bf16x2 $1, q, m, b; }"
-
-
-def _nibbles_asm(bfloat: bool) -> str:
-    """PTX: eight codes ($4) less 8: those in the low halves of the bytes ($0, $1), those in the high ones ($2, $3)."""
-    first = "{ .reg .b32 a, b, c, d, m, n; prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; "
-    magic = "0x43004300" if bfloat else "0x64006400"
-    low = f"lop3.b32 $0, a, 0x000f000f, {magic}, 0xea; lop3.b32 $1, b, 0x000f000f, {magic}, 0xea; "
-    if bfloat:
-        high = "shr.b32 c, a, 4; shr.b32 d, b, 4; "
-        high += f"lop3.b32 $2, c, 0x000f000f, {magic}, 0xea; lop3.b32 $3, d, 0x000f000f, {magic}, 0xea; "
-        last = "mov.b32 m, 0x3f803f80; mov.b32 n, 0xc308c308; "
-        return first + low + high + last + " ".join(f"fma.rn.bf16x2 ${i}, ${i}, m, n;" for i in range(4)) + " }"
-    high = f"lop3.b32 $2, a, 0x00f000f0, {magic}, 0xea; lop3.b32 $3, b, 0x00f000f0, {magic}, 0xea; "
-    low += "mov.b32 c, 0xe408e408; add.rn.f16x2 $0, $0, c; add.rn.f16x2 $1, $1, c; "
-    high += "mov.b32 m, 0x2c002c00; mov.b32 n, 0xd480d480; "  # (1024 + 16 code) / 16 - 72
-    return first + low + high + "fma.rn.f16x2 $2, $2, m, n; fma.rn.f16x2 $3, $3, m, n; }"
-
-
-_SIGNED_TO_FP16 = tl.constexpr(_bytes_asm(bfloat=False, signed=True))
-_SIGNED_TO_BF16 = tl.constexpr(_bytes_asm(bfloat=True, signed=True))
-_UNSIGNED_TO_FP16 = tl.constexpr(_bytes_asm(bfloat=False, signed=False))
-_UNSIGNED_TO_BF16 = tl.constexpr(_bytes_asm(bfloat=True, signed=False))
-_NIBBLES_TO_FP16 = tl.constexpr(_nibbles_asm(bfloat=False))
-_NIBBLES_TO_BF16 = tl.constexpr(_nibbles_asm(bfloat=True))
-
-
-@triton.jit
-def widen_bytes(codes, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes of 8 bits as float16, or bfloat16: int8, uint8 less 128, or the bits of e4m3 numbers (IS_FLOAT)."""
-    signed: tl.constexpr = codes.dtype == tl.int8
-    if IS_FLOAT:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16 if IS_BFLOAT else tl.float16)
-    elif not COMPILED:
-        return codes.to(tl.float32) if signed else codes.to(tl.float32) - 128
-    elif IS_BFLOAT:
-        to_bf16: tl.constexpr = _SIGNED_TO_BF16 if signed else _UNSIGNED_TO_BF16
-        return tl.inline_asm_elementwise(to_bf16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
-    else:
-        to_fp16: tl.constexpr = _SIGNED_TO_FP16 if signed else _UNSIGNED_TO_FP16
-        return tl.inline_asm_elementwise(to_fp16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
-
-
-@triton.jit
-def widen_nibbles(codes, IS_BFLOAT: tl.constexpr, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes of 4 bits less 8 as float16, or bfloat16: those in the low halves of the bytes, those in the high ones."""
-    if not COMPILED:
-        return (codes & 15).to(tl.float32) - 8, (codes >> 4).to(tl.float32) - 8
-    elif IS_BFLOAT:
-        return tl.inline_asm_elementwise(
-            _NIBBLES_TO_BF16, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            _NIBBLES_TO_FP16, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-        )
 
 
 @triton.jit

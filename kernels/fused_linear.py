@@ -11,16 +11,10 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.dequantize import (
-    INTERPRETED,
-    has_kernels,
-    kernel_codes,
-    on_device,
-    widen_bytes,
-    widen_nibbles,
-)
+from zinfer.kernels.dequantize import INTERPRETED, has_kernels, kernel_codes, on_device
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.tiles import Cut, Tiles, most_block, tiles_for
+from zinfer.kernels.widening import widen_bytes, widen_nibbles
 
 _LEAST_BLOCK: Final = 16  # columns of one tensor core instruction
 _REDUCE_BLOCK: Final = 1024

@@ -1,0 +1,138 @@
+"""How codes become floating-point numbers in registers, for every kernel that reads codes.
+
+A GPU converts 16 integers a clock where it could multiply 128: so codes are or-ed into the mantissa of a number whose
+last place is worth 1 (1024 in float16, 128 in bfloat16), which is then taken off (Kim et al. 2022, "Who says elephants
+can't run"). All of it is exact: the codes come out as whole numbers. Triton's interpreter knows no PTX and has no
+arithmetic for bfloat16: there they come out in float32.
+"""
+
+import triton
+import triton.language as tl
+
+
+def _bytes_asm(bfloat: bool, signed: bool) -> str:
+    """PTX: four codes ($2) to four numbers ($0, $1), unsigned codes less 128.
+
+    bfloat16 has 7 bits of mantissa, one too few for 128 + code. But for a signed code of bits s and r its value is
+    r - 128 s, and 128 + 128 s is what the lone bit s makes of 128: it is the last bit of the exponent.
+    """
+    return _spread_asm("$2", "$0", "$1", bfloat, signed)
+
+
+def _words_asm(bfloat: bool, is_float: bool) -> str:
+    """PTX: two words of four codes ($4, $5) to the pairs of their first numbers ($0), of their second ($1), and so on.
+
+    Codes are signed, or the bits of e4m3 numbers.
+    """
+    spread = _floats_asm if is_float else _spread_asm
+    first = "{ .reg .b32 x, y; prmt.b32 x, $4, $5, 0x5140; prmt.b32 y, $4, $5, 0x7362; "
+    return first + spread("x", "$0", "$1", bfloat) + spread("y", "$2", "$3", bfloat) + " }"
+
+
+def _floats_asm(codes: str, low: str, high: str, bfloat: bool) -> str:
+    """PTX: four e4m3 numbers to two pairs.
+
+    For bfloat16 their exponent and mantissa are put where bfloat16 has the last places of the one and the first of the
+    other; what that leaves out is a power of two.
+    """
+    if not bfloat:
+        first = f"{{ .reg .b16 a, b; mov.b32 {{a, b}}, {codes}; "
+        return first + f"cvt.rn.f16x2.e4m3x2 {low}, a; cvt.rn.f16x2.e4m3x2 {high}, b; }} "
+    first = f"{{ .reg .b32 a, b, c, d, m, n; prmt.b32 a, {codes}, 0, 0x1404; prmt.b32 b, {codes}, 0, 0x3424; "
+    first += "shr.b32 c, a, 4; shr.b32 d, b, 4; and.b32 c, c, 0x07f007f0; and.b32 d, d, 0x07f007f0; "
+    first += "lop3.b32 c, a, 0x80008000, c, 0xea; lop3.b32 d, b, 0x80008000, d, 0xea; "
+    first += "mov.b32 m, 0x7b807b80; mov.b32 n, 0x80008000; "  # 2**120, -0
+    return first + f"fma.rn.bf16x2 {low}, c, m, n; fma.rn.bf16x2 {high}, d, m, n; }} "
+
+
+def _spread_asm(codes: str, low: str, high: str, bfloat: bool, signed: bool = True) -> str:
+    first = "{ .reg .b32 c, a, b, d; "
+    first += f"xor.b32 c, {codes}, {'0x80808080' if signed != bfloat else '0'}; "
+    if not bfloat:
+        spread = "prmt.b32 a, c, 0x64646464, 0x4140; prmt.b32 b, c, 0x64646464, 0x4342; mov.b32 d, 0xe480e480; "
+        return first + spread + f"add.rn.f16x2 {low}, a, d; add.rn.f16x2 {high}, b, d; }} "
+    spread = ".reg .b32 p, q, m; prmt.b32 a, c, 0x43434343, 0x4140; prmt.b32 b, c, 0x43434343, 0x4342; "
+    spread += "and.b32 p, a, 0xff80ff80; and.b32 q, b, 0xff80ff80; and.b32 a, a, 0xff7fff7f; and.b32 b, b, 0xff7fff7f; "
+    spread += "mov.b32 m, 0xbf80bf80; "
+    return first + spread + f"fma.rn.bf16x2 {low}, p, m, a; fma.rn.bf16x2 {high}, q, m, b; }} "
+
+
+def _nibbles_asm(bfloat: bool) -> str:
+    """PTX: eight codes ($4) less 8: those in the low halves of the bytes ($0, $1), those in the high ones ($2, $3)."""
+    first = "{ .reg .b32 a, b, c, d, m, n; prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; "
+    magic = "0x43004300" if bfloat else "0x64006400"
+    low = f"lop3.b32 $0, a, 0x000f000f, {magic}, 0xea; lop3.b32 $1, b, 0x000f000f, {magic}, 0xea; "
+    if bfloat:
+        high = "shr.b32 c, a, 4; shr.b32 d, b, 4; "
+        high += f"lop3.b32 $2, c, 0x000f000f, {magic}, 0xea; lop3.b32 $3, d, 0x000f000f, {magic}, 0xea; "
+        last = "mov.b32 m, 0x3f803f80; mov.b32 n, 0xc308c308; "
+        return first + low + high + last + " ".join(f"fma.rn.bf16x2 ${i}, ${i}, m, n;" for i in range(4)) + " }"
+    high = f"lop3.b32 $2, a, 0x00f000f0, {magic}, 0xea; lop3.b32 $3, b, 0x00f000f0, {magic}, 0xea; "
+    low += "mov.b32 c, 0xe408e408; add.rn.f16x2 $0, $0, c; add.rn.f16x2 $1, $1, c; "
+    high += "mov.b32 m, 0x2c002c00; mov.b32 n, 0xd480d480; "  # (1024 + 16 code) / 16 - 72
+    return first + low + high + "fma.rn.f16x2 $2, $2, m, n; fma.rn.f16x2 $3, $3, m, n; }"
+
+
+_SIGNED_TO_FP16 = tl.constexpr(_bytes_asm(bfloat=False, signed=True))
+_SIGNED_TO_BF16 = tl.constexpr(_bytes_asm(bfloat=True, signed=True))
+_UNSIGNED_TO_FP16 = tl.constexpr(_bytes_asm(bfloat=False, signed=False))
+_UNSIGNED_TO_BF16 = tl.constexpr(_bytes_asm(bfloat=True, signed=False))
+_WORDS_TO_FP16 = tl.constexpr(_words_asm(bfloat=False, is_float=False))
+_WORDS_TO_BF16 = tl.constexpr(_words_asm(bfloat=True, is_float=False))
+_FLOAT_WORDS_TO_FP16 = tl.constexpr(_words_asm(bfloat=False, is_float=True))
+_FLOAT_WORDS_TO_BF16 = tl.constexpr(_words_asm(bfloat=True, is_float=True))
+_NIBBLES_TO_FP16 = tl.constexpr(_nibbles_asm(bfloat=False))
+_NIBBLES_TO_BF16 = tl.constexpr(_nibbles_asm(bfloat=True))
+
+
+@triton.jit
+def widen_bytes(codes, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes of 8 bits as float16, or bfloat16: int8, uint8 less 128, or the bits of e4m3 numbers (IS_FLOAT)."""
+    signed: tl.constexpr = codes.dtype == tl.int8
+    if IS_FLOAT:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16 if IS_BFLOAT else tl.float16)
+    elif not COMPILED:
+        return codes.to(tl.float32) if signed else codes.to(tl.float32) - 128
+    elif IS_BFLOAT:
+        to_bf16: tl.constexpr = _SIGNED_TO_BF16 if signed else _UNSIGNED_TO_BF16
+        return tl.inline_asm_elementwise(to_bf16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        to_fp16: tl.constexpr = _SIGNED_TO_FP16 if signed else _UNSIGNED_TO_FP16
+        return tl.inline_asm_elementwise(to_fp16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+
+
+@triton.jit
+def widen_words(words, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Words of four codes as float16, or bfloat16: the first code of each, the second, and so on.
+
+    Codes are int8, or the bits of e4m3 numbers (IS_FLOAT).
+    """
+    if not COMPILED:
+        found = ()
+        for code in tl.static_range(4):
+            codes = (words >> 8 * code).to(tl.uint8 if IS_FLOAT else tl.int8)
+            found += (widen_bytes(codes, IS_BFLOAT, IS_FLOAT, COMPILED),)  # type: ignore[assignment]
+        return found
+    elif IS_BFLOAT:
+        to_bf16: tl.constexpr = _FLOAT_WORDS_TO_BF16 if IS_FLOAT else _WORDS_TO_BF16
+        bf16s: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+        return tl.inline_asm_elementwise(to_bf16, "=r,=r,=r,=r,r,r", [words], dtype=bf16s, is_pure=True, pack=2)
+    else:
+        to_fp16: tl.constexpr = _FLOAT_WORDS_TO_FP16 if IS_FLOAT else _WORDS_TO_FP16
+        fp16s: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+        return tl.inline_asm_elementwise(to_fp16, "=r,=r,=r,=r,r,r", [words], dtype=fp16s, is_pure=True, pack=2)
+
+
+@triton.jit
+def widen_nibbles(codes, IS_BFLOAT: tl.constexpr, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes of 4 bits less 8 as float16, or bfloat16: those in the low halves of the bytes, those in the high ones."""
+    if not COMPILED:
+        return (codes & 15).to(tl.float32) - 8, (codes >> 4).to(tl.float32) - 8
+    elif IS_BFLOAT:
+        return tl.inline_asm_elementwise(
+            _NIBBLES_TO_BF16, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _NIBBLES_TO_FP16, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
