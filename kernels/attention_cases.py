@@ -52,6 +52,7 @@ SMALL: Final = (
     AttentionCase(((1, 33), (5, 40)), 3, 3, 192, 128, 16, torch.float32, alibi=True),
     AttentionCase(((1, 40), (2, 35)), 20, 1, 576, 512, 32),
     AttentionCase(((1, 60), (7, 50)), 4, 1, 64, 64, 32, torch.float16, torch.float8_e4m3fn, alibi=True, sinks=True),
+    AttentionCase(((1, 40), (5, 30)), 4, 2, 22, 6, 16, torch.float16, torch.int8),
 )
 """Fast enough for an interpreter; each head dim, page size and rule occurs."""
 
@@ -64,6 +65,10 @@ LARGE: Final = (
     AttentionCase(((1, 4000), (1, 77), (900, 2100)), 32, 8, 128, 128, 64, torch.float16, torch.int8),
     AttentionCase(((1, 4000), (1, 77), (900, 2100)), 32, 8, 128, 128, 16, torch.bfloat16, torch.int8),
     AttentionCase(((1, 4000), (1, 77), (900, 2100)), 32, 8, 128, 128, 64, torch.bfloat16, torch.float8_e4m3fn),
+    AttentionCase(tuple((1, 540 + 31 * row) for row in range(24)), 56, 56, 128, 128, 64, torch.float16, torch.int8),
+    AttentionCase(tuple((1, 540 + 31 * row) for row in range(24)), 64, 8, 128, 128, pages_dtype=torch.float8_e4m3fn),
+    AttentionCase(((1, 4000), (900, 2100)), 64, 8, 64, 64, 32, torch.bfloat16, torch.int8, window=128, sinks=True),
+    AttentionCase(((1, 4000), (1, 3), (900, 2100)), 32, 32, 80, 80, 64, torch.float16, torch.int8),
     AttentionCase(((1, 2000), (500, 1500)), 71, 1, 64, 64, 64, torch.bfloat16, alibi=True),
     AttentionCase(((1, 2000), (500, 1500)), 32, 32, 80, 80),
     AttentionCase(((1, 2000), (500, 1500)), 16, 16, 192, 128, 64, torch.bfloat16),

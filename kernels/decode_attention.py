@@ -11,15 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
+from zinfer.kernels.attention_arguments import tile_arguments, words_fit
 from zinfer.kernels.attention_rule import AttentionRule
-from zinfer.kernels.attention_tile import attend, first_state, load_rows, tile_arguments
+from zinfer.kernels.attention_tile import attend, first_state, load_rows, whole_sums
 from zinfer.kernels.dequantize import on_device
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
 
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """A program's tile: keys of a step and of a split, warps, and steps under way."""
+    """A program's tile: keys of a step and, about, of a split, warps, and steps under way."""
 
     keys: int
     split_keys: int
@@ -34,6 +35,12 @@ _BY_COLUMNS: Final = {
     256: DecodeTiles(32, 512, 4, 3),
     1024: DecodeTiles(16, 512, 8, 2),
 }
+_WORDS_BY_COLUMNS: Final = {  # of codes; more warps than words have whole tiles of columns would do the same twice
+    64: DecodeTiles(64, 512, 1, 3),
+    128: DecodeTiles(64, 512, 4, 3),
+    256: DecodeTiles(32, 512, 4, 3),
+    1024: DecodeTiles(16, 512, 8, 2),
+}
 _WIDE: Final = DecodeTiles(16, 512, 4, 3)  # float32, without tensor cores
 _MOST_SPLITS: Final = 16  # of a segment; longer ones have longer splits, so that their sums fit in one tile
 _WORKSPACE_BYTES: Final = 64 << 20  # of sums that wait to be combined; more segments are taken in turns
@@ -41,11 +48,12 @@ _FEWEST_ROWS: Final = 16  # of a tensor core's operand
 _MOST_ROWS: Final = 64
 
 
-def decode_tiles_for(head_dim: int, value_dim: int, dtype: torch.dtype) -> DecodeTiles:
-    """The tiles chosen for a model's heads and dtype."""
+def decode_tiles_for(head_dim: int, value_dim: int, dtype: torch.dtype, words: bool) -> DecodeTiles:
+    """The tiles chosen for a model's heads and dtype, and for codes that are taken as words."""
     if dtype == torch.float32:
         return _WIDE
-    return _BY_COLUMNS[min(most for most in _BY_COLUMNS if most >= max(head_dim, value_dim))]
+    by_columns = _WORDS_BY_COLUMNS if words else _BY_COLUMNS
+    return by_columns[min(most for most in by_columns if most >= max(head_dim, value_dim))]
 
 
 def decode_attention(
@@ -65,10 +73,10 @@ def decode_attention(
         tiles: others than those of the table.
     """
     _, heads, value_dim = out.shape
-    tiles = tiles or decode_tiles_for(query.shape[2], value_dim, query.dtype)
+    tiles = tiles or decode_tiles_for(query.shape[2], value_dim, query.dtype, words_fit(pages, query.dtype))
     segments = layout.context_lengths.shape[0] if layout.num_decodes is None else layout.num_decodes
     most_seen = layout.most_context if rule.window is None else min(layout.most_context, rule.window + tiles.keys)
-    splits = min(triton.cdiv(most_seen, tiles.split_keys), _MOST_SPLITS)
+    splits = min(max((most_seen + tiles.split_keys // 2) // tiles.split_keys, 1), _MOST_SPLITS)
     segment_bytes = splits * heads * (value_dim + 2) * 4
     turns = 1 if splits == 1 else triton.cdiv(segments * segment_bytes, _WORKSPACE_BYTES)
     at_once = triton.cdiv(segments, max(turns, 1))
@@ -94,14 +102,12 @@ def _launch(
     place = (len(segments) if splits > 1 else 0, splits, heads)
     sums = torch.empty((*place, value_dim), dtype=torch.float32, device=out.device)
     parts = torch.empty((*place, 2), dtype=torch.float32, device=out.device)
-    arguments = tile_arguments(query, pages, layout, rule)
-    columns = max(16, triton.next_power_of_2(value_dim))
+    arguments = tile_arguments(query, pages, layout, rule, words_fit(pages, query.dtype))
     common = {
         "splits": splits,
         "SPLIT_KEYS": tiles.split_keys,
         "MOST_SPLITS": _MOST_SPLITS,
         "SKIP_OTHERS": layout.num_decodes is None,
-        "COLUMNS": columns,
         "BLOCK_KEYS": tiles.keys,
     }
     with on_device(query):
@@ -128,6 +134,7 @@ def _launch(
                 first_segment=segments.start,
                 HEADS=heads,
                 VALUE_DIM=value_dim,
+                COLUMNS=triton.next_power_of_2(value_dim),
                 num_warps=1,
             )
 
@@ -136,26 +143,31 @@ def _launch(
 def _split_of(  # type: ignore[no-untyped-def]
     length, window, SPLIT_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK_KEYS: tl.constexpr
 ):
-    """First key that a segment's query sees, where its first tile begins, and how many keys a split of it has."""
+    """First key that a segment's query sees, where its first tile begins, and how many keys a split of it has.
+
+    Splits are nearly equal, and about SPLIT_KEYS: a few keys more than that are no reason for a second one.
+    """
     first = length * 0
     if window is not None:
         first = tl.maximum(length - window, 0)
     begin = first // BLOCK_KEYS * BLOCK_KEYS
-    longer = tl.cdiv(length - begin, MOST_SPLITS * BLOCK_KEYS) * BLOCK_KEYS
-    return first, begin, tl.maximum(longer, SPLIT_KEYS)
+    splits = tl.minimum(tl.maximum((length - begin + SPLIT_KEYS // 2) // SPLIT_KEYS, 1), MOST_SPLITS)
+    return first, begin, tl.cdiv(length - begin, splits * BLOCK_KEYS) * BLOCK_KEYS
 
 
 @triton.jit(do_not_specialize=["table_row", "first_segment", "splits"])
 def _decode_kernel(  # type: ignore[no-untyped-def]
     query, out, sums_out, parts_out, starts, lengths, table, keys, values, key_scales, value_scales, slopes, sinks,
-    query_token, query_head, table_row, key_token, key_head, value_token, value_head,
+    query_token, query_head, table_row,
     scale, factor, softcap, window,
     first_segment, splits,
+    KEY_TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr, VALUE_TOKEN: tl.constexpr, VALUE_HEAD: tl.constexpr,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPLIT_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    SKIP_OTHERS: tl.constexpr, UNITS: tl.constexpr, COMPILED: tl.constexpr,
+    SKIP_OTHERS: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """One split of a segment's keys for the heads of a tile; heads that share keys' sectors run beside each other."""
     head_tiles: tl.constexpr = KV_HEADS * ((SHARED + ROWS - 1) // ROWS)
@@ -175,33 +187,37 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     shared = tl.program_id(0) % head_tiles // KV_HEADS * ROWS + row
     in_rows = shared < SHARED
     head = kv_head * SHARED + shared
-    main = load_rows(query, token + row * 0, head, in_rows, query_token, query_head, HEAD_DIM, 0, MAIN)
-    rest = None
-    if REST > 0:
-        rest = load_rows(query, token + row * 0, head, in_rows, query_token, query_head, HEAD_DIM, MAIN, REST)
+    parts = load_rows(query, token + row * 0, head, in_rows, query_token, query_head, HEAD_DIM, MAIN, REST, WORDS)
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + head, mask=in_rows, other=0).to(tl.float32)
-    most, total, sums, unit = first_state(sinks, head, in_rows, factor, split == 0, ROWS, COLUMNS, UNITS)
+    most, total, sums = first_state(sinks, head, in_rows, factor, split == 0, ROWS, COLUMNS, WORDS, LEVELS)
     if key_scales is not None:
-        key_scales += kv_head
-        value_scales += kv_head
-    most, total, sums, unit = attend(
-        most, total, sums, unit, main, rest, row * 0 + length - 1, slope,
-        split_begin, tl.minimum(split_begin + split_keys, length), first,
-        table + segment.to(tl.int64) * table_row, keys + kv_head * key_head, values + kv_head * value_head,
-        key_scales, value_scales, key_token, value_token, KV_HEADS,
-        scale, factor, softcap, window,
-        HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_KEYS, True, UNITS, COMPILED,
-    )  # fmt: skip
-    column = tl.arange(0, COLUMNS)
+        key_scales += kv_head * PAGE_SIZE
+        value_scales += kv_head * PAGE_SIZE
+    total = tl.where(tl.arange(0, BLOCK_KEYS)[None, :] == 0, total[:, None], 0.0)
+    end = tl.minimum(split_begin + split_keys, length)
+    # Keys from a window's first tile and those of the last one may be hidden.
+    seen_by_all_end = split_begin if window is not None else end // BLOCK_KEYS * BLOCK_KEYS
+    for part in tl.static_range(0 if window is None else 1, 2):
+        start = split_begin if part == 0 else seen_by_all_end
+        stop = seen_by_all_end if part == 0 else end
+        most, total, sums = attend(
+            most, total, sums, parts, row * 0 + length - 1, slope, start, stop, first,
+            table + segment.to(tl.int64) * table_row, keys + kv_head * KEY_HEAD, values + kv_head * VALUE_HEAD,
+            key_scales, value_scales, KEY_TOKEN, VALUE_TOKEN,
+            scale, factor, softcap, window,
+            HEAD_DIM, VALUE_DIM, KV_HEADS, PAGE_SIZE, BLOCK_KEYS, part == 1, IS_FLOAT, WORDS, LEVELS, COMPILED,
+        )  # fmt: skip
+    sums, total = whole_sums(sums, WORDS), tl.sum(total, axis=1)
+    column = tl.arange(0, sums.shape[1])
     inside = in_rows[:, None] & (column < VALUE_DIM)[None, :]
     if length - begin <= split_keys:
         places = (token.to(tl.int64) * heads + head)[:, None] * VALUE_DIM + column[None, :]
-        tl.store(out + places, (sums * (unit / total)[:, None]).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + places, (sums * (1 / total)[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
         place = (local.to(tl.int64) * splits + split) * heads + head
-        tl.store(sums_out + place[:, None] * VALUE_DIM + column[None, :], sums * unit, mask=inside)
+        tl.store(sums_out + place[:, None] * VALUE_DIM + column[None, :], sums, mask=inside)
         tl.store(parts_out + place * 2, most * factor, mask=in_rows)
         tl.store(parts_out + place * 2 + 1, total, mask=in_rows)
 

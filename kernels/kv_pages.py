@@ -20,7 +20,8 @@ class KVPages:
 
     keys:   [pages, page_size, kv_heads, head_dim]
     values: [pages, page_size, kv_heads, value_dim]
-    key_scales, value_scales: [pages, page_size, kv_heads] float32 where keys and values are codes, else None.
+    key_scales, value_scales: [pages, kv_heads, page_size] float32 where keys and values are codes, else None; a head's
+            lie beside each other, because a program of the attention kernels takes those of one head.
     """
 
     keys: torch.Tensor
@@ -49,7 +50,7 @@ class KVPages:
         values = torch.empty((*place, value_dim), dtype=dtype, device=device)
         if dtype not in KV_CODES:
             return cls(keys, values)
-        scales = [torch.empty(place, dtype=torch.float32, device=device) for _ in range(2)]
+        scales = [torch.empty((num_pages, kv_heads, page_size), dtype=torch.float32, device=device) for _ in range(2)]
         return cls(keys, values, *scales)
 
     @property
@@ -125,7 +126,7 @@ def write_pages_ref(pages: KVPages, keys: torch.Tensor, values: torch.Tensor, pl
         else:
             codes, found = _encode(source, target.dtype)
             target.view(torch.uint8).view(-1, *target.shape[2:])[places] = codes.view(torch.uint8)
-            scales.view(-1, scales.shape[2])[places] = found
+            scales.transpose(1, 2)[places // pages.page_size, places % pages.page_size] = found
 
 
 def read_pages_ref(pages: KVPages, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +140,7 @@ def read_pages_ref(pages: KVPages, table: torch.Tensor) -> tuple[torch.Tensor, t
         taken = codes.view(torch.uint8)[table].view(codes.dtype) if codes.dtype in KV_CODES else codes[table]
         wide = taken.float()
         if scales is not None:
-            wide *= scales[table].unsqueeze(-1)
+            wide *= scales[table].transpose(1, 2).unsqueeze(-1)
         found.append(wide.flatten(0, 1))
     return found[0], found[1]
 

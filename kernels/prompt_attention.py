@@ -2,8 +2,7 @@
 
 Rows of a tile are queries times the heads that share a head of keys. A tile of keys that every row sees takes no mask;
 tiles that no row sees are not met. Which segment a program serves is searched in the kernel: no number of the layout's
-tensors has to reach the host. What a query gets does not depend on how its prompt is cut into chunks of several tokens
-(but for codes in float16, whose sums are in units of the largest scale that a tile has met).
+tensors has to reach the host. What a query gets does not depend on how its prompt is cut into chunks of several tokens.
 """
 
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from zinfer.kernels.attention_arguments import tile_arguments
 from zinfer.kernels.attention_rule import AttentionRule
-from zinfer.kernels.attention_tile import attend, first_state, load_rows, tile_arguments
+from zinfer.kernels.attention_tile import attend, first_state, load_rows, whole_sums
 from zinfer.kernels.dequantize import on_device
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
 
@@ -74,7 +74,7 @@ def prompt_attention(
         return
     with on_device(query):
         _prompt_kernel[(num_tiles, pages.values.shape[2] * triton.cdiv(shared, tile_heads))](
-            **tile_arguments(query, pages, layout, rule),
+            **tile_arguments(query, pages, layout, rule, words=False),
             out=out,
             first_segment=first_segment,
             segments=segments,
@@ -82,7 +82,6 @@ def prompt_attention(
             TILE_HEADS=tile_heads,
             TILE_QUERIES=tile_queries,
             ROWS=tiles.rows,
-            COLUMNS=max(16, triton.next_power_of_2(pages.values.shape[3])),
             BLOCK_KEYS=tiles.keys,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
@@ -107,13 +106,15 @@ def _segment_of(tile, starts, first_segment, segments, TILE_QUERIES: tl.constexp
 @triton.jit(do_not_specialize=["table_row", "first_segment", "segments"])
 def _prompt_kernel(  # type: ignore[no-untyped-def]
     query, out, starts, lengths, table, keys, values, key_scales, value_scales, slopes, sinks,
-    query_token, query_head, table_row, key_token, key_head, value_token, value_head,
+    query_token, query_head, table_row,
     scale, factor, softcap, window,
     first_segment, segments,
+    KEY_TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr, VALUE_TOKEN: tl.constexpr, VALUE_HEAD: tl.constexpr,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE_HEADS: tl.constexpr, TILE_QUERIES: tl.constexpr, ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    SKIP_SINGLE: tl.constexpr, UNITS: tl.constexpr, COMPILED: tl.constexpr,
+    SKIP_SINGLE: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries and heads. The last tiles of a segment see most keys: programs begin with them."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -132,14 +133,11 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
     query_index = begin_query + row // TILE_HEADS
     in_rows = (row < TILE_HEADS * TILE_QUERIES) & (shared < SHARED) & (query_index < num_queries)
     head = kv_head * SHARED + shared
-    main = load_rows(query, start + query_index, head, in_rows, query_token, query_head, HEAD_DIM, 0, MAIN)
-    rest = None
-    if REST > 0:
-        rest = load_rows(query, start + query_index, head, in_rows, query_token, query_head, HEAD_DIM, MAIN, REST)
+    parts = load_rows(query, start + query_index, head, in_rows, query_token, query_head, HEAD_DIM, MAIN, REST, WORDS)
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + head, mask=in_rows, other=0).to(tl.float32)
-    most, total, sums, unit = first_state(sinks, head, in_rows, factor, True, ROWS, COLUMNS, UNITS)
+    most, total, sums = first_state(sinks, head, in_rows, factor, True, ROWS, COLUMNS, WORDS, LEVELS)
 
     first_place = tl.load(lengths + segment) - num_queries + begin_query
     end = first_place + tl.minimum(TILE_QUERIES, num_queries - begin_query)
@@ -151,11 +149,11 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
         seen_by_all = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), BLOCK_KEYS) * BLOCK_KEYS, end)
     seen_by_all_end = (first_place + 1) // BLOCK_KEYS * BLOCK_KEYS
     table += segment.to(tl.int64) * table_row
-    keys += kv_head * key_head
-    values += kv_head * value_head
+    keys += kv_head * KEY_HEAD
+    values += kv_head * VALUE_HEAD
     if key_scales is not None:
-        key_scales += kv_head
-        value_scales += kv_head
+        key_scales += kv_head * PAGE_SIZE
+        value_scales += kv_head * PAGE_SIZE
     for part in tl.static_range(1 if window is None else 0, 3):
         if part == 0:
             begin, stop = first // BLOCK_KEYS * BLOCK_KEYS, seen_by_all
@@ -163,15 +161,15 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
             begin, stop = seen_by_all, seen_by_all_end
         else:
             begin, stop = tl.maximum(seen_by_all, seen_by_all_end), end
-        most, total, sums, unit = attend(
-            most, total, sums, unit, main, rest, place, slope, begin, stop, first,
-            table, keys, values, key_scales, value_scales, key_token, value_token, KV_HEADS,
+        most, total, sums = attend(
+            most, total, sums, parts, place, slope, begin, stop, first,
+            table, keys, values, key_scales, value_scales, KEY_TOKEN, VALUE_TOKEN,
             scale, factor, softcap, window,
-            HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_KEYS, part != 1, UNITS, COMPILED,
+            HEAD_DIM, VALUE_DIM, KV_HEADS, PAGE_SIZE, BLOCK_KEYS, part != 1, IS_FLOAT, WORDS, LEVELS, COMPILED,
         )  # fmt: skip
     column = tl.arange(0, COLUMNS)
     heads: tl.constexpr = KV_HEADS * SHARED
     places = ((start + query_index).to(tl.int64) * heads + head)[:, None] * VALUE_DIM + column[None, :]
     total = tl.where(total == 0, 1.0, total)  # of rows that are no queries
-    numbers = (sums * (unit / total)[:, None]).to(out.dtype.element_ty)
+    numbers = (whole_sums(sums, WORDS) * (1 / total)[:, None]).to(out.dtype.element_ty)
     tl.store(out + places, numbers, mask=in_rows[:, None] & (column < VALUE_DIM)[None, :])

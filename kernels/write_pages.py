@@ -52,6 +52,7 @@ def write_pages_kernel(pages: KVPages, keys: torch.Tensor, values: torch.Tensor,
             *pages.keys.stride()[1:3],
             *pages.values.stride()[1:3],
             KV_HEADS=kv_heads,
+            PAGE_SIZE=pages.page_size,
             HEAD_DIM=head_dim,
             VALUE_DIM=value_dim,
             KEY_COLUMNS=triton.next_power_of_2(head_dim),
@@ -76,7 +77,7 @@ def _rounded_to_e4m3(wide):  # type: ignore[no-untyped-def]
 def _write(  # type: ignore[no-untyped-def]
     source, target, scales, token, place, head, inside,
     token_stride, head_stride, column_stride, place_stride, place_head,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, COMPILED: tl.constexpr,
+    KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Some heads of some tokens, [rows, columns]."""
     column = tl.arange(0, COLUMNS)
@@ -91,7 +92,8 @@ def _write(  # type: ignore[no-untyped-def]
         largest: tl.constexpr = 127.0 if is_whole else 448.0
         wide = numbers.to(tl.float32)
         scale = tl.div_rn(tl.max(tl.abs(wide), axis=1), largest)
-        tl.store(scales + place * KV_HEADS + head, scale, mask=inside)
+        of_head = (place // PAGE_SIZE * KV_HEADS + head) * PAGE_SIZE
+        tl.store(scales + of_head + place % PAGE_SIZE, scale, mask=inside)
         codes = tl.div_rn(wide, tl.where(scale == 0, 1.0, scale)[:, None] + tl.zeros_like(wide))
         if is_whole:
             codes = (codes + 12582912.0) - 12582912.0  # 1.5 * 2**23: float32 has no places behind the point there
@@ -106,7 +108,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     keys, values, key_pages, value_pages, key_scales, value_scales, places, tokens,
     key_token, key_head, key_column, value_token, value_head, value_column,
     key_place, key_place_head, value_place, value_place_head,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
@@ -118,10 +120,10 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     _write(
         keys, key_pages, key_scales, token, place, head, inside,
         key_token, key_head, key_column, key_place, key_place_head,
-        KV_HEADS, HEAD_DIM, KEY_COLUMNS, COMPILED,
+        KV_HEADS, PAGE_SIZE, HEAD_DIM, KEY_COLUMNS, COMPILED,
     )  # fmt: skip
     _write(
         values, value_pages, value_scales, token, place, head, inside,
         value_token, value_head, value_column, value_place, value_place_head,
-        KV_HEADS, VALUE_DIM, VALUE_COLUMNS, COMPILED,
+        KV_HEADS, PAGE_SIZE, VALUE_DIM, VALUE_COLUMNS, COMPILED,
     )  # fmt: skip

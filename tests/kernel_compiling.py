@@ -27,7 +27,7 @@ from zinfer.kernels.attention_cases import AttentionCase, attention_call
 from zinfer.kernels.cases import HALVES, TYPICAL, Shape, random_input, random_matrix
 from zinfer.kernels.quantized import QuantFormat
 
-SEGMENTS = ((1, 600), (40, 300))
+SEGMENTS = ((1, 900), (40, 300))
 ATTENTION = (
     AttentionCase(SEGMENTS, 64, 8, 128, 128),
     AttentionCase(SEGMENTS, 56, 8, 128, 128, 16, torch.bfloat16, torch.int8, window=256, sinks=True),

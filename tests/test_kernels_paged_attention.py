@@ -26,7 +26,7 @@ def keys_and_values(pages: KVPages, table: list[int], first: int, length: int) -
         page, place = table[token // pages.page_size], token % pages.page_size
         for taken, (codes, scales) in zip(found, parts, strict=True):
             row = codes[page, place].double()
-            taken.append(row if scales is None else row * scales[page, place].double()[:, None])
+            taken.append(row if scales is None else row * scales[page, :, place].double()[:, None])
     return torch.stack(found[0], 1), torch.stack(found[1], 1)
 
 
@@ -136,7 +136,7 @@ def test_any_layer(case: AttentionCase, seed: int) -> None:
     assert_right(paged_attention_ref(call.query, call.pages, call.layout, call.rule), call)
 
 
-MIXED = AttentionCase(((1, 90), (1, 7), (1, 301), (19, 160), (2, 2)), 6, 2, 64, 64, 16, sinks=True)
+MIXED = AttentionCase(((1, 100), (1, 7), (1, 301), (19, 160), (2, 2)), 6, 2, 64, 64, 16, sinks=True)
 """Decodes first. With `SHORT_SPLITS` they are split in two, one and five parts."""
 
 SHORT_SPLITS = DecodeTiles(16, 64, 4, 2)
