@@ -1,12 +1,14 @@
 """Completes prompts with `zinfer.LLM`, weights resident and streamed, in one run: the job's seconds beside each other.
 
-    python benchmarks/job.py [--cases fp16,int8,int8-kv8,int4-kv8] [--prompts 1024 --prompt 512 --new 32] [--out FILE]
+    python benchmarks/job.py [--cases fp16,int8,int8-kv8,int4-kv8] [--model opt-30b | llama-3-70b]
+                             [--prompts 1024 --prompt 512 --new 32] [--out FILE]
 
-Each case runs twice, weights on the device and weights in host memory: OPT-shaped layers, prompts of random tokens,
-greedy. ``tokens_per_s`` counts new tokens; ``matrix_tflops`` is two operations for each parameter of the layers and
-token computed; ``streamed_over_resident`` the resident job's seconds over the streamed one's, ``over_predicted`` a
-job's seconds over what was predicted (as if no two prompts began alike). A small job of the same
-shapes comes first in each engine, as a warm-up.
+Each case runs twice, weights on the device and weights in host memory: some layers of a model's shape, prompts of
+random tokens, greedy. ``tokens_per_s`` counts new tokens; ``matrix_tflops`` is two operations for each parameter of the
+layers and token computed; ``streamed_over_resident`` the resident job's seconds over the streamed one's,
+``over_predicted`` a job's seconds over what was predicted (as if no two prompts began alike); ``streamed_gb`` went to
+the device in the job, and compute waited ``link_stall_s`` for it. A small job of the same shapes comes first in each
+engine, as a warm-up.
 
 A correctness gate: resident and streamed weights give the same tokens. The last line is JSON.
 """
@@ -18,8 +20,9 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from opt_model import save_random_opt
+from random_model import layer_params, llama_config, opt_config, save_random
 from result import keep, publish
+from transformers import PretrainedConfig
 
 import zinfer
 
@@ -50,7 +53,7 @@ class Bench:
         self._warm_up_params = [
             zinfer.SamplingParams(max_new_tokens=2 + i // 3, ignore_eos=True) for i in range(len(other))
         ]
-        self._layer_params = 12 * args.hidden**2 * args.layers
+        self._layer_params = layer_params(config_of(args))
 
     def measure(self, case: str) -> dict[str, object]:
         """The job over resident and over streamed weights."""
@@ -74,14 +77,14 @@ class Bench:
         with zinfer.LLM(self._folder, config) as llm:
             print(case, home, llm.plan, flush=True)
             llm.generate(self._warm_up, self._warm_up_params)
-            passes, tokens = llm.stats().passes, llm.num_tokens
+            before, tokens = llm.stats(), llm.num_tokens
             begin_s = time.perf_counter()
             found = llm.generate(self._prompts, params)
             seconds = time.perf_counter() - begin_s
             predicted = llm.predict([args.prompt] * args.prompts, args.new)
             stats = llm.stats()
             chosen = {"kv_cache_memory": llm.batching.footprint.kv_bytes}
-            passes, tokens = stats.passes - passes, llm.num_tokens - tokens
+            passes, tokens = stats.passes - before.passes, llm.num_tokens - tokens
         if any(completion.error for completion in found):
             raise SystemExit(f"gate: {case}: {next(each.error for each in found if each.error)}")
         figures = {
@@ -91,17 +94,24 @@ class Bench:
             "tokens_per_pass": round(tokens / passes, 1),
             "tokens_per_s": round(len(found) * args.new / seconds, 1),
             "matrix_tflops": round(2 * self._layer_params * tokens / seconds / 1e12, 1),
-            "streamed_gb_per_pass": round(stats.streamed_bytes_per_pass / 1e9, 3),
+            "gb_of_streamed_blocks": round(stats.streamed_bytes_per_pass / 1e9, 3),
+            "streamed_gb": round((stats.bytes_to_device - before.bytes_to_device) / 1e9, 3),
+            "link_stall_s": round(stats.stall_s["link"] - before.stall_s["link"], 3),
         }
         print(case, home, figures, flush=True)
         return figures, [completion.token_ids for completion in found], chosen
 
 
+def config_of(args: argparse.Namespace) -> PretrainedConfig:
+    return llama_config(args.layers) if args.model == "llama-3-70b" else opt_config(args.layers, args.hidden)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="fp16,int8,int8-kv8")
+    parser.add_argument("--model", default="opt-30b", choices=["opt-30b", "llama-3-70b"])
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--hidden", type=int, default=7168, help="of OPT's proportions")
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--shared", type=int, default=0, help="of a prompt's tokens, those that all begin with")
@@ -113,10 +123,10 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, object] = {}
-    work = {name: getattr(args, name) for name in ("layers", "hidden", "prompts", "prompt", "shared", "new")}
+    work = {name: getattr(args, name) for name in ("model", "layers", "prompts", "prompt", "shared", "new")}
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary) / "model"
-        save_random_opt(folder, args.layers, args.hidden, torch.float16 if device == "cuda" else torch.float32, device)
+        save_random(folder, config_of(args), torch.float16 if device == "cuda" else torch.float32, device)
         bench = Bench(folder, args)
         for case in args.cases.split(","):
             found[case] = bench.measure(case)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from ceilings import PlainReads, best_disk_setting, pin_bytes_per_s
 from homes import blocks_of, config_for
-from opt_model import drop_page_cache, save_random_opt
+from random_model import drop_page_cache, save_random_opt
 from result import keep, publish
 
 import zinfer

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from homes import config_for
-from opt_model import drop_page_cache
+from random_model import drop_page_cache
 from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 

@@ -20,8 +20,8 @@ from typing import Final
 
 import torch
 from ceilings import PlainReads, best_disk_setting, link_bytes_per_s
-from opt_model import drop_page_cache, save_random_opt
 from passes import Passes
+from random_model import drop_page_cache, save_random_opt
 from result import keep, publish
 
 import zinfer

@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 from ceilings import PlainReads, best_disk_setting, link_bytes_per_s
 from homes import CASES, blocks_of, config_for, model_blocks
-from opt_model import drop_page_cache, save_random_opt
 from overhead import measure_overhead
 from passes import Passes, PassTimes
+from random_model import drop_page_cache, save_random_opt
 from result import keep, publish
 
 import zinfer

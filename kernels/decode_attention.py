@@ -31,13 +31,13 @@ class DecodeTiles:
 # By the wider of keys and values, up to so many columns. A split moves a few hundred kilobytes, long enough for its
 # start and its sums, written and read again, to be a few percent.
 _BY_COLUMNS: Final = {
-    128: DecodeTiles(64, 512, 4, 3),
+    128: DecodeTiles(64, 1024, 2, 3),
     256: DecodeTiles(32, 512, 4, 3),
     1024: DecodeTiles(16, 512, 8, 2),
 }
 _WORDS_BY_COLUMNS: Final = {  # of codes; more warps than words have whole tiles of columns would do the same twice
     64: DecodeTiles(64, 512, 1, 3),
-    128: DecodeTiles(64, 512, 4, 3),
+    128: DecodeTiles(64, 1024, 2, 3),
     256: DecodeTiles(32, 512, 4, 3),
     1024: DecodeTiles(16, 512, 8, 2),
 }

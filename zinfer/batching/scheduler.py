@@ -90,12 +90,12 @@ class Scheduler:
         last = next(reversed(self._running.values()), None)
         if self._next() or (last and last.num_tokens - last.num_computed > 1):
             return 0
-        return max(self.pool.num_pages - self._num_wanted - self._most_reserved, 0)
+        return max(self.pool.num_pages - self._num_wanted, 0)
 
     @property
     def num_wanted_pages(self) -> int:
         """Pages that are enough for all that was added so far and is not finished, perhaps more than there are."""
-        return self._num_wanted + self._most_reserved
+        return self._num_wanted
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn; sequences come with rising numbers.

@@ -52,8 +52,7 @@ def find_limits(settings: Settings) -> MachineLimits:
     device = choose_device(settings)
     free_host = free_host_bytes()
     if device.type == "cuda":
-        free_device, _ = torch.cuda.mem_get_info(device)
-        device_bytes, host_bytes = int(free_device * _DEVICE_SHARE), int(free_host * _HOST_SHARE)
+        device_bytes, host_bytes = int(_free_on(device) * _DEVICE_SHARE), int(free_host * _HOST_SHARE)
     else:
         device_bytes = host_bytes = int(free_host * _CPU_SHARE)
     memory = settings.memory
@@ -74,9 +73,13 @@ def free_host_bytes() -> int:
 def free_device_bytes(limits: MachineLimits) -> int:
     """Device memory that is free for everything; on a CPU, where both are one memory, what the host's budget leaves."""
     if limits.on_cuda:
-        torch.cuda.empty_cache()  # what torch keeps for later is free too
-        return int(torch.cuda.mem_get_info(limits.device)[0])
+        return _free_on(limits.device)
     return max(0, free_host_bytes() - limits.host_bytes)
+
+
+def _free_on(device: torch.device) -> int:
+    torch.cuda.empty_cache()  # what torch keeps for later is free too
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def _free_in_cgroup(folder: Path = Path("/sys/fs/cgroup")) -> int:
