@@ -114,11 +114,11 @@ def test_the_command_plans_a_job_of_a_config_alone(tmp_path: Path) -> None:
         assert words in result.stdout
     found = json.loads(zinfer_plan(folder, *options, "--json").stdout)
     assert found["rows"] == 1_000_000
-    assert found["bottleneck"] == "link"
-    # 141 GB of weights, of which some stay on the device, over 55.5 GB/s; design: INT8 halves what crosses the link.
+    # 141 GB of weights over 55.5 GB/s: passes carry so many tokens that the link is hidden behind the products.
+    assert found["bottleneck"] == "matrix work"
     assert 20e9 < found["streamed_bytes_per_pass"] < 141e9
-    assert found["seconds"] > 1_000_000 * 543 / 32_768 * found["streamed_bytes_per_pass"] / 55.5e9
-    assert any('"bits": 8' in each for each in found["advice"])
+    matrix_s = 1_000_000 * 543 * 2 * 68.5e9 / 790e12
+    assert matrix_s < found["seconds"] < 1.8 * matrix_s
 
 
 def test_the_command_looks_at_the_rows_of_an_input(tmp_path: Path) -> None:

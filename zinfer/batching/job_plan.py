@@ -5,6 +5,7 @@ Sizes that the configuration leaves open are chosen one after the other, each th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from zinfer.batching.budget import BatchingBudget, find_budget, weights_room
@@ -167,8 +168,6 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
         rehearse(job.prompt_lens, job.new_tokens, budget),
         read_kv_shape(outline.config).token_bytes(budget.kv_dtype),
         budget.page_size,
-        lambda tokens, rows, nbytes, lent: pass_time(
-            plan, work, rates, tokens, rows, cache_bytes=nbytes, lent_bytes=lent
-        ),
+        partial(pass_time, plan, work, rates),
     )
     return JobPlan(batching, budget, plan, job, predicted, predicted.seconds * job.num_rows / len(job.prompt_lens))

@@ -27,12 +27,14 @@ class PassSize(NamedTuple):
     num_samples: texts that get a next token.
     num_context: tokens that are attended to, over all texts.
     num_lent_pages: pages that were to spare, and lent to weights, in the pass before.
+    num_pairs: of a prompt's token and one that it attends to.
     """
 
     num_tokens: int
     num_samples: int
     num_context: int
     num_lent_pages: int = 0
+    num_pairs: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,4 +66,7 @@ class Pass:
     @property
     def size(self) -> PassSize:
         num_samples = sum(chunk.samples for chunk in self.chunks)
-        return PassSize(self.num_tokens, num_samples, sum(chunk.end for chunk in self.chunks), self.num_lent_pages)
+        num_context = sum(chunk.end for chunk in self.chunks)
+        # Chunk by chunk the sum of begin + 1 to end.
+        pairs = ((end - begin) * (begin + end + 1) // 2 for _, begin, end, _ in self.chunks if end - begin > 1)
+        return PassSize(self.num_tokens, num_samples, num_context, self.num_lent_pages, sum(pairs))

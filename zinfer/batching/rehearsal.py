@@ -3,8 +3,9 @@
 Prompts that begin alike, and texts that end early, make a job shorter than this; every prompt counts as new here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from zinfer.batching.budget import BatchingBudget
 from zinfer.batching.pages import PagePool
@@ -12,6 +13,14 @@ from zinfer.batching.passes import PassSize
 from zinfer.batching.scheduler import Scheduler
 from zinfer.batching.sequence import Sequence as Text
 from zinfer.planning.prediction import PassTime, speed
+
+
+class PassTimeOf(Protocol):
+    """`zinfer.planning.prediction.pass_time` for one plan, one model and one machine."""
+
+    def __call__(
+        self, num_tokens: int, num_rows: int, *, cache_bytes: int, num_pairs: int, lent_bytes: int
+    ) -> PassTime: ...
 
 
 @dataclass(frozen=True)
@@ -72,24 +81,22 @@ def rehearse(
     return sizes
 
 
-def predict_job(
-    sizes: Sequence[PassSize], token_bytes: int, page_size: int, pass_time: Callable[[int, int, int, int], PassTime]
-) -> JobPrediction:
+def predict_job(sizes: Sequence[PassSize], token_bytes: int, page_size: int, pass_time: PassTimeOf) -> JobPrediction:
     """How long the passes of a job take.
 
     Args:
         sizes: of the passes, one at least.
         token_bytes: of one token's keys and values in all layers.
         page_size: tokens of a page.
-        pass_time: seconds of a pass by its tokens, its texts, the bytes of keys and values that it reads, and the bytes
-            that are lent to weights.
+        pass_time: of a pass.
     """
     times = [
         pass_time(
             size.num_tokens,
             size.num_samples,
-            size.num_context * token_bytes,
-            size.num_lent_pages * page_size * token_bytes,
+            cache_bytes=size.num_context * token_bytes,
+            num_pairs=size.num_pairs,
+            lent_bytes=size.num_lent_pages * page_size * token_bytes,
         )
         for size in sizes
     ]

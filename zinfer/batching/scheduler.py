@@ -1,8 +1,8 @@
 """Decides what each pass computes: Dynamic SplitFuse (DeepSpeed-FastGen, arXiv 2401.08671) over a pool of pages.
 
 A pass takes a token of every running sequence, goes on with the prompt that is under way, and fills up with prompts
-that wait, so that each walk over the weights carries close to ``token_budget`` tokens. Only decides: it computes
-nothing, moves no bytes, and knows no end tokens.
+that wait, so that each walk over the weights carries close to ``token_budget`` tokens, or what `Demand` holds to be
+best. Only decides: it computes nothing, moves no bytes, and knows no end tokens.
 
 [Note: progress] Sequences run in the order in which they were admitted, and everything is given out in that order. One
 is admitted only where the one before it needs no more than a token a pass from then on, so there is one prompt under
@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from zinfer.batching.admission_queue import AdmissionQueue, Order
+from zinfer.batching.demand import Demand
 from zinfer.batching.pages import HOLE, PagePool
 from zinfer.batching.passes import Chunk, Pass
 from zinfer.batching.sequence import PENDING, Sequence, SequenceState
@@ -68,7 +69,7 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}  # by number, in the order of admission
         self._last_number = -1
         self._in_flight: Pass | None = None
-        self._num_wanted = 0
+        self._demand = Demand()
         self._num_lent = 0
 
     @property
@@ -90,12 +91,12 @@ class Scheduler:
         last = next(reversed(self._running.values()), None)
         if self._next() or (last and last.num_tokens - last.num_computed > 1):
             return 0
-        return max(self.pool.num_pages - self._num_wanted, 0)
+        return max(self.pool.num_pages - self._demand.num_pages, 0)
 
     @property
     def num_wanted_pages(self) -> int:
         """Pages that are enough for all that was added so far and is not finished, perhaps more than there are."""
-        return self._num_wanted
+        return self._demand.num_pages
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn; sequences come with rising numbers.
@@ -114,7 +115,7 @@ class Scheduler:
                 "prompt, lower max_new_tokens, or give the KV cache more memory"
             )
         self._last_number = sequence.number
-        self._num_wanted += num_pages
+        self._demand.add(sequence, num_pages)
         self._queue.add(sequence)
 
     def schedule(self) -> Pass | None:
@@ -170,7 +171,7 @@ class Scheduler:
         assert sequence.state is not SequenceState.FINISHED, f"sequence {sequence.number} is FINISHED"
         self._leave(sequence)
         sequence.state = SequenceState.FINISHED
-        self._num_wanted -= self._pages_of(sequence)
+        self._demand.remove(sequence, self._pages_of(sequence))
 
     def restart(self, sequence: Sequence) -> None:
         """Compute a sequence again from its first token, in pages that it shares with no other, next of all.
@@ -178,7 +179,7 @@ class Scheduler:
         It may be finished; a token that is pending is dropped, and what was parked is the caller's to drop.
         """
         if sequence.state is SequenceState.FINISHED:
-            self._num_wanted += self._pages_of(sequence)
+            self._demand.add(sequence, self._pages_of(sequence))
         self._leave(sequence)
         if sequence.output_ids[-1:] == [PENDING]:
             sequence.output_ids.pop()
@@ -209,7 +210,9 @@ class Scheduler:
 
         Nor is anything admitted behind a prompt under way that does not reach its end: it took all tokens or all pages.
         """
-        page_size, num_left = self.pool.page_size, self._token_budget
+        page_size = self.pool.page_size
+        pace = max(self._demand.pace(self.pool.num_pages, self._max_sequences), len(self._running))
+        num_left = min(self._token_budget, pace)
         chunks, running = coming.chunks, SequenceState.RUNNING
         for sequence in list(self._running.values()):
             if sequence.state is not running:

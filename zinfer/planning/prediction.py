@@ -6,8 +6,7 @@ Each term is what one resource has to do in a pass over its rate; they overlap, 
 attention does not overlap with the products before and after it: reading the cache counts with both. The stream runs on
 from one pass into the next, so filling and draining it costs nothing but at the first pass. What the device slots
 cannot hide is not modelled: with a block that is much larger than the others, or disk and host homes side by side, a
-lane may wait for a slot although its resource has work. Kernel launches are not counted either, nor the products of
-queries with keys and of weights with values, which have no parameters.
+lane may wait for a slot although its resource has work. Kernel launches are not counted either.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,6 +26,9 @@ from zinfer.planning.request import Request
 _FLOPS_PER_PARAMETER: Final = 2  # a product and a sum
 # transformers' DynamicCache is read and written whole when a token is appended, then read by the attention.
 _CACHE_TOUCHES: Final = 3
+# Of the rate of plain products, what prompts attend with: benchmarks/attention.py on an H200 has 0.25 for chunks of 512
+# tokens and 0.5 for 8,192, softmax and the half-empty tiles on the diagonal included.
+_ATTENTION_SHARE: Final = 0.3
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class BlockWork:
         num_expert_params: those of them that belong to experts.
         expert_share: of the experts' parameters, what one token is multiplied with.
         every_token: whether all tokens of a pass go through the matrices (layers), or the last of each row (the head).
+        between_bytes: that one token's activations are read and written with, between products.
+        query_width: of all heads: terms of a query's product with one key, and of its weights with one value.
     """
 
     block: Block
@@ -48,6 +52,8 @@ class BlockWork:
     num_expert_params: int
     expert_share: float
     every_token: bool
+    between_bytes: int = 0
+    query_width: int = 0
 
     @property
     def num_active_params(self) -> float:
@@ -59,7 +65,8 @@ class BlockWork:
 class PassTime:
     """Seconds that each resource has work for in one pass over ``num_tokens`` tokens.
 
-    ``device_s`` is of all that device memory gives, ``cache_s`` the keys' and values' part of it.
+    ``device_s`` is of weights and cache, ``cache_s`` the cache's part of it, ``between_s`` what is done between
+    products: activations read and written, and the products of prompts with their keys and values.
     """
 
     num_tokens: int
@@ -69,6 +76,7 @@ class PassTime:
     matrix_s: float
     device_s: float
     cache_s: float
+    between_s: float = 0.0
 
     @property
     def terms(self) -> dict[str, float]:
@@ -77,7 +85,7 @@ class PassTime:
             "disk": self.disk_s,
             "link": self.link_s,
             "host copies": self.host_s,
-            "matrix work": self.matrix_s + self.cache_s,
+            "matrix work": self.matrix_s + self.cache_s + self.between_s,
             "device memory": self.device_s,
         }
 
@@ -133,7 +141,8 @@ def predict(plan: Plan, work: Sequence[BlockWork], rates: Rates, request: Reques
         footprint: of the request; the cache's bytes are read.
     """
     rows = request.batch_size
-    prefill = pass_time(plan, work, rates, rows * request.prompt_len, rows, cache_bytes=0)
+    num_pairs = rows * request.prompt_len * (request.prompt_len + 1) // 2
+    prefill = pass_time(plan, work, rates, rows * request.prompt_len, rows, cache_bytes=0, num_pairs=num_pairs)
     decode_cache_bytes = footprint.decode_kv_bytes * _CACHE_TOUCHES
     decode = pass_time(plan, work, rates, rows, rows, cache_bytes=decode_cache_bytes)
     seconds = prefill.seconds + (request.new_tokens - 1) * decode.seconds
@@ -165,7 +174,16 @@ def _work(block: ModelBlock, shape: ModelShape) -> BlockWork:
         num_expert_params=num_expert_params,
         expert_share=shape.experts.share if shape.experts else 1.0,
         every_token=block.is_layer,
+        between_bytes=_between_bytes(shape, tensors[0].dtype.itemsize) if block.is_layer and tensors else 0,
+        query_width=shape.query if block.is_layer else 0,
     )
+
+
+def _between_bytes(shape: ModelShape, itemsize: int) -> int:
+    """Two norms, two sums with the residual stream, the attention's own reading and writing, and the activation."""
+    num_values = 2 * 2 * shape.hidden + 2 * 3 * shape.hidden + 2 * shape.query + 2 * shape.cached
+    num_values += shape.mlp_copies * shape.mlp
+    return max(itemsize, 2) * num_values
 
 
 def pass_time(
@@ -176,6 +194,7 @@ def pass_time(
     num_rows: int,
     *,
     cache_bytes: int,
+    num_pairs: int = 0,
     lent_bytes: int = 0,
 ) -> PassTime:
     """One pass.
@@ -185,6 +204,7 @@ def pass_time(
         num_tokens: tokens that the layers compute.
         num_rows: tokens that the head computes.
         cache_bytes: of keys and values that are read.
+        num_pairs: of a prompt's token and one that it attends to; those of decodes take no more than reading the cache.
         lent_bytes: of the device, in which blocks have come to stay.
     """
     wired = [(each, home, _wire_bytes(each, home)) for each, home in zip(work, plan.homes, strict=True)]
@@ -204,7 +224,14 @@ def pass_time(
         matrix_s=flops / rates.flops_per_s,
         device_s=(sum(each.block.nbytes for each in work) + cache_bytes) / rates.device_bytes_per_s,
         cache_s=cache_bytes / rates.device_bytes_per_s,
+        between_s=_between_s(work, rates, num_tokens, num_pairs),
     )
+
+
+def _between_s(work: Sequence[BlockWork], rates: Rates, num_tokens: int, num_pairs: int) -> float:
+    moved_bytes = num_tokens * sum(each.between_bytes for each in work)
+    flops = 2 * _FLOPS_PER_PARAMETER * num_pairs * sum(each.query_width for each in work)
+    return moved_bytes / rates.device_bytes_per_s + flops / (_ATTENTION_SHARE * rates.flops_per_s)
 
 
 def _passing(wired: list[tuple[BlockWork, Home, int]], num_staying: int) -> list[tuple[BlockWork, Home, int]]:

@@ -18,7 +18,8 @@ class Sizes:
     """What one probe moves.
 
     ``link_bytes``, ``host_bytes`` and ``device_bytes`` are of one buffer, ``file_bytes`` of the temporary file that a
-    folder is measured with. A timed run computes ``num_matmuls`` square products. ``depths`` are requests under way.
+    folder is measured with. A timed run computes ``num_matmuls`` square products: a GPU keeps its highest clock for
+    some milliseconds only. ``depths`` are requests under way.
     """
 
     link_bytes: int
@@ -52,7 +53,7 @@ def _at_most(wanted: int, most: int) -> int:
 
 
 FULL_CUDA: Final = Sizes(
-    link_bytes=1 << 30, host_bytes=2 << 30, device_bytes=1 << 30, matmul_width=8192, num_matmuls=20, repeats=5
+    link_bytes=1 << 30, host_bytes=2 << 30, device_bytes=1 << 30, matmul_width=8192, num_matmuls=200, repeats=5
 )
 FULL_CPU: Final = Sizes(
     link_bytes=256 << 20, host_bytes=512 << 20, device_bytes=256 << 20, matmul_width=2048, num_matmuls=1, repeats=5
@@ -62,8 +63,8 @@ HURRIED_CUDA: Final = Sizes(
     link_bytes=128 << 20,
     host_bytes=64 << 20,
     device_bytes=256 << 20,
-    matmul_width=4096,
-    num_matmuls=5,
+    matmul_width=8192,
+    num_matmuls=60,
     repeats=3,
     seconds_per_point=0.4,
 )
