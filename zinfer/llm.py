@@ -98,17 +98,7 @@ class LLM:
         cache = KVCache(shape, budget.num_pages, budget.page_size, budget.kv_dtype, device)
         self._budget, self._window = budget, _common_window(module)
         self._runner = PassRunner(self._engine, cache)
-        self._batcher = Batcher(
-            self._runner,
-            cache,
-            Sampler(vocab_size, device),
-            tokens_per_pass=budget.tokens_per_pass,
-            most_part_tokens=budget.most_part_tokens,
-            max_sequences=budget.max_sequences,
-            most_parked_pages=budget.most_parked_pages,
-            order=budget.order,
-            window=self._window,
-        )
+        self._batcher = Batcher(self._runner, cache, Sampler(vocab_size, device), budget, self._window)
 
     @property
     def plan(self) -> Plan:

@@ -5,13 +5,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zinfer.batching.admission_queue import Order
+from zinfer.batching.budget import BatchingBudget
 from zinfer.batching.completion import NOT_FINITE
 from zinfer.batching.delivery import send
 from zinfer.batching.ending import Ending
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.loan import Loan
-from zinfer.batching.pages import PagePool
 from zinfer.batching.passes import Pass, PassSize
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.runner import PassRunner
@@ -74,35 +73,18 @@ class Batcher:
         runner: runs the passes.
         cache: the runner's pages.
         sampler: chooses the tokens.
-        tokens_per_pass: most tokens of a pass.
-        most_part_tokens: most tokens that a layer computes at once.
-        max_sequences: most texts that run at once.
-        most_parked_pages: that are kept in host memory of texts that had to make room.
-        order: in which texts that wait begin.
+        budget: sizes of the passes, and of the cache.
         window: tokens that every layer of the model sees at most; None where one sees all.
     """
 
     def __init__(
-        self,
-        runner: PassRunner,
-        cache: KVCache,
-        sampler: Sampler,
-        *,
-        tokens_per_pass: int,
-        most_part_tokens: int,
-        max_sequences: int,
-        most_parked_pages: int | None = None,
-        order: Order = "arrival",
-        window: int | None = None,
+        self, runner: PassRunner, cache: KVCache, sampler: Sampler, budget: BatchingBudget, window: int | None = None
     ) -> None:
         self._runner = runner
         self._cache = cache
         self._sampler = sampler
-        self._builder = BatchBuilder(cache.page_size, cache.device, most_part_tokens, cache.stride)
-        self._tokens_per_pass = tokens_per_pass
-        self._max_sequences = max_sequences
-        self._most_parked_pages = most_parked_pages
-        self._order: Order = order
+        self._builder = BatchBuilder(cache.page_size, cache.device, budget.most_part_tokens, cache.stride)
+        self._budget = budget
         self._window = window
         self._loan = Loan(cache, runner.engine)
         self._scheduler = self._new_scheduler()
@@ -204,15 +186,7 @@ class Batcher:
 
     def _new_scheduler(self) -> Scheduler:
         self._loan.take_back()
-        pool = PagePool(self._cache.num_pages, self._cache.page_size)
-        return Scheduler(
-            pool,
-            token_budget=self._tokens_per_pass,
-            max_sequences=self._max_sequences,
-            most_parked_pages=self._most_parked_pages,
-            order=self._order,
-            window=self._window,
-        )
+        return self._budget.scheduler(self._window)
 
     def _forward(self, coming: Pass) -> torch.Tensor:
         """Have a pass computed; the logits of its samples."""

@@ -9,6 +9,8 @@ from transformers import PretrainedConfig
 
 from zinfer.batching.admission_queue import Order
 from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.batching.pages import PagePool
+from zinfer.batching.scheduler import Scheduler
 from zinfer.config import Settings
 from zinfer.config.settings import Batching
 from zinfer.cut import ModelBlock
@@ -27,6 +29,7 @@ _MOST_PART_TOKENS: Final = 4_096
 _MAX_SEQUENCES: Final = 1024
 _PAGE_SIZE: Final = 64
 _PARKED_SHARE: Final = 4  # of the cache's pages, one in so many
+_MOST_PARKED_BYTES: Final = 4 << 30
 _RESIDUAL_COPIES: Final = 4  # of the residual stream: a layer's input and output, before and after joining
 _DTYPES: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -57,7 +60,19 @@ class BatchingBudget:
     @property
     def most_parked_pages(self) -> int:
         """Pages of texts that had to make room, in host memory; what is beyond them is computed again."""
-        return self.num_pages // _PARKED_SHARE
+        page_bytes = self.footprint.kv_bytes // self.num_pages
+        return min(self.num_pages // _PARKED_SHARE, _MOST_PARKED_BYTES // page_bytes)
+
+    def scheduler(self, window: int | None = None) -> Scheduler:
+        """A new one over pages that nobody has; ``window`` is the `Scheduler`'s."""
+        return Scheduler(
+            PagePool(self.num_pages, self.page_size),
+            token_budget=self.tokens_per_pass,
+            max_sequences=self.max_sequences,
+            most_parked_pages=self.most_parked_pages,
+            order=self.order,
+            window=window,
+        )
 
 
 def find_budget(

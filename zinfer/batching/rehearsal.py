@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.pages import PagePool
 from zinfer.batching.passes import PassSize
-from zinfer.batching.scheduler import Scheduler
 from zinfer.batching.sequence import Sequence as Text
 from zinfer.planning.prediction import PassTime, speed
 
@@ -62,15 +60,7 @@ def rehearse(
     Raises:
         PlanError: a text does not fit the cache even alone.
     """
-    pool = PagePool(budget.num_pages, budget.page_size)
-    scheduler = Scheduler(
-        pool,
-        token_budget=budget.tokens_per_pass,
-        max_sequences=budget.max_sequences,
-        most_parked_pages=budget.most_parked_pages,
-        order=budget.order,
-        window=window,
-    )
+    scheduler = budget.scheduler(window)
     for number, (prompt_len, count) in enumerate(zip(prompt_lens, new_tokens, strict=True)):
         # A first token of its own, so that no two begin alike.
         scheduler.add(Text(number, (number, *[0] * (prompt_len - 1)), count))

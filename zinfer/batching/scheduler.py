@@ -211,7 +211,8 @@ class Scheduler:
         Nor is anything admitted behind a prompt under way that does not reach its end: it took all tokens or all pages.
         """
         page_size = self.pool.page_size
-        pace = max(self._demand.pace(self.pool.num_pages, self._max_sequences), len(self._running))
+        num_pages = max(self.pool.num_pages - self._most_reserved, 1)
+        pace = max(self._demand.pace(num_pages, self._max_sequences), len(self._running))
         num_left = min(self._token_budget, pace)
         chunks, running = coming.chunks, SequenceState.RUNNING
         for sequence in list(self._running.values()):

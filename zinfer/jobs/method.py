@@ -19,7 +19,7 @@ from zinfer.jobs.request import JobRequest
 
 EngineFactory = Callable[..., Engine]
 
-_RAGGED_ROWS: Final = 4096  # eight times as many as run at once: the last ones of a batch run with few beside them
+_RAGGED_ROWS: Final = 4096  # four times as many as run at once: the last ones of a batch run with few beside them
 _PADDED_ROWS: Final = 32
 
 

@@ -1,0 +1,62 @@
+"""Prompts begin at the pace at which texts end: no pass between carries decodes alone, and pages stay in use."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zinfer.batching.demand import _LEAST_PACE, Demand
+from zinfer.batching.pages import PagePool
+from zinfer.batching.passes import PassSize
+from zinfer.batching.scheduler import Scheduler
+from zinfer.batching.sequence import Sequence
+
+
+def passes(num_texts: int, num_prompt: int, num_new: int, num_pages: int, token_budget: int) -> list[PassSize]:
+    """Of texts that share nothing, in pages of 64 tokens."""
+    scheduler = Scheduler(PagePool(num_pages, 64), token_budget=token_budget, max_sequences=100_000)
+    for number in range(num_texts):
+        scheduler.add(Sequence(number, (number, *[0] * (num_prompt - 1)), num_new))
+    sizes = []
+    while (coming := scheduler.schedule()) is not None:
+        sizes.append(coming.size)
+        scheduler.advance(coming)
+    return sizes
+
+
+def test_texts_that_fit_by_the_hundred_end_a_few_in_every_pass() -> None:
+    num_texts, num_new = 1500, 32
+    sizes = passes(num_texts, 512, num_new, 5600, 65_536)
+    # Texts take nine pages, and a page in 16 is left to decodes: 583 at once, of which 18.2 end in a pass.
+    until_last_began = sizes[: len(sizes) - num_new]
+    assert max(size.num_tokens for size in sizes) <= 584 * (512 / 32 + 1)
+    assert sum(size.num_tokens < 8000 for size in until_last_began[:-1]) <= 1
+    assert len(sizes) == pytest.approx(num_texts / (583 / 32) + num_new, rel=0.05)
+
+
+def test_a_pass_may_always_carry_what_the_link_hides() -> None:
+    sizes = passes(40, 512, 500, 5600, 65_536)
+    assert sizes[0].num_tokens == _LEAST_PACE
+    assert next(iter(passes(40, 512, 500, 5600, 1000))).num_tokens == 1000
+
+
+@given(
+    texts=st.lists(st.tuples(st.integers(1, 9000), st.integers(1, 2000)), max_size=30),
+    num_pages=st.integers(1, 10**5),
+    max_sequences=st.integers(1, 10**4),
+    data=st.data(),
+)
+def test_what_is_counted_no_more_leaves_no_trace(
+    texts: list[tuple[int, int]], num_pages: int, max_sequences: int, data: st.DataObject
+) -> None:
+    sequences = [Sequence(number, (0,) * num_prompt, num_new) for number, (num_prompt, num_new) in enumerate(texts)]
+    gone = data.draw(st.sets(st.sampled_from(range(len(texts))))) if texts else set()
+    demand, fresh = Demand(), Demand()
+    for sequence in sequences:
+        demand.add(sequence, 1 + sequence.num_tokens // 64)
+        assert demand.pace(num_pages, max_sequences) >= _LEAST_PACE
+        if sequence.number not in gone:
+            fresh.add(sequence, 1 + sequence.num_tokens // 64)
+    for number in gone:
+        demand.remove(sequences[number], 1 + sequences[number].num_tokens // 64)
+    assert demand.num_pages == fresh.num_pages
+    assert demand.pace(num_pages, max_sequences) == fresh.pace(num_pages, max_sequences)
