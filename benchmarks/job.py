@@ -5,15 +5,16 @@
 
 Each case runs twice, weights on the device and weights in host memory: some layers of a model's shape, prompts of
 random tokens, greedy. ``tokens_per_s`` counts new tokens; ``matrix_tflops`` is two operations for each parameter of the
-layers and token computed; ``streamed_over_resident`` the resident job's seconds over the streamed one's,
-``over_predicted`` a job's seconds over what was predicted (as if no two prompts began alike); ``streamed_gb`` went to
-the device in the job, and compute waited ``link_stall_s`` for it. A small job of the same shapes comes first in each
-engine, as a warm-up.
+layers and token computed, ``steady_tflops`` the same in the median of full passes; ``streamed_over_resident`` the
+resident job's seconds over the streamed one's, ``over_predicted`` a job's seconds over what was predicted (as if no two
+prompts began alike); ``streamed_gb`` went to the device in the job, and compute waited ``link_stall_s`` for it. A small
+job of the same shapes comes first in each engine, as a warm-up.
 
 A correctness gate: resident and streamed weights give the same tokens. The last line is JSON.
 """
 
 import argparse
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -82,7 +83,7 @@ class Bench:
             found = llm.generate(self._prompts, params)
             seconds = time.perf_counter() - begin_s
             predicted = llm.predict([args.prompt] * args.prompts, args.new)
-            stats = llm.stats()
+            stats, steady_s = llm.stats(), self._steady_s_per_token(llm)
             chosen = {"kv_cache_memory": llm.batching.footprint.kv_bytes}
             passes, tokens = stats.passes - before.passes, llm.num_tokens - tokens
         if any(completion.error for completion in found):
@@ -94,12 +95,20 @@ class Bench:
             "tokens_per_pass": round(tokens / passes, 1),
             "tokens_per_s": round(len(found) * args.new / seconds, 1),
             "matrix_tflops": round(2 * self._layer_params * tokens / seconds / 1e12, 1),
+            "steady_tflops": round(2 * self._layer_params / steady_s / 1e12, 1),
             "gb_of_streamed_blocks": round(stats.streamed_bytes_per_pass / 1e9, 3),
             "streamed_gb": round((stats.bytes_to_device - before.bytes_to_device) / 1e9, 3),
             "link_stall_s": round(stats.stall_s["link"] - before.stall_s["link"], 3),
         }
         print(case, home, figures, flush=True)
         return figures, [completion.token_ids for completion in found], chosen
+
+    @staticmethod
+    def _steady_s_per_token(llm: zinfer.LLM) -> float:
+        """The median over passes that carry nearly as much as the largest."""
+        passes = llm.passes()
+        most = max(size.num_tokens for size, _ in passes)
+        return statistics.median(seconds / size.num_tokens for size, seconds in passes if size.num_tokens > 0.9 * most)
 
 
 def config_of(args: argparse.Namespace) -> PretrainedConfig:

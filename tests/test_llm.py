@@ -1,6 +1,7 @@
 """`zinfer.LLM`: completions beside each other equal those of each prompt alone, whatever the budgets and the homes."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,13 @@ def test_weights_stay_in_pages_that_no_text_needs_until_one_does(
         False,
         True,
     ]
+
+
+def test_passes_are_told_with_the_seconds_between_them(llm: LLM, prompts: list[list[int]]) -> None:
+    begin_s = time.perf_counter()
+    llm.generate(by_ids(prompts), SamplingParams(max_new_tokens=5))
+    passes = llm.passes()
+    assert len(passes) == llm.stats().passes - 1
+    assert all(seconds > 0 for _, seconds in passes)
+    assert sum(seconds for _, seconds in passes) < time.perf_counter() - begin_s
+    assert [size.num_samples for size, _ in passes] == [len(prompts)] * len(passes)

@@ -7,14 +7,16 @@ import pytest
 import torch
 from checkpoints import tiny_checkpoint
 from plan_support import SMALL_LLAMA, machine_with, outline_of, rates, write_config
+from transformers import AutoConfig
 
 from zinfer.config import Offload, Settings
 from zinfer.offload.block import Block, Extent, Home, SlabLayout, Tier
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.forecast import make_forecast
+from zinfer.planning.model_shape import read_shape
 from zinfer.planning.outline import Outline, read_outline
 from zinfer.planning.planner import Plan
-from zinfer.planning.prediction import BlockWork, find_work, pass_time, predict
+from zinfer.planning.prediction import BlockWork, between_bytes, find_work, pass_time, predict
 from zinfer.planning.presets import PRESETS
 from zinfer.planning.request import Request
 
@@ -179,6 +181,17 @@ def test_blocks_that_stay_in_lent_memory_do_not_pass() -> None:
     ]
     assert [each.link_s for each in found] == pytest.approx([count * BLOCK_BYTES / 10e9 for count in (3, 2, 1, 0, 0)])
     assert [each.disk_s > 0 for each in found] == [True, False, False, False, False]
+
+
+def test_norms_that_are_written_out_in_python_move_more() -> None:
+    shape = read_shape(AutoConfig.for_model("llama", hidden_size=64, intermediate_size=128, num_attention_heads=4))
+    assert shape.has_rms_norms
+    assert shape.rotated == 128
+    layer = work(0, between_bytes=between_bytes(shape, 2))
+    plain = work(0, between_bytes=between_bytes(replace(shape, has_rms_norms=False), 2))
+    homes = plan(RESIDENT)
+    longer, shorter = (pass_time(homes, [each], rates(), 10**6, 1, cache_bytes=0) for each in (layer, plain))
+    assert longer.seconds - shorter.seconds == pytest.approx(10**6 * 2 * 64 * (36 - 4) / rates().device_bytes_per_s)
 
 
 def test_reading_the_cache_does_not_overlap_with_products() -> None:

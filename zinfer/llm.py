@@ -166,6 +166,14 @@ class LLM:
         """Pages of texts that had to make room, in host memory."""
         return self._batcher.num_parked_pages
 
+    def passes(self) -> list[tuple[PassSize, float]]:
+        """What each pass of the last call carried, and the seconds since the one before it; the first is left out."""
+        ends_s = self._batcher.pass_ends_s
+        return [
+            (size, end_s - before_s)
+            for size, before_s, end_s in zip(self._batcher.pass_sizes[1:], ends_s, ends_s[1:], strict=False)
+        ]
+
     def fits(self, prompt_len: int, new_tokens: int) -> bool:
         """Whether the cache holds such a text alone."""
         return self._batcher.fits(prompt_len, new_tokens)
@@ -218,6 +226,7 @@ class LLM:
         waiting: dict[int, tuple[int, int]] = {}
         self._seen.clear()
         self._batcher.pass_sizes.clear()
+        self._batcher.pass_ends_s.clear()
         self._is_streaming = True
         try:
             for index, (prompt, own) in enumerate(zip(several, each, strict=True)):

@@ -1,5 +1,6 @@
 """Continuous batching: texts come in, every step is a pass over the model, texts that are complete come out."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -69,6 +70,9 @@ class Batcher:
     A pass is begun before the tokens of the one before are known to the host: they go from one to the other on the
     device. So scheduling, reading text, and whatever the caller does between two steps cost no time of the device's.
 
+    ``pass_sizes`` and ``pass_ends_s`` tell of the passes since they were last cleared: what each carried, and when its
+    tokens were on the host (`time.perf_counter`), one that is under way left out.
+
     Args:
         runner: runs the passes.
         cache: the runner's pages.
@@ -95,6 +99,7 @@ class Batcher:
         self.num_tokens = 0
         self.num_new_tokens = 0
         self.pass_sizes: list[PassSize] = []
+        self.pass_ends_s: list[float] = []
 
     def add(
         self,
@@ -215,6 +220,7 @@ class Batcher:
     def _receive(self, drawn: _Drawing) -> list[Finished]:
         """Take the tokens of the pass before; the texts that are complete with them."""
         sampled = drawn.result.take()
+        self.pass_ends_s.append(time.perf_counter())
         broken = {drawn.rows[place].sequence.number for place in sampled.broken}
         whole = [place for place in range(len(drawn.rows)) if sampled.token_ids[place] >= 0]
         self.num_new_tokens += len(whole)

@@ -22,9 +22,13 @@ from zinfer.planning.prediction import find_work, pass_time
 from zinfer.planning.presets import Machine
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 
+ROWS_TOGETHER: Final = 4096
+"""Rows of a job that share passes before the next begin, four times as many as run at once by default: the last ones
+run with few beside them."""
+
 _TOKENS_PER_PASS: Final = (2048, 4096, 8192, 16_384, 32_768)
 _MAX_SEQUENCES: Final = (128, 512, 1024)
-_KV_SHARES: Final = (0.1, 0.3, 0.5, 0.7, 0.9)  # of device memory; the weights at home there have the rest
+_KV_SHARES: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)  # of device memory; the weights at home there have the rest
 _FEWEST_REHEARSED: Final = 64
 _MOST_REHEARSED: Final = 1024
 _TURNS: Final = 6  # of the cache: its filling and emptying are then a small part
@@ -83,6 +87,11 @@ class JobPlan:
     job: Job
     rehearsed: JobPrediction
     seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens of the whole job a second."""
+        return self.job.num_rows * sum(self.job.new_tokens) / len(self.job.new_tokens) / self.seconds
 
     def keys(self) -> dict[str, Any]:
         """As the section `zinfer` of a configuration."""
@@ -170,4 +179,18 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
         budget.page_size,
         partial(pass_time, plan, work, rates),
     )
-    return JobPlan(batching, budget, plan, job, predicted, predicted.seconds * job.num_rows / len(job.prompt_lens))
+    return JobPlan(batching, budget, plan, job, predicted, _whole_seconds(job, predicted))
+
+
+def _whole_seconds(job: Job, rehearsed: JobPrediction) -> float:
+    """Of all rows, from those that were rehearsed: more of them before the next begin are more of the middle."""
+    count = len(job.prompt_lens)
+    row_s = rehearsed.steady_s_per_token * rehearsed.num_passes * rehearsed.tokens_per_pass / count
+
+    def seconds_of(num_rows: int) -> float:
+        if num_rows <= count:
+            return rehearsed.seconds * num_rows / count
+        return rehearsed.seconds + (num_rows - count) * row_s
+
+    whole, rest = divmod(job.num_rows, ROWS_TOGETHER)
+    return whole * seconds_of(ROWS_TOGETHER) + seconds_of(rest)

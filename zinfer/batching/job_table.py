@@ -32,7 +32,7 @@ def job_table(outline: Outline, machine: Machine, job: Job, planned: JobPlan) ->
     homes = ", ".join(f"{plan.num_blocks(tier)} {tier.name}" for tier in Tier)
     table.add_row("blocks by home", f"{homes}; {human_bytes(plan.streamed_bytes)} streamed a pass")
     table.add_section()
-    table.add_row("new tokens", speed(rehearsed.tokens_per_s))
+    table.add_row("new tokens", speed(planned.tokens_per_s))
     table.add_row("whole job", f"{planned.seconds:,.4g} s ({clock(planned.seconds)})")
     table.add_row("bottleneck", rehearsed.bottleneck)
     table.add_row("configuration", json.dumps({"zinfer": planned.keys()}))
@@ -50,7 +50,7 @@ def job_document(outline: Outline, machine: Machine, job: Job, planned: JobPlan,
         "blocks_by_home": {tier.name: planned.plan.num_blocks(tier) for tier in Tier},
         "streamed_bytes_per_pass": planned.plan.streamed_bytes,
         "tokens_per_pass": planned.rehearsed.tokens_per_pass,
-        "tokens_per_s": planned.rehearsed.tokens_per_s,
+        "tokens_per_s": planned.tokens_per_s,
         "seconds": planned.seconds,
         "bottleneck": planned.rehearsed.bottleneck,
         "advice": advice,

@@ -7,6 +7,7 @@ from typing import Any, Final
 from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import check_family
+from zinfer.batching.job_plan import ROWS_TOGETHER
 from zinfer.config import Settings
 from zinfer.config.settings import Batch as BatchSettings
 from zinfer.errors import ConfigError
@@ -19,7 +20,6 @@ from zinfer.jobs.request import JobRequest
 
 EngineFactory = Callable[..., Engine]
 
-_RAGGED_ROWS: Final = 4096  # four times as many as run at once: the last ones of a batch run with few beside them
 _PADDED_ROWS: Final = 32
 
 
@@ -54,7 +54,7 @@ class Method:
             except ConfigError as error:
                 self._is_padded = True
                 meter.note(f"padded batches through transformers' generate, which are slower: {error}")
-        self.batch_size = request.batch_size or (_PADDED_ROWS if self._is_padded else _RAGGED_ROWS)
+        self.batch_size = request.batch_size or (_PADDED_ROWS if self._is_padded else ROWS_TOGETHER)
 
     def settings(self) -> dict[str, str | int]:
         """The settings of passes on which rows' bytes depend."""

@@ -50,6 +50,8 @@ class ModelShape:
         is_eager: whether attention computes its scores as tensors, [rows, heads, queries, keys].
         is_uneven: whether keys and values differ in width; torch's sdpa has no fused kernel for that on the CPU.
         experts: None for a dense model.
+        rotated: of queries and keys that are turned by their positions.
+        has_rms_norms: whether norms are root mean squares, which transformers writes out in Python.
     """
 
     hidden: int
@@ -64,6 +66,8 @@ class ModelShape:
     is_eager: bool
     is_uneven: bool
     experts: Experts | None
+    rotated: int = 0
+    has_rms_norms: bool = False
 
 
 def read_shape(config: PretrainedConfig) -> ModelShape:
@@ -94,6 +98,8 @@ def read_shape(config: PretrainedConfig) -> ModelShape:
         is_eager=getattr(text, "_attn_implementation", None) != "sdpa",
         is_uneven=bool(getattr(text, "kv_lora_rank", None)) and text.v_head_dim != _mla_key(text),
         experts=_experts(text),
+        rotated=query + cached // 2 if _first(text, "rope_parameters", "rope_theta", "rotary_dim") else 0,
+        has_rms_norms=_first(text, "rms_norm_eps") is not None,
     )
 
 

@@ -26,6 +26,9 @@ from zinfer.planning.request import Request
 _FLOPS_PER_PARAMETER: Final = 2  # a product and a sum
 # transformers' DynamicCache is read and written whole when a token is appended, then read by the attention.
 _CACHE_TOUCHES: Final = 3
+# A value of 16 bits is widened, squared, averaged, scaled, narrowed and weighted: seven kernels (modeling_llama.py).
+_RMS_NORM_BYTES: Final = 36
+_ROTARY_TOUCHES: Final = 10  # turned by half, multiplied twice, added
 # Of the rate of plain products, what prompts attend with: benchmarks/attention.py on an H200 has 0.25 for chunks of 512
 # tokens and 0.5 for 8,192, softmax and the half-empty tiles on the diagonal included.
 _ATTENTION_SHARE: Final = 0.3
@@ -174,16 +177,22 @@ def _work(block: ModelBlock, shape: ModelShape) -> BlockWork:
         num_expert_params=num_expert_params,
         expert_share=shape.experts.share if shape.experts else 1.0,
         every_token=block.is_layer,
-        between_bytes=_between_bytes(shape, tensors[0].dtype.itemsize) if block.is_layer and tensors else 0,
+        between_bytes=between_bytes(shape, tensors[0].dtype.itemsize) if block.is_layer and tensors else 0,
         query_width=shape.query if block.is_layer else 0,
     )
 
 
-def _between_bytes(shape: ModelShape, itemsize: int) -> int:
-    """Two norms, two sums with the residual stream, the attention's own reading and writing, and the activation."""
-    num_values = 2 * 2 * shape.hidden + 2 * 3 * shape.hidden + 2 * shape.query + 2 * shape.cached
-    num_values += shape.mlp_copies * shape.mlp
-    return max(itemsize, 2) * num_values
+def between_bytes(shape: ModelShape, itemsize: int) -> int:
+    """What one token's activations in a layer are read and written with, between products, by transformers' modules.
+
+    Two norms, two sums with the residual stream, the turning of queries and keys, the attention's own reading and
+    writing, and the activation.
+    """
+    width = max(itemsize, 2)  # of a value; smaller ones are weights'
+    norm_bytes = _RMS_NORM_BYTES if shape.has_rms_norms else 2 * width
+    mlp = shape.mlp if shape.experts is None else shape.experts.num_per_token * shape.experts.width
+    num_values = 2 * 3 * shape.hidden + _ROTARY_TOUCHES * shape.rotated + 2 * shape.query + 2 * shape.cached
+    return 2 * norm_bytes * shape.hidden + width * (num_values + shape.mlp_copies * mlp)
 
 
 def pass_time(
