@@ -17,6 +17,7 @@ class AttentionCase:
         segments: queries and context of each; a context counts the queries.
         pages_dtype: of keys and values, None: as the queries.
         alibi, sinks: whether there are random ones.
+        values_in_keys: as in `KVPages`.
     """
 
     segments: tuple[tuple[int, int], ...]
@@ -31,6 +32,7 @@ class AttentionCase:
     softcap: float | None = None
     alibi: bool = False
     sinks: bool = False
+    values_in_keys: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,8 @@ SMALL: Final = (
     AttentionCase(((1, 150), (20, 140)), 6, 2, 128, 128, 16, torch.float16, torch.int8, window=50, sinks=True),
     AttentionCase(((1, 100), (17, 17)), 4, 2, 256, 256, 128, torch.bfloat16, softcap=20.0, window=33),
     AttentionCase(((1, 33), (5, 40)), 3, 3, 192, 128, 16, torch.float32, alibi=True),
-    AttentionCase(((1, 40), (2, 35)), 20, 1, 576, 512, 32),
+    AttentionCase(((1, 40), (2, 35)), 20, 1, 576, 512, 32, values_in_keys=True),
+    AttentionCase(((1, 40), (3, 35)), 4, 1, 96, 64, 16, torch.float16, torch.int8, values_in_keys=True),
     AttentionCase(((1, 60), (7, 50)), 4, 1, 64, 64, 32, torch.float16, torch.float8_e4m3fn, alibi=True, sinks=True),
     AttentionCase(((1, 40), (5, 30)), 4, 2, 22, 6, 16, torch.float16, torch.int8),
 )
@@ -72,7 +75,8 @@ LARGE: Final = (
     AttentionCase(((1, 2000), (500, 1500)), 71, 1, 64, 64, 64, torch.bfloat16, alibi=True),
     AttentionCase(((1, 2000), (500, 1500)), 32, 32, 80, 80),
     AttentionCase(((1, 2000), (500, 1500)), 16, 16, 192, 128, 64, torch.bfloat16),
-    AttentionCase(((1, 1500), (100, 900)), 128, 1, 576, 512, 64, torch.bfloat16),
+    AttentionCase(((1, 1500), (100, 900)), 128, 1, 576, 512, 64, torch.bfloat16, values_in_keys=True),
+    AttentionCase(((1, 1500), (100, 900)), 128, 1, 576, 512, 64, torch.bfloat16, torch.int8, values_in_keys=True),
     AttentionCase(((1, 700), (90, 400)), 8, 2, 128, 128, 64, torch.float32),
 )
 """What models do, for a GPU."""
@@ -89,7 +93,8 @@ def attention_call(case: AttentionCase, device: torch.device | str, gap: float =
     order = torch.randperm(sum(counts)).tolist()
     table = torch.full((len(counts), max(counts) + 1), 1 << 30, dtype=torch.int32)
     dtype = case.pages_dtype or case.dtype
-    pages = KVPages.empty(sum(counts), case.page_size, case.kv_heads, case.head_dim, case.value_dim, dtype, device)
+    place = (sum(counts), case.page_size, case.kv_heads, case.head_dim, case.value_dim)
+    pages = KVPages.empty(*place, dtype, device, values_in_keys=case.values_in_keys)
     for part in pages.parts():
         part.view(torch.uint8).fill_(0x7F) if part.dtype in KV_CODES else part.fill_(gap)
     for row, ((queries, length), count) in enumerate(zip(case.segments, counts, strict=True)):

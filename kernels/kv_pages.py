@@ -5,7 +5,8 @@ as they are; in INT8 or FP8 (e4m3) each token's head has a scale of its own: the
 code.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -22,12 +23,14 @@ class KVPages:
     values: [pages, page_size, kv_heads, value_dim]
     key_scales, value_scales: [pages, kv_heads, page_size] float32 where keys and values are codes, else None; a head's
             lie beside each other, because a program of the attention kernels takes those of one head.
+    values_in_keys: values are the first columns of keys, in the same memory (multi-head latent attention).
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
+    values_in_keys: bool = field(default=False, kw_only=True)
 
     @classmethod
     def empty(
@@ -39,6 +42,8 @@ class KVPages:
         value_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        *,
+        values_in_keys: bool = False,
     ) -> "KVPages":
         """Memory for pages, not filled.
 
@@ -46,12 +51,26 @@ class KVPages:
             dtype: a floating-point dtype of 16 or 32 bits, or one of `KV_CODES`.
         """
         place = (num_pages, page_size, kv_heads)
-        keys = torch.empty((*place, head_dim), dtype=dtype, device=device)
-        values = torch.empty((*place, value_dim), dtype=dtype, device=device)
-        if dtype not in KV_CODES:
-            return cls(keys, values)
-        scales = [torch.empty((num_pages, kv_heads, page_size), dtype=torch.float32, device=device) for _ in range(2)]
-        return cls(keys, values, *scales)
+        parts = [torch.empty((*place, head_dim), dtype=dtype, device=device)]
+        if not values_in_keys:
+            parts.append(torch.empty((*place, value_dim), dtype=dtype, device=device))
+        if dtype in KV_CODES:
+            scales = (num_pages, kv_heads, page_size)
+            parts += [torch.empty(scales, dtype=torch.float32, device=device) for _ in range(len(parts))]
+        return cls._of(parts, value_dim, values_in_keys)
+
+    @classmethod
+    def _of(cls, parts: Sequence[torch.Tensor], value_dim: int, values_in_keys: bool) -> "KVPages":
+        """As `parts` has them."""
+        if not values_in_keys:
+            return cls(*parts)
+        keys, *scales = parts
+        scale = scales[0] if scales else None
+        return cls(keys, keys[..., :value_dim], scale, scale, values_in_keys=True)
+
+    def beginning_at(self, page: int) -> "KVPages":
+        """The same memory from a page on."""
+        return self._of([part[page:] for part in self.parts()], self.values.shape[3], self.values_in_keys)
 
     @property
     def page_size(self) -> int:
@@ -71,7 +90,9 @@ class KVPages:
         )
 
     def parts(self) -> list[torch.Tensor]:
-        """The tensors, each with the pages first."""
+        """The tensors, each with the pages first, and each once."""
+        if self.values_in_keys:
+            return [self.keys] if self.key_scales is None else [self.keys, self.key_scales]
         return [part for part in (self.keys, self.values, self.key_scales, self.value_scales) if part is not None]
 
 
@@ -114,13 +135,13 @@ def write_pages_ref(pages: KVPages, keys: torch.Tensor, values: torch.Tensor, pl
 
     Args:
         keys: [tokens, kv_heads, head_dim], any strides.
-        values: [tokens, kv_heads, value_dim], any strides.
+        values: [tokens, kv_heads, value_dim], any strides; not read where they are in the keys.
         places: [tokens] int64, page * page_size + place in the page; no two equal.
     """
     for target, scales, source in (
         (pages.keys, pages.key_scales, keys),
         (pages.values, pages.value_scales, values),
-    ):
+    )[: 1 if pages.values_in_keys else 2]:
         if scales is None:
             target.view(-1, *target.shape[2:])[places] = source.to(target.dtype)
         else:

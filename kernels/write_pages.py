@@ -40,7 +40,7 @@ def write_pages_kernel(pages: KVPages, keys: torch.Tensor, values: torch.Tensor,
     with on_device(keys):
         _write_kernel[(triton.cdiv(tokens * kv_heads, rows),)](
             keys,
-            values,
+            None if pages.values_in_keys else values,
             pages.keys,
             pages.values,
             pages.key_scales,
@@ -122,8 +122,9 @@ def _write_kernel(  # type: ignore[no-untyped-def]
         key_token, key_head, key_column, key_place, key_place_head,
         KV_HEADS, PAGE_SIZE, HEAD_DIM, KEY_COLUMNS, COMPILED,
     )  # fmt: skip
-    _write(
-        values, value_pages, value_scales, token, place, head, inside,
-        value_token, value_head, value_column, value_place, value_place_head,
-        KV_HEADS, PAGE_SIZE, VALUE_DIM, VALUE_COLUMNS, COMPILED,
-    )  # fmt: skip
+    if values is not None:
+        _write(
+            values, value_pages, value_scales, token, place, head, inside,
+            value_token, value_head, value_column, value_place, value_place_head,
+            KV_HEADS, PAGE_SIZE, VALUE_DIM, VALUE_COLUMNS, COMPILED,
+        )  # fmt: skip

@@ -24,16 +24,14 @@ def poisoned(pages: KVPages) -> KVPages:
 
 
 def both_written(
-    keys: torch.Tensor, values: torch.Tensor, page_size: int, dtype: torch.dtype
+    keys: torch.Tensor, values: torch.Tensor, page_size: int, dtype: torch.dtype, *, values_in_keys: bool = False
 ) -> tuple[KVPages, KVPages, torch.Tensor]:
     """Pages by the kernel and by the reference, among them places that nothing is written to; where tokens went."""
     tokens, kv_heads, head_dim = keys.shape
     num_pages = tokens // page_size + 2
     places = torch.randperm(num_pages * page_size)[:tokens].to(keys.device)
-    made = [
-        poisoned(KVPages.empty(num_pages, page_size, kv_heads, head_dim, values.shape[2], dtype, keys.device))
-        for _ in range(2)
-    ]
+    place = (num_pages, page_size, kv_heads, head_dim, values.shape[2])
+    made = [poisoned(KVPages.empty(*place, dtype, keys.device, values_in_keys=values_in_keys)) for _ in range(2)]
     write_pages_kernel(made[0], keys, values, places)
     write_pages_ref(made[1], keys, values, places)
     return made[0], made[1], places
@@ -69,6 +67,21 @@ def test_the_kernel_writes_what_the_reference_writes(
     found, wanted, _ = both_written(keys, values, page_size, codes or dtype)
     for mine, other in zip(found.parts(), wanted.parts(), strict=True):
         assert torch.equal(bits(mine), bits(other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *CODES], ids=str)
+def test_values_that_are_the_first_columns_of_keys_are_written_once(kernel_device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    keys = torch.randn(50, 1, 96, dtype=torch.float16, device=kernel_device) * 7
+    found, wanted, places = both_written(keys, keys[..., :64], 16, dtype, values_in_keys=True)
+    assert [part.shape[-1] for part in found.parts()] == ([96, 16] if dtype in CODES else [96])
+    for mine, other in zip(found.parts(), wanted.parts(), strict=True):
+        assert torch.equal(bits(mine), bits(other))
+    table = torch.arange(found.keys.shape[0], device=kernel_device)
+    all_keys, all_values = read_pages_ref(found, table)
+    assert torch.equal(all_values[places], all_keys[places][..., :64])
+    alone, _, same_places = both_written(keys, keys[..., :64], 16, dtype)
+    assert torch.equal(all_keys[places], read_pages_ref(alone, table)[0][same_places])
 
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)

@@ -108,7 +108,7 @@ def find_budget(
         raise ConfigError(f"zinfer.kv_page_size is {page_size}; give a power of two, such as 64")
     kv_dtype = _DTYPES.get(stated.kv_cache_dtype, dtype)
     activation_bytes = _activation_bytes(
-        read_shape(config), dtype, tokens_per_pass, part_tokens, max_sequences, on_cuda=on_cuda
+        _batched_shape(config), dtype, tokens_per_pass, part_tokens, max_sequences, on_cuda=on_cuda
     )
     kv_bytes = stated.kv_cache_memory
     if kv_bytes is None:
@@ -149,15 +149,22 @@ def weights_room(blocks: Sequence[ModelBlock], settings: Settings, free_bytes: i
     return min(outer_bytes + slots_bytes, total_bytes) + aside_bytes
 
 
+def _batched_shape(config: PretrainedConfig) -> ModelShape:
+    """The model's shape over pages: attention makes no scores, and latent attention no keys and values of its heads.
+
+    There queries and outputs are as wide as latents, which are there twice, plain and joined with the turned part.
+    """
+    shape, kept = replace(read_shape(config), is_eager=False), read_kv_shape(config)
+    if not kept.values_in_keys:
+        return shape
+    return replace(shape, expanded=shape.num_heads * (kept.key_dim + 2 * kept.value_dim))
+
+
 def _activation_bytes(
     shape: ModelShape, dtype: torch.dtype, tokens: int, part_tokens: int, max_sequences: int, *, on_cuda: bool
 ) -> int:
-    """A part's activations as transformers' modules make them, the residual stream of the pass, and the logits.
-
-    Attention makes no scores: the shape's eagerness is that of transformers' own attention.
-    """
-    alone = replace(shape, is_eager=False)
-    part = find_footprint(alone, dtype, Request(1, part_tokens, 1), on_cuda=on_cuda)
-    logits = find_footprint(alone, dtype, Request(max_sequences, 1, 1), on_cuda=on_cuda)
+    """A part's activations as transformers' modules make them, the residual stream of the pass, and the logits."""
+    part = find_footprint(shape, dtype, Request(1, part_tokens, 1), on_cuda=on_cuda)
+    logits = find_footprint(shape, dtype, Request(max_sequences, 1, 1), on_cuda=on_cuda)
     residual = _RESIDUAL_COPIES * tokens * shape.hidden * dtype.itemsize
     return max(part.activation_bytes, logits.activation_bytes) + residual

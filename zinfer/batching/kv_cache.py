@@ -41,8 +41,8 @@ class KVCache:
         self.stride = shape.num_layers
         self.device = device
         place = (num_pages * self.stride, page_size, shape.num_heads, shape.key_dim, shape.value_dim)
-        self._whole = KVPages.empty(*place, dtype, device)
-        self.layers = [KVPages(*(part[layer:] for part in self._whole.parts())) for layer in range(self.stride)]
+        self._whole = KVPages.empty(*place, dtype, device, values_in_keys=shape.values_in_keys)
+        self.layers = [self._whole.beginning_at(layer) for layer in range(self.stride)]
         try:
             takes_kernels(self._whole)
         except ValueError as error:

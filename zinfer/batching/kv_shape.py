@@ -20,28 +20,29 @@ class KVShape:
         num_heads: of keys and values.
         key_dim: width of a head's key.
         value_dim: width of a head's value.
+        values_in_keys: values are the first columns of keys, and take no memory of their own.
     """
 
     num_layers: int
     num_heads: int
     key_dim: int
     value_dim: int
+    values_in_keys: bool = False
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one token in all layers, in a dtype that pages have."""
-        scales_bytes = 2 * _SCALE_BYTES if dtype in KV_CODES else 0
-        head_bytes = (self.key_dim + self.value_dim) * dtype.itemsize + scales_bytes
-        return self.num_layers * self.num_heads * head_bytes
+        widths = [self.key_dim] if self.values_in_keys else [self.key_dim, self.value_dim]
+        scale_bytes = _SCALE_BYTES if dtype in KV_CODES else 0
+        return self.num_layers * self.num_heads * sum(width * dtype.itemsize + scale_bytes for width in widths)
 
 
 def read_kv_shape(config: PretrainedConfig) -> KVShape:
     """The shape of a decoder's cache."""
     text: Any = config.get_text_config(decoder=True)
     num_heads = int(text.num_attention_heads)
-    if getattr(text, "kv_lora_rank", None):  # keys and values as the attention is given them, not the latents
-        return KVShape(
-            text.num_hidden_layers, num_heads, text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-        )
+    if getattr(text, "kv_lora_rank", None):  # the latents, one for all heads, and behind them the turned part of keys
+        width = text.kv_lora_rank + text.qk_rope_head_dim
+        return KVShape(text.num_hidden_layers, 1, width, text.kv_lora_rank, values_in_keys=True)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     return KVShape(int(text.num_hidden_layers), _num_kv_heads(text), int(head_dim), int(head_dim))
 

@@ -1,7 +1,8 @@
 """What the batch path must know of a family of models: whether its modules attend through transformers' interface.
 
-Those that do need nothing else. Those that do not get a forward of their attention here, a file a family. Any other
-family is refused: its text might come out wrong without an error.
+Those that do need nothing else. Those that do not, and those whose pages hold something else than their keys and
+values, get a forward of their attention here, a file a family. Any other family is refused: its text might come out
+wrong without an error.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,15 +12,13 @@ from typing import Any, Final
 from torch import nn
 from transformers import PreTrainedModel
 
-from zinfer.batching.adapters import bloom, falcon, gptj, mpt
+from zinfer.batching.adapters import bloom, deepseek, falcon, gptj, mpt
 from zinfer.errors import ConfigError
 
 INTERFACED: Final = frozenset(
     (
         *(
             "cohere",
-            "deepseek_v2",
-            "deepseek_v3",
             "gemma",
             "gemma2",
             "gemma3_text",
@@ -35,6 +34,8 @@ INTERFACED: Final = frozenset(
 """Model types whose ragged greedy tokens were seen to equal those of each prompt alone in transformers' `generate`."""
 
 _OWN: Final[dict[str, tuple[type[nn.Module], Callable[..., Any]]]] = {
+    "deepseek_v2": (deepseek.V2_ATTENTION, deepseek.forward_v2),
+    "deepseek_v3": (deepseek.V3_ATTENTION, deepseek.forward_v3),
     "bloom": (bloom.ATTENTION, bloom.forward),
     "falcon": (falcon.ATTENTION, falcon.forward),
     "gptj": (gptj.ATTENTION, gptj.forward),
