@@ -47,7 +47,7 @@ class AttentionCall:
 
 SMALL: Final = (
     AttentionCase(((1, 70), (1, 1), (40, 90)), 8, 2, 64, 64),
-    AttentionCase(((1, 600), (3, 600)), 7, 1, 80, 80, 16),
+    AttentionCase(((1, 1300), (3, 600)), 7, 1, 80, 80, 16),
     AttentionCase(((1, 90), (1, 130), (9, 9)), 4, 4, 96, 112, 32, torch.bfloat16, torch.int8),
     AttentionCase(((1, 150), (20, 140)), 6, 2, 128, 128, 16, torch.float16, torch.int8, window=50, sinks=True),
     AttentionCase(((1, 100), (17, 17)), 4, 2, 256, 256, 128, torch.bfloat16, softcap=20.0, window=33),

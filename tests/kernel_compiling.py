@@ -27,11 +27,12 @@ from zinfer.kernels.attention_cases import AttentionCase, attention_call
 from zinfer.kernels.cases import HALVES, TYPICAL, Shape, random_input, random_matrix
 from zinfer.kernels.quantized import QuantFormat
 
-SEGMENTS = ((1, 900), (40, 300))
+SEGMENTS = ((1, 1600), (40, 300))
 ATTENTION = (
     AttentionCase(SEGMENTS, 64, 8, 128, 128),
     AttentionCase(SEGMENTS, 56, 8, 128, 128, 16, torch.bfloat16, torch.int8, window=256, sinks=True),
     AttentionCase(SEGMENTS, 8, 8, 80, 80, 64, torch.bfloat16, torch.float8_e4m3fn, softcap=30.0, alibi=True),
+    AttentionCase(SEGMENTS, 16, 1, 576, 512, 64, torch.bfloat16, values_in_keys=True),
 )
 TARGET = GPUTarget("cuda", 90, 32)
 KINDS = {

@@ -213,3 +213,14 @@ def test_passes_are_told_with_the_seconds_between_them(llm: LLM, prompts: list[l
     assert all(seconds > 0 for _, seconds in passes)
     assert sum(seconds for _, seconds in passes) < time.perf_counter() - begin_s
     assert [size.num_samples for size, _ in passes] == [len(prompts)] * len(passes)
+
+
+def test_memory_that_was_given_to_nobody_is_not_lent(
+    folder: Path, prompts: list[list[int]], alone: list[tuple[int, ...]]
+) -> None:
+    """On a CPU pages that nobody writes to take no memory; a process would grow by the weights."""
+    with LLM(folder, NVME, device="cpu") as llm:
+        found = llm.generate(by_ids(prompts), SamplingParams(max_new_tokens=NUM_NEW))
+        stats = llm.stats()
+    assert [completion.token_ids for completion in found] == alone
+    assert stats.bytes_to_device >= (stats.passes - 1) * stats.disk_bytes_per_pass

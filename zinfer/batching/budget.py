@@ -45,6 +45,8 @@ class BatchingBudget:
         num_pages, page_size: of the cache.
         kv_dtype: of its keys and values.
         order: in which texts that wait begin.
+        lends: whether pages that no text needs are lent to weights. On a CPU pages that were never written to take no
+            memory, and are lent only where the configuration has given it to them.
         footprint: bytes that all of it takes of the device.
     """
 
@@ -55,6 +57,7 @@ class BatchingBudget:
     page_size: int
     kv_dtype: torch.dtype
     order: Order
+    lends: bool
     footprint: Footprint
 
     @property
@@ -72,6 +75,7 @@ class BatchingBudget:
             most_parked_pages=self.most_parked_pages,
             order=self.order,
             window=window,
+            lends=self.lends,
         )
 
 
@@ -126,7 +130,15 @@ def find_budget(
         )
     footprint = Footprint(num_pages * page_bytes, activation_bytes, num_pages * page_bytes)
     return BatchingBudget(
-        tokens_per_pass, part_tokens, max_sequences, num_pages, page_size, kv_dtype, stated.admission_order, footprint
+        tokens_per_pass=tokens_per_pass,
+        most_part_tokens=part_tokens,
+        max_sequences=max_sequences,
+        num_pages=num_pages,
+        page_size=page_size,
+        kv_dtype=kv_dtype,
+        order=stated.admission_order,
+        lends=on_cuda or stated.kv_cache_memory is not None,
+        footprint=footprint,
     )
 
 

@@ -45,6 +45,7 @@ class Scheduler:
         order: of admission; see `AdmissionQueue`.
         window: where every layer of the model slides, the positions that a token attends to, its own among them; pages
             behind it are given back. None: pages are kept.
+        lends: whether pages are ever to spare.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Scheduler:
         most_parked_pages: int | None = None,
         order: Order = "arrival",
         window: int | None = None,
+        lends: bool = True,
     ) -> None:
         assert token_budget >= 1
         assert max_sequences >= 1
@@ -64,6 +66,7 @@ class Scheduler:
         self._token_budget = token_budget
         self._max_sequences = max_sequences
         self._window = window
+        self._lends = lends
         self._queue = AdmissionQueue(order)
         self._set_aside = SetAside(most_parked_pages)
         self._running: dict[int, Sequence] = {}  # by number, in the order of admission
@@ -89,7 +92,7 @@ class Scheduler:
         A prompt may take more pages at once, where a window slides, than it cannot do without.
         """
         last = next(reversed(self._running.values()), None)
-        if self._next() or (last and last.num_tokens - last.num_computed > 1):
+        if not self._lends or self._next() or (last and last.num_tokens - last.num_computed > 1):
             return 0
         return max(self.pool.num_pages - self._demand.num_pages, 0)
 

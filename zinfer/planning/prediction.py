@@ -78,7 +78,7 @@ class PassTime:
     host_s: float
     matrix_s: float
     device_s: float
-    cache_s: float
+    cache_s: float = 0.0
     between_s: float = 0.0
 
     @property
