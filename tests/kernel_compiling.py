@@ -109,7 +109,7 @@ def main() -> None:
         call = attention_call(case, "cpu")
         paged_attention.paged_attention_kernel(call.query, call.pages, call.layout, call.rule)
         keys = torch.randn(7, case.kv_heads, case.head_dim, dtype=case.dtype)
-        write_pages.write_pages_kernel(call.pages, keys, keys, torch.arange(7))
+        write_pages.write_pages_kernel(call.pages, keys, keys[..., : case.value_dim], torch.arange(7))
 
 
 if __name__ == "__main__":
