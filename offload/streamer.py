@@ -168,6 +168,9 @@ class Streamer:
             if (written := use.move.last_write()) is not None:
                 use.move.target.stream.join(written)
             del self._moving[use.block.index]
+        for slot in self._borrowed:  # a move that was given up may still write
+            for lane in self._lanes.values():
+                lane.stream.join(slot.vacant)
         self._staying.clear()
         self._borrowed.clear()
         self._num_borrowed = 0

@@ -224,3 +224,17 @@ def test_memory_that_was_given_to_nobody_is_not_lent(
         stats = llm.stats()
     assert [completion.token_ids for completion in found] == alone
     assert stats.bytes_to_device >= (stats.passes - 1) * stats.disk_bytes_per_pass
+
+
+@pytest.mark.parametrize(("family", "lens", "num_new"), [("llama", [4] * 12, 8), ("mistral", [120], 4)])
+def test_lent_pages_hold_no_call_back_for_more_than_a_pass(
+    family: str, lens: list[int], num_new: int, tmp_path: Path
+) -> None:
+    """Where pages are kept for decodes, or where a chunk takes more of them at once than its window."""
+    folder = tiny_checkpoint(family, tmp_path)
+    with LLM(folder, NVME, device="cpu", kv_cache_memory="6MB", kv_page_size=16) as llm:
+        for call in range(3):
+            made = [[5 + number, 7 + call, *range(9, 7 + length)] for number, length in enumerate(lens)]
+            llm.generate(by_ids(made), SamplingParams(max_new_tokens=num_new, ignore_eos=True))
+            assert len(llm._batcher.pass_sizes) <= llm.predict(lens, num_new).num_passes + 1
+        assert llm._batcher._loan._limit < llm._batcher._cache.num_pages

@@ -11,7 +11,10 @@ from transformers import AutoModelForCausalLM
 
 import zinfer
 from zinfer import LLM, SamplingParams
+from zinfer.batching.admission_queue import AdmissionQueue
+from zinfer.batching.demand import Demand
 from zinfer.batching.runner import PassRunner
+from zinfer.batching.scheduler import Scheduler
 from zinfer.errors import ConfigError
 
 __all__ = ["alone", "folder", "llm", "prompts"]  # fixtures
@@ -201,3 +204,40 @@ def test_a_family_is_refused_before_a_quantized_copy_is_written(tmp_path: Path) 
     with pytest.raises(zinfer.errors.ConfigError, match="a olmo model cannot run in ragged batches yet"):
         LLM(folder, settings, device="cpu")
     assert list(copies.iterdir()) == []
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Demand, "add"), (AdmissionQueue, "add"), (Scheduler, "end")])
+def test_an_interrupt_anywhere_around_a_call_leaves_the_next_one_right(
+    llm: LLM,
+    prompts: list[list[int]],
+    alone: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+) -> None:
+    """While texts are added, and while those of a stream that was left are given up."""
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    params = [SamplingParams(max_new_tokens=1 if number == 0 else NUM_NEW) for number in range(len(prompts))]
+    for _ in range(2):
+        stream = llm.stream(by_ids(prompts), params)
+        if name == "end":
+            next(stream)
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                stream.close() if name == "end" else next(stream)
+        found = llm.generate(by_ids(prompts), SamplingParams(max_new_tokens=NUM_NEW))
+        assert [each.token_ids for each in found] == alone
+    assert llm._batcher._scheduler.pool.num_used == 0
+    assert llm._batcher._scheduler.num_wanted_pages == 0
+
+
+def test_a_stream_that_outlives_its_llm_says_so(folder: Path, prompts: list[list[int]]) -> None:
+    with LLM(folder, device="cpu", kv_cache_memory="1MB") as made:
+        stream = made.stream(by_ids(prompts), [SamplingParams(max_new_tokens=1 + i) for i in range(len(prompts))])
+        next(stream)
+    with pytest.raises(RuntimeError, match="this LLM was closed"):
+        list(stream)

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -10,7 +11,7 @@ from typing import Any, Self
 from torch import nn
 from transformers import PreTrainedModel
 
-from zinfer.batching.adapters import check_family, has_windows
+from zinfer.batching.adapters import check_family, common_window
 from zinfer.batching.batcher import Batcher, Finished
 from zinfer.batching.budget import BatchingBudget, find_budget, weights_room
 from zinfer.batching.completion import Completion, text_seed
@@ -30,7 +31,6 @@ from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.stats import RunStats
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import choose_device
-from zinfer.planning.model_shape import read_shape
 from zinfer.planning.planner import Plan
 from zinfer.sequence_length import max_positions
 
@@ -67,10 +67,10 @@ class LLM:
         def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
             nonlocal budget
             most_tokens = _least(settings.max_out_tokens, max_positions(module))
-            room_bytes = weights_room(blocks, settings, free_bytes)
+            room = partial(weights_room, blocks, settings)
             on_cuda = choose_device(settings).type == "cuda"
             budget = find_budget(
-                module.config, module.dtype, free_bytes, settings.batching, most_tokens, room_bytes, on_cuda=on_cuda
+                module.config, module.dtype, free_bytes, settings.batching, most_tokens, room, on_cuda=on_cuda
             )
             return budget.footprint
 
@@ -96,7 +96,7 @@ class LLM:
         device = self._engine.device
         shape = read_kv_shape(module.config)
         cache = KVCache(shape, budget.num_pages, budget.page_size, budget.kv_dtype, device)
-        self._budget, self._window = budget, _common_window(module)
+        self._budget, self._window = budget, common_window(module.config)
         self._runner = PassRunner(self._engine, cache)
         self._batcher = Batcher(self._runner, cache, Sampler(vocab_size, device), budget, self._window)
 
@@ -219,11 +219,11 @@ class LLM:
         each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(several):
             raise ConfigError(f"{len(each)} params for {len(several)} prompts; give one, or as many as prompts")
-        if self._closed:
-            raise RuntimeError("this LLM was closed; make a new one")
+        self._check_open()
         if self._is_streaming:
             raise RuntimeError("another call of this LLM is under way; take all of its completions, or leave it, first")
         waiting: dict[int, tuple[int, int]] = {}
+        self._batcher.abort()  # what Ctrl-C in an abort has left
         self._seen.clear()
         self._batcher.pass_sizes.clear()
         self._batcher.pass_ends_s.clear()
@@ -236,11 +236,13 @@ class LLM:
                     for sample in range(own.n):
                         yield Completion(index, sample, "", (), "error", error=str(error))
             while waiting:
+                self._check_open()
                 for finished in self._batcher.step():
                     yield _completion(finished, *waiting.pop(finished.number))
         finally:
             try:
-                self._batcher.abort()
+                if not self._closed:
+                    self._batcher.abort()
             finally:
                 self._is_streaming = False
 
@@ -261,6 +263,10 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this LLM was closed; make a new one")
 
     def _add(self, index: int, prompt: PromptLike, params: SamplingParams, waiting: dict[int, tuple[int, int]]) -> None:
         """Hand a prompt's ``n`` texts to the batcher."""
@@ -286,14 +292,6 @@ def _completion(finished: Finished, prompt_index: int, sample_index: int) -> Com
         finished.logprobs,
         finished.error,
     )
-
-
-def _common_window(module: PreTrainedModel) -> int | None:
-    """The widest of the layers' windows; None where a layer has none."""
-    if not has_windows(check_family(module)):
-        return None
-    windows = read_shape(module.config).windows
-    return max((window for window in windows if window is not None), default=None) if all(windows) else None
 
 
 def _least(*limits: int | None) -> int | None:

@@ -123,6 +123,7 @@ class Batcher:
             PlanError: the cache could not hold it even alone.
         """
         sequence = Text(self._num_added, tuple(prompt_ids), params.max_new_tokens)
+        self._in_pass = True
         # First what abort needs: Ctrl-C may strike between any two lines.
         self._num_added += 1
         self._writing[sequence.number] = _Writing(sequence, params, seed, ending, end_token_ids)
@@ -130,7 +131,9 @@ class Batcher:
             self._scheduler.add(sequence)
         except PlanError:
             del self._writing[sequence.number]
+            self._in_pass = False
             raise
+        self._in_pass = False
         return sequence.number
 
     def step(self) -> list[Finished]:

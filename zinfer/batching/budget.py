@@ -1,6 +1,6 @@
 """What continuous batching takes of the device beside the weights: pages, and the activations of a pass."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -22,9 +22,12 @@ from zinfer.planning.request import Request
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.units import human_bytes
 
-_LEAST_KV_SHARE: Final = 0.3  # of what is free, beside weights that are all resident; the share on a CPU
+_KV_SHARE: Final = 0.3  # of what is left, beside weights that are all resident; of what is free on a CPU
 _NUM_SLOTS: Final = 3
+_LEAST_SHARE: Final = 0.15  # of what is left, whatever weights would like to have
 _MOST_TOKENS_PER_PASS: Final = 16_384
+_FEWEST_TOKENS_PER_PASS: Final = 1024  # that are chosen where nothing is stated
+_MOST_ACTIVATION_SHARE: Final = 1 / 8  # of what is free
 _MOST_PART_TOKENS: Final = 4_096
 _MAX_SEQUENCES: Final = 1024
 _PAGE_SIZE: Final = 64
@@ -85,7 +88,7 @@ def find_budget(
     free_bytes: int,
     stated: Batching,
     most_tokens: int | None,
-    weights_bytes: int,
+    room: Callable[[int], int],
     *,
     on_cuda: bool,
 ) -> BatchingBudget:
@@ -97,28 +100,24 @@ def find_budget(
         free_bytes: of the device, for weights and all else.
         stated: by the configuration.
         most_tokens: of one text, prompt and new tokens together; None: as many as there are pages for.
-        weights_bytes: of the device, that weights are to have; see `weights_room`.
+        room: `weights_room` of the model.
         on_cuda: whether the device is one.
 
     Raises:
         ConfigError: pages of a size that is no power of two.
         PlanError: not even one page fits the memory that is there for the cache.
     """
-    tokens_per_pass = stated.tokens_per_pass or _MOST_TOKENS_PER_PASS
-    part_tokens = min(tokens_per_pass, _MOST_PART_TOKENS)
-    max_sequences = min(stated.max_sequences or _MAX_SEQUENCES, tokens_per_pass)
     page_size = stated.kv_page_size or _PAGE_SIZE
     if page_size & (page_size - 1):
         raise ConfigError(f"zinfer.kv_page_size is {page_size}; give a power of two, such as 64")
+    tokens_per_pass, max_sequences, activation_bytes = _pass_sizes(config, dtype, stated, free_bytes, on_cuda=on_cuda)
     kv_dtype = _DTYPES.get(stated.kv_cache_dtype, dtype)
-    activation_bytes = _activation_bytes(
-        _batched_shape(config), dtype, tokens_per_pass, part_tokens, max_sequences, on_cuda=on_cuda
-    )
     kv_bytes = stated.kv_cache_memory
     if kv_bytes is None:
-        kv_bytes = int(free_bytes * _LEAST_KV_SHARE)
+        kv_bytes = int(free_bytes * _KV_SHARE)
         if on_cuda:
-            kv_bytes = max(weight_budget(free_bytes, Footprint(0, activation_bytes, 0)) - weights_bytes, kv_bytes // 2)
+            left_bytes = weight_budget(free_bytes, Footprint(0, activation_bytes, 0))
+            kv_bytes = max(left_bytes - room(left_bytes), int(left_bytes * _LEAST_SHARE))
     page_bytes = read_kv_shape(config).token_bytes(kv_dtype) * page_size
     num_pages = kv_bytes // page_bytes
     if stated.kv_cache_memory is None and most_tokens is not None:
@@ -131,7 +130,7 @@ def find_budget(
     footprint = Footprint(num_pages * page_bytes, activation_bytes, num_pages * page_bytes)
     return BatchingBudget(
         tokens_per_pass=tokens_per_pass,
-        most_part_tokens=part_tokens,
+        most_part_tokens=min(tokens_per_pass, _MOST_PART_TOKENS),
         max_sequences=max_sequences,
         num_pages=num_pages,
         page_size=page_size,
@@ -142,23 +141,42 @@ def find_budget(
     )
 
 
-def weights_room(blocks: Sequence[ModelBlock], settings: Settings, free_bytes: int) -> int:
+def weights_room(blocks: Sequence[ModelBlock], settings: Settings, left_bytes: int) -> int:
     """Bytes of the device that weights are to have beside pages.
 
     All of them where they may be resident and leave pages their share; otherwise what lies outside the layers, and what
     layers stream through: pages that no text needs are lent to layers anyway.
+
+    Args:
+        left_bytes: for both.
     """
-    if settings.memory.max_device_memory is not None:
-        return settings.memory.max_device_memory
     plain = [block.block for block in blocks]
+    dequantized_bytes = most_dequantized_bytes(plain)
+    if settings.memory.max_device_memory is not None:
+        return settings.memory.max_device_memory + dequantized_bytes
     total_bytes = sum(block.nbytes for block in plain)
-    slots_bytes = _NUM_SLOTS * max(block.nbytes for block in plain)
+    layer_bytes = max((block.block.nbytes for block in blocks if block.is_layer), default=0)
+    slots_bytes = max(_NUM_SLOTS, settings.num_slots or 0) * layer_bytes
     outer_bytes = sum(block.block.nbytes for block in blocks if not block.is_layer)
-    aside_bytes = conversion_bytes(plain, to_host=True) + most_dequantized_bytes(plain)
+    aside_bytes = conversion_bytes(plain, to_host=True) + dequantized_bytes
     may_stay = settings.offload.device in (None, "none")
-    if may_stay and total_bytes + aside_bytes <= free_bytes * (1 - _LEAST_KV_SHARE):
+    if may_stay and total_bytes + aside_bytes <= left_bytes * (1 - _KV_SHARE):
         return total_bytes + aside_bytes
     return min(outer_bytes + slots_bytes, total_bytes) + aside_bytes
+
+
+def _pass_sizes(
+    config: PretrainedConfig, dtype: torch.dtype, stated: Batching, free_bytes: int, *, on_cuda: bool
+) -> tuple[int, int, int]:
+    """Tokens of a pass, texts at once, and the bytes of activations: fewer where a card is too small for many."""
+    tokens, sequences = _MOST_TOKENS_PER_PASS, _MAX_SEQUENCES
+    while True:
+        tokens_per_pass = stated.tokens_per_pass or tokens
+        max_sequences = min(stated.max_sequences or sequences, tokens_per_pass)
+        nbytes = _activation_bytes(_batched_shape(config), dtype, tokens_per_pass, max_sequences)
+        if not on_cuda or nbytes <= free_bytes * _MOST_ACTIVATION_SHARE or tokens == _FEWEST_TOKENS_PER_PASS:
+            return tokens_per_pass, max_sequences, nbytes
+        tokens, sequences = tokens // 2, sequences // 2
 
 
 def _batched_shape(config: PretrainedConfig) -> ModelShape:
@@ -166,17 +184,18 @@ def _batched_shape(config: PretrainedConfig) -> ModelShape:
 
     There queries and outputs are as wide as latents, which are there twice, plain and joined with the turned part.
     """
-    shape, kept = replace(read_shape(config), is_eager=False), read_kv_shape(config)
+    shape, kept = replace(read_shape(config), is_eager=False, is_uneven=False), read_kv_shape(config)
     if not kept.values_in_keys:
         return shape
     return replace(shape, expanded=shape.num_heads * (kept.key_dim + 2 * kept.value_dim))
 
 
-def _activation_bytes(
-    shape: ModelShape, dtype: torch.dtype, tokens: int, part_tokens: int, max_sequences: int, *, on_cuda: bool
-) -> int:
-    """A part's activations as transformers' modules make them, the residual stream of the pass, and the logits."""
-    part = find_footprint(shape, dtype, Request(1, part_tokens, 1), on_cuda=on_cuda)
-    logits = find_footprint(shape, dtype, Request(max_sequences, 1, 1), on_cuda=on_cuda)
+def _activation_bytes(shape: ModelShape, dtype: torch.dtype, tokens: int, max_sequences: int) -> int:
+    """A part's activations as transformers' modules make them, the residual stream of the pass, and the logits.
+
+    Experts are not copied: that is what transformers' `generate` does, of which nothing runs here.
+    """
+    part = find_footprint(shape, dtype, Request(1, min(tokens, _MOST_PART_TOKENS), 1), on_cuda=False)
+    logits = find_footprint(shape, dtype, Request(max_sequences, 1, 1), on_cuda=False)
     residual = _RESIDUAL_COPIES * tokens * shape.hidden * dtype.itemsize
     return max(part.activation_bytes, logits.activation_bytes) + residual

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+from zinfer.batching.adapters import common_window
 from zinfer.batching.budget import BatchingBudget, find_budget, weights_room
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
@@ -163,10 +164,8 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
     """Raises PlanError where it does not fit."""
     on_cuda = machine.limits.device.type == "cuda"
     free_bytes = machine.device_memory_bytes
-    room_bytes = weights_room(outline.blocks, settings, free_bytes)
-    budget = find_budget(
-        outline.config, outline.dtype, free_bytes, batching, job.most_tokens, room_bytes, on_cuda=on_cuda
-    )
+    room = partial(weights_room, outline.blocks, settings)
+    budget = find_budget(outline.config, outline.dtype, free_bytes, batching, job.most_tokens, room, on_cuda=on_cuda)
     blocks = [block.block for block in outline.blocks]
     taken = budget.footprint
     taken = replace(taken, activation_bytes=taken.activation_bytes + most_dequantized_bytes(blocks))
@@ -174,7 +173,7 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
     plan = make_plan(blocks, outline.layers, limits, settings)
     work, rates = find_work(outline.blocks, outline.shape), machine.rates
     predicted = predict_job(
-        rehearse(job.prompt_lens, job.new_tokens, budget),
+        rehearse(job.prompt_lens, job.new_tokens, budget, common_window(outline.config)),
         read_kv_shape(outline.config).token_bytes(budget.kv_dtype),
         budget.page_size,
         partial(pass_time, plan, work, rates),

@@ -25,7 +25,7 @@ class Loan:
     def adjust(self, scheduler: Scheduler) -> None:
         """Lend what is to spare, or take everything back where it is not; between two passes."""
         cache = self._cache
-        if self._limit < cache.num_pages and self._limit < scheduler.num_wanted_pages:
+        if self._limit < cache.num_pages and (scheduler.is_short or self._limit < scheduler.num_wanted_pages):
             self.take_back()
             scheduler.confine(cache.num_pages)
         limit = cache.num_pages - scheduler.num_spare_pages

@@ -46,6 +46,8 @@ class Scheduler:
         window: where every layer of the model slides, the positions that a token attends to, its own among them; pages
             behind it are given back. None: pages are kept.
         lends: whether pages are ever to spare.
+
+    ``is_short`` tells whether the last pass carried less, or began less, for want of pages.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Scheduler:
         self._in_flight: Pass | None = None
         self._demand = Demand()
         self._num_lent = 0
+        self.is_short = False
 
     @property
     def num_running(self) -> int:
@@ -126,6 +129,7 @@ class Scheduler:
         assert self._in_flight is None, "the pass before was not followed by advance"
         coming = Pass([], [], [], self._num_lent)
         self._num_lent = self.num_spare_pages
+        self.is_short = False
         num_left = self._go_on(coming)
         sequence: Sequence | None = None
         while num_left and len(self._running) < self._max_sequences:
@@ -244,6 +248,7 @@ class Scheduler:
         else:
             assert next(reversed(self._running.values())) is sequence, "a prompt under way is the last one running"
             num_taken = min(num_wanted, self._num_free_for_prompts(len(self._running) - 1))
+        self.is_short |= num_taken < num_wanted
         sequence.pages += self.pool.take(num_taken)
         return min(end, len(sequence.pages) * self.pool.page_size)
 
@@ -264,6 +269,7 @@ class Scheduler:
         """Let a sequence run that waits or is parked, with a chunk in this pass; False where pages are short for it."""
         pool, others = self.pool, len(self._running)
         if self._num_free_for_prompts(others) == 0:
+            self.is_short = True
             return False
         if sequence.shares:
             pool.find(sequence)
@@ -279,7 +285,9 @@ class Scheduler:
         num_free = self._num_free_for_prompts(others)
         if others and num_free < min(num_wanted, self._pages_of(sequence)):
             pool.release(sequence)
+            self.is_short = True
             return False
+        self.is_short |= num_free < num_wanted
         sequence.pages += pool.take(min(num_wanted, num_free))
         end = min(end, len(sequence.pages) * pool.page_size)
         assert end > begin, "a sequence that runs alone has pages for its next token"

@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any, Final
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from zinfer.batching.adapters import bloom, deepseek, falcon, gptj, mpt
 from zinfer.errors import ConfigError
+from zinfer.planning.model_shape import read_shape
 
 INTERFACED: Final = frozenset(
     (
@@ -61,6 +62,14 @@ _WINDOWED: Final = frozenset(
 def has_windows(model_type: str) -> bool:
     """Whether layers of the family see the last tokens only where the config says so."""
     return model_type in _WINDOWED
+
+
+def common_window(config: PretrainedConfig) -> int | None:
+    """The widest of the layers' windows; None where a layer has none."""
+    if not has_windows(config.get_text_config(decoder=True).model_type):
+        return None
+    windows = read_shape(config).windows
+    return max((window for window in windows if window is not None), default=None) if all(windows) else None
 
 
 def wants_mask(model_type: str) -> bool:
