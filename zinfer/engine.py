@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.cut import ModelBlock, cut_model
-from zinfer.errors import ConfigError
-from zinfer.model import build_meta_model, compute_buffers, report_device
+from zinfer.model import find_model, report_device
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, open_stream
 from zinfer.offload.trace import Trace
@@ -99,7 +98,7 @@ class InferenceEngine(nn.Module):
         limits = find_limits(settings)
         self.settings = settings
         self.device = limits.device
-        self.module, checkpoint = _find_model(model, settings)
+        self.module, checkpoint = find_model(model, settings)
         if check_model:
             check_model(self.module)
         check_room(self.module, settings.min_out_tokens)
@@ -186,8 +185,9 @@ class InferenceEngine(nn.Module):
         self, num_tokens: int, num_rows: int, *, cache_bytes: int, num_pairs: int = 0, lent_bytes: int = 0
     ) -> PassTime:
         """What one pass takes, by resource; rates as for `predict`, arguments as for `prediction.pass_time`."""
-        one_pass = functools.partial(pass_time, self.plan, self._work, self._find_rates(), num_tokens, num_rows)
-        return one_pass(cache_bytes=cache_bytes, num_pairs=num_pairs, lent_bytes=lent_bytes)
+        work, rates = self._work, self._find_rates()
+        sizes = {"cache_bytes": cache_bytes, "num_pairs": num_pairs, "lent_bytes": lent_bytes}
+        return pass_time(self.plan, work, rates, num_tokens, num_rows, **sizes)
 
     def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
         """Whether `borrow` would spare a block the way in every pass."""
@@ -280,34 +280,3 @@ class InferenceEngine(nn.Module):
         if isinstance(value, tuple):
             return tuple(self._moved(item) for item in value)
         return value
-
-
-def _find_model(
-    model: str | os.PathLike[str] | nn.Module, settings: Settings
-) -> tuple[PreTrainedModel, Checkpoint | None]:
-    """The module tree, and the checkpoint that holds its weights unless they are in memory."""
-    if not isinstance(model, str | os.PathLike | nn.Module):
-        raise ConfigError(f"model: expected a folder, a hub name or a transformers module, not {type(model).__name__}")
-    if not isinstance(model, nn.Module):
-        if settings.checkpoint is not None:
-            raise ConfigError(f"checkpoint: the model is given as a folder ({model}) already; remove one of the two")
-        checkpoint = Checkpoint.open(model)
-        return build_meta_model(checkpoint, settings.dtype), checkpoint
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(f"model: a {type(model).__name__} is not a transformers model; pass one, or a folder")
-    if "forward" in vars(model):
-        raise ConfigError(
-            "model: its forward is wrapped already, by another engine or by accelerate; destroy that engine or remove "
-            "those hooks, and pass a module with its weights"
-        )
-    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if on_meta and settings.checkpoint is None:
-        raise ConfigError(f"model: {on_meta[0]} is on the meta device; say where its weights are: checkpoint=FOLDER")
-    module = model.eval().requires_grad_(False)
-    for parameter in module.parameters():  # not module.to: rotary frequencies stay in their own dtype
-        if settings.dtype not in (None, parameter.dtype):
-            parameter.data = parameter.data.to(settings.dtype)
-    if settings.checkpoint is None:
-        return module, None
-    compute_buffers(module)
-    return module, Checkpoint.open(settings.checkpoint)

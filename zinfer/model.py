@@ -1,12 +1,16 @@
-"""Builds a checkpoint's module tree without its weights: parameters on the meta device, computed buffers real."""
+"""The module tree of a model: given with its weights, or built without them, parameters on the meta device."""
+
+import os
 
 import torch
 import transformers
 from accelerate import init_empty_weights
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint
-from zinfer.errors import CheckpointError
+from zinfer.config import Settings
+from zinfer.errors import CheckpointError, ConfigError
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -89,3 +93,39 @@ def _commonest_dtype(checkpoint: Checkpoint) -> torch.dtype:
     if not nbytes:
         raise CheckpointError(f"{checkpoint.folder}: the checkpoint holds no floating-point tensor")
     return max(nbytes, key=lambda dtype: nbytes[dtype])
+
+
+def find_model(
+    model: str | os.PathLike[str] | nn.Module, settings: Settings
+) -> tuple[PreTrainedModel, Checkpoint | None]:
+    """The module tree, and the checkpoint that holds its weights unless they are in memory.
+
+    Raises:
+        ConfigError: what is given is no model that can be run, or does not say where its weights are.
+        CheckpointError: as `Checkpoint.open`.
+    """
+    if not isinstance(model, str | os.PathLike | nn.Module):
+        raise ConfigError(f"model: expected a folder, a hub name or a transformers module, not {type(model).__name__}")
+    if not isinstance(model, nn.Module):
+        if settings.checkpoint is not None:
+            raise ConfigError(f"checkpoint: the model is given as a folder ({model}) already; remove one of the two")
+        checkpoint = Checkpoint.open(model)
+        return build_meta_model(checkpoint, settings.dtype), checkpoint
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"model: a {type(model).__name__} is not a transformers model; pass one, or a folder")
+    if "forward" in vars(model):
+        raise ConfigError(
+            "model: its forward is wrapped already, by another engine or by accelerate; destroy that engine or remove "
+            "those hooks, and pass a module with its weights"
+        )
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta and settings.checkpoint is None:
+        raise ConfigError(f"model: {on_meta[0]} is on the meta device; say where its weights are: checkpoint=FOLDER")
+    module = model.eval().requires_grad_(False)
+    for parameter in module.parameters():  # not module.to: rotary frequencies stay in their own dtype
+        if settings.dtype not in (None, parameter.dtype):
+            parameter.data = parameter.data.to(settings.dtype)
+    if settings.checkpoint is None:
+        return module, None
+    compute_buffers(module)
+    return module, Checkpoint.open(settings.checkpoint)
