@@ -167,7 +167,7 @@ class Batcher:
 
     def fits(self, num_prompt: int, max_new_tokens: int) -> bool:
         """Whether the cache holds such a text alone."""
-        return self._scheduler.pages_alone(num_prompt, max_new_tokens) <= self._scheduler.pool.num_pages
+        return self._scheduler.fits(num_prompt, max_new_tokens)
 
     def abort(self) -> None:
         """Give up all texts that are not complete.

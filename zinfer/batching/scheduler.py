@@ -24,6 +24,7 @@ from zinfer.batching.pages import HOLE, PagePool
 from zinfer.batching.passes import Chunk, Pass
 from zinfer.batching.sequence import PENDING, Sequence, SequenceState
 from zinfer.batching.set_aside import SetAside
+from zinfer.batching.window import Window
 from zinfer.errors import PlanError
 
 _MOST_RESERVED: Final = 1 / 16
@@ -63,11 +64,10 @@ class Scheduler:
     ) -> None:
         assert token_budget >= 1
         assert max_sequences >= 1
-        assert window is None or window >= 1
         self.pool = pool
         self._token_budget = token_budget
         self._max_sequences = max_sequences
-        self._window = window
+        self._window = Window(window, pool.page_size)
         self._lends = lends
         self._queue = AdmissionQueue(order)
         self._set_aside = SetAside(most_parked_pages)
@@ -103,6 +103,10 @@ class Scheduler:
     def num_wanted_pages(self) -> int:
         """Pages that are enough for all that was added so far and is not finished, perhaps more than there are."""
         return self._demand.num_pages
+
+    def fits(self, num_prompt: int, max_new_tokens: int) -> bool:
+        """Whether the pool holds such a sequence alone."""
+        return self._window.pages_alone(num_prompt, max_new_tokens) <= self.pool.num_pages
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn; sequences come with rising numbers.
@@ -152,13 +156,13 @@ class Scheduler:
         """
         assert computed is self._in_flight, "advance without the pass that was scheduled last"
         self._in_flight = None
-        running, window = SequenceState.RUNNING, self._window
+        running, slides = SequenceState.RUNNING, self._window.slides
         for sequence, _, end, samples in computed.chunks:
             if sequence.state is not running:
                 continue
             sequence.num_computed = end
-            if window is not None:
-                self.pool.drop_before(sequence, self._first_needed(end))
+            if slides:
+                self.pool.drop_before(sequence, self._window.first_needed(end))
             if samples:
                 sequence.output_ids.append(PENDING)
                 if len(sequence.output_ids) >= sequence.max_new_tokens:
@@ -277,7 +281,7 @@ class Scheduler:
         num_parked = sequence.num_computed
         begin = max(num_parked, num_found * pool.page_size)
         end = min(sequence.num_tokens, begin + num_left)
-        num_behind = self._first_needed(begin) // pool.page_size
+        num_behind = self._window.first_needed(begin) // pool.page_size
         sequence.pages += [HOLE] * (num_behind - num_found)
         pool.drop_before(sequence, num_behind * pool.page_size)
 
@@ -323,16 +327,4 @@ class Scheduler:
         return int(self.pool.num_pages * _MOST_RESERVED)
 
     def _pages_of(self, sequence: Sequence) -> int:
-        return self.pages_alone(len(sequence.prompt_ids), sequence.max_new_tokens)
-
-    def _first_needed(self, position: int) -> int:
-        """The first position that the token at ``position`` attends to."""
-        return 0 if self._window is None else max(position - self._window + 1, 0)
-
-    def pages_alone(self, num_prompt: int, max_new_tokens: int) -> int:
-        """Pages without which a sequence cannot be completed; the last new token is never computed."""
-        num_pages = self.pool.pages_for(num_prompt + max_new_tokens - 1)
-        if self._window is None:
-            return num_pages
-        # So many neighbouring positions lie in one page more than they fill, where they begin at a page's last.
-        return min(num_pages, self.pool.pages_for(self._window - 1) + 1)
+        return self._window.pages_alone(len(sequence.prompt_ids), sequence.max_new_tokens)
