@@ -164,13 +164,10 @@ class Streamer:
     def give_back(self) -> None:
         """Use none of the borrowed slots any more: compute that follows may write to them; between passes."""
         for use in [use for use in self._moving.values() if use.slot.borrowed]:
-            use.move.wait()
-            if (written := use.move.last_write()) is not None:
-                use.move.target.stream.join(written)
-            del self._moving[use.block.index]
+            self._give_up(use)
+        stream = next(iter(self._lanes.values())).stream
         for slot in self._borrowed:  # a move that was given up may still write
-            for lane in self._lanes.values():
-                lane.stream.join(slot.vacant)
+            stream.join(slot.vacant)
         self._staying.clear()
         self._borrowed.clear()
         self._num_borrowed = 0

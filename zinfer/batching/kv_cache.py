@@ -54,11 +54,6 @@ class KVCache:
         """On the device."""
         return self._whole.nbytes
 
-    @property
-    def parked_bytes(self) -> int:
-        """In host memory."""
-        return sum(part.nbytes for parts in self._parked.values() for part in parts)
-
     def park(self, number: int, pages: Sequence[int]) -> None:
         """Keep what a sequence has in these pages in host memory; they may be written again when this returns."""
         assert number not in self._parked, f"sequence {number} is parked already"
