@@ -1,16 +1,19 @@
-"""Completes prompts with `zinfer.LLM`, weights resident and streamed, in one run: the job's seconds beside each other.
+"""Completes prompts with `zinfer.LLM`, weights in several homes, in one run: the job's seconds beside each other.
 
-    python benchmarks/job.py [--cases fp16,int8,int8-kv8,int4-kv8] [--model opt-30b | llama-3-70b]
-                             [--prompts 1024 --prompt 512 --new 32] [--out FILE]
+    python benchmarks/job.py [--cases fp16,int8,int8-kv8,int4-kv8] [--homes none,cpu,nvme] [--shared 400]
+                             [--model opt-30b | llama-3-70b] [--prompts 1024 --prompt 512 --new 32] [--out FILE]
 
-Each case runs twice, weights on the device and weights in host memory: some layers of a model's shape, prompts of
-random tokens, greedy. ``tokens_per_s`` counts new tokens; ``matrix_tflops`` is two operations for each parameter of the
-layers and token computed, ``steady_tflops`` the same in the median of full passes; ``streamed_over_resident`` the
-resident job's seconds over the streamed one's, ``over_predicted`` a job's seconds over what was predicted (as if no two
-prompts began alike); ``streamed_gb`` went to the device in the job, and compute waited ``link_stall_s`` for it. A small
-job of the same shapes comes first in each engine, as a warm-up.
+Each case runs once for each home, weights on the device, in host memory or on disk: some layers of a model's shape,
+prompts of random tokens, greedy. ``tokens_per_s`` counts new tokens; ``matrix_tflops`` is two operations for each
+parameter of the layers and token computed, ``steady_tflops`` the same in the median of full passes;
+``streamed_over_resident`` the resident job's seconds over the streamed one's, ``over_predicted`` a job's seconds over
+what was predicted (as if no two prompts began alike); ``streamed_gb`` went to the device in the job, and compute waited
+``link_stall_s`` for it. ``of_disk`` is what reading the job's bytes takes at the rate of plain reads, measured before
+and after, over the job's seconds. With ``--shared`` all prompts begin with so many equal tokens, and the last home runs
+once more with prompts of the same lengths that share none; ``shared_over_own`` is its seconds over the others. A small
+job of the same shapes comes first in each engine, as a warm-up; give ``nvme`` last, where the warm-up is shorter.
 
-A correctness gate: resident and streamed weights give the same tokens. The last line is JSON.
+A correctness gate: all homes give the same tokens. The last line is JSON.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from ceilings import PlainReads, best_disk_setting
 from random_model import layer_params, llama_config, opt_config, save_random
 from result import keep, publish
 from transformers import PretrainedConfig
@@ -34,7 +38,9 @@ CASES: Final[dict[str, dict[str, object]]] = {
     "int8-kv8": {"quantization": {"bits": 8}, "kv_cache_dtype": "int8"},
     "int4-kv8": {"quantization": {"bits": 4, "group_size": 128}, "kv_cache_dtype": "int8"},
 }
+_NAMES: Final = {"none": "resident", "cpu": "streamed", "nvme": "from_disk"}
 _WARM_UP_PROMPTS: Final = 180
+_LONG_WARM_UP_PROMPTS: Final = 64
 
 
 class Bench:
@@ -44,55 +50,73 @@ class Bench:
         self._folder = folder
         self._args = args
         generator = torch.Generator().manual_seed(1)
-        shared = torch.randint(10, 50000, (args.shared,), generator=generator).tolist()
-        own = torch.randint(10, 50000, (args.prompts, args.prompt - args.shared), generator=generator).tolist()
-        self._prompts = [{"prompt_token_ids": [*shared, *ids]} for ids in own]
+
+        def prompts(count: int, length: int) -> list[list[int]]:
+            return torch.randint(10, 50000, (count, length), generator=generator).tolist()
+
+        shared = prompts(1, args.shared)[0]
+        self._prompts = [[*shared, *own] for own in prompts(args.prompts, args.prompt - args.shared)]
+        self._own = prompts(args.prompts, args.prompt) if shared else []
         # Others than the job's: what the cache still holds of them would be found. The one after the other ends, so
         # that every number of texts that a job ends with was there once, and the kernels for it are compiled.
-        other = torch.randint(10, 50000, (_WARM_UP_PROMPTS, args.prompt), generator=generator).tolist()
-        self._warm_up = [{"prompt_token_ids": ids[: args.prompt if i < 64 else 16]} for i, ids in enumerate(other)]
-        self._warm_up_params = [
-            zinfer.SamplingParams(max_new_tokens=2 + i // 3, ignore_eos=True) for i in range(len(other))
-        ]
+        other = prompts(_WARM_UP_PROMPTS, args.prompt)
+        self._warm_up = [ids if i < _LONG_WARM_UP_PROMPTS else ids[:16] for i, ids in enumerate(other)]
         self._layer_params = layer_params(config_of(args))
 
     def measure(self, case: str) -> dict[str, object]:
-        """The job over resident and over streamed weights."""
-        resident, wanted, sizes = self._run(case, "none", {})
-        # The same passes: what shares one decides the last bits of a random model's logits, and so its tokens.
-        streamed, found, _ = self._run(case, "cpu", sizes)
-        if wanted != found:
-            raise SystemExit(f"gate: {case}: streamed weights give other tokens than resident ones")
-        share = round(resident["seconds"] / streamed["seconds"], 4)
-        return {"resident": resident, "streamed": streamed, "streamed_over_resident": share}
+        """The job with the weights in each home."""
+        found: dict[str, object] = {}
+        wanted: list[tuple[int, ...]] = []
+        sizes: dict[str, int] = {}
+        first = last = {"seconds": 0.0}
+        homes = self._args.homes.split(",")
+        for home in homes:
+            last, tokens, chosen = self._run(case, home, sizes, self._prompts)
+            if not wanted:
+                # The same passes: what shares one decides the last bits of a random model's logits, and so its tokens.
+                first, wanted, sizes = last, tokens, chosen
+            elif tokens != wanted:
+                raise SystemExit(f"gate: {case}: weights from {home!r} give other tokens than from {homes[0]!r}")
+            else:
+                found[f"{_NAMES[home]}_over_{_NAMES[homes[0]]}"] = round(first["seconds"] / last["seconds"], 4)
+            found[_NAMES[home]] = last
+        if self._own:
+            own, _, _ = self._run(case, homes[-1], sizes, self._own)
+            found["own"], found["shared_over_own"] = own, round(own["seconds"] / last["seconds"], 4)
+        return found
 
     def _run(
-        self, case: str, home: str, sizes: dict[str, int]
+        self, case: str, home: str, sizes: dict[str, int], prompts: list[list[int]]
     ) -> tuple[dict[str, float], list[tuple[int, ...]], dict[str, int]]:
         """The figures, the tokens, and the sizes that were chosen beside those that are given."""
         args = self._args
         stated = {"tokens_per_pass": args.tokens_per_pass, "max_sequences": args.sequences}
         section = {**{key: size for key, size in stated.items() if size is not None}, **CASES[case], **sizes}
-        config = {"zero_optimization": {"offload_param": {"device": home}}, "zinfer": section}
+        offload = {"device": home, "nvme_path": str(self._folder.parent / "store")}
+        config = {"zero_optimization": {"offload_param": offload}, "zinfer": section}
         params = zinfer.SamplingParams(max_new_tokens=args.new, ignore_eos=True)
         with zinfer.LLM(self._folder, config) as llm:
             print(case, home, llm.plan, flush=True)
-            llm.generate(self._warm_up, self._warm_up_params)
+            llm.generate(_as_prompts(self._warm_up), _warm_up_params(home))
+            disk_rates = [self._disk_rate(home)]
             before, tokens = llm.stats(), llm.num_tokens
             begin_s = time.perf_counter()
-            found = llm.generate(self._prompts, params)
+            found = llm.generate(_as_prompts(prompts), params)
             seconds = time.perf_counter() - begin_s
+            disk_rates.append(self._disk_rate(home))
             predicted = llm.predict([args.prompt] * args.prompts, args.new)
             stats, steady_s = llm.stats(), self._steady_s_per_token(llm)
             chosen = {"kv_cache_memory": llm.batching.footprint.kv_bytes}
             passes, tokens = stats.passes - before.passes, llm.num_tokens - tokens
         if any(completion.error for completion in found):
             raise SystemExit(f"gate: {case}: {next(each.error for each in found if each.error)}")
+        disk_bytes = stats.bytes_read_disk - before.bytes_read_disk
         figures = {
             "seconds": round(seconds, 3),
             "over_predicted": round(seconds / predicted.seconds, 4),
             "passes": passes,
             "tokens_per_pass": round(tokens / passes, 1),
+            "sequences_per_pass": round(len(found) * args.new / passes, 1),
             "tokens_per_s": round(len(found) * args.new / seconds, 1),
             "matrix_tflops": round(2 * self._layer_params * tokens / seconds / 1e12, 1),
             "steady_tflops": round(2 * self._layer_params / steady_s / 1e12, 1),
@@ -100,8 +124,19 @@ class Bench:
             "streamed_gb": round((stats.bytes_to_device - before.bytes_to_device) / 1e9, 3),
             "link_stall_s": round(stats.stall_s["link"] - before.stall_s["link"], 3),
         }
+        if home == "nvme":
+            disk_rate = statistics.mean(disk_rates)
+            figures |= {"disk_gb": round(disk_bytes / 1e9, 3), "disk_gb_per_s": round(disk_rate / 1e9, 3)}
+            figures |= {"of_disk": round(disk_bytes / disk_rate / seconds, 4)}
         print(case, home, figures, flush=True)
         return figures, [completion.token_ids for completion in found], chosen
+
+    def _disk_rate(self, home: str) -> float:
+        """Bytes per second of plain reads of the checkpoint; 0 where nothing comes from disk."""
+        if home != "nvme":
+            return 0.0
+        files = sorted(self._folder.glob("*.safetensors"))
+        return PlainReads(files, best_disk_setting(files)).bytes_per_s()
 
     @staticmethod
     def _steady_s_per_token(llm: zinfer.LLM) -> float:
@@ -111,6 +146,16 @@ class Bench:
         return statistics.median(seconds / size.num_tokens for size, seconds in passes if size.num_tokens > 0.9 * most)
 
 
+def _as_prompts(several: list[list[int]]) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": ids} for ids in several]
+
+
+def _warm_up_params(home: str) -> list[zinfer.SamplingParams]:
+    """Texts that end one after the other; from disk, where every pass takes seconds, all at once."""
+    counts = [2 if home == "nvme" else 2 + number // 3 for number in range(_WARM_UP_PROMPTS)]
+    return [zinfer.SamplingParams(max_new_tokens=count, ignore_eos=True) for count in counts]
+
+
 def config_of(args: argparse.Namespace) -> PretrainedConfig:
     return llama_config(args.layers) if args.model == "llama-3-70b" else opt_config(args.layers, args.hidden)
 
@@ -118,6 +163,7 @@ def config_of(args: argparse.Namespace) -> PretrainedConfig:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="fp16,int8,int8-kv8")
+    parser.add_argument("--homes", default="none,cpu", help="of none, cpu and nvme, those to run in this order")
     parser.add_argument("--model", default="opt-30b", choices=["opt-30b", "llama-3-70b"])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=7168, help="of OPT's proportions")

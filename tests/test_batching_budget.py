@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from plan_support import CONFIGS, machine_with, outline_of, write_config
 
-from zinfer.batching.budget import BatchingBudget, find_budget, weights_room
+from zinfer.batching.budget import BatchingBudget, find_budget, streams_from_disk, weights_room
 from zinfer.config import resolve_settings
 from zinfer.errors import PlanError
 from zinfer.offload.block import Tier
@@ -31,6 +31,7 @@ def placed(outline: Outline, preset: str | Machine, **config: Any) -> tuple[Batc
         outline.max_positions,
         partial(weights_room, outline.blocks, settings),
         on_cuda=True,
+        from_disk=streams_from_disk(outline.blocks, settings, free_bytes + machine.limits.host_bytes),
     )
     blocks = [block.block for block in outline.blocks]
     taken = budget.footprint
@@ -62,6 +63,18 @@ def test_weights_that_leave_room_stay_and_pages_have_the_rest(tmp_path: Path) ->
     hosted, plan, _ = placed(outline, "h200", zero_optimization={"offload_param": {"device": "cpu"}})
     assert plan.num_blocks(Tier.HOST) == 20
     assert hosted.footprint.kv_bytes > 1.2 * budget.footprint.kv_bytes
+
+
+def test_passes_over_layers_from_disk_carry_more(tmp_path: Path) -> None:
+    outline = outline_of(write_config(tmp_path, CONFIGS["Llama-3-70B"]))
+    hosted, plan, _ = placed(outline, "h200")
+    assert (hosted.tokens_per_pass, plan.num_blocks(Tier.DISK)) == (16_384, 0)
+    budget, plan, free_bytes = placed(outline, "h200", zero_optimization={"offload_param": {"device": "nvme"}})
+    assert (budget.tokens_per_pass, budget.max_sequences) == (131_072, 1024)
+    assert plan.num_blocks(Tier.DISK) == 80
+    assert budget.footprint.activation_bytes <= free_bytes / 8
+    small_host = machine_with(140 * 10**9, 10**9)
+    assert placed(outline, small_host)[0].tokens_per_pass == 131_072, "the host holds next to nothing"
 
 
 def test_what_is_stated_for_weights_or_slots_is_left_to_them(tmp_path: Path) -> None:

@@ -34,9 +34,57 @@ def test_texts_that_fit_by_the_hundred_end_a_few_in_every_pass() -> None:
 
 
 def test_a_pass_may_always_carry_what_the_link_hides() -> None:
-    sizes = passes(40, 512, 500, 5600, 65_536)
+    sizes = passes(40, 512, 500, 500, 65_536)
     assert sizes[0].num_tokens == _LEAST_PACE
-    assert next(iter(passes(40, 512, 500, 5600, 1000))).num_tokens == 1000
+    assert next(iter(passes(40, 512, 500, 500, 1000))).num_tokens == 1000
+
+
+def test_texts_that_fit_at_once_begin_at_once() -> None:
+    sizes = passes(580, 512, 32, 5600, 10**6)
+    assert sizes[0].num_tokens == 580 * 512
+    assert len(sizes) == 32
+    assert len(passes(580, 512, 32, 5600, 131_072)) == 32 + 580 * 512 // 131_072
+    assert sizes[0].num_tokens > 3 * passes(700, 512, 32, 5600, 10**6)[0].num_tokens
+
+
+def test_equal_beginnings_are_needed_once() -> None:
+    demand = Demand(4)
+    texts = [
+        (1, 2, 3, 4, 5, 6, 7, 8, 9),
+        (1, 2, 3, 4, 5, 6, 7, 8),
+        (1, 2, 3, 4, 0, 0, 0, 0, 0),
+        (2, 2, 3, 4, 5, 6, 7, 8, 9),
+    ]
+    sequences = [Sequence(number, text, 4) for number, text in enumerate(texts)]
+    alone = Sequence(9, texts[0], 4, shares=False)
+    for sequence in [*sequences, alone]:
+        demand.add(sequence, 3)
+    # The second text's own last token is computed anew, and so is its second page; the last shares nothing at all.
+    assert demand.num_pages == 15 - 2
+    assert demand.pace(13, 5) == sum(map(len, texts)) + 9 - 2 * 4 + 5 * 4
+    demand.remove(sequences[0], 3)
+    assert demand.num_pages == 12 - 1
+    demand.remove(sequences[2], 3)
+    assert demand.num_pages == 9
+    apart = Demand(4, shares=False)
+    for sequence in sequences:
+        apart.add(sequence, 3)
+    assert apart.num_pages == 12
+
+
+def test_texts_that_begin_alike_fit_at_once_where_their_own_pages_do() -> None:
+    """600 texts of 9 pages, 7 of them shared, in a pool of 2,000."""
+
+    def first_pass(shares: bool) -> PassSize:
+        scheduler = Scheduler(PagePool(2000, 64), token_budget=10**6, max_sequences=1000)
+        for number in range(600):
+            scheduler.add(Sequence(number, (0,) * 448 + (number,) * 64, 32, shares=shares))
+        coming = scheduler.schedule()
+        assert coming is not None
+        return coming.size
+
+    assert first_pass(True).num_tokens == 448 + 600 * 64
+    assert first_pass(False).num_tokens == _LEAST_PACE
 
 
 @given(
@@ -50,7 +98,7 @@ def test_what_is_counted_no_more_leaves_no_trace(
 ) -> None:
     sequences = [Sequence(number, (0,) * num_prompt, num_new) for number, (num_prompt, num_new) in enumerate(texts)]
     gone = data.draw(st.sets(st.sampled_from(range(len(texts))))) if texts else set()
-    demand, fresh = Demand(), Demand()
+    demand, fresh = Demand(64), Demand(64)
     for sequence in sequences:
         demand.add(sequence, 1 + sequence.num_tokens // 64)
         if sequence.number not in gone:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import check_family, common_window
 from zinfer.batching.batcher import Batcher, Finished
-from zinfer.batching.budget import BatchingBudget, find_budget, weights_room
+from zinfer.batching.budget import BatchingBudget, find_budget, streams_from_disk, weights_room
 from zinfer.batching.completion import Completion, text_seed
 from zinfer.batching.ending import Ending, find_end_token_ids, special_stops
 from zinfer.batching.kv_cache import KVCache
@@ -30,7 +30,7 @@ from zinfer.engine import InferenceEngine
 from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.stats import RunStats
 from zinfer.planning.footprint import Footprint
-from zinfer.planning.machine import choose_device
+from zinfer.planning.machine import find_limits
 from zinfer.planning.planner import Plan
 from zinfer.sequence_length import max_positions
 
@@ -67,10 +67,16 @@ class LLM:
         def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
             nonlocal budget
             most_tokens = _least(settings.max_out_tokens, max_positions(module))
-            room = partial(weights_room, blocks, settings)
-            on_cuda = choose_device(settings).type == "cuda"
+            limits = find_limits(settings)
             budget = find_budget(
-                module.config, module.dtype, free_bytes, settings.batching, most_tokens, room, on_cuda=on_cuda
+                module.config,
+                module.dtype,
+                free_bytes,
+                settings.batching,
+                most_tokens,
+                partial(weights_room, blocks, settings),
+                on_cuda=limits.on_cuda,
+                from_disk=streams_from_disk(blocks, settings, free_bytes + limits.host_bytes),
             )
             return budget.footprint
 

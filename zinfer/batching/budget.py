@@ -1,5 +1,6 @@
 """What continuous batching takes of the device beside the weights: pages, and the activations of a pass."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -26,6 +27,9 @@ _KV_SHARE: Final = 0.3  # of what is left, beside weights that are all resident;
 _NUM_SLOTS: Final = 3
 _LEAST_SHARE: Final = 0.15  # of what is left, whatever weights would like to have
 _MOST_TOKENS_PER_PASS: Final = 16_384
+# 16-bit weights at 4 GB/s from a disk take as long as an H200 computes 150,000 tokens with them.
+_MOST_TOKENS_FROM_DISK: Final = 131_072
+_LEAST_TOKENS_PER_SEQUENCE: Final = 16  # of a pass, for each text that runs at once: short of that the card is small
 _FEWEST_TOKENS_PER_PASS: Final = 1024  # that are chosen where nothing is stated
 _MOST_ACTIVATION_SHARE: Final = 1 / 8  # of what is free
 _MOST_PART_TOKENS: Final = 4_096
@@ -91,6 +95,7 @@ def find_budget(
     room: Callable[[int], int],
     *,
     on_cuda: bool,
+    from_disk: bool = False,
 ) -> BatchingBudget:
     """The stated sizes, and for the others what suits the device: pages take what nothing else needs.
 
@@ -102,6 +107,7 @@ def find_budget(
         most_tokens: of one text, prompt and new tokens together; None: as many as there are pages for.
         room: `weights_room` of the model.
         on_cuda: whether the device is one.
+        from_disk: whether layers will stream from the disk.
 
     Raises:
         ConfigError: pages of a size that is no power of two.
@@ -110,7 +116,10 @@ def find_budget(
     page_size = stated.kv_page_size or _PAGE_SIZE
     if page_size & (page_size - 1):
         raise ConfigError(f"zinfer.kv_page_size is {page_size}; give a power of two, such as 64")
-    tokens_per_pass, max_sequences, activation_bytes = _pass_sizes(config, dtype, stated, free_bytes, on_cuda=on_cuda)
+    most = _MOST_TOKENS_FROM_DISK if from_disk and on_cuda else _MOST_TOKENS_PER_PASS
+    tokens_per_pass, max_sequences, activation_bytes = _pass_sizes(
+        config, dtype, stated, most, most_bytes=free_bytes * _MOST_ACTIVATION_SHARE if on_cuda else math.inf
+    )
     kv_dtype = _DTYPES.get(stated.kv_cache_dtype, dtype)
     kv_bytes = stated.kv_cache_memory
     if kv_bytes is None:
@@ -165,18 +174,27 @@ def weights_room(blocks: Sequence[ModelBlock], settings: Settings, left_bytes: i
     return min(outer_bytes + slots_bytes, total_bytes) + aside_bytes
 
 
+def streams_from_disk(blocks: Sequence[ModelBlock], settings: Settings, memory_bytes: int) -> bool:
+    """Whether layers will stream from the disk: that was asked for, or they do not fit elsewhere.
+
+    Args:
+        memory_bytes: of device and host, for all.
+    """
+    return settings.offload.device == "nvme" or sum(block.block.nbytes for block in blocks) > memory_bytes
+
+
 def _pass_sizes(
-    config: PretrainedConfig, dtype: torch.dtype, stated: Batching, free_bytes: int, *, on_cuda: bool
+    config: PretrainedConfig, dtype: torch.dtype, stated: Batching, tokens: int, *, most_bytes: float
 ) -> tuple[int, int, int]:
     """Tokens of a pass, texts at once, and the bytes of activations: fewer where a card is too small for many."""
-    tokens, sequences = _MOST_TOKENS_PER_PASS, _MAX_SEQUENCES
     while True:
         tokens_per_pass = stated.tokens_per_pass or tokens
+        sequences = min(_MAX_SEQUENCES, tokens // _LEAST_TOKENS_PER_SEQUENCE)
         max_sequences = min(stated.max_sequences or sequences, tokens_per_pass)
         nbytes = _activation_bytes(_batched_shape(config), dtype, tokens_per_pass, max_sequences)
-        if not on_cuda or nbytes <= free_bytes * _MOST_ACTIVATION_SHARE or tokens == _FEWEST_TOKENS_PER_PASS:
+        if nbytes <= most_bytes or tokens == _FEWEST_TOKENS_PER_PASS:
             return tokens_per_pass, max_sequences, nbytes
-        tokens, sequences = tokens // 2, sequences // 2
+        tokens //= 2
 
 
 def _batched_shape(config: PretrainedConfig) -> ModelShape:

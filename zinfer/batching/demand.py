@@ -2,11 +2,13 @@
 
 [Note: pace] Where prompts filled all pages at once, texts would all end at once too, and passes between would carry
 decodes alone: those are over long before streamed weights are there. So passes carry no more than what keeps all pages
-in use for ever: as many prompts as texts end in a pass, when those that fit the pool are of all ages.
+in use for ever: as many prompts as texts end in a pass, when those that fit the pool are of all ages. Where all that
+wait fit at once, nothing comes after them, and the sooner they begin the fewer passes there are.
 """
 
 from typing import Final
 
+from zinfer.batching.beginnings import Beginnings
 from zinfer.batching.sequence import Sequence
 
 _LEAST_PACE: Final = 8192
@@ -16,32 +18,48 @@ _LEAST_PACE: Final = 8192
 class Demand:
     """Sums over unfinished sequences.
 
-    ``num_pages`` is enough for all of them at once.
+    Args:
+        page_size: tokens of a page.
+        shares: whether sequences that begin alike hold the same pages; those with ``Sequence.shares`` do.
     """
 
-    def __init__(self) -> None:
-        self.num_pages = 0
+    def __init__(self, page_size: int, *, shares: bool = True) -> None:
+        self._page_size = page_size
+        self._shares = shares
+        self._beginnings = Beginnings(page_size)
         self._count = 0
+        self._num_own_pages = 0
         self._num_prompt = 0
         self._num_new = 0
 
+    @property
+    def num_pages(self) -> int:
+        """Enough for all of them at once."""
+        return self._num_own_pages - self._beginnings.num_repeated
+
     def add(self, sequence: Sequence, num_pages: int) -> None:
-        """Count a sequence that needs so many pages."""
+        """Count a sequence that needs so many pages when it runs alone."""
         self._change(sequence, num_pages, 1)
+        if self._shares and sequence.shares:
+            self._beginnings.add(sequence.prompt_ids)
 
     def remove(self, sequence: Sequence, num_pages: int) -> None:
-        """Count it no more."""
+        """Count it no more; its ``shares`` is what it was when it was added."""
         self._change(sequence, -num_pages, -1)
+        if self._shares and sequence.shares:
+            self._beginnings.remove(sequence.prompt_ids)
 
     def pace(self, num_pages: int, max_sequences: int) -> int:
-        """Tokens of a pass over texts of all ages, as many as fit ``num_pages``; see [Note: pace]."""
-        if not self._count:
-            return _LEAST_PACE
+        """Tokens of a pass over texts of all ages, as many as fit ``num_pages``; all that there are where all fit at
+        once; see [Note: pace]."""
+        num_prompt = self._num_prompt - self._beginnings.num_repeated * self._page_size
+        if self.num_pages <= num_pages and self._count <= max_sequences:
+            return num_prompt + self._num_new
         num_together = min(num_pages * self._count / self.num_pages, max_sequences)
-        return max(int(num_together * (self._num_prompt / self._num_new + 1)), _LEAST_PACE)
+        return max(int(num_together * (num_prompt / self._num_new + 1)), _LEAST_PACE)
 
     def _change(self, sequence: Sequence, num_pages: int, count: int) -> None:
-        self.num_pages += num_pages
+        self._num_own_pages += num_pages
         self._count += count
         self._num_prompt += count * len(sequence.prompt_ids)
         self._num_new += count * sequence.max_new_tokens

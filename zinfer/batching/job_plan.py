@@ -27,7 +27,7 @@ ROWS_TOGETHER: Final = 4096
 """Rows of a job that share passes before the next begin, four times as many as run at once by default: the last ones
 run with few beside them."""
 
-_TOKENS_PER_PASS: Final = (2048, 4096, 8192, 16_384, 32_768)
+_TOKENS_PER_PASS: Final = (2048, 4096, 8192, 16_384, 32_768, 131_072)
 _MAX_SEQUENCES: Final = (128, 512, 1024)
 _KV_SHARES: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)  # of device memory; the weights at home there have the rest
 _FEWEST_REHEARSED: Final = 64

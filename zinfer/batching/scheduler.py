@@ -74,7 +74,7 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}  # by number, in the order of admission
         self._last_number = -1
         self._in_flight: Pass | None = None
-        self._demand = Demand()
+        self._demand = Demand(pool.page_size, shares=not self._window.slides)
         self._num_lent = 0
         self.is_short = False
 
@@ -189,12 +189,13 @@ class Scheduler:
 
         It may be finished; a token that is pending is dropped, and what was parked is the caller's to drop.
         """
-        if sequence.state is SequenceState.FINISHED:
-            self._demand.add(sequence, self._pages_of(sequence))
+        if sequence.state is not SequenceState.FINISHED:
+            self._demand.remove(sequence, self._pages_of(sequence))
         self._leave(sequence)
         if sequence.output_ids[-1:] == [PENDING]:
             sequence.output_ids.pop()
         sequence.shares = False
+        self._demand.add(sequence, self._pages_of(sequence))
         self._set_aside.add(sequence, 0)
 
     def confine(self, num_pages: int) -> dict[int, int]:
