@@ -7,7 +7,7 @@ offloads every parameter above a threshold, so that it also moves the embedding,
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,12 +48,15 @@ class Running:
 @dataclass(frozen=True)
 class System:
     """A way to run a checkpoint. ``package`` must be importable; ``start`` takes the checkpoint, an empty folder of the
-    system's own, and the device."""
+    system's own, and the device; ``most_rows`` are the prompts of a job that it takes at once, None all of them;
+    ``is_half`` says that it computes in half precision whatever the checkpoint."""
 
     name: str
     package: str
     tier: Tier
     start: Callable[[Path, Path, torch.device], Running]
+    most_rows: int | None = None
+    is_half: bool = False
 
 
 def start_zinfer(folder: Path, scratch: Path, device: torch.device, tier: Tier) -> Running:
@@ -186,21 +189,17 @@ SYSTEMS: Final = (
 )
 
 
-def system_named(name: str) -> System:
-    return next(system for system in SYSTEMS if system.name == name)
-
-
-def chosen_systems(names: Iterable[str]) -> list[System]:
+def chosen_systems(names: Iterable[str], systems: Sequence[System] = SYSTEMS) -> list[System]:
     """zinfer's own systems, and those with a given name or with one that goes on after it and a dash.
 
     Raises:
         ValueError: a name fits none.
     """
-    chosen = {system.name for system in SYSTEMS if system.package == "zinfer"}
+    chosen = {system.name for system in systems if system.package == "zinfer"}
     for name in names:
-        found = {system.name for system in SYSTEMS if f"{system.name}-".startswith(f"{name}-")}
+        found = {system.name for system in systems if f"{system.name}-".startswith(f"{name}-")}
         if not found:
-            known = ", ".join(system.name for system in SYSTEMS)
+            known = ", ".join(system.name for system in systems)
             raise ValueError(f"--peers: no system is called {name!r}; known ones: {known}")
         chosen |= found
-    return [system for system in SYSTEMS if system.name in chosen]
+    return [system for system in systems if system.name in chosen]

@@ -90,6 +90,7 @@ def run_system(system: System, folder: Path, gate: Gate, args: argparse.Namespac
             prompt=args.prompt,
             scratch=str(scratch),
             result=str(result),
+            new=getattr(args, "new", 0),
         )
         task = Path(temporary) / "work.json"
         task.write_text(json.dumps(asdict(work)))

@@ -11,12 +11,19 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import job_systems
 import peer_process
 import peer_systems
 import peer_worker
 import peers
 
 CPU = torch.device("cpu")
+
+
+def system_named(name: str) -> peer_systems.System:
+    return next(system for system in (*peer_systems.SYSTEMS, *job_systems.JOB_SYSTEMS) if system.name == name)
+
+
 TRACEBACK = "Traceback (most recent call last):\n  File \"a.py\", line 1, in <module>\n    raise ValueError('inner')\n"
 
 
@@ -87,14 +94,14 @@ def test_names_choose_systems() -> None:
 
 @pytest.mark.parametrize("name", ["zinfer-host", "accelerate-host", "zinfer-disk", "accelerate-disk"])
 def test_the_gate_lets_a_right_system_pass(name: str, work: dict[str, Any]) -> None:
-    peer_worker.check_tokens(peer_systems.system_named(name), peer_worker.Work(system=name, **work), CPU)
+    peer_worker.check_tokens(system_named(name), peer_worker.Work(system=name, **work), CPU)
 
 
 def test_the_gate_stops_a_system_whose_tokens_differ(gate: Any, work: dict[str, Any]) -> None:
     work["tokens"] = [[*row[:-1], row[-1] + 1] for row in gate.tokens]
     with pytest.raises(SystemExit, match="gate: accelerate-host: tokens differ from transformers' own"):
         peer_worker.check_tokens(
-            peer_systems.system_named("accelerate-host"), peer_worker.Work(system="accelerate-host", **work), CPU
+            system_named("accelerate-host"), peer_worker.Work(system="accelerate-host", **work), CPU
         )
 
 
@@ -113,7 +120,7 @@ def test_the_gate_stops_a_system_that_offloads_nothing(tier: Any, work: dict[str
 
 def test_a_system_runs_in_a_process_of_its_own(gate: Any, tmp_path: Path) -> None:
     args = argparse.Namespace(batch=2, prompt=4, limit=250, folder=tmp_path)
-    system = peer_systems.system_named("accelerate-disk")
+    system = system_named("accelerate-disk")
     figures = peers.run_system(system, gate.folder, gate, args)
     assert isinstance(figures, dict), figures
     assert figures["decode_s"] > 0
