@@ -69,6 +69,7 @@ def test_passes_over_layers_from_disk_carry_more(tmp_path: Path) -> None:
     outline = outline_of(write_config(tmp_path, CONFIGS["Llama-3-70B"]))
     hosted, plan, _ = placed(outline, "h200")
     assert (hosted.tokens_per_pass, plan.num_blocks(Tier.DISK)) == (16_384, 0)
+    assert hosted.most_part_tokens == 16_384
     budget, plan, free_bytes = placed(outline, "h200", zero_optimization={"offload_param": {"device": "nvme"}})
     assert (budget.tokens_per_pass, budget.max_sequences) == (131_072, 1024)
     assert plan.num_blocks(Tier.DISK) == 80
@@ -122,3 +123,12 @@ def test_cards_of_all_sizes_take_a_model(
     if free_gb >= 24 and "max_device_memory" not in stated:
         num_resident = plan.num_blocks(Tier.DEVICE)
         assert num_resident == len(outline.blocks) or num_resident <= 5, "all layers stay, or next to none"
+
+
+def test_parts_are_as_large_as_a_card_has_room_for(tmp_path: Path) -> None:
+    """Fewer parts are fewer times that a matrix is dequantized; a small card's memory is for pages."""
+    outline = outline_of(write_config(tmp_path, LLAMA_8B))
+    sizes = [placed(outline, machine_with(free_gb * 10**9, 10**11))[0].most_part_tokens for free_gb in (8, 20, 40, 140)]
+    assert sizes == sorted(sizes)
+    assert sizes[1] == 4096
+    assert sizes[-2:] == [8192, 16_384]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from checkpoints import tiny_checkpoint
 from plan_support import SMALL_LLAMA, machine_with, outline_of, rates, write_config
 from transformers import AutoConfig
 
-from zinfer.config import Offload, Settings
+from zinfer.config import Offload, Settings, resolve_settings
 from zinfer.offload.block import Block, Extent, Home, SlabLayout, Tier
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.forecast import make_forecast
@@ -191,7 +192,31 @@ def test_norms_that_are_written_out_in_python_move_more() -> None:
     plain = work(0, between_bytes=between_bytes(replace(shape, has_rms_norms=False), 2))
     homes = plan(RESIDENT)
     longer, shorter = (pass_time(homes, [each], rates(), 10**6, 1, cache_bytes=0) for each in (layer, plain))
-    assert longer.seconds - shorter.seconds == pytest.approx(10**6 * 2 * 64 * (36 - 4) / rates().device_bytes_per_s)
+    more_bytes = 2 * 64 * (53 - 4) + 2 * 128 * (5 - 2)  # and a gate
+    assert longer.seconds - shorter.seconds == pytest.approx(10**6 * more_bytes / rates().device_bytes_per_s)
+
+
+def test_quantized_matrices_are_dequantized_for_each_part_of_many_tokens(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, SMALL_LLAMA)
+    found = {}
+    configs: list[dict[str, Any] | None] = [{"bits": 8}, {"bits": 8, "activations": True}, None]
+    for config in configs:
+        quantization = resolve_settings({"zinfer": {"quantization": config}}).quantization if config else None
+        outline = read_outline(folder, quantization=quantization)
+        layers = [each for each in find_work(outline.blocks, outline.shape) if each.every_token]
+        homes = plan(*[RESIDENT] * len(layers))
+        found[str(config)] = [
+            pass_time(homes, layers, rates(), tokens, 1, cache_bytes=0, num_parts=parts).between_s
+            for tokens, parts in ((100, 1), (10**6, 1), (10**6, 3))
+        ]
+    plain, quantized, activations = found["None"], found["{'bits': 8}"], found["{'bits': 8, 'activations': True}"]
+    assert plain == activations
+    assert plain[0] == quantized[0], "few tokens are multiplied with the codes"
+    assert plain[1] == plain[2]
+    once_s, thrice_s = quantized[1] - plain[1], quantized[2] - plain[2]
+    assert thrice_s == pytest.approx(3 * once_s)
+    matrices = 14 * (2 * 512 * 512 + 2 * 512 * 128 + 3 * 512 * 1024)
+    assert once_s == pytest.approx(3 * matrices / rates().device_bytes_per_s, rel=0.05)
 
 
 def test_reading_the_cache_does_not_overlap_with_products() -> None:

@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import random_prompts, tiny_checkpoint
 
 from zinfer import LLM, SamplingParams
+from zinfer.batching.budget import BatchingBudget
 from zinfer.batching.passes import PassSize
 from zinfer.batching.rehearsal import predict_job
 from zinfer.errors import PlanError
+from zinfer.planning.footprint import Footprint
 from zinfer.planning.prediction import PassTime
 
 
@@ -35,12 +38,16 @@ def test_seconds_are_the_sum_of_the_passes() -> None:
     sizes = [PassSize(100, 4, 150, num_pairs=5000), PassSize(10, 10, 400), PassSize(10, 10, 410, num_lent_pages=3)]
     seen = []
 
-    def pass_time(num_tokens: int, num_rows: int, *, cache_bytes: int, num_pairs: int, lent_bytes: int) -> PassTime:
-        seen.append((num_tokens, num_rows, cache_bytes, num_pairs, lent_bytes))
+    def pass_time(
+        num_tokens: int, num_rows: int, *, cache_bytes: int, num_pairs: int, num_parts: int, lent_bytes: int
+    ) -> PassTime:
+        seen.append((num_tokens, num_rows, cache_bytes, num_pairs, num_parts, lent_bytes))
         return PassTime(num_tokens, 0.0, 2.0, 0.0, num_tokens / 20, cache_bytes / 1e9, 0.0)
 
-    found = predict_job(sizes, 8, 16, pass_time)
-    assert seen == [(100, 4, 1200, 5000, 0), (10, 10, 3200, 0, 0), (10, 10, 3280, 0, 384)]
+    pages = Footprint(0, 0, 0)
+    budget = BatchingBudget(100, 40, 10, 64, 16, torch.float16, "arrival", lends=True, footprint=pages)
+    found = predict_job(sizes, 8, budget, pass_time)
+    assert seen == [(100, 4, 1200, 5000, 3, 0), (10, 10, 3200, 0, 1, 0), (10, 10, 3280, 0, 1, 384)]
     assert found.seconds == 5.0 + 2.0 + 2.0
     assert (found.num_passes, found.tokens_per_pass, found.bottleneck) == (3, 40.0, "link")
     assert found.tokens_per_s == 24 / 9

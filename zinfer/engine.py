@@ -181,13 +181,9 @@ class InferenceEngine(nn.Module):
         request = Request(batch_size, prompt_len, new_tokens)
         return predict(self.plan, self._work, self._find_rates(), request, self._footprint(request))
 
-    def pass_time(
-        self, num_tokens: int, num_rows: int, *, cache_bytes: int, num_pairs: int = 0, lent_bytes: int = 0
-    ) -> PassTime:
+    def pass_time(self, num_tokens: int, num_rows: int, **sizes: int) -> PassTime:
         """What one pass takes, by resource; rates as for `predict`, arguments as for `prediction.pass_time`."""
-        work, rates = self._work, self._find_rates()
-        sizes = {"cache_bytes": cache_bytes, "num_pairs": num_pairs, "lent_bytes": lent_bytes}
-        return pass_time(self.plan, work, rates, num_tokens, num_rows, **sizes)
+        return pass_time(self.plan, self._work, self._find_rates(), num_tokens, num_rows, **sizes)
 
     def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
         """Whether `borrow` would spare a block the way in every pass."""

@@ -145,7 +145,7 @@ class LLM:
 
     def _predict(self, sizes: Sequence[PassSize]) -> JobPrediction:
         token_bytes = read_kv_shape(self._engine.module.config).token_bytes(self._budget.kv_dtype)
-        return predict_job(sizes, token_bytes, self._budget.page_size, self._engine.pass_time)
+        return predict_job(sizes, token_bytes, self._budget, self._engine.pass_time)
 
     @property
     def batching(self) -> BatchingBudget:

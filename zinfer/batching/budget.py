@@ -32,7 +32,9 @@ _MOST_TOKENS_FROM_DISK: Final = 131_072
 _LEAST_TOKENS_PER_SEQUENCE: Final = 16  # of a pass, for each text that runs at once: short of that the card is small
 _FEWEST_TOKENS_PER_PASS: Final = 1024  # that are chosen where nothing is stated
 _MOST_ACTIVATION_SHARE: Final = 1 / 8  # of what is free
-_MOST_PART_TOKENS: Final = 4_096
+# Of a pass, what a layer computes at once: its matrices are dequantized once for each part.
+_PART_TOKENS: Final = (16_384, 8_192, 4_096)
+_MOST_PART_SHARE: Final = 1 / 16  # of what is free, for the activations of a part that is larger than the smallest
 _MAX_SEQUENCES: Final = 1024
 _PAGE_SIZE: Final = 64
 _PARKED_SHARE: Final = 4  # of the cache's pages, one in so many
@@ -117,8 +119,11 @@ def find_budget(
     if page_size & (page_size - 1):
         raise ConfigError(f"zinfer.kv_page_size is {page_size}; give a power of two, such as 64")
     most = _MOST_TOKENS_FROM_DISK if from_disk and on_cuda else _MOST_TOKENS_PER_PASS
+    shape = _batched_shape(config)
+    part_bytes = free_bytes * _MOST_PART_SHARE if on_cuda else 0
+    part_tokens = next((n for n in _PART_TOKENS if _part_bytes(shape, dtype, n) <= part_bytes), _PART_TOKENS[-1])
     tokens_per_pass, max_sequences, activation_bytes = _pass_sizes(
-        config, dtype, stated, most, most_bytes=free_bytes * _MOST_ACTIVATION_SHARE if on_cuda else math.inf
+        shape, dtype, stated, most, part_tokens, free_bytes * _MOST_ACTIVATION_SHARE if on_cuda else math.inf
     )
     kv_dtype = _DTYPES.get(stated.kv_cache_dtype, dtype)
     kv_bytes = stated.kv_cache_memory
@@ -139,7 +144,7 @@ def find_budget(
     footprint = Footprint(num_pages * page_bytes, activation_bytes, num_pages * page_bytes)
     return BatchingBudget(
         tokens_per_pass=tokens_per_pass,
-        most_part_tokens=min(tokens_per_pass, _MOST_PART_TOKENS),
+        most_part_tokens=min(tokens_per_pass, part_tokens),
         max_sequences=max_sequences,
         num_pages=num_pages,
         page_size=page_size,
@@ -184,14 +189,14 @@ def streams_from_disk(blocks: Sequence[ModelBlock], settings: Settings, memory_b
 
 
 def _pass_sizes(
-    config: PretrainedConfig, dtype: torch.dtype, stated: Batching, tokens: int, *, most_bytes: float
+    shape: ModelShape, dtype: torch.dtype, stated: Batching, tokens: int, part_tokens: int, most_bytes: float
 ) -> tuple[int, int, int]:
     """Tokens of a pass, texts at once, and the bytes of activations: fewer where a card is too small for many."""
     while True:
         tokens_per_pass = stated.tokens_per_pass or tokens
         sequences = min(_MAX_SEQUENCES, tokens // _LEAST_TOKENS_PER_SEQUENCE)
         max_sequences = min(stated.max_sequences or sequences, tokens_per_pass)
-        nbytes = _activation_bytes(_batched_shape(config), dtype, tokens_per_pass, max_sequences)
+        nbytes = _activation_bytes(shape, dtype, tokens_per_pass, part_tokens, max_sequences)
         if nbytes <= most_bytes or tokens == _FEWEST_TOKENS_PER_PASS:
             return tokens_per_pass, max_sequences, nbytes
         tokens //= 2
@@ -208,12 +213,17 @@ def _batched_shape(config: PretrainedConfig) -> ModelShape:
     return replace(shape, expanded=shape.num_heads * (kept.key_dim + 2 * kept.value_dim))
 
 
-def _activation_bytes(shape: ModelShape, dtype: torch.dtype, tokens: int, max_sequences: int) -> int:
-    """A part's activations as transformers' modules make them, the residual stream of the pass, and the logits.
+def _activation_bytes(shape: ModelShape, dtype: torch.dtype, tokens: int, part_tokens: int, max_sequences: int) -> int:
+    """A part's activations, the residual stream of the pass, and the logits."""
+    part_bytes = _part_bytes(shape, dtype, min(tokens, part_tokens))
+    logits = find_footprint(shape, dtype, Request(max_sequences, 1, 1), on_cuda=False)
+    residual = _RESIDUAL_COPIES * tokens * shape.hidden * dtype.itemsize
+    return max(part_bytes, logits.activation_bytes) + residual
+
+
+def _part_bytes(shape: ModelShape, dtype: torch.dtype, tokens: int) -> int:
+    """Activations of a layer as transformers' modules make them.
 
     Experts are not copied: that is what transformers' `generate` does, of which nothing runs here.
     """
-    part = find_footprint(shape, dtype, Request(1, min(tokens, _MOST_PART_TOKENS), 1), on_cuda=False)
-    logits = find_footprint(shape, dtype, Request(max_sequences, 1, 1), on_cuda=False)
-    residual = _RESIDUAL_COPIES * tokens * shape.hidden * dtype.itemsize
-    return max(part.activation_bytes, logits.activation_bytes) + residual
+    return find_footprint(shape, dtype, Request(1, tokens, 1), on_cuda=False).activation_bytes

@@ -175,7 +175,7 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
     predicted = predict_job(
         rehearse(job.prompt_lens, job.new_tokens, budget, common_window(outline.config)),
         read_kv_shape(outline.config).token_bytes(budget.kv_dtype),
-        budget.page_size,
+        budget,
         partial(pass_time, plan, work, rates),
     )
     return JobPlan(batching, budget, plan, job, predicted, _whole_seconds(job, predicted))

@@ -17,7 +17,7 @@ class PassTimeOf(Protocol):
     """`zinfer.planning.prediction.pass_time` for one plan, one model and one machine."""
 
     def __call__(
-        self, num_tokens: int, num_rows: int, *, cache_bytes: int, num_pairs: int, lent_bytes: int
+        self, num_tokens: int, num_rows: int, *, cache_bytes: int, num_pairs: int, num_parts: int, lent_bytes: int
     ) -> PassTime: ...
 
 
@@ -73,13 +73,15 @@ def rehearse(
     return sizes
 
 
-def predict_job(sizes: Sequence[PassSize], token_bytes: int, page_size: int, pass_time: PassTimeOf) -> JobPrediction:
+def predict_job(
+    sizes: Sequence[PassSize], token_bytes: int, budget: BatchingBudget, pass_time: PassTimeOf
+) -> JobPrediction:
     """How long the passes of a job take.
 
     Args:
         sizes: of the passes, one at least.
         token_bytes: of one token's keys and values in all layers.
-        page_size: tokens of a page.
+        budget: that the passes are cut and stored by.
         pass_time: of a pass.
     """
     times = [
@@ -88,7 +90,8 @@ def predict_job(sizes: Sequence[PassSize], token_bytes: int, page_size: int, pas
             size.num_samples,
             cache_bytes=size.num_context * token_bytes,
             num_pairs=size.num_pairs,
-            lent_bytes=size.num_lent_pages * page_size * token_bytes,
+            num_parts=-(-size.num_tokens // budget.most_part_tokens),
+            lent_bytes=size.num_lent_pages * budget.page_size * token_bytes,
         )
         for size in sizes
     ]

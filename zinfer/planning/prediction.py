@@ -16,22 +16,27 @@ from typing import Final
 from torch import nn
 
 from zinfer.cut import ModelBlock
-from zinfer.offload.block import Block, Home, Tier
+from zinfer.kernels.quantized_linear import MOST_FUSED_TOKENS
+from zinfer.offload.block import Block, Home, SlabTensor, Tier
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.model_shape import ModelShape
 from zinfer.planning.planner import Plan
 from zinfer.planning.rates import Rates
 from zinfer.planning.request import Request
+from zinfer.quantization.slab_matrix import SlabMatrix
 
 _FLOPS_PER_PARAMETER: Final = 2  # a product and a sum
 # transformers' DynamicCache is read and written whole when a token is appended, then read by the attention.
 _CACHE_TOUCHES: Final = 3
-# A value of 16 bits is widened, squared, averaged, scaled, narrowed and weighted: seven kernels (modeling_llama.py).
-_RMS_NORM_BYTES: Final = 36
-_ROTARY_TOUCHES: Final = 10  # turned by half, multiplied twice, added
-# Of the rate of plain products, what prompts attend with: benchmarks/attention.py on an H200 has 0.25 for chunks of 512
-# tokens and 0.5 for 8,192, softmax and the half-empty tiles on the diagonal included.
-_ATTENTION_SHARE: Final = 0.3
+# What transformers' modules take on an H200 in passes of 16,384 tokens, as bytes and touches at a copy's rate. A value
+# of 16 bits is widened, squared, averaged, scaled, narrowed and weighted: seven kernels that move 36 bytes.
+_RMS_NORM_BYTES: Final = 53
+_ROTARY_TOUCHES: Final = 40  # turned by half, multiplied twice, added: ten touches of rows that lie apart
+_GATED_TOUCHES: Final = 5  # of the middle of an MLP: activated, multiplied by its gate
+_PLAIN_TOUCHES: Final = 2
+# Of the rate of plain products, what prompts of 512 tokens attend with, softmax and the half-empty tiles on the
+# diagonal included; 8,192 tokens reach 0.5.
+_ATTENTION_SHARE: Final = 0.22
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class BlockWork:
         expert_share: of the experts' parameters, what one token is multiplied with.
         every_token: whether all tokens of a pass go through the matrices (layers), or the last of each row (the head).
         between_bytes: that one token's activations are read and written with, between products.
+        dequantized_bytes: read and written where its matrices are dequantized.
         query_width: of all heads: terms of a query's product with one key, and of its weights with one value.
     """
 
@@ -56,6 +62,7 @@ class BlockWork:
     expert_share: float
     every_token: bool
     between_bytes: int = 0
+    dequantized_bytes: int = 0
     query_width: int = 0
 
     @property
@@ -69,7 +76,7 @@ class PassTime:
     """Seconds that each resource has work for in one pass over ``num_tokens`` tokens.
 
     ``device_s`` is of weights and cache, ``cache_s`` the cache's part of it, ``between_s`` what is done between
-    products: activations read and written, and the products of prompts with their keys and values.
+    products: activations read and written, matrices dequantized, products of prompts with their keys and values.
     """
 
     num_tokens: int
@@ -178,8 +185,16 @@ def _work(block: ModelBlock, shape: ModelShape) -> BlockWork:
         expert_share=shape.experts.share if shape.experts else 1.0,
         every_token=block.is_layer,
         between_bytes=between_bytes(shape, tensors[0].dtype.itemsize) if block.is_layer and tensors else 0,
+        dequantized_bytes=sum(map(_dequantized_bytes, tensors)),
         query_width=shape.query if block.is_layer else 0,
     )
+
+
+def _dequantized_bytes(tensor: SlabTensor) -> int:
+    """Of a matrix whose products do not take it as it is."""
+    if not isinstance(tensor, SlabMatrix) or tensor.quantizes_input:
+        return 0
+    return tensor.nbytes + tensor.numel * tensor.dtype.itemsize
 
 
 def between_bytes(shape: ModelShape, itemsize: int) -> int:
@@ -192,7 +207,8 @@ def between_bytes(shape: ModelShape, itemsize: int) -> int:
     norm_bytes = _RMS_NORM_BYTES if shape.has_rms_norms else 2 * width
     mlp = shape.mlp if shape.experts is None else shape.experts.num_per_token * shape.experts.width
     num_values = 2 * 3 * shape.hidden + _ROTARY_TOUCHES * shape.rotated + 2 * shape.query + 2 * shape.cached
-    return 2 * norm_bytes * shape.hidden + width * (num_values + shape.mlp_copies * mlp)
+    mlp_touches = _GATED_TOUCHES if shape.has_rms_norms else _PLAIN_TOUCHES  # those with such norms have gates
+    return 2 * norm_bytes * shape.hidden + width * (num_values + mlp_touches * mlp)
 
 
 def pass_time(
@@ -204,6 +220,7 @@ def pass_time(
     *,
     cache_bytes: int,
     num_pairs: int = 0,
+    num_parts: int = 1,
     lent_bytes: int = 0,
 ) -> PassTime:
     """One pass.
@@ -214,6 +231,7 @@ def pass_time(
         num_rows: tokens that the head computes.
         cache_bytes: of keys and values that are read.
         num_pairs: of a prompt's token and one that it attends to; those of decodes take no more than reading the cache.
+        num_parts: of the pass, which a layer computes one after the other.
         lent_bytes: of the device, in which blocks have come to stay.
     """
     wired = [(each, home, _wire_bytes(each, home)) for each, home in zip(work, plan.homes, strict=True)]
@@ -233,12 +251,14 @@ def pass_time(
         matrix_s=flops / rates.flops_per_s,
         device_s=(sum(each.block.nbytes for each in work) + cache_bytes) / rates.device_bytes_per_s,
         cache_s=cache_bytes / rates.device_bytes_per_s,
-        between_s=_between_s(work, rates, num_tokens, num_pairs),
+        between_s=_between_s(work, rates, num_tokens, num_pairs, num_parts),
     )
 
 
-def _between_s(work: Sequence[BlockWork], rates: Rates, num_tokens: int, num_pairs: int) -> float:
+def _between_s(work: Sequence[BlockWork], rates: Rates, num_tokens: int, num_pairs: int, num_parts: int) -> float:
     moved_bytes = num_tokens * sum(each.between_bytes for each in work)
+    if num_tokens > max(MOST_FUSED_TOKENS.values()):
+        moved_bytes += num_parts * sum(each.dequantized_bytes for each in work)
     flops = 2 * _FLOPS_PER_PARAMETER * num_pairs * sum(each.query_width for each in work)
     return moved_bytes / rates.device_bytes_per_s + flops / (_ATTENTION_SHARE * rates.flops_per_s)
 
