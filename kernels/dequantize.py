@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.quantized import SYMMETRIC_INT4_ZERO, QuantizedMatrix
+from zinfer.kernels.fragments import in_rows
+from zinfer.kernels.quantized import FRAGMENT_ROWS, SYMMETRIC_INT4_ZERO, QuantizedMatrix
 from zinfer.kernels.widening import widen_bytes, widen_nibbles
 
 INTERPRETED: Final = bool(triton.knobs.runtime.interpret)  # fixed when the kernels below are decorated
@@ -31,9 +32,8 @@ def dequantize(matrix: QuantizedMatrix, out: torch.Tensor | None = None) -> torc
         return _in_order(dequantize(replace(matrix, column_order=None)), matrix.column_order, out)
     if has_kernels(matrix):
         return dequantize_kernel(matrix, out)
-    count = max(1, _SLICE_ELEMENTS // max(matrix.columns, 1))
-    for begin in range(0, matrix.rows, count):
-        out[begin : begin + count] = dequantize_ref(matrix.part(slice(begin, begin + count)))
+    for rows in matrix.slices(_SLICE_ELEMENTS):
+        out[rows] = dequantize_ref(matrix.part(rows))
     return out
 
 
@@ -42,6 +42,14 @@ def dequantize_kernel(matrix: QuantizedMatrix, out: torch.Tensor | None = None) 
     out = _target(matrix, out)
     if matrix.column_order is not None:
         return _in_order(dequantize_kernel(replace(matrix, column_order=None)), matrix.column_order, out)
+    if matrix.format.in_fragments:
+        _dequantize_fragments(matrix, out)
+    else:
+        _dequantize_rows(matrix, out)
+    return out if matrix.column_scales is None else out.mul_(matrix.column_scales)
+
+
+def _dequantize_rows(matrix: QuantizedMatrix, out: torch.Tensor) -> None:
     four_bits, groups = matrix.format.bits == 4, matrix.scales.shape[1]
     length = matrix.columns // groups
     split_bytes = four_bits and groups > 1 and length % 2 == 1
@@ -50,7 +58,7 @@ def dequantize_kernel(matrix: QuantizedMatrix, out: torch.Tensor | None = None) 
     block_lines = _TILE_ELEMENTS // block_columns
     grid = (triton.cdiv(lines, block_lines), triton.cdiv(length, block_columns))
     if lines == 0 or length == 0:
-        return out
+        return
     with on_device(out):
         _dequantize_kernel[grid](
             kernel_codes(matrix),
@@ -70,11 +78,27 @@ def dequantize_kernel(matrix: QuantizedMatrix, out: torch.Tensor | None = None) 
             COMPILED=not INTERPRETED,
             num_warps=_WARPS,
         )
-    return out if matrix.column_scales is None else out.mul_(matrix.column_scales)
+
+
+def _dequantize_fragments(matrix: QuantizedMatrix, out: torch.Tensor) -> None:
+    assert matrix.codes.is_contiguous() and matrix.scales.is_contiguous()
+    blocks, steps = matrix.rows // FRAGMENT_ROWS, matrix.columns // 64
+    if blocks * steps:
+        with on_device(out):
+            _fragments_kernel[blocks, steps](
+                matrix.codes.view(torch.int32),
+                matrix.scales,
+                out,
+                matrix.columns,
+                matrix.scales.shape[1],
+                STEPS_PER_GROUP=matrix.columns // matrix.scales.shape[1] // 64,
+                num_warps=_WARPS,
+            )
 
 
 def dequantize_ref(matrix: QuantizedMatrix, dtype: torch.dtype | None = None) -> torch.Tensor:
     """As `dequantize`, in plain torch; computed in float32 and rounded to ``dtype``, and once more by column scales."""
+    matrix = in_rows(matrix)
     values = codes_of(matrix).float()
     groups = values.view(matrix.rows, matrix.scales.shape[1], -1)
     if matrix.zeros is not None:
@@ -94,7 +118,8 @@ def codes_of(matrix: QuantizedMatrix) -> torch.Tensor:
     """The codes one by one, in stored order [rows, columns]: 8 bits as they are, 4 bits int8, about 0 if symmetric."""
     if matrix.format.bits == 8:
         return matrix.codes
-    pairs = torch.stack((matrix.codes & 15, matrix.codes >> 4), dim=-1).view(matrix.rows, -1)[:, : matrix.columns]
+    packed = in_rows(matrix).codes
+    pairs = torch.stack((packed & 15, packed >> 4), dim=-1).view(matrix.rows, -1)[:, : matrix.columns]
     codes = pairs.to(torch.int8)
     return codes - SYMMETRIC_INT4_ZERO if matrix.format.symmetric else codes
 
@@ -178,3 +203,23 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
         codes = tl.load(codes_ptr + lines[:, None] * line_bytes + columns[None, :], mask=mask, other=0)
         values = (widen_bytes(codes, False, IS_FLOAT, COMPILED).to(tl.float32) - zero) * scale
     tl.store(out_ptr + lines[:, None] * length + columns[None, :], values.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fragments_kernel(  # type: ignore[no-untyped-def]
+    words_ptr, scales_ptr, out_ptr, columns, groups, STEPS_PER_GROUP: tl.constexpr
+):
+    """64 rows and 64 columns of a matrix in the order of fragments, in words of 4 columns of two rows."""
+    block, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.arange(0, 32)[:, None]  # tile and g
+    quad = tl.arange(0, 16)[None, :]  # of columns: l, t, m
+    word_ptrs = words_ptr + (block * (columns // 64) + step) * 512 + row * 16
+    words = tl.load(word_ptrs + quad // 2 % 4 * 4 + quad // 8 * 2 + quad % 2)
+    scale_ptrs = scales_ptr + (block * groups + step // STEPS_PER_GROUP) * 64 + row % 8 * 8 + row // 8 * 2
+    place = tl.arange(0, 64)[None, :]
+    out_ptrs = out_ptr + (block * 64 + row // 8 * 16 + row % 8) * columns + step * 64 + place
+    for half in tl.static_range(2):
+        even = tl.interleave(words >> 4 * half & 15, words >> 8 + 4 * half & 15)
+        odd = tl.interleave(words >> 16 + 4 * half & 15, words >> 24 + 4 * half & 15)
+        values = (tl.interleave(even, odd) - 8).to(tl.float32) * tl.load(scale_ptrs + half).to(tl.float32)
+        tl.store(out_ptrs + half * 8 * columns, values.to(out_ptr.dtype.element_ty))

@@ -1,10 +1,11 @@
 """Quantizes matrices by rounding to nearest: vectorised torch on any device, a slice of rows at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import torch
 
+from zinfer.kernels.fragments import codes_in_fragments, put_scales
 from zinfer.kernels.quantized import FLOAT8, SYMMETRIC_INT4_ZERO, QuantFormat, QuantizedMatrix
 
 _SLICE_ELEMENTS: Final = 2 << 20  # 8 MiB in float32: stays in the caches, and is what quantizing takes, a few times
@@ -36,7 +37,8 @@ def quantize_into(target: QuantizedMatrix, matrix: torch.Tensor, bounds: Bounds 
     """
     assert matrix.shape == (target.rows, target.columns)
     assert target.column_order is None
-    ranges = [bounds(_grouped(matrix, rows, target), target.format, target.dtype) for rows in _slices(target)]
+    slices = list(target.slices(_SLICE_ELEMENTS))
+    ranges = [bounds(_grouped(matrix, rows, target), target.format, target.dtype) for rows in slices]
     low, high = (torch.cat(part) for part in zip(*ranges, strict=True))
     if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):  # what is not finite is an extreme of its group
         raise _not_finite(matrix)
@@ -45,10 +47,10 @@ def quantize_into(target: QuantizedMatrix, matrix: torch.Tensor, bounds: Bounds 
     )
     if not bool(torch.isfinite(scales).all()):
         raise CannotQuantize(f"magnitudes up to {matrix.abs().max().item():g} need scales beyond {target.dtype}")
-    target.scales.copy_(scales)
+    put_scales(target, scales)
     if target.zeros is not None and zeros is not None:
         target.zeros.copy_(zeros)
-    for rows in _slices(target):
+    for rows in slices:
         zeros_of = None if zeros is None else zeros[rows]
         target.codes[rows] = _packed(
             encode(_grouped(matrix, rows, target), scales[rows], zeros_of, target.format), target
@@ -99,12 +101,6 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
     return values * scales.float().unsqueeze(-1)
 
 
-def _slices(target: QuantizedMatrix) -> Iterator[slice]:
-    count = max(1, _SLICE_ELEMENTS // max(target.columns, 1))
-    for begin in range(0, target.rows, count):
-        yield slice(begin, min(begin + count, target.rows))
-
-
 def _grouped(matrix: torch.Tensor, rows: slice, target: QuantizedMatrix) -> torch.Tensor:
     """Rows in float32, [rows, groups, columns of a group]."""
     values = matrix[rows].float()
@@ -130,14 +126,19 @@ def _packed(codes: torch.Tensor, target: QuantizedMatrix) -> torch.Tensor:
     codes = codes.view(codes.shape[0], -1)
     if target.format.bits == 8:
         return codes.to(target.format.codes_dtype)
-    return pack_int4((codes + SYMMETRIC_INT4_ZERO if target.format.symmetric else codes).to(torch.uint8))
+    codes = (codes + SYMMETRIC_INT4_ZERO if target.format.symmetric else codes).to(torch.uint8)
+    return pack_int4(codes, in_fragments=target.format.in_fragments)
 
 
-def pack_int4(codes: torch.Tensor) -> torch.Tensor:
-    """Codes 0 to 15 [rows, columns] (uint8), two a byte: [rows, ceil(columns / 2)], the first in the low half."""
+def pack_int4(codes: torch.Tensor, *, in_fragments: bool = False) -> torch.Tensor:
+    """Codes 0 to 15 [rows, columns] (uint8), two a byte: [rows, ceil(columns / 2)], the first in the low half.
+
+    ``in_fragments``: in the order of fragments; rows are of whole blocks.
+    """
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    return codes[:, 0::2] | codes[:, 1::2] << 4
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    return codes_in_fragments(packed) if in_fragments else packed
 
 
 def _in_steps(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

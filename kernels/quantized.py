@@ -12,8 +12,19 @@ column_scales: [columns] in the dtype of scales, formats that scale columns only
         column's, which a product does to what it multiplies with (Lin et al. 2023, "AWQ").
 column_order: [columns] int32, formats that order columns only: which column of the matrix is stored as each, so that
         groups of columns that lie apart (GPTQ's desc_act) are neighbours; scales of columns are in the stored order.
+
+Formats in the order of fragments have the same bytes for codes and scales, of the same shapes, in another order: that in
+which tensor cores take them (after Marlin, Frantar et al. 2024, arXiv 2408.11743), alike on the disk, in slabs and on
+every device. It is one of whole blocks of 64 rows, which lie one below the other as ever, so that `part` gives some.
+
+codes of a block: [columns / 64][4 tiles of 16 rows][8 rows][4][16 bytes]. Byte ``b`` of [step][tile][g][t] holds the
+        codes of two rows, ``16 tile + g`` in its low half and that plus 8 in its high one, in column
+        ``64 step + 32 (b // 8) + 8 t + 4 (b // 4 % 2) + (0, 2, 1, 3)[b % 4]``.
+scales of a block: [groups][8 rows][4 tiles][2]: that of [group][g][tile][h] is of row ``16 tile + 8 h + g``.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -21,6 +32,13 @@ import torch
 
 SYMMETRIC_INT4_ZERO: Final = 8
 FLOAT8: Final = torch.float8_e4m3fn
+
+FRAGMENT_ROWS: Final = 64
+"""Rows of a block in the order of fragments."""
+FRAGMENT_COLUMNS: Final = 256
+"""What divides the columns of a matrix in the order of fragments: those that a warp takes at a time."""
+FRAGMENT_GROUPS: Final = (64, 128, 256)
+"""The group sizes that matrices in the order of fragments have."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,7 @@ class QuantFormat:
             rows, with ``group_size`` None a scale per tensor.
         scales_columns: each column has a scale of its own, beside those of the groups.
         orders_columns: columns are stored in an order of their own.
+        in_fragments: codes and scales lie in the order of fragments; `arranged` says of which matrices.
 
     Raises:
         ValueError: no such format.
@@ -48,6 +67,7 @@ class QuantFormat:
     group_rows: int | None = 1
     scales_columns: bool = False
     orders_columns: bool = False
+    in_fragments: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -58,6 +78,20 @@ class QuantFormat:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
+        if self.in_fragments and not self._may_lie_in_fragments:
+            raise ValueError(f"fragments hold 4 bits, symmetric, in groups of {FRAGMENT_GROUPS}, not {self}")
+
+    @property
+    def _may_lie_in_fragments(self) -> bool:
+        return self.bits == 4 and self.symmetric and self.group_size in FRAGMENT_GROUPS
+
+    def arranged(self, rows: int, columns: int) -> "QuantFormat":
+        """The format in the order that products of a matrix of this shape take: that of fragments wherever it can be.
+
+        Of several matrices one below the other, ``rows`` are those of each, so that each is one of whole blocks.
+        """
+        is_whole = rows % FRAGMENT_ROWS == 0 and columns % FRAGMENT_COLUMNS == 0
+        return replace(self, in_fragments=self._may_lie_in_fragments and is_whole)
 
     @property
     def multiplies_int8(self) -> bool:
@@ -87,6 +121,11 @@ class QuantFormat:
             raise ValueError(f"group_size {self.group_size} does not divide the {columns} columns")
         if self.group_rows is not None and rows % self.group_rows:
             raise ValueError(f"group_rows {self.group_rows} does not divide the {rows} rows")
+        if self.in_fragments and (rows % FRAGMENT_ROWS or columns % FRAGMENT_COLUMNS):
+            raise ValueError(
+                f"fragments of {FRAGMENT_ROWS} rows and {FRAGMENT_COLUMNS} columns do not divide {rows} rows and "
+                f"{columns} columns"
+            )
 
     def num_groups(self, columns: int) -> int:
         """Scales of a row."""
@@ -145,9 +184,17 @@ class QuantizedMatrix:
         return replace(self, column_scales=None, column_order=None)
 
     def part(self, rows: slice) -> "QuantizedMatrix":
-        """Some of the rows, sharing their memory."""
+        """Some of the rows, sharing their memory; of fragments whole blocks."""
+        assert not self.format.in_fragments or all(end % FRAGMENT_ROWS == 0 for end in rows.indices(self.rows)[:2])
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+
+    def slices(self, most_elements: int, unit: int = 1) -> Iterator[slice]:
+        """Rows of about so many elements, first to last: whole ``unit`` rows, of fragments whole blocks."""
+        unit = math.lcm(unit, FRAGMENT_ROWS if self.format.in_fragments else 1)
+        count = max(1, most_elements // max(self.columns * unit, 1)) * unit
+        for begin in range(0, self.rows, count):
+            yield slice(begin, min(begin + count, self.rows))
 
     @classmethod
     def empty(

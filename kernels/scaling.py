@@ -59,10 +59,8 @@ def weighted_error(quantized: QuantizedMatrix, matrix: torch.Tensor, squares: to
         matrix: [rows, columns], what was quantized.
         squares: mean square of what each column is multiplied with, [columns] float32.
     """
-    count = max(1, _SLICE_ELEMENTS // max(quantized.columns, 1))
     total = torch.zeros((), dtype=torch.float32, device=matrix.device)
-    for begin in range(0, quantized.rows, count):
-        rows = slice(begin, begin + count)
+    for rows in quantized.slices(_SLICE_ELEMENTS):
         error = dequantize_ref(quantized.part(rows), torch.float32) - matrix[rows].float()
         total += error.square_().sum(0) @ squares
     return total

@@ -56,7 +56,9 @@ class Compiled:
     def __getitem__(self, grid: object) -> Any:
         return self.compile
 
-    def compile(self, *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
+    def compile(
+        self, *args: Any, num_warps: int = 4, num_stages: int = 3, maxnreg: int | None = None, **constants: Any
+    ) -> None:
         values = dict(zip((parameter.name for parameter in self.kernel.params), args, strict=False)) | constants
         signature: dict[str, str] = {}
         known: dict[str, Any] = {}
@@ -76,7 +78,8 @@ class Compiled:
                 if value % 16 == 0 and not parameter.do_not_specialize:
                     aligned[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, known, aligned)
-        found = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})
+        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+        found = triton.compile(source, target=TARGET, options=options)
         products = sorted(set(re.findall(r"wgmma\.mma_async|mma\.sync", found.asm["ptx"])))
         print(self.kernel.__name__, len(found.asm["cubin"]), *products)
 

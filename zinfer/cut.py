@@ -151,6 +151,8 @@ class _Cutter:
             return self.form(name, module, parameter)
         shape, transposed = tuple(parameter.shape), isinstance(module, Conv1D)
         stored = SlabMatrix(name, parameter.dtype, shape, format=weight.format, transposed=transposed)
+        if not weight.scheme.is_native:
+            stored = stored.arranged
         if not self.quantizes_input(name):
             return stored
         if not weight.format.multiplies_int8:

@@ -74,7 +74,7 @@ class QuantizedForms:
             return plain
         if self._scales_columns and isinstance(module, nn.Linear | Conv1D):
             format = replace(format, scales_columns=True)
-        return SlabMatrix(
+        place = SlabMatrix(
             name,
             parameter.dtype,
             shape,
@@ -82,3 +82,4 @@ class QuantizedForms:
             transposed=transposed,
             quantizes_input=self._rules.activations,
         )
+        return place.arranged

@@ -1,7 +1,7 @@
 """A quantized matrix as one tensor of a slab: its codes, scales and so on side by side, each aligned to 256 bytes."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -41,6 +41,12 @@ class SlabMatrix(SlabTensor):
     @property
     def nbytes(self) -> int:
         return sum(align_up(part.nbytes, SLAB_ALIGNMENT_BYTES) for part in self.parts())
+
+    @property
+    def arranged(self) -> "SlabMatrix":
+        """With codes and scales in the order that products take; of several matrices each is multiplied with alone."""
+        rows = self.rows if self.transposed else self.shape[-2]
+        return replace(self, format=self.format.arranged(rows, self.columns))
 
     def matrix(self, slab: torch.Tensor) -> QuantizedMatrix:
         """The matrix over the slab's bytes (uint8), sharing their memory."""

@@ -21,7 +21,7 @@ from zinfer.store.identity import Identity
 
 METHOD: Final = "zinfer"
 """``quant_method`` in the ``quantization_config`` of a store's config.json."""
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2  # 1: codes in the order of rows only
 MANIFEST_NAME: Final = STORE_NAME
 JOURNAL_NAME: Final = STORE_JOURNAL_NAME
 
@@ -175,7 +175,7 @@ def _format(members: _Object) -> QuantFormat:
     except (TypeError, ValueError) as error:
         members.refuse("", f"no format of this version ({error})")
     sizes = (format.bits, format.group_size or 1, format.group_rows or 1)
-    flags = (format.symmetric, format.is_float, format.scales_columns, format.orders_columns)
+    flags = (format.symmetric, format.is_float, format.scales_columns, format.orders_columns, format.in_fragments)
     if not all(type(size) is int for size in sizes) or not all(isinstance(flag, bool) for flag in flags):
         members.refuse("", "no format: sizes are whole numbers, the others true or false")
     return format

@@ -54,6 +54,13 @@ class StoreScheme(Scheme):
                     f"{parameter}.{part} has shape {list(shape)}, {MANIFEST_NAME} wants {list(expected[part])}: files "
                     "and manifest are of different stores; copy the whole folder again"
                 )
+        try:
+            format.check_shape(rows, columns)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self._manifest.folder / MANIFEST_NAME}: {parameter}: {error}: the manifest is damaged; copy the whole "
+                "folder again"
+            ) from error
         return format, rows, columns
 
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:

@@ -10,16 +10,15 @@ scales:  [groups, rows]; a value is (code - zero) * scale.
 From the lowest bits up a word holds its rows in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from zinfer.kernels.quantize import pack_int4
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign.contract import Scheme
-from zinfer.quantization.foreign.filling import fill_scales, fill_zeros
+from zinfer.quantization.foreign.filling import SLICE_ELEMENTS, fill_codes, fill_scales, fill_zeros
 from zinfer.quantization.foreign.gptq import FLOATS, group_size_of
 from zinfer.quantization.foreign.parts import (
     Shapes,
@@ -88,20 +87,16 @@ class Awq(Scheme):
         check_dtypes(parts, {"qweight": (torch.int32,), "qzeros": (torch.int32,), "scales": FLOATS})
         fill_zeros(target, _unpack(parts["qzeros"]) if "qzeros" in parts else None, "qzeros")
         fill_scales(target, parts["scales"].t(), "scales")
-        for row, codes in _planes(parts["qweight"]):
-            target.codes[row :: len(_ROW_AT_NIBBLE)] = pack_int4(codes).to(target.codes.device)
-
-
-def _planes(words: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Of words [columns, words] every eighth row: the first of them, and their codes, [words, columns] uint8."""
-    octets = bytes_of(words.t())
-    for nibble, row in enumerate(_ROW_AT_NIBBLE):
-        pairs = octets[:, nibble // 2 :: 4]
-        yield row, pairs >> 4 if nibble % 2 else pairs & 15
+        for rows in target.slices(SLICE_ELEMENTS, unit=len(_ROW_AT_NIBBLE)):
+            words = slice(rows.start // len(_ROW_AT_NIBBLE), rows.stop // len(_ROW_AT_NIBBLE))
+            fill_codes(target.part(rows), _unpack(parts["qweight"][:, words]))
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:
+    """The codes of words [columns, words], [8 * words, columns] uint8."""
+    octets = bytes_of(words.t())
     codes = torch.empty(8 * words.shape[1], words.shape[0], dtype=torch.uint8, device=words.device)
-    for row, plane in _planes(words):
-        codes[row :: len(_ROW_AT_NIBBLE)] = plane
+    for nibble, row in enumerate(_ROW_AT_NIBBLE):
+        pairs = octets[:, nibble // 2 :: 4]
+        codes[row :: len(_ROW_AT_NIBBLE)] = pairs >> 4 if nibble % 2 else pairs & 15
     return codes

@@ -5,18 +5,17 @@ from typing import Final
 import torch
 
 from zinfer.errors import CheckpointError
+from zinfer.kernels.fragments import put_scales
 from zinfer.kernels.quantize import pack_int4
 from zinfer.kernels.quantized import FLOAT8, QuantizedMatrix
 from zinfer.quantization.foreign.words import unpack
 
-_SLICE_ELEMENTS: Final = 4 << 20  # beside which a matrix is large
+SLICE_ELEMENTS: Final = 4 << 20  # beside which a matrix is large
 
 
 def fill_words(target: QuantizedMatrix, words: torch.Tensor) -> None:
     """Take over codes in words [rows, words] (int32), as `words` has them, a slice of rows at a time."""
-    count = max(1, _SLICE_ELEMENTS // max(target.columns, 1))
-    for begin in range(0, target.rows, count):
-        rows = slice(begin, begin + count)
+    for rows in target.slices(SLICE_ELEMENTS):
         fill_codes(target.part(rows), unpack(words[rows], target.format.bits, target.columns))
 
 
@@ -28,7 +27,7 @@ def fill_codes(target: QuantizedMatrix, codes: torch.Tensor) -> None:
     if target.column_order is not None:
         codes = codes.index_select(1, target.column_order)
     if target.format.bits == 4:
-        codes = pack_int4(codes)
+        codes = pack_int4(codes, in_fragments=target.format.in_fragments)
     elif target.format.is_float:
         codes = codes.view(FLOAT8)
     elif target.format.symmetric:
@@ -50,7 +49,7 @@ def fill_scales(target: QuantizedMatrix, scales: torch.Tensor, part: str) -> Non
         raise CheckpointError(
             f"{part} holds {scales[lost][0].item():g}, beyond {target.dtype}: run the model in bfloat16 or float32"
         )
-    target.scales.copy_(rounded)
+    put_scales(target, rounded.expand_as(target.scales))
 
 
 def fill_zeros(target: QuantizedMatrix, zeros: torch.Tensor | None, part: str) -> None:

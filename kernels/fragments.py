@@ -1,0 +1,62 @@
+"""Codes and scales into the order of fragments, and back: permutations in plain torch, on any device.
+
+`quantized` says where everything lies. What comes is not changed, and what goes out is contiguous.
+"""
+
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from zinfer.kernels.quantized import FRAGMENT_ROWS, QuantizedMatrix
+
+_TILES: Final = 4  # of 16 rows, in a block
+_STEP: Final = 64  # columns of a tile
+
+# What the bits of a row's and a column's number say: tile, h (the half of a byte), g; l, t, m (which word), p, e.
+_ROWS: Final = (_TILES, 2, 8)
+_COLUMNS: Final = (2, 4, 2, 2, 2)
+
+
+def codes_in_fragments(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of whole blocks, [rows, columns / 2] uint8, from the order of rows."""
+    rows, width = codes.shape
+    blocks, steps = rows // FRAGMENT_ROWS, 2 * width // _STEP
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).view(blocks, *_ROWS, steps, *_COLUMNS)
+    # block, tile, h, g, step, l, t, m, p, e to block, step, tile, g, t, l, m, e, p, h
+    pairs = nibbles.permute(0, 4, 1, 3, 6, 5, 7, 9, 8, 2)
+    return (pairs[..., 0] | pairs[..., 1] << 4).reshape(rows, width)
+
+
+def codes_in_rows(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of whole blocks, [rows, columns / 2] uint8, from the order of fragments."""
+    rows, width = codes.shape
+    lanes = codes.reshape(rows // FRAGMENT_ROWS, 2 * width // _STEP, _TILES, 8, 4, 2, 2, 2, 2)
+    nibbles = torch.stack((lanes & 15, lanes >> 4), dim=-1)
+    pairs = nibbles.permute(0, 2, 9, 3, 1, 5, 4, 6, 8, 7)
+    return (pairs[..., 0] | pairs[..., 1] << 4).reshape(rows, width)
+
+
+def scales_in_fragments(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of whole blocks, [rows, groups], from the order of rows."""
+    rows, groups = scales.shape
+    return scales.reshape(rows // FRAGMENT_ROWS, *_ROWS, groups).permute(0, 4, 3, 1, 2).reshape(rows, groups)
+
+
+def scales_in_rows(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of whole blocks, [rows, groups], from the order of fragments."""
+    rows, groups = scales.shape
+    return scales.reshape(rows // FRAGMENT_ROWS, groups, 8, _TILES, 2).permute(0, 3, 4, 2, 1).reshape(rows, groups)
+
+
+def in_rows(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """The same matrix in the order of rows; itself if it lies so."""
+    if not matrix.format.in_fragments:
+        return matrix
+    format = replace(matrix.format, in_fragments=False)
+    return replace(matrix, format=format, codes=codes_in_rows(matrix.codes), scales=scales_in_rows(matrix.scales))
+
+
+def put_scales(target: QuantizedMatrix, scales: torch.Tensor) -> None:
+    """Fill the scales of a matrix from [rows, groups] in the order of rows, in the matrix's own order."""
+    target.scales.copy_(scales_in_fragments(scales) if target.format.in_fragments else scales)
