@@ -6,7 +6,7 @@ from typing import Final
 import torch
 
 from zinfer.kernels.dequantize import dequantize_ref
-from zinfer.kernels.quantized import FLOAT8, QuantFormat, QuantizedMatrix
+from zinfer.kernels.quantized import FLOAT8, FRAGMENT_GROUPS, QuantFormat, QuantizedMatrix
 
 FORMATS: Final = (
     QuantFormat(8),
@@ -24,9 +24,11 @@ FORMATS: Final = (
     QuantFormat(4, group_size=5),
     QuantFormat(4, group_size=5, symmetric=False),
 )
+FRAGMENTS: Final = tuple(QuantFormat(4, size, in_fragments=True) for size in FRAGMENT_GROUPS)
 TYPICAL: Final = (
     QuantFormat(8),
     QuantFormat(4, group_size=128),
+    QuantFormat(4, group_size=128, in_fragments=True),
     QuantFormat(4, group_size=128, symmetric=False),
     QuantFormat(8, is_float=True),
 )
@@ -48,13 +50,20 @@ class Shape:
 SMALL: Final = (Shape(1, 7, 160), Shape(3, 33, 35), Shape(17, 130, 960))
 """Fast enough for an interpreter; nothing is a multiple of a tile, and a row's bytes are not of 16."""
 
+SMALL_FRAGMENTS: Final = (Shape(1, 64, 256), Shape(16, 128, 1536), Shape(9, 192, 768), Shape(20, 64, 512))
+"""As few, of whole fragments: with warps that share columns and without, with two and with four that share x."""
+
 LARGE: Final = (Shape(1, 28672, 7168), Shape(16, 7168, 28672), Shape(33, 1000, 4352))
 """A feed-forward block of a model of width 7168, and what no tile divides; for a GPU."""
 
 
 def fits(format: QuantFormat, shape: Shape) -> bool:
-    """Whether the format's groups divide the columns."""
-    return format.group_size is None or shape.columns % format.group_size == 0
+    """Whether a matrix of the shape can be stored in the format."""
+    try:
+        format.check_shape(shape.rows, shape.columns)
+    except ValueError:
+        return False
+    return True
 
 
 def random_matrix(

@@ -7,7 +7,10 @@ sum over each group is scaled. Inline PTX says all that: in Triton's own languag
 tensor cores take passes through shared memory.
 
 Sums are taken in a fixed order: where programs share rows, the one that comes last adds all their sums, first to last.
-The same arguments give the same bits. From 17 tokens on tiles of 16 run beside each other, so that the codes of one are
+The same arguments give the same bits. Launches are dependent ones (compute capability 9.0): the first codes are loaded
+while the kernel before still runs, and only what may be its result is waited for.
+
+From 17 tokens on tiles of 16 run beside each other, so that the codes of one are
 in the cache for the others: it takes at most as long as a call for each.
 """
 
@@ -18,6 +21,7 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from zinfer.kernels import fragment_ptx as ptx
 from zinfer.kernels.dequantize import INTERPRETED, has_kernels, on_device
@@ -31,6 +35,7 @@ _MOST_PARTS: Final = 16  # that a row's columns are split into: their sums are w
 _NUM_COUNTERS: Final = 1 << 14
 _ALIGNMENT: Final = 16  # bytes that are copied at a time
 _LEAST_CAPABILITY: Final = (8, 0)
+_DEPENDENT_CAPABILITY: Final = (9, 0)
 
 _DEPTH = tl.constexpr(4)  # steps of 64 columns in a turn
 _STAGES = tl.constexpr(2)  # turns of x in shared memory
@@ -77,6 +82,9 @@ def fragment_linear(
 ) -> torch.Tensor:
     """``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32.
 
+    The matrix must not be what the very last kernel before has written, for that is not waited for: one kernel of another
+    kind between the two, or a copy engine as the writer, is enough.
+
     Args:
         x: [..., columns], of the matrix's dtype and device.
         matrix: one that `can_multiply` names.
@@ -100,7 +108,9 @@ def _launch(
     """Fill out [tokens, rows] for x [tokens, columns]."""
     assert matrix.codes.is_contiguous() and matrix.scales.is_contiguous()
     assert matrix.codes.data_ptr() % _ALIGNMENT == matrix.scales.data_ptr() % _ALIGNMENT == 0
-    cut = FragmentCut.of(*out.shape, matrix.columns, _device_facts(x.device)[1])
+    capability, processors = _device_facts(x.device)
+    is_dependent = capability >= _DEPENDENT_CAPABILITY
+    cut = FragmentCut.of(*out.shape, matrix.columns, processors)
     parts = parts or cut.parts
     assert parts <= cut.turns
     sums = counters = None
@@ -125,6 +135,8 @@ def _launch(
         STEPS_PER_GROUP=matrix.columns // matrix.scales.shape[1] // 64,
         ROW_WARPS=cut.row_warps,
         K_WARPS=cut.k_warps,
+        IS_DEPENDENT=is_dependent,
+        launch_pdl=is_dependent,
         num_warps=cut.row_warps * cut.k_warps,
         maxnreg=_MOST_REGISTERS,
     )
@@ -344,6 +356,7 @@ def _fragment_kernel(  # type: ignore[no-untyped-def]
     STEPS_PER_GROUP: tl.constexpr,
     ROW_WARPS: tl.constexpr,
     K_WARPS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Some tokens, 32 ROW_WARPS rows and a part of the turns; tokens of the same rows run beside each other."""
     THREADS: tl.constexpr = ROW_WARPS * 32  # that share x
@@ -373,6 +386,9 @@ def _fragment_kernel(  # type: ignore[no-untyped-def]
     token = first_token + place // 64 % OCTETS * 8 + place % 32 // 4
     column = step * 64 + place // (64 * OCTETS) * 64 + place // 32 % 2 * 32 + place % 4 * 8
     x_ptrs = x_ptr.to(tl.pointer_type(tl.int8)) + (token * columns + column) * 2
+    if IS_DEPENDENT:  # nothing that another kernel may read or write is touched before
+        gdc_wait()
+        gdc_launch_dependents()
     base = _with_token(thread, ptx.staging_asm(_STAGES * K_WARPS * X_BYTES)) + k_warp * X_BYTES
     copy_to, read_from = base + place * 16, base + lane * 16
     _stage(copy_to, x_ptrs, token, tokens, columns, OCTETS, THREADS)

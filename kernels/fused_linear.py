@@ -22,6 +22,7 @@ _REDUCE_BLOCK: Final = 1024
 
 def can_fuse(matrix: QuantizedMatrix) -> bool:
     """Whether the fused kernel takes the matrix: half precision, and one group a row or groups that steps divide."""
+    assert not matrix.format.in_fragments, "`fragment_linear` has a kernel of its own"
     return matrix.dtype in (torch.float16, torch.bfloat16) and most_block(matrix) >= _LEAST_BLOCK
 
 

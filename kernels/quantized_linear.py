@@ -1,7 +1,7 @@
 """Multiplies activations with a quantized matrix: `torch.nn.functional.linear` for a `QuantizedMatrix`.
 
-Few tokens: one kernel that reads the packed bytes. Many tokens: the matrix is dequantized once, its elements rounded,
-and the vendor's product does the rest.
+Few tokens: one kernel that reads the packed bytes; which one, the order in which they lie decides. Many tokens: the
+matrix is dequantized once, its elements rounded, and the vendor's product does the rest.
 """
 
 from typing import Final, Literal, TypeAlias
@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from zinfer.kernels.dequantize import dequantize, dequantize_ref, has_kernels
+from zinfer.kernels.fragment_linear import can_multiply, fragment_linear
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.quantized import QuantizedMatrix
 
@@ -17,6 +18,8 @@ Way: TypeAlias = Literal["fused", "dequantize"]
 
 MOST_FUSED_TOKENS: Final = {4: 128, 8: 128}
 """The most tokens that the fused kernel serves, by bits: 256 were slower on an H200 (benchmarks/kernels.py)."""
+MOST_FRAGMENT_TOKENS: Final = 96
+"""The most tokens that the kernel for fragments serves: six times its 16, which take less than dequantizing."""
 
 
 def quantized_linear(
@@ -28,7 +31,7 @@ def quantized_linear(
         x: [..., columns], of the matrix's dtype and device.
         bias: [rows].
         way: "fused" or "dequantize"; by default the faster one for that many tokens. "fused" needs float16 or bfloat16,
-            and a GPU or Triton's interpreter.
+            and a GPU, or, where rows lie in order, Triton's interpreter: what lies in fragments takes PTX.
 
     Returns:
         [..., rows] in the dtype of x.
@@ -40,10 +43,9 @@ def quantized_linear(
     x, matrix = with_plain_matrix(x, matrix)
     tokens = x.numel() // max(matrix.columns, 1)
     if way is None:
-        few = tokens <= MOST_FUSED_TOKENS[matrix.format.bits]
-        way = "fused" if few and has_kernels(matrix) and can_fuse(matrix) else "dequantize"
+        way = "fused" if tokens <= _most_fused_tokens(matrix) else "dequantize"
     if way == "fused":
-        return fused_linear(x, matrix, bias)
+        return fragment_linear(x, matrix, bias) if matrix.format.in_fragments else fused_linear(x, matrix, bias)
     return functional.linear(x, dequantize(matrix), bias)
 
 
@@ -51,6 +53,13 @@ def quantized_linear_ref(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.T
     """As `quantized_linear`, with elements and sums in float64, rounded once."""
     product = x.double() @ dequantize_ref(matrix, torch.float64).T
     return (product if bias is None else product + bias.double()).to(x.dtype)
+
+
+def _most_fused_tokens(matrix: QuantizedMatrix) -> int:
+    """The most tokens that are not slower without dequantizing; -1 where no kernel takes the matrix."""
+    if matrix.format.in_fragments:
+        return MOST_FRAGMENT_TOKENS if can_multiply(matrix) else -1
+    return MOST_FUSED_TOKENS[matrix.format.bits] if has_kernels(matrix) and can_fuse(matrix) else -1
 
 
 def with_plain_matrix(x: torch.Tensor, matrix: QuantizedMatrix) -> tuple[torch.Tensor, QuantizedMatrix]:

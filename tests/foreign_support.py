@@ -139,13 +139,22 @@ def packed_scheme(bits: int, *, format: str = "pack-quantized", **weights: objec
 
 
 def read(
-    scheme: Scheme, parts: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float16, device: str = "cpu"
+    scheme: Scheme,
+    parts: Mapping[str, torch.Tensor],
+    dtype: torch.dtype = torch.float16,
+    device: str = "cpu",
+    *,
+    arranged: bool = False,
 ) -> QuantizedMatrix:
-    """A matrix out of the parts, its bytes poisoned before; the parts have the strides of tensors from a file."""
+    """A matrix out of the parts, its bytes poisoned before; the parts have the strides of tensors from a file.
+
+    ``arranged``: in the order that products take.
+    """
     names = {"model.embed_tokens.weight", "model.norm.weight", *(f"{MODULE}.{part}" for part in parts)}
     stored = scheme.stored(names)
     assert stored == {PARAMETER: {part: f"{MODULE}.{part}" for part in parts}}
     format, rows, columns = scheme.format_of(PARAMETER, {part: tuple(value.shape) for part, value in parts.items()})
+    format = format.arranged(rows, columns) if arranged else format
     matrix = QuantizedMatrix.empty(format, rows, columns, dtype, device)
     matrix.codes.view(torch.uint8).fill_(0xA5)
     matrix.scales.fill_(float("nan"))

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from zinfer.kernels import (
     decode_attention,
     dequantize,
+    fragment_linear,
     fused_linear,
     int8_linear,
     paged_attention,
@@ -24,7 +25,7 @@ from zinfer.kernels import (
     write_pages,
 )
 from zinfer.kernels.attention_cases import AttentionCase, attention_call
-from zinfer.kernels.cases import HALVES, TYPICAL, Shape, random_input, random_matrix
+from zinfer.kernels.cases import FRAGMENTS, HALVES, TYPICAL, Shape, random_input, random_matrix
 from zinfer.kernels.quantized import QuantFormat
 
 SEGMENTS = ((1, 1600), (40, 300))
@@ -35,6 +36,7 @@ ATTENTION = (
     AttentionCase(SEGMENTS, 16, 1, 576, 512, 64, torch.bfloat16, values_in_keys=True),
 )
 TARGET = GPUTarget("cuda", 90, 32)
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 KINDS = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -56,9 +58,8 @@ class Compiled:
     def __getitem__(self, grid: object) -> Any:
         return self.compile
 
-    def compile(
-        self, *args: Any, num_warps: int = 4, num_stages: int = 3, maxnreg: int | None = None, **constants: Any
-    ) -> None:
+    def compile(self, *args: Any, **constants: Any) -> None:
+        options = {name: constants.pop(name) for name in OPTIONS if name in constants}
         values = dict(zip((parameter.name for parameter in self.kernel.params), args, strict=False)) | constants
         signature: dict[str, str] = {}
         known: dict[str, Any] = {}
@@ -78,7 +79,6 @@ class Compiled:
                 if value % 16 == 0 and not parameter.do_not_specialize:
                     aligned[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, known, aligned)
-        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
         found = triton.compile(source, target=TARGET, options=options)
         products = sorted(set(re.findall(r"wgmma\.mma_async|mma\.sync", found.asm["ptx"])))
         print(self.kernel.__name__, len(found.asm["cubin"]), *products)
@@ -86,7 +86,8 @@ class Compiled:
 
 def main() -> None:
     names = {
-        dequantize: ["_dequantize_kernel"],
+        dequantize: ["_dequantize_kernel", "_fragments_kernel"],
+        fragment_linear: ["_fragment_kernel"],
         fused_linear: ["_fused_kernel", "_sum_kernel"],
         int8_linear: ["_quantize_tokens", "_int8_kernel"],
         write_pages: ["_write_kernel"],
@@ -97,13 +98,18 @@ def main() -> None:
         for name in kernels:
             mock.patch.object(module, name, Compiled(getattr(module, name))).start()
     mock.patch.object(fused_linear, "has_kernels", return_value=True).start()
+    mock.patch.object(fragment_linear, "_device_facts", return_value=((9, 0), 132)).start()
     for dtype in HALVES:
         for format in TYPICAL:
             matrix = random_matrix(format, 1024, 4096, dtype, "cpu")
             dequantize.dequantize_kernel(matrix)
             for tokens in (1, 16, 64):
                 x, bias = random_input(Shape(tokens, 1024, 4096), dtype, "cpu")
-                fused_linear.fused_linear(x, matrix, bias)
+                product = fragment_linear.fragment_linear if format.in_fragments else fused_linear.fused_linear
+                product(x, matrix, bias)
+        for format in FRAGMENTS:
+            matrix = random_matrix(format, 64, 256, dtype, "cpu")
+            fragment_linear.fragment_linear(random_input(Shape(8, 64, 256), dtype, "cpu")[0], matrix)
         for columns in (4096, 4097):
             matrix = random_matrix(QuantFormat(8), 1024, columns, dtype, "cpu")
             x, bias = random_input(Shape(300, 1024, columns), dtype, "cpu")

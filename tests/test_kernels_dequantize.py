@@ -7,7 +7,18 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from zinfer.kernels import dequantize as module
-from zinfer.kernels.cases import DTYPES, FORMATS, LARGE, SMALL, TYPICAL, Shape, fits, random_matrix
+from zinfer.kernels.cases import (
+    DTYPES,
+    FORMATS,
+    FRAGMENTS,
+    LARGE,
+    SMALL,
+    SMALL_FRAGMENTS,
+    TYPICAL,
+    Shape,
+    fits,
+    random_matrix,
+)
 from zinfer.kernels.dequantize import INTERPRETED, dequantize, dequantize_kernel, dequantize_ref
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 
@@ -24,11 +35,11 @@ def assert_equals_reference(matrix: QuantizedMatrix) -> None:
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("format", (*FORMATS, *FRAGMENTS), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_equals_the_reference(kernel_device: str, format: QuantFormat, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    for shape in filter(lambda shape: fits(format, shape), SMALL):
+    for shape in filter(lambda shape: fits(format, shape), (*SMALL, *SMALL_FRAGMENTS)):
         assert_equals_reference(random_matrix(format, shape.rows, shape.columns, dtype, kernel_device))
 
 
@@ -38,6 +49,8 @@ def test_the_kernel_equals_the_reference(kernel_device: str, format: QuantFormat
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large_matrices(format: QuantFormat, dtype: torch.dtype, shape: Shape) -> None:
     torch.manual_seed(0)
+    if not fits(format, shape):
+        pytest.skip("fragments do not divide it")
     assert_equals_reference(random_matrix(format, shape.rows, shape.columns, dtype, "cuda"))
 
 

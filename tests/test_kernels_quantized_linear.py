@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 from zinfer.kernels.cases import (
     DTYPES,
     FORMATS,
+    FRAGMENTS,
     HALVES,
     LARGE,
     SMALL,
@@ -69,6 +70,8 @@ def test_the_fused_kernel(kernel_device: str, format: QuantFormat, dtype: torch.
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large_products(format: QuantFormat, dtype: torch.dtype, shape: Shape) -> None:
     torch.manual_seed(0)
+    if not fits(format, shape):
+        pytest.skip("fragments do not divide it")
     matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cuda")
     x, bias = random_input(shape, dtype, "cuda")
     found = [quantized_linear(x, matrix, bias, "fused") for _ in range(5)]
@@ -141,12 +144,13 @@ def test_a_token_does_not_see_the_others(
 
 
 @pytest.mark.parametrize("way", [None, "dequantize"])
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("format", (*FORMATS, *FRAGMENTS), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_cpu_dequantizes(format: QuantFormat, dtype: torch.dtype, way: Way | None) -> None:
     torch.manual_seed(0)
-    matrix = random_matrix(format, 33, 480, dtype, "cpu")
-    x, bias = random_input(Shape(6, 33, 480), dtype, "cpu")
+    shape = Shape(6, 64, 512) if format.in_fragments else Shape(6, 33, 480)
+    matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cpu")
+    x, bias = random_input(shape, dtype, "cpu")
     assert torch.equal(quantized_linear(x, matrix, bias, way), functional.linear(x, dequantize(matrix), bias))
 
 

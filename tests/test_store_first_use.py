@@ -234,6 +234,10 @@ def test_what_is_damaged_or_foreign_names_the_key(model: Path, tmp_path: Path) -
     (store / MANIFEST_NAME).write_bytes(manifest[:-9])
     with pytest.raises(CheckpointError, match=rf"manifest is damaged; .* {KEY}: remove {store}, and the next start"):
         start(model, tmp_path / "nvme", INT4)
+    (store / MANIFEST_NAME).write_bytes(manifest.replace(b'"format_version": 2', b'"format_version": 1'))
+    with pytest.raises(CheckpointError, match=rf"format_version is 1, .* {KEY}: remove {store}, and the next start"):
+        start(model, tmp_path / "nvme", INT4)
+    (store / MANIFEST_NAME).write_bytes(manifest[:-9])
     (store / MANIFEST_NAME).rename(store / JOURNAL_NAME)
     with pytest.raises(CheckpointError, match=rf"{JOURNAL_NAME}: line 1: .*; give another {KEY}, or empty this folder"):
         start(model, tmp_path / "nvme", INT4)

@@ -102,8 +102,12 @@ def test_checksums_go_by_the_files_of_the_opened_checkpoint(store: Path, monkeyp
 
 
 FAULTS: dict[str, tuple[Callable[[Document], object], str]] = {
-    "another version": (lambda d: d.update(format_version=2), r"format_version is 2, this zinfer reads 1; write the"),
-    "no version": (lambda d: d.pop("format_version"), r"format_version is None, this zinfer reads 1"),
+    "another version": (lambda d: d.update(format_version=3), r"format_version is 3, this zinfer reads 2; write the"),
+    "the former version": (
+        lambda d: d.update(format_version=1),
+        r"format_version is 1, this zinfer reads 2; write the store again with zinfer quantize",
+    ),
+    "no version": (lambda d: d.pop("format_version"), r"format_version is None, this zinfer reads 2"),
     "no source": (lambda d: d.pop("source"), r"json: source: no object: the manifest is damaged; copy the whole"),
     "a source that is no text": (lambda d: d["source"].update(fingerprint=1), r"source\.fingerprint: not a text"),
     "no settings": (lambda d: d.update(settings=[]), r"settings: no object"),
@@ -111,6 +115,10 @@ FAULTS: dict[str, tuple[Callable[[Document], object], str]] = {
     "an unknown format": (lambda d: d["formats"][0].update(sparse=1), r"formats\[0\]: no format of this version"),
     "a size that is no number": (lambda d: d["formats"][0].update(group_size=1.5), r"formats\[0\]: no format: sizes"),
     "a flag that is none": (lambda d: d["formats"][0].update(symmetric=1), r"formats\[0\]: no format: sizes"),
+    "fragments that are none": (
+        lambda d: d["formats"][0].update(in_fragments=True),
+        r"formats\[0\]: no format of this version \(fragments hold 4 bits, symmetric",
+    ),
     "formats of no kind": (lambda d: d.update(formats=[1]), r"formats: not a list of objects"),
     "no parameters": (lambda d: d.pop("parameters"), r"parameters: no object"),
     "a parameter of no format": (
@@ -141,6 +149,14 @@ def test_a_damaged_manifest_is_refused(store: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         read_manifest(store)
     assert str(store) in str(caught.value)
+
+
+def test_fragments_that_a_matrix_has_no_room_for_are_refused(store: Path) -> None:
+    change(store, lambda d: d["formats"][0].update(in_fragments=True, symmetric=True, group_size=64))
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight: fragments of 64 .* do not divide 64 rows and 64 columns"):
+        StoreScheme.open(store).format_of(
+            "model.layers.0.self_attn.q_proj.weight", {"codes": (64, 32), "scales": (64, 1)}
+        )
 
 
 def test_what_is_no_json_is_refused_with_its_byte(store: Path) -> None:

@@ -111,8 +111,8 @@ def test_a_second_writer_is_refused(model: Path, tmp_path: Path) -> None:
         (lambda lines: [b"{", *lines[1:]], r"line 1: no JSON .*empty this folder"),
         (lambda lines: [lines[0], b"[]", *lines[1:]], r"line 2: no JSON object; give another --output"),
         (
-            lambda lines: [lines[0].replace(b'"format_version": 1', b'"format_version": 2')],
-            r"format_version is 2, this",
+            lambda lines: [lines[0].replace(b'"format_version": 2', b'"format_version": 1')],
+            r"format_version is 1, this zinfer writes 2",
         ),
         (lambda lines: [lines[0], b'{"name": "x"}'], r"line 1: no journal of a store \(KeyError\('file'\)\)"),
         (lambda lines: [], r"line 1: no journal of a store"),
