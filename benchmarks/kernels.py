@@ -6,7 +6,8 @@ Products of few tokens by both ways (fused, and dequantized for the vendor's pro
 MOST_FUSED_TOKENS in kernels/quantized_linear.py), INT8 by INT8 products, and `dequantize` itself. ``over_fp16`` is the
 time of `torch.nn.functional.linear` in the full dtype over the time taken, ``over_bound`` the time taken over that of
 moving the bytes at the rate of a device copy, both of this run; ``call_us`` is what a call from Python takes. Matrices
-are used in turn, so that their bytes come from memory and not from the cache.
+lie in the order in which a model's would be stored, and are used in turn, so that their bytes come from memory and not
+from the cache.
 
 --tune measures the candidates of kernels/tiles.py and kernels/int8_linear.py instead, and prints the best.
 
@@ -28,20 +29,32 @@ from race import least, race
 from result import publish
 from torch.nn import functional
 
-from zinfer.kernels.cases import FORMATS, SMALL, TYPICAL, Shape, allowed_error, fits, random_input, random_matrix
+from zinfer.kernels.cases import (
+    FORMATS,
+    FRAGMENTS,
+    SMALL,
+    SMALL_FRAGMENTS,
+    TYPICAL,
+    Shape,
+    allowed_error,
+    fits,
+    random_input,
+    random_matrix,
+)
 from zinfer.kernels.dequantize import dequantize_kernel, dequantize_ref
+from zinfer.kernels.fragment_linear import can_multiply
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.int8_linear import CANDIDATES, int8_linear, int8_linear_kernel, int8_linear_ref
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.kernels.quantized_linear import quantized_linear, quantized_linear_ref
 from zinfer.kernels.tiles import Tiles, block_tokens_for, candidates
 
-_TUNED_FORMATS: Final = (QuantFormat(8), QuantFormat(4, group_size=128))
+_TUNED_FORMATS: Final = (QuantFormat(8), QuantFormat(4, group_size=128, symmetric=False))
 _TUNED_TOKENS: Final = (1, 8, 16, 32, 64)
 _TUNED_INT8_TOKENS: Final = 4096
 _MOST_FUSED: Final = 256  # tokens that the fused kernel is tried with
 _FEWEST_INT8: Final = 256  # tokens that INT8 by INT8 is tried with
-_GATE_SHAPES: Final = (*SMALL, Shape(1, 1024, 4096), Shape(40, 512, 2048))
+_GATE_SHAPES: Final = (*SMALL, *SMALL_FRAGMENTS, Shape(1, 1024, 4096), Shape(40, 512, 2048))
 
 
 def check_kernels(dtype: torch.dtype) -> None:
@@ -52,14 +65,15 @@ def check_kernels(dtype: torch.dtype) -> None:
         found = empty(*args, **kwargs)
         return found.fill_(float("nan") if found.is_floating_point() else 77)
 
-    for format in (*FORMATS, *TYPICAL):
+    for format in (*FORMATS, *FRAGMENTS, *TYPICAL):
         for shape in filter(lambda shape: fits(format, shape), _GATE_SHAPES):
             matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cuda")
             x, bias = random_input(shape, dtype, "cuda")
             with mock.patch.object(torch, "empty", poisoned):
                 right = torch.equal(dequantize_kernel(matrix), dequantize_ref(matrix))
-                if can_fuse(matrix):
-                    right &= _is_near(fused_linear(x, matrix, bias), quantized_linear_ref(x, matrix, bias), x, matrix)
+                if can_multiply(matrix) if format.in_fragments else can_fuse(matrix):
+                    found = quantized_linear(x, matrix, bias, "fused")
+                    right &= _is_near(found, quantized_linear_ref(x, matrix, bias), x, matrix)
                 if format == QuantFormat(8):
                     right &= _is_near(int8_linear_kernel(x, matrix, bias), int8_linear_ref(x, matrix, bias), x, matrix)
             if not right:
@@ -82,7 +96,7 @@ class Bench:
     def measure(self, rows: int, columns: int) -> Iterator[tuple[str, dict[str, float]]]:
         """Name and figures of each case of one matrix's shape."""
         full_s = self._full_seconds(rows, columns)
-        for format in TYPICAL:
+        for format in dict.fromkeys(format.arranged(rows, columns) for format in TYPICAL):
             matrices = self._matrices(format, rows, columns)
             yield f"{name_of(format)} {rows}x{columns} dequantize", self._dequantizing(matrices)
             for tokens in self._tokens:

@@ -81,7 +81,8 @@ def _dequantize_rows(matrix: QuantizedMatrix, out: torch.Tensor) -> None:
 
 
 def _dequantize_fragments(matrix: QuantizedMatrix, out: torch.Tensor) -> None:
-    assert matrix.codes.is_contiguous() and matrix.scales.is_contiguous()
+    assert matrix.codes.is_contiguous()
+    assert matrix.scales.is_contiguous()
     blocks, steps = matrix.rows // FRAGMENT_ROWS, matrix.columns // 64
     if blocks * steps:
         with on_device(out):

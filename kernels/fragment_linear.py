@@ -1,10 +1,10 @@
 """Multiplies few tokens with a matrix in the order of fragments, straight from memory into tensor cores.
 
-After Marlin (Frantar et al. 2024, arXiv 2408.11743). A warp takes 32 rows; each of its lanes loads the 16 bytes of codes
-that it multiplies with, a turn of 256 columns ahead, and widens them in its registers. x is what the warps share: it is
-copied to shared memory, a turn ahead too, straight into the order of fragments. Whole numbers are multiplied, and the
-sum over each group is scaled. Inline PTX says all that: in Triton's own language threads have no registers, and what
-tensor cores take passes through shared memory.
+After Marlin (Frantar et al. 2024, arXiv 2408.11743). A warp takes 32 rows; each of its lanes loads the 16 bytes of
+codes that it multiplies with, a turn of 256 columns ahead, and widens them in its registers. x is what the warps share:
+it is copied to shared memory, a turn ahead too, straight into the order of fragments. Whole numbers are multiplied, and
+the sum over each group is scaled. Inline PTX says all that: in Triton's own language threads have no registers, and
+what tensor cores take passes through shared memory.
 
 Sums are taken in a fixed order: where programs share rows, the one that comes last adds all their sums, first to last.
 The same arguments give the same bits. Launches are dependent ones (compute capability 9.0): the first codes are loaded
@@ -82,8 +82,8 @@ def fragment_linear(
 ) -> torch.Tensor:
     """``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32.
 
-    The matrix must not be what the very last kernel before has written, for that is not waited for: one kernel of another
-    kind between the two, or a copy engine as the writer, is enough.
+    The matrix must not be what the very last kernel before has written, for that is not waited for: one kernel of
+    another kind between the two, or a copy engine as the writer, is enough.
 
     Args:
         x: [..., columns], of the matrix's dtype and device.
@@ -91,7 +91,8 @@ def fragment_linear(
         bias: [rows].
         parts: programs that share a row's columns, at most its turns; by default `FragmentCut` has them.
     """
-    assert matrix.format.in_fragments and matrix.column_scales is matrix.column_order is None
+    assert matrix.format.in_fragments
+    assert matrix.column_scales is matrix.column_order is None, "x is to be scaled and ordered"
     flat = x.reshape(-1, matrix.columns).contiguous()
     if flat.data_ptr() % _ALIGNMENT:
         flat = flat.clone()
@@ -106,11 +107,13 @@ def _launch(
     x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None, out: torch.Tensor, parts: int | None
 ) -> None:
     """Fill out [tokens, rows] for x [tokens, columns]."""
-    assert matrix.codes.is_contiguous() and matrix.scales.is_contiguous()
+    assert matrix.codes.is_contiguous()
+    assert matrix.scales.is_contiguous()
     assert matrix.codes.data_ptr() % _ALIGNMENT == matrix.scales.data_ptr() % _ALIGNMENT == 0
     capability, processors = _device_facts(x.device)
     is_dependent = capability >= _DEPENDENT_CAPABILITY
-    cut = FragmentCut.of(*out.shape, matrix.columns, processors)
+    tokens, rows = out.shape
+    cut = FragmentCut.of(tokens, rows, matrix.columns, processors)
     parts = parts or cut.parts
     assert parts <= cut.turns
     sums = counters = None
@@ -126,12 +129,13 @@ def _launch(
         out,
         sums,
         counters,
-        *out.shape,
+        tokens,
+        rows,
         matrix.columns,
         cut.turns,
         IS_BFLOAT=x.dtype == torch.bfloat16,
         PARTS=parts,
-        OCTETS=1 if len(x) <= _TILE_TOKENS // 2 else 2,
+        OCTETS=1 if tokens <= _TILE_TOKENS // 2 else 2,
         STEPS_PER_GROUP=matrix.columns // matrix.scales.shape[1] // 64,
         ROW_WARPS=cut.row_warps,
         K_WARPS=cut.k_warps,
@@ -184,9 +188,10 @@ def _load(ptr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_scales(ptr):  # type: ignore[no-untyped-def]
-    """Of each of the two tiles a word."""
+    """Of each of the two tiles a word, as a tuple of its own."""
     ASM: tl.constexpr = ptx.load_scales_asm()
-    return tl.inline_asm_elementwise(ASM, "=r,=r,l", [ptr], dtype=(tl.int32, tl.int32), is_pure=False, pack=1)
+    low, high = tl.inline_asm_elementwise(ASM, "=r,=r,l", [ptr], dtype=(tl.int32, tl.int32), is_pure=False, pack=1)
+    return (low,), (high,)
 
 
 @triton.jit
@@ -214,8 +219,9 @@ def _read_x(address, OCTETS: tl.constexpr):  # type: ignore[no-untyped-def]
 def _stage(address, ptr, token, tokens, columns, OCTETS: tl.constexpr, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sets out to copy a turn of x, 16 bytes of a thread's token at a time, into the order of fragments.
 
-    That is [step][octet][half of a step][8 tokens][4 times 16 bytes]; a thread's first 16 bytes are at ``ptr``. Tokens that
-    are not there are left out: what shared memory happens to hold for them reaches only their sums, which nobody stores.
+    That is [step][octet][half of a step][8 tokens][4 times 16 bytes]; a thread's first 16 bytes are at ``ptr``. Tokens
+    that are not there are left out: what shared memory happens to hold for them reaches only their sums, which nobody
+    stores.
     """
     ASM: tl.constexpr = ptx.copy_asm()
     for ahead in tl.static_range(0, _DEPTH * OCTETS, THREADS // 64):  # octets
@@ -263,14 +269,15 @@ def _turn(  # type: ignore[no-untyped-def]
         high = _accumulate(codes[step][1] + x, parts[1], OCTETS, MULTIPLY, MULTIPLY_IO)
         parts = (low, high)
         if not IS_LAST:
-            next_codes = next_codes + (_load(codes_ptr + (_DEPTH + step) * 2048),)
+            next_codes += (_load(codes_ptr + (_DEPTH + step) * 2048),)  # type: ignore[assignment]
         if step % STEPS_PER_GROUP == STEPS_PER_GROUP - 1:
             scale = scales[step // STEPS_PER_GROUP]
-            low = _accumulate((scale[0],) + low, sums[0], OCTETS, SCALE, SCALE_IO)
-            high = _accumulate((scale[1],) + high, sums[1], OCTETS, SCALE, SCALE_IO)
+            low = _accumulate(scale[0] + low, sums[0], OCTETS, SCALE, SCALE_IO)
+            high = _accumulate(scale[1] + high, sums[1], OCTETS, SCALE, SCALE_IO)
             sums = (low, high)
             if not IS_LAST:
-                next_scales = next_scales + (_load_scales(scales_ptr + (_DEPTH + step) // STEPS_PER_GROUP * 128),)
+                ahead = (_DEPTH + step) // STEPS_PER_GROUP
+                next_scales += (_load_scales(scales_ptr + ahead * 128),)  # type: ignore[assignment]
         if not IS_LAST:
             token = _with_token(token, ptx.fence_asm())
     return next_codes, next_scales, sums
@@ -280,15 +287,12 @@ def _turn(  # type: ignore[no-untyped-def]
 def _stacked(sums, OCTETS: tl.constexpr):  # type: ignore[no-untyped-def]
     """[threads, 8 or 16]: a thread's sums of two tiles, in their order."""
     flat = sums[0] + sums[1]
-    if OCTETS == 2:
+    for half in tl.static_range(4 - OCTETS, 4):
         joined = ()
-        for i in tl.static_range(8):
-            joined = joined + (tl.join(flat[i], flat[i + 8]),)
+        for i in tl.static_range(32 >> half):
+            joined += (tl.join(flat[i], flat[i + (32 >> half)]),)  # type: ignore[assignment]
         flat = joined
-    joined = ()
-    for i in tl.static_range(4):
-        joined = joined + (tl.join(flat[i], flat[i + 4]),)
-    one = tl.join(tl.join(joined[0], joined[2]), tl.join(joined[1], joined[3]))
+    one = tl.join(tl.join(flat[0], flat[2]), tl.join(flat[1], flat[3]))
     return tl.reshape(one, (one.numel // (8 * OCTETS), 8 * OCTETS))
 
 
@@ -379,9 +383,9 @@ def _fragment_kernel(  # type: ignore[no-untyped-def]
     codes = ()
     scales = ()
     for ahead in tl.static_range(_DEPTH):
-        codes = codes + (_load(codes_ptrs + ahead * 2048),)
+        codes += (_load(codes_ptrs + ahead * 2048),)  # type: ignore[assignment]
         if ahead % STEPS_PER_GROUP == 0:
-            scales = scales + (_load_scales(scales_ptrs + ahead // STEPS_PER_GROUP * 128),)
+            scales += (_load_scales(scales_ptrs + ahead // STEPS_PER_GROUP * 128),)  # type: ignore[assignment]
     place = thread % THREADS
     token = first_token + place // 64 % OCTETS * 8 + place % 32 // 4
     column = step * 64 + place // (64 * OCTETS) * 64 + place // 32 % 2 * 32 + place % 4 * 8
@@ -395,10 +399,10 @@ def _fragment_kernel(  # type: ignore[no-untyped-def]
     zero = tl.zeros((THREADS * K_WARPS,), tl.float32)
     none = (zero, zero, zero, zero)
     if OCTETS == 2:
-        none = none + none
+        none += none  # type: ignore[assignment]
     sums = (none, none)
     now, other = 0, K_WARPS * X_BYTES  # where x of this turn is, and that of the next one comes
-    for turn in range(turns - 1):
+    for _ in range(turns - 1):
         k_warp = _with_token(k_warp, ptx.meet_asm(ROW_WARPS, K_WARPS))
         x_ptrs += _DEPTH * 128
         _stage(copy_to + other, x_ptrs, token, tokens, columns, OCTETS, THREADS)
@@ -415,6 +419,6 @@ def _fragment_kernel(  # type: ignore[no-untyped-def]
         STEPS_PER_GROUP,
     )  # fmt: skip
     _finish(
-        sums, bias_ptr, out_ptr, sums_ptr, counters_ptr, tile, part, first_row, first_token, tokens, rows, PARTS, OCTETS,
-        ROW_WARPS, K_WARPS,
+        sums, bias_ptr, out_ptr, sums_ptr, counters_ptr, tile, part, first_row, first_token, tokens, rows, PARTS,
+        OCTETS, ROW_WARPS, K_WARPS,
     )  # fmt: skip

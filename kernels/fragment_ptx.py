@@ -9,7 +9,7 @@ import triton
 
 @triton.constexpr_function
 def staging_asm(nbytes: int) -> str:
-    """$0: the address of shared memory of the program's own. May stand once in a kernel, since it declares the memory."""
+    """$0: the address of shared memory of the program's own. Stands once in a kernel, since it declares the memory."""
     return f".shared .align 16 .b8 staged_x[{nbytes}]; mov.u32 $0, staged_x;"
 
 
@@ -25,9 +25,7 @@ def meet_asm(row_warps: int, k_warps: int) -> str:
 
     Ranges meet apart. Triton's own barriers are number 0.
     """
-    bars = (
-        f"setp.eq.u32 p, $1, {k_warp}; @p bar.sync {k_warp + 1}, {row_warps * 32}; " for k_warp in range(k_warps)
-    )
+    bars = (f"setp.eq.u32 p, $1, {k_warp}; @p bar.sync {k_warp + 1}, {row_warps * 32}; " for k_warp in range(k_warps))
     return "{ .reg .pred p; cp.async.wait_all; " + "".join(bars) + "mov.b32 $0, $1; }"
 
 
@@ -59,8 +57,8 @@ def read_asm() -> str:
 def multiply_asm(is_bfloat: bool, octets: int) -> str:
     """$0 and on: sums, in and out, 4 for each octet of tokens; then 4 words of codes; then 8 words of x for each octet.
 
-    A word becomes the four registers of a fragment, pairs of whole numbers: codes are or-ed into the mantissa of a number
-    whose last place is worth 1, or 16 where they lie 4 bits higher, and what that adds is taken off, and 8.
+    A word becomes the four registers of a fragment, pairs of whole numbers: codes are or-ed into the mantissa of a
+    number whose last place is worth 1, or 16 where they lie 4 bits higher, and what that adds is taken off, and 8.
     """
     count = 4 * octets
     kind, magic = ("bf16", "0x43004300") if is_bfloat else ("f16", "0x64006400")
@@ -103,12 +101,12 @@ def _widen_to_bf16(word: str, magic: str) -> list[str]:
 
 @triton.constexpr_function
 def multiply_constraints(octets: int) -> str:
-    return _constraints(octets, ["r"] * (4 + 8 * octets))
+    return str(_constraints(octets, ["r"] * (4 + 8 * octets)))
 
 
 @triton.constexpr_function
 def scale_asm(is_bfloat: bool, octets: int) -> str:
-    """$0 and on: sums, in and out, 4 for each octet of tokens; then a word of two rows' scales; then what they scale."""
+    """$0 and on: sums, in and out, 4 for each octet of tokens; a word of two rows' scales; what they scale."""
     count = 4 * octets
     if is_bfloat:
         widen = f"shl.b32 p, ${count}, 16; mov.b32 u, p; and.b32 p, ${count}, 0xffff0000; mov.b32 v, p;"
@@ -120,7 +118,7 @@ def scale_asm(is_bfloat: bool, octets: int) -> str:
 
 @triton.constexpr_function
 def scale_constraints(octets: int) -> str:
-    return _constraints(octets, ["r"] + ["f"] * (4 * octets))
+    return str(_constraints(octets, ["r"] + ["f"] * (4 * octets)))
 
 
 @triton.constexpr_function

@@ -13,9 +13,9 @@ column_scales: [columns] in the dtype of scales, formats that scale columns only
 column_order: [columns] int32, formats that order columns only: which column of the matrix is stored as each, so that
         groups of columns that lie apart (GPTQ's desc_act) are neighbours; scales of columns are in the stored order.
 
-Formats in the order of fragments have the same bytes for codes and scales, of the same shapes, in another order: that in
-which tensor cores take them (after Marlin, Frantar et al. 2024, arXiv 2408.11743), alike on the disk, in slabs and on
-every device. It is one of whole blocks of 64 rows, which lie one below the other as ever, so that `part` gives some.
+Formats in the order of fragments have codes and scales of the same shapes in another order: that in which tensor cores
+take them (after Marlin, Frantar et al. 2024, arXiv 2408.11743), alike on the disk, in slabs and on every device. It is
+one of whole blocks of 64 rows, which lie one below the other as ever, so that `part` gives some.
 
 codes of a block: [columns / 64][4 tiles of 16 rows][8 rows][4][16 bytes]. Byte ``b`` of [step][tile][g][t] holds the
         codes of two rows, ``16 tile + g`` in its low half and that plus 8 in its high one, in column

@@ -1,8 +1,8 @@
 """Runs inline PTX under Triton's interpreter: the few instructions that `zinfer.kernels.fragment_ptx` writes.
 
-Threads run in lockstep, so a race would not be seen in what they compute; shared memory therefore keeps account of which
-copies are known to whom, and fails where a thread reads or overwrites what it cannot know to be finished. What nothing was
-copied to is NaN. Global memory is read inside the tensors that are named, and nowhere else.
+Threads run in lockstep, so a race would not be seen in what they compute; shared memory therefore keeps account of
+which copies are known to whom, and fails where a thread reads or overwrites what it cannot know to be finished. What
+nothing was copied to is NaN. Global memory is read inside the tensors that are named, and nowhere else.
 """
 
 import re
@@ -71,7 +71,7 @@ class SharedMemory:
 
     def _places(self, address: Array) -> Array:
         offset = address.astype(np.int64) - BASE
-        assert (offset >= 0).all() and (offset + 16 <= 4 * len(self.data)).all() and (offset % 16 == 0).all()
+        assert ((offset >= 0) & (offset + 16 <= 4 * len(self.data)) & (offset % 16 == 0)).all()
         return offset[:, None] // 4 + np.arange(4)
 
 
@@ -93,7 +93,7 @@ class Machine:
         self.predicates: dict[str, Array] = {}
         for number, (kind, value) in enumerate(zip(kinds[num_outputs:], operands, strict=True), num_outputs):
             wanted = {"r": np.int32, "f": np.float32, "l": np.uint64}[kinds[int(kind)][1:] if kind.isdigit() else kind]
-            assert value.dtype == wanted and value.shape == (self.count,), (kind, value.dtype, value.shape)
+            assert (value.dtype, value.shape) == (wanted, (self.count,)), kind
             name = f"${kind if kind.isdigit() else number}"
             self.registers[name] = value.copy() if kind == "l" else value.view(np.uint32).copy()
         body = text.strip().removeprefix("{ ").removesuffix(" }")
@@ -142,7 +142,8 @@ class Machine:
         elif operation == "cp.async.wait_all":
             self.shared.wait()
         elif operation == "bar.sync":
-            assert operands[0] != "0" and mask.sum() == int(operands[1])
+            assert operands[0] != "0", "Triton's own"
+            assert mask.sum() == int(operands[1])
             assert (mask.reshape(-1, WARP).any(1) == mask.reshape(-1, WARP).all(1)).all(), "part of a warp at a barrier"
             self.shared.meet(np.nonzero(mask)[0])
             self.num_barriers += 1

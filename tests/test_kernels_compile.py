@@ -19,7 +19,14 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
     lines = [line.split() for line in child.stdout.splitlines()]
     kernels = {line[0] for line in lines}
     on_tensor_cores = {"_fused_kernel", "_fragment_kernel", "_int8_kernel", "_decode_kernel", "_prompt_kernel"}
-    others = {"_dequantize_kernel", "_fragments_kernel", "_sum_kernel", "_quantize_tokens", "_write_kernel", "_combine_kernel"}
+    others = {
+        "_dequantize_kernel",
+        "_fragments_kernel",
+        "_sum_kernel",
+        "_quantize_tokens",
+        "_write_kernel",
+        "_combine_kernel",
+    }
     assert kernels == on_tensor_cores | others
     for name, _, *products in lines:
         assert bool(products) == (name in on_tensor_cores), (name, products)

@@ -35,7 +35,7 @@ def assert_equals_reference(matrix: QuantizedMatrix) -> None:
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("format", (*FORMATS, *FRAGMENTS), ids=str)
+@pytest.mark.parametrize("format", [*FORMATS, *FRAGMENTS], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_equals_the_reference(kernel_device: str, format: QuantFormat, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

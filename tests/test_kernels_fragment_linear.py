@@ -89,7 +89,7 @@ def test_the_emulation_sees_what_is_missing(asm: str, text: str, message: str) -
     matrix = random_matrix(GROUPS_OF_128, 128, 768, torch.float16, "cpu")
     x, _ = random_input(Shape(5, 128, 768), torch.float16, "cpu")
     with (
-        mock.patch.object(module.ptx, asm, lambda *args: text),
+        mock.patch.object(module.ptx, asm, return_value=text),
         emulated(x, matrix.codes, matrix.scales),
         pytest.raises(InterpreterError, match=message),
     ):

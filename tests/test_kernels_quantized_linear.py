@@ -144,7 +144,7 @@ def test_a_token_does_not_see_the_others(
 
 
 @pytest.mark.parametrize("way", [None, "dequantize"])
-@pytest.mark.parametrize("format", (*FORMATS, *FRAGMENTS), ids=str)
+@pytest.mark.parametrize("format", [*FORMATS, *FRAGMENTS], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_cpu_dequantizes(format: QuantFormat, dtype: torch.dtype, way: Way | None) -> None:
     torch.manual_seed(0)

@@ -153,7 +153,9 @@ def test_a_damaged_manifest_is_refused(store: Path, name: str) -> None:
 
 def test_fragments_that_a_matrix_has_no_room_for_are_refused(store: Path) -> None:
     change(store, lambda d: d["formats"][0].update(in_fragments=True, symmetric=True, group_size=64))
-    with pytest.raises(CheckpointError, match=r"q_proj\.weight: fragments of 64 .* do not divide 64 rows and 64 columns"):
+    with pytest.raises(
+        CheckpointError, match=r"q_proj\.weight: fragments of 64 .* do not divide 64 rows and 64 columns"
+    ):
         StoreScheme.open(store).format_of(
             "model.layers.0.self_attn.q_proj.weight", {"codes": (64, 32), "scales": (64, 1)}
         )

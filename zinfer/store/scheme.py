@@ -58,8 +58,8 @@ class StoreScheme(Scheme):
             format.check_shape(rows, columns)
         except ValueError as error:
             raise CheckpointError(
-                f"{self._manifest.folder / MANIFEST_NAME}: {parameter}: {error}: the manifest is damaged; copy the whole "
-                "folder again"
+                f"{self._manifest.folder / MANIFEST_NAME}: {parameter}: {error}: the manifest is damaged; copy the "
+                "whole folder again"
             ) from error
         return format, rows, columns
 
