@@ -30,6 +30,12 @@ def meet_asm(row_warps: int, k_warps: int) -> str:
 
 
 @triton.constexpr_function
+def meet_all_asm(threads: int, k_warps: int) -> str:
+    """All ranges of columns, so many threads each, are here."""
+    return f"bar.sync {k_warps + 1}, {threads * k_warps}; mov.b32 $0, $1;"
+
+
+@triton.constexpr_function
 def fence_asm() -> str:
     """The assembler moves no load past it: it would bring codes as late as registers allow."""
     return "bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
@@ -51,6 +57,12 @@ def load_scales_asm() -> str:
 def read_asm() -> str:
     """Sixteen bytes of shared memory at $4."""
     return "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+
+
+@triton.constexpr_function
+def write_asm() -> str:
+    """Sixteen bytes to shared memory at $1."""
+    return "st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, $1;"
 
 
 @triton.constexpr_function

@@ -87,7 +87,7 @@ class Compiled:
 def main() -> None:
     names = {
         dequantize: ["_dequantize_kernel", "_fragments_kernel"],
-        fragment_linear: ["_fragment_kernel"],
+        fragment_linear: ["fragment_kernel"],
         fused_linear: ["_fused_kernel", "_sum_kernel"],
         int8_linear: ["_quantize_tokens", "_int8_kernel"],
         write_pages: ["_write_kernel"],

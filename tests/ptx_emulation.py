@@ -39,19 +39,18 @@ class SharedMemory:
 
     def copy(self, address: Array, values: Array, threads: Array) -> None:
         """Four words for each of some threads, on their way."""
-        at = self._places(address)
-        assert len(np.unique(at)) == at.size, "two threads copy to one place"
-        assert self.is_there[at].all(), "two copies to one place at once"
-        readers = set().union(*(self.readers[word] for word in at.ravel()))
-        assert not readers, f"overwritten while threads {readers} may read"
-        self.writer[at], self.is_there[at] = threads[:, None], False
+        at = self._claimed(address, threads)
+        self.is_there[at] = False
         self.coming.append((at, values))
 
     def wait(self) -> None:
         for at, values in self.coming:
-            self.data[at], self.is_there[at] = values, True
-            self.since[at] = self.clock[self.writer[at]]
+            self._put(at, values)
         self.coming = []
+
+    def write(self, address: Array, values: Array) -> None:
+        """Four words of every thread, at once."""
+        self._put(self._claimed(address, np.arange(len(address))), values)
 
     def meet(self, threads: Array) -> None:
         self.num_barriers += 1
@@ -68,6 +67,19 @@ class SharedMemory:
             for word in words:
                 self.readers[word].add(number)
         return self.data[at]
+
+    def _claimed(self, address: Array, threads: Array) -> Array:
+        at = self._places(address)
+        assert len(np.unique(at)) == at.size, "two threads write to one place"
+        assert self.is_there[at].all(), "written to while a copy is on its way"
+        readers = set().union(*(self.readers[word] for word in at.ravel()))
+        assert not readers, f"overwritten while threads {readers} may read"
+        self.writer[at] = threads[:, None]
+        return at
+
+    def _put(self, at: Array, values: Array) -> None:
+        self.data[at], self.is_there[at] = values, True
+        self.since[at] = self.clock[self.writer[at]]
 
     def _places(self, address: Array) -> Array:
         offset = address.astype(np.int64) - BASE
@@ -118,7 +130,7 @@ class Machine:
             value = self._value(operands[1])
             for name, half in zip(_names(operands[0]), (value & 0xFFFF, value >> 16), strict=True):
                 self.registers[name] = half
-        elif operation.startswith(("ld.", "cp.", "bar.")):
+        elif operation.startswith(("ld.", "st.", "cp.", "bar.")):
             self._memory(operation, operands, mask)
         elif operation.startswith("mma."):
             left, right, sums = (list(map(self._value, _names(each))) for each in operands[1:])
@@ -147,6 +159,9 @@ class Machine:
             assert (mask.reshape(-1, WARP).any(1) == mask.reshape(-1, WARP).all(1)).all(), "part of a warp at a barrier"
             self.shared.meet(np.nonzero(mask)[0])
             self.num_barriers += 1
+        elif operation == "st.shared.v4.b32":
+            values = np.stack([self._value(name) for name in _names(operands[1])], -1)
+            self.shared.write(self.registers[operands[0].strip("[]")], values)
         elif operation == "ld.shared.v4.b32":
             values = self.shared.read(self.registers[operands[1].strip("[]")])
             self.registers |= {name: values[:, number] for number, name in enumerate(_names(operands[0]))}

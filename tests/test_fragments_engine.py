@@ -82,5 +82,3 @@ def test_modules_hold_the_rounded_weights(kind: str, tmp_path: Path, device: str
                     assert torch.equal(parameter[2].dequantized().cpu(), wanted[2])
                 num_quantized += 1
         assert num_quantized == {"llama": 2 * 7, "mixtral": 2 * 6}[kind]
-
-

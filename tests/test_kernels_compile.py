@@ -18,7 +18,7 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
     assert child.returncode == 0, child.stderr
     lines = [line.split() for line in child.stdout.splitlines()]
     kernels = {line[0] for line in lines}
-    on_tensor_cores = {"_fused_kernel", "_fragment_kernel", "_int8_kernel", "_decode_kernel", "_prompt_kernel"}
+    on_tensor_cores = {"_fused_kernel", "fragment_kernel", "_int8_kernel", "_decode_kernel", "_prompt_kernel"}
     others = {
         "_dequantize_kernel",
         "_fragments_kernel",

@@ -12,6 +12,7 @@ from test_kernels_quantized_linear import assert_right
 from triton.runtime.errors import InterpreterError
 
 from zinfer.kernels import fragment_linear as module
+from zinfer.kernels import fragment_ptx
 from zinfer.kernels import quantized_linear as dispatcher
 from zinfer.kernels.cases import FRAGMENTS, HALVES, SMALL_FRAGMENTS, Shape, random_input, random_matrix
 from zinfer.kernels.dequantize import INTERPRETED, dequantize, dequantize_ref
@@ -73,7 +74,7 @@ def test_each_turn_has_a_barrier_of_those_that_share_x(parts: int) -> None:
     x, _ = random_input(Shape(16, 128, 1536), torch.float16, "cpu")
     with emulated(x, matrix.codes, matrix.scales) as machine:
         fragment_linear(x, matrix, parts=parts)
-    assert machine.num_barriers == 2 * 3  # two ranges of columns, of three turns each
+    assert machine.num_barriers == 2 * 3 + parts  # two ranges of columns, of three turns each, which meet in the end
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="an interpreter knows who may read")
@@ -81,15 +82,16 @@ def test_each_turn_has_a_barrier_of_those_that_share_x(parts: int) -> None:
     ("asm", "text", "message"),
     [
         ("meet_asm", "cp.async.wait_all; mov.b32 $0, $1;", "read before it is known|overwritten while"),
-        ("meet_asm", "bar.sync 1, 128; mov.b32 $0, $1;", "read before it is known|two copies"),
+        ("meet_asm", "bar.sync 1, 256; mov.b32 $0, $1;", "read before it is known|on its way"),
+        ("meet_all_asm", "mov.b32 $0, $1;", "read before it is known"),
         ("copy_asm", "cp.async.cg.shared.global [$1], [$2], 16; mov.b32 $0, $1;", "outside"),
     ],
 )
 def test_the_emulation_sees_what_is_missing(asm: str, text: str, message: str) -> None:
-    matrix = random_matrix(GROUPS_OF_128, 128, 768, torch.float16, "cpu")
-    x, _ = random_input(Shape(5, 128, 768), torch.float16, "cpu")
+    matrix = random_matrix(GROUPS_OF_128, 128, 1024, torch.float16, "cpu")
+    x, _ = random_input(Shape(5, 128, 1024), torch.float16, "cpu")
     with (
-        mock.patch.object(module.ptx, asm, return_value=text),
+        mock.patch.object(fragment_ptx, asm, return_value=text),
         emulated(x, matrix.codes, matrix.scales),
         pytest.raises(InterpreterError, match=message),
     ):
