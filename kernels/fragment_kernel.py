@@ -14,20 +14,21 @@ _STAGES = tl.constexpr(2)  # turns of x in shared memory
 
 
 @triton.jit
-def _load(ptr):  # type: ignore[no-untyped-def]
-    """Codes of 32 rows and 64 columns: two tiles of 4 words."""
+def _load(ptr, is_there):  # type: ignore[no-untyped-def]
+    """Codes of 32 rows and 64 columns: two tiles of 4 words; anything if they are not there."""
     WORDS: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
     ASM: tl.constexpr = ptx.load_asm()
-    low = tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,l", [ptr], dtype=WORDS, is_pure=False, pack=1)
-    high = tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,l", [ptr + 512], dtype=WORDS, is_pure=False, pack=1)
+    low = tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,l,r", [ptr, is_there], dtype=WORDS, is_pure=False, pack=1)
+    high = tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,l,r", [ptr + 512, is_there], dtype=WORDS, is_pure=False, pack=1)
     return low, high
 
 
 @triton.jit
-def _load_scales(ptr):  # type: ignore[no-untyped-def]
-    """Of each of the two tiles a word, as a tuple of its own."""
+def _load_scales(ptr, is_there):  # type: ignore[no-untyped-def]
+    """Of each of the two tiles a word, as a tuple of its own; anything if they are not there."""
     ASM: tl.constexpr = ptx.load_scales_asm()
-    low, high = tl.inline_asm_elementwise(ASM, "=r,=r,l", [ptr], dtype=(tl.int32, tl.int32), is_pure=False, pack=1)
+    WORDS: tl.constexpr = (tl.int32, tl.int32)
+    low, high = tl.inline_asm_elementwise(ASM, "=r,=r,l,r", [ptr, is_there], dtype=WORDS, is_pure=False, pack=1)
     return (low,), (high,)
 
 
@@ -82,15 +83,15 @@ def _turn(  # type: ignore[no-untyped-def]
     sums,
     none,
     token,
-    codes_ptr,
-    scales_ptr,
+    next_codes_ptr,
+    next_scales_ptr,
+    has_next,
     address,
-    IS_LAST: tl.constexpr,
     IS_BFLOAT: tl.constexpr,
     OCTETS: tl.constexpr,
     STEPS_PER_GROUP: tl.constexpr,
 ):
-    """A turn whose codes and scales are in registers; unless it IS_LAST, loads those of the next one in their place."""
+    """A turn whose codes and scales are in registers; loads those of the next one, if it is there, in their place."""
     MULTIPLY: tl.constexpr = ptx.multiply_asm(IS_BFLOAT, OCTETS)
     MULTIPLY_IO: tl.constexpr = ptx.multiply_constraints(OCTETS)
     SCALE: tl.constexpr = ptx.scale_asm(IS_BFLOAT, OCTETS)
@@ -105,18 +106,15 @@ def _turn(  # type: ignore[no-untyped-def]
         low = _accumulate(codes[step][0] + x, parts[0], OCTETS, MULTIPLY, MULTIPLY_IO)
         high = _accumulate(codes[step][1] + x, parts[1], OCTETS, MULTIPLY, MULTIPLY_IO)
         parts = (low, high)
-        if not IS_LAST:
-            next_codes += (_load(codes_ptr + (_DEPTH + step) * 2048),)  # type: ignore[assignment]
+        next_codes += (_load(next_codes_ptr + step * 2048, has_next),)  # type: ignore[assignment]
         if step % STEPS_PER_GROUP == STEPS_PER_GROUP - 1:
             scale = scales[step // STEPS_PER_GROUP]
             low = _accumulate(scale[0] + low, sums[0], OCTETS, SCALE, SCALE_IO)
             high = _accumulate(scale[1] + high, sums[1], OCTETS, SCALE, SCALE_IO)
             sums = (low, high)
-            if not IS_LAST:
-                ahead = (_DEPTH + step) // STEPS_PER_GROUP
-                next_scales += (_load_scales(scales_ptr + ahead * 128),)  # type: ignore[assignment]
-        if not IS_LAST:
-            token = _with_token(token, ptx.fence_asm())
+            ptr = next_scales_ptr + step // STEPS_PER_GROUP * 128
+            next_scales += (_load_scales(ptr, has_next),)  # type: ignore[assignment]
+        token = _with_token(token, ptx.fence_asm())
     return next_codes, next_scales, sums
 
 
@@ -154,31 +152,35 @@ def _finish(  # type: ignore[no-untyped-def]
     sums_ptr,
     counters_ptr,
     tile,
-    part,
+    num_tiles,
+    all_turns,
     thread,
     row,
-    token,
     tokens,
     rows,
-    PARTS: tl.constexpr,
     OCTETS: tl.constexpr,
     COUNT: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """Writes each thread's COUNT sums, those of all parts added by the program that comes last."""
+    """Writes each thread's COUNT sums of a tile, those of all its programs added by the one that comes last."""
+    programs = tl.num_programs(0)
+    first = ((tile * all_turns + 1) * programs - 1) // (num_tiles * all_turns)
+    last = ((tile + 1) * all_turns * programs - 1) // (num_tiles * all_turns)
     is_last = True
-    if PARTS > 1:
-        ptrs = sums_ptr + tile.to(tl.int64) * (PARTS * COUNT * THREADS) + thread
+    if first != last:
+        # A program and the tile after, or the next program and the tile: each step along has a piece of its own.
+        ptrs = sums_ptr + (tl.program_id(1) * (programs + num_tiles) + tile).to(tl.int64) * (COUNT * THREADS) + thread
         for i in tl.static_range(COUNT):
-            tl.store(ptrs + (part * COUNT + i) * THREADS, values[i])
+            tl.store(ptrs + (tl.program_id(0) * COUNT + i) * THREADS, values[i])
         tl.debug_barrier()  # all threads' sums are written before one of them counts
-        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu") == PARTS - 1
+        counter_ptr = counters_ptr + tl.program_id(1) * num_tiles + tile
+        is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == last - first
         if is_last:
-            tl.store(counters_ptr + tile, 0)
+            tl.store(counter_ptr, 0)
             total = ()
             for i in tl.static_range(COUNT):
-                total += (tl.load(ptrs + i * THREADS, cache_modifier=".cg"),)  # type: ignore[assignment]
-            for other in range(1, PARTS):
+                total += (tl.load(ptrs + (first * COUNT + i) * THREADS, cache_modifier=".cg"),)  # type: ignore[assignment]
+            for other in range(first + 1, last + 1):
                 added = ()
                 for i in tl.static_range(COUNT):
                     further = tl.load(ptrs + (other * COUNT + i) * THREADS, cache_modifier=".cg")
@@ -186,6 +188,7 @@ def _finish(  # type: ignore[no-untyped-def]
                 total = added
             values = total
     if is_last:
+        token = tl.program_id(1) * (8 * OCTETS) + thread % 4 * 2
         for i in tl.static_range(COUNT):
             at_row = row + (i // (4 * OCTETS) * 16 + i % 4 // 2 * 8)
             at_token = token + (i // 4 % OCTETS * 8 + i % 2)
@@ -210,45 +213,49 @@ def fragment_kernel(  # type: ignore[no-untyped-def]
     columns,
     all_turns,
     IS_BFLOAT: tl.constexpr,
-    PARTS: tl.constexpr,
     OCTETS: tl.constexpr,
     STEPS_PER_GROUP: tl.constexpr,
     ROW_WARPS: tl.constexpr,
     K_WARPS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Some tokens, 32 ROW_WARPS rows and a part of the turns; tokens of the same rows run beside each other."""
+    """A tile of tokens and a stripe of the turns of all tiles of rows."""
     THREADS: tl.constexpr = ROW_WARPS * 32  # that share x
     X_BYTES: tl.constexpr = OCTETS * _DEPTH * 1024  # of a turn
-    token_tiles = tl.cdiv(tokens, 8 * OCTETS)
-    num_tiles = tl.num_programs(0) // PARTS
-    part, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
-    first_token, first_row = tile % token_tiles * (8 * OCTETS), tile // token_tiles * (32 * ROW_WARPS)
-    turns_before = part * all_turns // PARTS
-    turns = (part + 1) * all_turns // PARTS - turns_before
+    STEPS: tl.constexpr = K_WARPS * _DEPTH  # of 64 columns, of a turn
+    COUNT: tl.constexpr = 8 * OCTETS // K_WARPS
+    BLOCKS: tl.constexpr = ROW_WARPS // 2  # of 64 rows, of a tile
+    total = rows // (32 * ROW_WARPS) * all_turns
+    begin = tl.program_id(0) * total // tl.num_programs(0)
+    end = (tl.program_id(0) + 1) * total // tl.num_programs(0)
+    tile = begin // all_turns
+    left = all_turns - begin % all_turns  # turns of the tile
     thread = tl.arange(0, THREADS * K_WARPS)
     lane, k_warp = thread % 32, thread // THREADS
-    row_tile = first_row // 16 + thread // 32 % ROW_WARPS * 2
+    row_tile = tile * (2 * ROW_WARPS) + thread // 32 % ROW_WARPS * 2
     block = (row_tile // 4).to(tl.int64)
-    step = (turns_before * K_WARPS + k_warp * turns) * _DEPTH  # of 64 columns
+    step = (all_turns - left) * STEPS + k_warp * _DEPTH
     codes_offset = (block * (columns // 64) + step) * 2048 + row_tile % 4 * 512 + lane * 16
     scales_offset = (block * (columns // 64) + step) // STEPS_PER_GROUP * 128 + lane // 4 * 16 + row_tile % 4 * 4
     codes_ptrs = codes_ptr.to(tl.pointer_type(tl.int8)) + codes_offset
     scales_ptrs = scales_ptr.to(tl.pointer_type(tl.int8)) + scales_offset
+    one = thread * 0 + 1
     codes = ()
     scales = ()
     for ahead in tl.static_range(_DEPTH):
-        codes += (_load(codes_ptrs + ahead * 2048),)  # type: ignore[assignment]
+        codes += (_load(codes_ptrs + ahead * 2048, one),)  # type: ignore[assignment]
         if ahead % STEPS_PER_GROUP == 0:
-            scales += (_load_scales(scales_ptrs + ahead // STEPS_PER_GROUP * 128),)  # type: ignore[assignment]
+            scales += (_load_scales(scales_ptrs + ahead // STEPS_PER_GROUP * 128, one),)  # type: ignore[assignment]
     place = thread % THREADS
-    token = first_token + place // 64 % OCTETS * 8 + place % 32 // 4
+    token = tl.program_id(1) * (8 * OCTETS) + place // 64 % OCTETS * 8 + place % 32 // 4
     column = step * 64 + place // (64 * OCTETS) * 64 + place // 32 % 2 * 32 + place % 4 * 8
     x_ptrs = x_ptr.to(tl.pointer_type(tl.int8)) + (token * columns + column) * 2
     if IS_DEPENDENT:  # nothing that another kernel may read or write is touched before
         gdc_wait()
         gdc_launch_dependents()
-    base = _with_token(thread, ptx.staging_asm(_STAGES * K_WARPS * X_BYTES)) + k_warp * X_BYTES
+    memory = _with_token(thread, ptx.staging_asm(K_WARPS * (_STAGES * X_BYTES + THREADS * 16 * OCTETS)))
+    own = memory + _STAGES * K_WARPS * X_BYTES + thread * 16 + k_warp * (THREADS * 16 * (OCTETS - 1))
+    base = memory + k_warp * X_BYTES
     copy_to, read_from = base + place * 16, base + lane * 16
     _stage(copy_to, x_ptrs, token, tokens, columns, OCTETS, THREADS)
     zero = tl.zeros((THREADS * K_WARPS,), tl.float32)
@@ -257,30 +264,32 @@ def fragment_kernel(  # type: ignore[no-untyped-def]
         none += none  # type: ignore[assignment]
     sums = (none, none)
     now, other = 0, K_WARPS * X_BYTES  # where x of this turn is, and that of the next one comes
-    for _ in range(turns - 1):
+    for turn in range(begin, end):
         k_warp = _with_token(k_warp, ptx.meet_asm(ROW_WARPS, K_WARPS))
-        x_ptrs += _DEPTH * 128
-        _stage(copy_to + other, x_ptrs, token, tokens, columns, OCTETS, THREADS)
+        has_next = turn + 1 < end
+        is_over = left == 1
+        x_ptrs += STEPS * 128 - tl.where(is_over, 2 * columns, 0)
+        codes_ptrs += STEPS * 2048 + tl.where(is_over, (BLOCKS - 1) * (columns // 64) * 2048, 0)
+        scales_ptrs += STEPS // STEPS_PER_GROUP * 128
+        scales_ptrs += tl.where(is_over, (BLOCKS - 1) * (columns // 64 // STEPS_PER_GROUP) * 128, 0)
+        _stage(copy_to + other, x_ptrs, token, tl.where(has_next, tokens, 0), columns, OCTETS, THREADS)
         codes, scales, sums = _turn(
-            codes, scales, sums, none, thread, codes_ptrs, scales_ptrs, read_from + now, False, IS_BFLOAT, OCTETS,
-            STEPS_PER_GROUP,
+            codes, scales, sums, none, thread, codes_ptrs, scales_ptrs, thread * 0 + has_next.to(tl.int32),
+            read_from + now, IS_BFLOAT, OCTETS, STEPS_PER_GROUP,
         )  # fmt: skip
-        codes_ptrs += _DEPTH * 2048
-        scales_ptrs += _DEPTH // STEPS_PER_GROUP * 128
         now, other = other, now
-    k_warp = _with_token(k_warp, ptx.meet_asm(ROW_WARPS, K_WARPS))
-    _, _, sums = _turn(
-        codes, scales, sums, none, thread, codes_ptrs, scales_ptrs, read_from + now, True, IS_BFLOAT, OCTETS,
-        STEPS_PER_GROUP,
-    )  # fmt: skip
-    COUNT: tl.constexpr = 8 * OCTETS // K_WARPS
-    if K_WARPS == 1:
-        values = sums[0] + sums[1]
-    else:
-        own = copy_to + other
-        values = _exchange(sums, k_warp, own, own + (1 - 2 * k_warp) * X_BYTES, OCTETS, THREADS)
-    row = first_row + place // 32 * 32 + k_warp * 16 + lane // 4
-    _finish(
-        values, bias_ptr, out_ptr, sums_ptr, counters_ptr, tile, part, thread, row, first_token + lane % 4 * 2, tokens,
-        rows, PARTS, OCTETS, COUNT, THREADS * K_WARPS,
-    )  # fmt: skip
+        left -= 1
+        if (left == 0) | (turn + 1 == end):
+            if K_WARPS == 1:
+                values = sums[0] + sums[1]
+            else:
+                values = _exchange(sums, k_warp, own, own + (1 - 2 * k_warp) * (THREADS * 16 * OCTETS), OCTETS, THREADS)
+                own = _with_token(own, ptx.meet_all_asm(THREADS, 2))
+            row = tile * THREADS + place // 32 * 32 + k_warp * 16 + lane // 4
+            _finish(
+                values, bias_ptr, out_ptr, sums_ptr, counters_ptr, tile, total // all_turns, all_turns, thread, row,
+                tokens, rows, OCTETS, COUNT, THREADS * K_WARPS,
+            )  # fmt: skip
+            sums = (none, none)
+            tile += 1
+            left = all_turns

@@ -37,27 +37,28 @@ _DEPENDENT_CAPABILITY: Final = (9, 0)
 
 @dataclass(frozen=True)
 class FragmentCut:
-    """A product cut into programs: ``num_tiles`` of rows and tokens, each shared by ``parts`` programs.
+    """A product cut into programs: ``num_tiles`` of rows one below the other, of ``turns`` turns each, in a row.
 
-    A program has ``row_warps`` times ``k_warps`` warps; the latter share a row's columns, ``turns`` turns of each.
+    Each of the programs of a tile of tokens takes an equal stripe of that row, and may begin and end inside of tiles.
+    It has ``row_warps`` times ``k_warps`` warps; the latter share a turn's columns.
     """
 
     row_warps: int
     k_warps: int
     turns: int
     num_tiles: int
-    parts: int
+    programs: int
 
     @classmethod
     def of(cls, tokens: int, rows: int, columns: int, processors: int) -> "FragmentCut":
-        """For x [tokens, columns] on so many multiprocessors: as many programs as run at once, if there are columns."""
+        """For x [tokens, columns] on so many multiprocessors: as many programs as run at once, if there are turns."""
         row_warps = 4 if rows % (4 * _WARP_ROWS) == 0 else 2
         k_warps = 2 if columns % (2 * FRAGMENT_COLUMNS) == 0 else 1
         turns = columns // (k_warps * FRAGMENT_COLUMNS)
-        num_tiles = rows // (row_warps * _WARP_ROWS) * -(-tokens // _TILE_TOKENS)
-        programs = processors * _WARPS_AT_ONCE // (row_warps * k_warps)
-        parts = max(1, min(programs // max(num_tiles, 1), turns, _MOST_PARTS))
-        return cls(row_warps, k_warps, turns, num_tiles, parts)
+        num_tiles = rows // (row_warps * _WARP_ROWS)
+        places = processors * _WARPS_AT_ONCE // (row_warps * k_warps)
+        programs = max(1, min(places // max(-(-tokens // _TILE_TOKENS), 1), num_tiles * turns))
+        return cls(row_warps, k_warps, turns, num_tiles, programs)
 
 
 def can_multiply(matrix: QuantizedMatrix) -> bool:
@@ -72,7 +73,7 @@ def can_multiply(matrix: QuantizedMatrix) -> bool:
 
 
 def fragment_linear(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, parts: int | None = None
+    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, programs: int | None = None
 ) -> torch.Tensor:
     """``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32.
 
@@ -93,12 +94,12 @@ def fragment_linear(
     out = torch.empty((flat.shape[0], matrix.rows), dtype=x.dtype, device=x.device)
     if out.numel() and matrix.columns:
         with on_device(x):
-            _launch(flat, matrix, bias, out, parts)
+            _launch(flat, matrix, bias, out, programs)
     return out.view(*x.shape[:-1], matrix.rows)
 
 
 def _launch(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None, out: torch.Tensor, parts: int | None
+    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None, out: torch.Tensor, programs: int | None
 ) -> None:
     """Fill out [tokens, rows] for x [tokens, columns]."""
     assert matrix.codes.is_contiguous()
@@ -108,15 +109,15 @@ def _launch(
     is_dependent = capability >= _DEPENDENT_CAPABILITY
     tokens, rows = out.shape
     cut = FragmentCut.of(tokens, rows, matrix.columns, processors)
-    parts = parts or cut.parts
-    assert parts <= cut.turns
-    sums = counters = None
-    if parts > 1:
-        tile_sums = cut.row_warps * _WARP_ROWS * (8 if tokens <= 8 else _TILE_TOKENS)
-        sums = torch.empty((cut.num_tiles, parts, tile_sums), dtype=torch.float32, device=x.device)
-        counters = _counters(x.device)
-        assert cut.num_tiles <= len(counters)
-    fragment_kernel[(cut.num_tiles * parts,)](
+    programs = programs or cut.programs
+    token_tiles = -(-tokens // _TILE_TOKENS)
+    octets = 1 if tokens <= _TILE_TOKENS // 2 else 2
+    # Of each tile that a program shares with others, at most one for each step along the row of tiles.
+    pieces = (token_tiles, programs + cut.num_tiles, cut.row_warps * _WARP_ROWS * 8 * octets)
+    sums = torch.empty(pieces, dtype=torch.float32, device=x.device)
+    counters = _counters(x.device)
+    assert cut.num_tiles * token_tiles <= len(counters)
+    fragment_kernel[programs, token_tiles](
         x,
         matrix.codes,
         matrix.scales,
@@ -129,8 +130,7 @@ def _launch(
         matrix.columns,
         cut.turns,
         IS_BFLOAT=x.dtype == torch.bfloat16,
-        PARTS=parts,
-        OCTETS=1 if tokens <= _TILE_TOKENS // 2 else 2,
+        OCTETS=octets,
         STEPS_PER_GROUP=matrix.columns // matrix.scales.shape[1] // 64,
         ROW_WARPS=cut.row_warps,
         K_WARPS=cut.k_warps,

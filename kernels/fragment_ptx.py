@@ -44,13 +44,14 @@ def fence_asm() -> str:
 @triton.constexpr_function
 def load_asm() -> str:
     """Sixteen bytes of codes at $4. Not marked .nc: the assembler moves such loads past a fence."""
-    return "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];"
+    load = "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];"
+    return "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p " + load + " }"
 
 
 @triton.constexpr_function
 def load_scales_asm() -> str:
     """Two words of two scales at $2."""
-    return "ld.global.v2.b32 {$0, $1}, [$2];"
+    return "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }"
 
 
 @triton.constexpr_function

@@ -142,7 +142,9 @@ class Machine:
     def _memory(self, operation: str, operands: list[str], mask: Array) -> None:
         if operation.startswith("ld.global"):
             names = _names(operands[0])
-            values = self._global(self.registers[operands[1].strip("[]")], len(names))
+            values = np.full((self.count, len(names)), POISON, np.uint32)
+            if mask.any():
+                values[mask] = self._global(self.registers[operands[1].strip("[]")][mask], len(names))
             self.registers |= {name: values[:, number] for number, name in enumerate(names)}
             return
         assert self.shared is not None or operation == "bar.warp.sync"

@@ -24,12 +24,12 @@ GROUPS_OF_128 = QuantFormat(4, 128, in_fragments=True)
 
 
 def product(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, parts: int | None = None
+    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, programs: int | None = None
 ) -> torch.Tensor:
     """By the kernel, whose inline PTX is emulated where it is interpreted."""
     flat = x.reshape(-1, matrix.columns).contiguous()
     with emulated(flat, matrix.codes, matrix.scales) if INTERPRETED else nullcontext():
-        return fragment_linear(flat, matrix, bias, parts).view(*x.shape[:-1], matrix.rows)
+        return fragment_linear(flat, matrix, bias, programs).view(*x.shape[:-1], matrix.rows)
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -40,9 +40,10 @@ def test_products(kernel_device: str, format: QuantFormat, dtype: torch.dtype, s
     torch.manual_seed(0)
     matrix = random_matrix(format, shape.rows, shape.columns, dtype, kernel_device)
     x, bias = random_input(shape, dtype, kernel_device)
-    most = FragmentCut.of(shape.tokens, shape.rows, shape.columns, 132).turns
-    for parts in sorted({1, 2, most} & set(range(1, most + 1))):
-        assert_right(product(x, matrix, bias, parts), x, matrix, bias)
+    cut = FragmentCut.of(shape.tokens, shape.rows, shape.columns, 132)
+    most = cut.num_tiles * cut.turns
+    for programs in sorted({1, 2, most} & set(range(1, most + 1))):  # whole tiles, pieces of several, one turn each
+        assert_right(product(x, matrix, bias, programs), x, matrix, bias)
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -68,13 +69,15 @@ def test_every_byte(kernel_device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="an interpreter counts barriers")
-@pytest.mark.parametrize("parts", [1, 3])
-def test_each_turn_has_a_barrier_of_those_that_share_x(parts: int) -> None:
+@pytest.mark.parametrize("programs", [1, 3])
+def test_each_turn_has_a_barrier_of_those_that_share_x(programs: int) -> None:
     matrix = random_matrix(GROUPS_OF_128, 128, 1536, torch.float16, "cpu")
     x, _ = random_input(Shape(16, 128, 1536), torch.float16, "cpu")
     with emulated(x, matrix.codes, matrix.scales) as machine:
-        fragment_linear(x, matrix, parts=parts)
-    assert machine.num_barriers == 2 * 3 + parts  # two ranges of columns, of three turns each, which meet in the end
+        fragment_linear(x, matrix, programs=programs)
+    assert (
+        machine.num_barriers == 2 * 3 + 2 * programs
+    )  # two ranges of columns, of three turns each, which meet in the end
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="an interpreter knows who may read")
@@ -120,19 +123,22 @@ def test_a_cut_fills_the_device_and_not_more(tokens: int, row_blocks: int, units
     rows, columns = 64 * row_blocks, FRAGMENT_COLUMNS * units
     cut = FragmentCut.of(tokens, rows, columns, processors)
     tile_rows = 32 * cut.row_warps
-    assert cut.num_tiles * tile_rows == rows * -(-tokens // 16)
+    assert cut.num_tiles * tile_rows == rows
     assert cut.turns * cut.k_warps * FRAGMENT_COLUMNS == columns
-    assert 1 <= cut.parts <= cut.turns
-    warps = cut.row_warps * cut.k_warps
-    assert cut.parts == 1 or cut.num_tiles * cut.parts * warps <= 16 * processors
-    turns = [(part + 1) * cut.turns // cut.parts - part * cut.turns // cut.parts for part in range(cut.parts)]
-    assert min(turns) >= 1
-    assert sum(turns) == cut.turns
+    total = cut.num_tiles * cut.turns
+    assert 1 <= cut.programs <= total
+    warps = cut.row_warps * cut.k_warps * -(-tokens // 16)
+    assert cut.programs == 1 or cut.programs * warps <= 16 * processors
+    ends = [program * total // cut.programs for program in range(cut.programs + 1)]
+    for tile in range(0, cut.num_tiles, max(1, cut.num_tiles // 20)):  # who shares a tile, as the kernel finds it
+        first, last = tile * cut.turns, (tile + 1) * cut.turns - 1
+        found = [((turn + 1) * cut.programs - 1) // total for turn in (first, last)]
+        assert all(ends[each] <= turn < ends[each + 1] for each, turn in zip(found, (first, last), strict=True))
 
 
 def test_the_shapes_that_were_measured() -> None:
-    assert FragmentCut.of(16, 28672, 7168, 132) == FragmentCut(4, 2, 14, 224, 1)
-    assert FragmentCut.of(16, 7168, 28672, 132) == FragmentCut(4, 2, 56, 56, 4)
+    assert FragmentCut.of(16, 28672, 7168, 132) == FragmentCut(4, 2, 14, 224, 264)
+    assert FragmentCut.of(16, 7168, 28672, 132) == FragmentCut(4, 2, 56, 56, 264)
 
 
 def test_which_way_a_product_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +179,6 @@ def test_products_in_parts_on_several_streams() -> None:
     matrix = random_matrix(GROUPS_OF_128, 7168, 28672, torch.float16, "cuda")
     x, _ = random_input(Shape(16, 7168, 28672), torch.float16, "cuda")
     wanted = fragment_linear(x, matrix)
-    assert FragmentCut.of(16, 7168, 28672, torch.cuda.get_device_properties(x.device).multi_processor_count).parts > 1
     torch.cuda.synchronize()
     found: list[torch.Tensor] = []
     for _ in range(8):
