@@ -19,9 +19,12 @@ from zinfer.kernels import (
     dequantize,
     fragment_linear,
     fused_linear,
+    gated,
     int8_linear,
+    norm,
     paged_attention,
     prompt_attention,
+    rotary,
     write_pages,
 )
 from zinfer.kernels.attention_cases import AttentionCase, attention_call
@@ -93,6 +96,9 @@ def main() -> None:
         write_pages: ["_write_kernel"],
         decode_attention: ["_decode_kernel", "_combine_kernel"],
         prompt_attention: ["_prompt_kernel"],
+        norm: ["_norm_kernel"],
+        rotary: ["_rotate_kernel"],
+        gated: ["_gated_kernel"],
     }
     for module, kernels in names.items():
         for name in kernels:
@@ -114,6 +120,14 @@ def main() -> None:
             matrix = random_matrix(QuantFormat(8), 1024, columns, dtype, "cpu")
             x, bias = random_input(Shape(300, 1024, columns), dtype, "cpu")
             int8_linear.int8_linear_kernel(x, matrix, bias)
+        heads = torch.randn(1, 5, 9, 128, dtype=dtype).transpose(1, 2)
+        rotary.rotate_kernel(heads, heads[:, :2], heads[:, 0], heads[:, 1])
+        for width in (128, 8192):
+            x = torch.randn(5, width, dtype=dtype)
+            norm.norm_kernel(x, x[0], 1e-6)
+            norm.norm_kernel(x, x[0], 1e-6, bias=x[1], offset=1.0, centred=True)
+        for activation in gated.ACTIVATIONS:
+            gated.gated_kernel(x, x, activation)
     for case in ATTENTION:
         call = attention_call(case, "cpu")
         paged_attention.paged_attention_kernel(call.query, call.pages, call.layout, call.rule)

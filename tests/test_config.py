@@ -149,7 +149,6 @@ def test_agreeing_spellings_are_fine() -> None:
         ({"tp": {"tp_size": 2}}, "tp.tp_size = 2 is not available yet: "),
         ({"moe": True}, "moe = true is not available yet: "),
         ({"moe": {"enabled": True}}, 'moe = {"enabled": true} is not available yet: '),
-        ({"replace_with_kernel_inject": True}, "replace_with_kernel_inject = true is not available yet: replacing"),
         ({"injection_policy": {int: ("a",)}}, "injection_policy = {<class 'int'>: ('a',)} is not available yet: "),
         (
             {"checkpoint": {"type": "BLOOM", "checkpoints": []}},

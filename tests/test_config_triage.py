@@ -78,6 +78,7 @@ HONOURED = {
     "weight_quantization.quantized_initialization.group_dim": [],
     "weight_quantization.quantized_initialization.symmetric": [],
     "zinfer.quantization.bits": [],
+    "replace_with_kernel_inject": ["kernel_inject"],
 }
 NOT_YET = {
     "tensor_parallel.tp_size": [],
@@ -86,7 +87,6 @@ NOT_YET = {
     "mp_size": [],
     "mpu": [],
     "training_mp_size": [],
-    "replace_with_kernel_inject": ["kernel_inject"],
     "enable_cuda_graph": [],
     "use_triton": [],
     "triton_autotune": [],

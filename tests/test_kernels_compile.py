@@ -26,6 +26,9 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
         "_quantize_tokens",
         "_write_kernel",
         "_combine_kernel",
+        "_norm_kernel",
+        "_rotate_kernel",
+        "_gated_kernel",
     }
     assert kernels == on_tensor_cores | others
     for name, _, *products in lines:

@@ -194,6 +194,8 @@ def test_norms_that_are_written_out_in_python_move_more() -> None:
     longer, shorter = (pass_time(homes, [each], rates(), 10**6, 1, cache_bytes=0) for each in (layer, plain))
     more_bytes = 2 * 64 * (53 - 4) + 2 * 128 * (5 - 2)  # and a gate
     assert longer.seconds - shorter.seconds == pytest.approx(10**6 * more_bytes / rates().device_bytes_per_s)
+    fused = between_bytes(replace(shape, is_fused=True), 2)
+    assert fused == between_bytes(shape, 2) - 2 * 64 * (53 - 4) - 2 * 128 * (40 - 2) - 2 * 128 * (5 - 3)
 
 
 def test_quantized_matrices_are_dequantized_for_each_part_of_many_tokens(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.cut import ModelBlock, cut_model
+from zinfer.inject.injection import Injection
 from zinfer.model import find_model, report_device
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, open_stream
@@ -83,6 +84,7 @@ class InferenceEngine(nn.Module):
         trace: Trace | None = None,
         check_model: Callable[[PreTrainedModel], object] | None = None,
         find_reserve: FindReserve | None = None,
+        injects: bool = False,
     ) -> None:
         """As `init_inference`, with settings that are resolved already.
 
@@ -92,6 +94,7 @@ class InferenceEngine(nn.Module):
             check_model: raises for a model that is not wanted, before anything is read or written for it.
             find_reserve: what to leave of the device for others, from the module, its blocks and the bytes that are
                 free for all; by default the batch that the settings state.
+            injects: whether fused kernels are put in on a GPU where the settings leave it open.
         """
         super().__init__()
         check_trace(settings.trace)
@@ -116,6 +119,9 @@ class InferenceEngine(nn.Module):
         self._rates: Rates | None = None
         load_buffers(self.module, weights)
         report_device(self.module, self.device)
+        asked = settings.kernel_inject
+        is_injected = injects and limits.on_cuda if asked is None else asked
+        self._injection = Injection(self.module) if is_injected else None
         self._lock = threading.RLock()
         self._wall_s = 0.0
         runtime = Runtime(
@@ -163,6 +169,11 @@ class InferenceEngine(nn.Module):
         """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs."""
         return self._running().stats(self._wall_s, self._rates)
 
+    @property
+    def injected(self) -> dict[str, str]:
+        """What is computed by fused kernels: names of modules, and what is fused in each."""
+        return self._injection.injected if self._injection else {}
+
     def predict(self, batch_size: int, prompt_len: int, new_tokens: int) -> Prediction:
         """What a `generate` of this shape takes on this machine: seconds a pass, tokens a second, the bottleneck.
 
@@ -209,6 +220,8 @@ class InferenceEngine(nn.Module):
         """
         with self._lock:
             self._runtime = None
+            if self._injection:
+                self._injection.remove()
             self._close()
 
     def _cut(self, checkpoint: Checkpoint | None) -> tuple[list[ModelBlock], dict[str, Weight]]:
@@ -221,7 +234,7 @@ class InferenceEngine(nn.Module):
 
     @functools.cached_property
     def _work(self) -> tuple[BlockWork, ...]:
-        return find_work(self._blocks, read_shape(self.module.config))
+        return find_work(self._blocks, replace(read_shape(self.module.config), is_fused=bool(self.injected)))
 
     def _find_rates(self) -> Rates:
         if self._rates is None:

@@ -80,7 +80,9 @@ class LLM:
             )
             return budget.footprint
 
-        self._engine = InferenceEngine(model, settings, check_model=check_family, find_reserve=find_reserve)
+        self._engine = InferenceEngine(
+            model, settings, check_model=check_family, find_reserve=find_reserve, injects=True
+        )
         assert budget is not None
         try:
             self._open(budget, tokenizer)
@@ -110,6 +112,11 @@ class LLM:
     def plan(self) -> Plan:
         """Homes, buffers and bytes of the weights."""
         return self._engine.plan
+
+    @property
+    def injected(self) -> dict[str, str]:
+        """What is computed by fused kernels: names of modules, and what is fused in each."""
+        return self._engine.injected
 
     def stats(self) -> RunStats:
         """Bytes moved, memory taken and stalls so far."""

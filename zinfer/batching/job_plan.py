@@ -171,7 +171,9 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
     taken = replace(taken, activation_bytes=taken.activation_bytes + most_dequantized_bytes(blocks))
     limits = beside_request(machine.limits, machine.device_memory_bytes, settings, taken)
     plan = make_plan(blocks, outline.layers, limits, settings)
-    work, rates = find_work(outline.blocks, outline.shape), machine.rates
+    # As `LLM` runs them: with fused kernels on a GPU, unless the configuration says otherwise.
+    shape = replace(outline.shape, is_fused=on_cuda if settings.kernel_inject is None else settings.kernel_inject)
+    work, rates = find_work(outline.blocks, shape), machine.rates
     predicted = predict_job(
         rehearse(job.prompt_lens, job.new_tokens, budget, common_window(outline.config)),
         read_kv_shape(outline.config).token_bytes(budget.kv_dtype),

@@ -52,6 +52,7 @@ class ModelShape:
         experts: None for a dense model.
         rotated: of queries and keys that are turned by their positions.
         has_rms_norms: whether norms are root mean squares, which transformers writes out in Python.
+        is_fused: whether fused kernels stand where it writes out norms, rotations and gates.
     """
 
     hidden: int
@@ -68,6 +69,7 @@ class ModelShape:
     experts: Experts | None
     rotated: int = 0
     has_rms_norms: bool = False
+    is_fused: bool = False
 
 
 def read_shape(config: PretrainedConfig) -> ModelShape:

@@ -210,10 +210,12 @@ def between_bytes(shape: ModelShape, itemsize: int) -> int:
     writing, and the activation.
     """
     width = max(itemsize, 2)  # of a value; smaller ones are weights'
-    norm_bytes = _RMS_NORM_BYTES if shape.has_rms_norms else 2 * width
+    norm_bytes = _RMS_NORM_BYTES if shape.has_rms_norms and not shape.is_fused else 2 * width
+    rotary_touches = 2 if shape.is_fused else _ROTARY_TOUCHES
     mlp = shape.mlp if shape.experts is None else shape.experts.num_per_token * shape.experts.width
-    num_values = 2 * 3 * shape.hidden + _ROTARY_TOUCHES * shape.rotated + 2 * shape.query + 2 * shape.cached
-    mlp_touches = _GATED_TOUCHES if shape.has_rms_norms else _PLAIN_TOUCHES  # those with such norms have gates
+    num_values = 2 * 3 * shape.hidden + rotary_touches * shape.rotated + 2 * shape.query + 2 * shape.cached
+    # Models with such norms have gates: two tensors read, one written where a kernel does it all.
+    mlp_touches = (3 if shape.is_fused else _GATED_TOUCHES) if shape.has_rms_norms else _PLAIN_TOUCHES
     return 2 * norm_bytes * shape.hidden + width * (num_values + mlp_touches * mlp)
 
 

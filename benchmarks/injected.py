@@ -1,0 +1,100 @@
+"""Times the kernels that `replace_with_kernel_inject` puts in: over a device copy's rate, and over torch.compile.
+
+    python benchmarks/injected.py [--tokens 1,128,8192] [--widths 4096,8192] [--dtype float16] [--out FILE]
+
+``of_copy`` is what has to be read and written over the time taken, as a share of a copy's rate in the same run;
+``over_compiled`` the time of `torch.compile` of the reference over ours, ``over_eager`` that of the reference as it is.
+Inputs are used in turn, so that they come from memory and not from the cache where they are larger than it.
+
+A correctness gate comes first: every kernel equals its reference in float64, rounded. The last line is JSON.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from device_clock import copy_bytes_per_s, graph_seconds, num_copies
+from result import publish
+
+from zinfer.kernels.gated import gated_kernel, gated_ref
+from zinfer.kernels.norm import norm_kernel, norm_ref
+from zinfer.kernels.rotary import rotate_kernel, rotate_ref
+
+_HEAD: Final = 128
+_EPS: Final = 1e-6
+_MLP: Final = 3.5  # times the width, as in Llama 3
+_ALLOWED: Final = 2e-2  # of the largest value
+
+Kernel: TypeAlias = Callable[..., Any]
+Case: TypeAlias = tuple[str, Kernel, Kernel, Callable[[], tuple[torch.Tensor, ...]], int]
+
+
+def cases(tokens: int, width: int, dtype: torch.dtype) -> Iterator[Case]:
+    """Name, kernel, reference, what makes inputs, and bytes that are read and written."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device="cuda")
+
+    size = dtype.itemsize
+    norms: dict[str, dict[str, Any]] = {"rms_norm": {}, "layer_norm": {"centred": True}}
+    for name, options in norms.items():
+        kernel, ref = (partial(each, eps=_EPS, **options) for each in (norm_kernel, norm_ref))
+        yield name, kernel, ref, lambda: (random(1, tokens, width), random(width)), 2 * tokens * width * size
+    heads = width // _HEAD
+
+    def rotated() -> tuple[torch.Tensor, ...]:
+        queries, keys = (random(1, tokens, count, _HEAD).transpose(1, 2) for count in (heads, heads // 8))
+        return queries, keys, random(1, tokens, _HEAD), random(1, tokens, _HEAD)
+
+    yield "rotary", rotate_kernel, rotate_ref, rotated, 2 * tokens * (width + width // 8 + _HEAD) * size
+    mlp = int(_MLP * width)
+    kernel, ref = (partial(each, activation="silu") for each in (gated_kernel, gated_ref))
+    yield "gated_silu", kernel, ref, lambda: (random(1, tokens, mlp), random(1, tokens, mlp)), 3 * tokens * mlp * size
+
+
+def is_right(kernel: Kernel, ref: Kernel, inputs: Sequence[torch.Tensor]) -> bool:
+    found, wanted = kernel(*inputs), ref(*(each.double() for each in inputs))
+    pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
+    return all(bool(((ours.double() - each).abs() <= _ALLOWED * each.abs().max()).all()) for ours, each in pairs)
+
+
+def measure(case: Case, copy_rate: float) -> dict[str, float]:
+    name, kernel, ref, make, moved_bytes = case
+    inputs = [make() for _ in range(num_copies(moved_bytes))]
+    if not is_right(kernel, ref, inputs[0]):
+        raise SystemExit(f"gate: {name}: the kernel differs from its reference; no figure is reported")
+    compiled = torch.compile(ref, dynamic=False)
+    times = [graph_seconds([partial(each, *given) for given in inputs]) for each in (kernel, compiled, ref)]
+    return {
+        "us": round(times[0] * 1e6, 2),
+        "of_copy": round(moved_bytes / times[0] / copy_rate, 3),
+        "over_compiled": round(times[1] / times[0], 3),
+        "over_eager": round(times[2] / times[0], 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="1,128,8192")
+    parser.add_argument("--widths", default="4096,8192")
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    dtype, copy_rate = getattr(torch, args.dtype), copy_bytes_per_s()
+    found: dict[str, object] = {}
+    for width in map(int, args.widths.split(",")):
+        for tokens in map(int, args.tokens.split(",")):
+            for case in cases(tokens, width, dtype):
+                key = f"{case[0]} {tokens} x {width}"
+                found[key] = figures = measure(case, copy_rate)
+                print(key, json.dumps(figures), flush=True)
+    work = {"benchmark": "injected", "dtype": args.dtype, "copy_gb_per_s": round(copy_rate / 1e9, 1)}
+    publish(work | {"cases": found}, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The middle of a gated MLP (Shazeer 2020, arXiv 2002.05202): the activation of the gate times the other product."""
+
+from typing import Final, Literal, TypeAlias, get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional
+
+from zinfer.kernels.dequantize import on_device
+
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu"]
+ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
+
+_BLOCK: Final = 2048
+_WARPS: Final = 4
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``activation(gate) * up``, in float32 and rounded once: by the Triton kernel on a GPU, else by `gated_ref`.
+
+    Args:
+        gate, up: [..., width], rows of both may lie apart.
+
+    Returns:
+        [..., width], contiguous, in the dtype of gate.
+    """
+    if gate.device.type == "cuda":
+        return gated_kernel(gate, up, activation)
+    return gated_ref(gate, up, activation)
+
+
+def gated_ref(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """As `gated`, in float32, or in float64 for float64."""
+    wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    return (activated_ref(wide, activation) * up.to(wide.dtype)).to(gate.dtype)
+
+
+def activated_ref(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The activation alone, in the dtype of x."""
+    if activation == "silu":
+        return functional.silu(x)
+    if activation == "gelu_quick":
+        return x * torch.sigmoid(1.702 * x)
+    if activation == "relu":
+        return functional.relu(x)
+    return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def gated_kernel(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """As `gated`, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter."""
+    assert gate.shape == up.shape
+    width = gate.shape[-1]
+    rows = [x.reshape(-1, width) for x in (gate, up)]
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if out.numel():
+        with on_device(gate):
+            _gated_kernel[(rows[0].shape[0], triton.cdiv(width, _BLOCK))](
+                *rows,
+                out,
+                width,
+                rows[0].stride(0),
+                rows[1].stride(0),
+                ACTIVATION=activation,
+                BLOCK=_BLOCK,
+                num_warps=_WARPS,
+            )
+    return out
+
+
+@triton.jit
+def _gated_kernel(  # type: ignore[no-untyped-def]
+    gate_ptr, up_ptr, out_ptr, width, gate_row, up_row, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(gate_ptr + row * gate_row + column, mask=inside, other=0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row + column, mask=inside, other=0).to(tl.float32)
+    if ACTIVATION == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "gelu_quick":
+        x = x * tl.sigmoid(1.702 * x)
+    else:
+        x = tl.maximum(x, 0.0)
+    tl.store(out_ptr + row * width + column, (x * up).to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,116 @@
+"""Norms of rows in one pass over memory: root mean square (Zhang & Sennrich 2019) and layer norm (Ba et al. 2016).
+
+Everything between reading a row and writing it is float32 and rounded once, where transformers rounds to the row's
+dtype before it multiplies with the weight.
+"""
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from zinfer.kernels.dequantize import on_device
+
+_MOST_WIDTH: Final = 1 << 15  # of a row, which a program holds in registers
+_TILE_ELEMENTS: Final = 4096
+_ELEMENTS_PER_WARP: Final = 1024
+
+
+def norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    bias: torch.Tensor | None = None,
+    offset: float = 0.0,
+    centred: bool = False,
+) -> torch.Tensor:
+    """``(x - m) / sqrt(mean((x - m) ** 2) + eps) * (weight + offset) + bias`` over the last dimension.
+
+    By the Triton kernel on a GPU, by `norm_ref` on the CPU and for rows of more than 32,768 elements.
+
+    Args:
+        x: [..., width].
+        weight, bias: [width].
+        offset: 1 in models that store what the weight is more than 1 (Gemma).
+        centred: whether m is the mean of the row, as in layer norm, or 0.
+
+    Returns:
+        [..., width] in the dtype of x.
+    """
+    if x.device.type == "cuda" and x.shape[-1] <= _MOST_WIDTH:
+        return norm_kernel(x, weight, eps, bias=bias, offset=offset, centred=centred)
+    return norm_ref(x, weight, eps, bias=bias, offset=offset, centred=centred)
+
+
+def norm_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    bias: torch.Tensor | None = None,
+    offset: float = 0.0,
+    centred: bool = False,
+) -> torch.Tensor:
+    """As `norm`, in float32, or in float64 for x in float64."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if centred:
+        wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.to(wide.dtype) + offset)
+    return (wide if bias is None else wide + bias.to(wide.dtype)).to(x.dtype)
+
+
+def norm_kernel(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    bias: torch.Tensor | None = None,
+    offset: float = 0.0,
+    centred: bool = False,
+) -> torch.Tensor:
+    """As `norm`, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter."""
+    width = x.shape[-1]
+    flat = x.reshape(-1, width)
+    if flat.stride(-1) != 1:
+        flat = flat.contiguous()
+    out = torch.empty((flat.shape[0], width), dtype=x.dtype, device=x.device)
+    columns = triton.next_power_of_2(width)
+    rows = max(1, _TILE_ELEMENTS // columns)
+    if out.numel():
+        with on_device(x):
+            _norm_kernel[(triton.cdiv(flat.shape[0], rows),)](
+                flat,
+                weight.contiguous(),
+                None if bias is None else bias.contiguous(),
+                out,
+                flat.shape[0],
+                flat.stride(0),
+                eps,
+                offset,
+                WIDTH=width,
+                COLUMNS=columns,
+                ROWS=rows,
+                CENTRED=centred,
+                num_warps=max(1, min(16, rows * columns // _ELEMENTS_PER_WARP)),
+            )
+    return out.view(x.shape)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, bias_ptr, out_ptr, rows, row_stride, eps, offset,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=0).to(tl.float32)
+    if CENTRED:
+        x = tl.where(inside, x - (tl.sum(x, axis=1) / WIDTH)[:, None], 0.0)
+    x *= tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
+    x *= (tl.load(weight_ptr + column, mask=column < WIDTH, other=0).to(tl.float32) + offset)[None, :]
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + column, mask=column < WIDTH, other=0).to(tl.float32)[None, :]
+    tl.store(out_ptr + row[:, None] * WIDTH + column[None, :], x.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,164 @@
+"""Fused kernels in the place of what modules write out: every family computes as before, and what is put in is said."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, tiny_checkpoint
+from ragged_models import FAMILIES, Reference, tiny_model
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+import zinfer
+from zinfer import LLM, SamplingParams
+from zinfer.inject.gates import overlay_gate
+from zinfer.inject.injection import Injection
+from zinfer.inject.norms import overlay_norm
+from zinfer.inject.rotations import overlay_rotation
+
+HALVES = "rotation by halves"
+SILU, GELU = "gated MLP, silu", "gated MLP, gelu_tanh"
+RMS, ABOUT_ONE = "RMS norm", "RMS norm of weights about 1"
+EXPECTED: dict[str, set[str]] = {
+    "cohere": {"layer norm without bias", "rotation of neighbours", SILU},
+    "deepseek_v2": {RMS, SILU},
+    "deepseek_v3": {RMS, HALVES, SILU},
+    "falcon": {HALVES},
+    "gemma": {ABOUT_ONE, HALVES, GELU},
+    "gemma2": {ABOUT_ONE, HALVES, GELU},
+    "gemma3_text": {ABOUT_ONE, HALVES, GELU},
+    "glm4": {RMS, SILU},
+    "gpt_neox": {HALVES},
+    "gpt_oss": {RMS},
+    "granite": {RMS, HALVES, SILU},
+    "llama": {RMS, HALVES, SILU},
+    "mistral": {RMS, HALVES, SILU},
+    "mixtral": {RMS, HALVES},
+    "olmo2": {RMS, HALVES, SILU},
+    "phi": {HALVES},
+    "qwen2": {RMS, HALVES, SILU},
+    "qwen3": {RMS, HALVES, SILU},
+    "qwen3_moe": {RMS, HALVES},
+    "stablelm": {HALVES, SILU},
+    "starcoder2": {HALVES},
+}
+"""What transformers writes out and a kernel computes; the other families' norms and activations are torch's own."""
+
+
+def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_computes_as_before(family: str, device: str) -> None:
+    model = tiny_model(family).to(device)
+    ids = torch.randint(2, VOCAB_SIZE, (2, 33), generator=torch.Generator().manual_seed(4)).to(device)
+    wanted = logits(model, ids)
+    injection = Injection(model)
+    assert set(injection.injected.values()) == EXPECTED.get(family.split("-")[0], set())
+    assert all(name in dict(model.named_modules()) for name in injection.injected)
+    torch.testing.assert_close(logits(model, ids), wanted, rtol=1e-4, atol=1e-4)
+    injection.remove()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert torch.equal(logits(model, ids), wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "qwen3", "deepseek_v3"])
+def test_ragged_tokens_are_those_of_each_prompt_alone(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(2, VOCAB_SIZE, (length,), generator=generator).tolist() for length in (1, 9, 40)]
+    reference = Reference(model, prompts, num_new=8)
+    model.save_pretrained(tmp_path)
+    config = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
+    engine = zinfer.init_inference(tmp_path, config, device="cpu", replace_with_kernel_inject=True)
+    assert engine.injected
+    reference.check(engine, chunk=7, page_size=16, most_part_tokens=5)
+    engine.destroy()
+
+
+def test_an_engine_says_what_it_computes_by_kernels(device: str, tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", tmp_path)
+    ids = torch.randint(2, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1))
+    found = {}
+    for injects in (None, False, True):
+        engine = zinfer.init_inference(folder, device=device, replace_with_kernel_inject=injects)
+        found[injects] = engine.generate(input_ids=ids, max_new_tokens=12, do_sample=False).tolist()
+        assert bool(engine.injected) == bool(injects), "off where it is not asked for"
+        if injects:
+            assert engine.injected["model.layers.0.mlp"] == SILU
+            assert engine.injected["model.norm"] == RMS
+            assert engine.injected["model.layers.1.self_attn"] == HALVES
+        engine.destroy()
+    assert found[None] == found[False] == found[True]
+    with LLM(folder, device=device) as llm:
+        assert bool(llm.injected) == (device == "cuda")
+        llm.generate([{"prompt_token_ids": ids[0].tolist()}], SamplingParams(max_new_tokens=3))
+
+
+def test_a_model_of_the_callers_is_his_again(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    engine = zinfer.init_inference(model, device="cpu", replace_with_kernel_inject=True)
+    assert "forward" in model.model.norm.__dict__
+    engine.destroy()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+class Scaled(modeling_llama.LlamaRMSNorm):
+    """Differs in a detail."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1.01 * super().forward(x)
+
+
+class Clamped(modeling_llama.LlamaMLP):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=2.0) * self.up_proj(x))
+
+
+class WithGate(modeling_llama.LlamaRMSNorm):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x if gate is None else x * functional.silu(gate))
+
+
+def test_what_differs_in_a_detail_is_left_alone() -> None:
+    config = tiny_model("llama").config
+    assert overlay_norm(modeling_llama.LlamaRMSNorm(8)) is not None
+    assert overlay_norm(Scaled(8)) is None
+    assert overlay_norm(WithGate(8)) is None
+    assert overlay_norm(nn.LayerNorm(8)) is None
+    assert overlay_gate(modeling_llama.LlamaMLP(config)) is not None
+    assert overlay_gate(Clamped(config)) is None
+    assert overlay_rotation(nn.Linear(2, 2)) is None
+
+
+def test_weights_of_another_dtype_are_left_to_the_module() -> None:
+    module = modeling_llama.LlamaRMSNorm(8)
+    overlay = overlay_norm(module)
+    assert overlay is not None
+    x = torch.randn(3, 8).half()
+    assert overlay.forward(x).dtype == module(x).dtype == torch.float32
+
+
+def test_somebody_elses_overlay_stays() -> None:
+    model = tiny_model("llama")
+    own = model.model.norm.forward
+    model.model.norm.forward = own
+    injection = Injection(model)
+    assert "model.norm" not in injection.injected
+    injection.remove()
+    assert model.model.norm.__dict__["forward"] is own
+
+
+def test_what_somebody_overlays_later_is_not_claimed() -> None:
+    model = tiny_model("llama")
+    injection = Injection(model)
+    assert "model.norm" in injection.injected
+    model.model.norm.forward = own = lambda x: x
+    assert "model.norm" not in injection.injected
+    injection.remove()
+    assert model.model.norm.__dict__["forward"] is own

@@ -1,0 +1,53 @@
+"""Norms that transformers writes out in Python, by one kernel each."""
+
+import inspect
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from zinfer.inject.overlay import Overlay, is_near, probe, stand_in
+from zinfer.kernels.norm import norm, norm_ref
+
+_EPS_NAMES: Final = ("variance_epsilon", "eps", "epsilon")
+_KINDS: Final[dict[str, dict[str, Any]]] = {
+    "RMS norm": {},
+    "RMS norm of weights about 1": {"offset": 1.0},
+    "layer norm without bias": {"centred": True},
+}
+_ROWS: Final = 3
+
+
+def overlay_norm(module: nn.Module) -> Overlay | None:
+    """The kernel for a module that computes a norm with a weight and no bias; None for any other.
+
+    torch's own `nn.LayerNorm` is one kernel already.
+    """
+    weight = module._parameters.get("weight")
+    eps = next((value for name in _EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None)
+    own = len(module._parameters) == 1 and not module._modules and not isinstance(module, nn.LayerNorm)
+    if weight is None or weight.dim() != 1 or eps is None or not own or _num_inputs(module) != 1:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = 1 + torch.randn(_ROWS, weight.shape[0], generator=generator)
+    stood_in = torch.rand(weight.shape[0], generator=generator)
+    given = probe(type(module).forward, stand_in(module, weight=stood_in), x)
+    for kind, options in _KINDS.items():
+        if is_near(given, norm_ref(x, stood_in, eps, **options)):
+            return Overlay(kind, _forward(module, eps, options))
+    return None
+
+
+def _num_inputs(module: nn.Module) -> int:
+    return len(inspect.signature(type(module).forward).parameters) - 1
+
+
+def _forward(module: nn.Module, eps: float, options: dict[str, Any]) -> Any:
+    plain = type(module).forward
+
+    def forward(x: torch.Tensor) -> Any:
+        weight: Any = module.weight
+        # With a weight of another dtype the result of transformers has that one's: not for the kernel to imitate.
+        return norm(x, weight, eps, **options) if weight.dtype == x.dtype else plain(module, x)
+
+    return forward

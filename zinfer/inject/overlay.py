@@ -1,0 +1,53 @@
+"""A module's forward, overlaid for as long as it is wanted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """What a module is to compute by.
+
+    Attributes:
+        kind: what is fused, in words.
+        forward: takes and gives what the module's own does.
+    """
+
+    kind: str
+    forward: Callable[..., Any]
+
+
+def probe(function: Callable[..., Any], *numbers: Any) -> Any:
+    """What a function makes of a few numbers; None where it takes something else, and so is not what is looked for."""
+    try:
+        return function(*numbers)
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+        return None
+
+
+def is_near(given: Any, wanted: torch.Tensor) -> bool:
+    """Whether a function gave the tensor that is wanted, but for rounding."""
+    return (
+        isinstance(given, torch.Tensor)
+        and given.shape == wanted.shape
+        and given.dtype == wanted.dtype
+        and torch.allclose(given, wanted, rtol=1e-4, atol=1e-5)
+    )
+
+
+def stand_in(module: nn.Module, **parts: Any) -> nn.Module:
+    """A copy of a module that shares all but the named parameters and submodules; its own forward runs on them."""
+    copy = type(module).__new__(type(module))
+    parameters = {name: part for name, part in parts.items() if name in module._parameters}
+    modules = {name: part for name, part in parts.items() if name in module._modules}
+    assert len(parameters) + len(modules) == len(parts), "a part that the module has not"
+    copy.__dict__ = {
+        **module.__dict__,
+        "_parameters": {**module._parameters, **parameters},
+        "_modules": {**module._modules, **modules},
+    }
+    return copy
