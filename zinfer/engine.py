@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.cut import ModelBlock, cut_model
+from zinfer.finite import checked
 from zinfer.inject.injection import Injection
 from zinfer.model import find_model, report_device
 from zinfer.offload.stats import RunStats
@@ -120,8 +121,7 @@ class InferenceEngine(nn.Module):
         load_buffers(self.module, weights)
         report_device(self.module, self.device)
         asked = settings.kernel_inject
-        is_injected = injects and limits.on_cuda if asked is None else asked
-        self._injection = Injection(self.module) if is_injected else None
+        self._injection = Injection(self.module) if asked or (asked is None and injects and limits.on_cuda) else None
         self._lock = threading.RLock()
         self._wall_s = 0.0
         runtime = Runtime(
@@ -142,6 +142,7 @@ class InferenceEngine(nn.Module):
         """The module's own forward; tensors among the arguments are moved to the device. No gradients.
 
         Raises:
+            NonFiniteError: `zinfer.check_finite` is set, and a layer gave infinities or NaN.
             ValueError: the input, with what the cache holds, exceeds `max_out_tokens` or the model's positions.
         """
 
@@ -149,7 +150,7 @@ class InferenceEngine(nn.Module):
             check_input(self.module, args, kwargs, self.settings.max_out_tokens)
             return self.module(*self._moved(args), **self._moved(kwargs))
 
-        return self.call(forward)
+        return self.call(self._checked(forward))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own `generate`: same arguments, same result.
@@ -163,7 +164,7 @@ class InferenceEngine(nn.Module):
             check_length(self.module, args, kwargs, self.settings.max_out_tokens)
             return self.module.generate(*self._moved(args), **self._moved(kwargs))
 
-        return self.call(generate)
+        return self.call(self._checked(generate))
 
     def stats(self) -> RunStats:
         """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs."""
@@ -211,7 +212,13 @@ class InferenceEngine(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """The modules of the transformer's layers, in the model's order."""
-        return [block.sites[0] for block in self._blocks if block.is_layer]
+        return list(self.named_layers.values())
+
+    @property
+    def named_layers(self) -> dict[str, nn.Module]:
+        """As `layers`, by their names in the module."""
+        names = {module: name for name, module in self.module.named_modules()}
+        return {names[block.sites[0]]: block.sites[0] for block in self._blocks if block.is_layer}
 
     def destroy(self) -> None:
         """Stop the threads and give back memory and files; the engine cannot be used after. May be called again.
@@ -279,6 +286,9 @@ class InferenceEngine(nn.Module):
             finally:
                 self._wall_s += time.perf_counter() - begin_s
                 runtime.settle()
+
+    def _checked(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        return checked(work, self.named_layers, self.module.dtype) if self.settings.check_finite else work
 
     def _moved(self, value: Any) -> Any:
         """Tensors on the device, inside the containers that transformers passes around."""

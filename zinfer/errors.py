@@ -17,5 +17,9 @@ class PlanError(ZinferError, ValueError):
     """The memory budgets cannot hold the work; the message says how much is needed."""
 
 
+class NonFiniteError(ZinferError, FloatingPointError):
+    """A layer gave infinities or NaN; the message names the first that did."""
+
+
 class JobError(ZinferError):
     """A batch job cannot start or go on: unusable input, or an output that belongs to another job."""

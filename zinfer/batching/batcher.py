@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.completion import NOT_FINITE
+from zinfer.batching.completion import not_finite
 from zinfer.batching.delivery import send
 from zinfer.batching.ending import Ending
 from zinfer.batching.kv_cache import KVCache
@@ -21,6 +21,7 @@ from zinfer.batching.scheduler import Scheduler
 from zinfer.batching.sequence import Sequence as Text
 from zinfer.batching.sequence import SequenceState
 from zinfer.errors import PlanError
+from zinfer.finite import FiniteWatch
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class _Drawing:
 
     rows: Sequence[_Writing]
     result: Drawn
+    looks: list[torch.Tensor | None]
 
 
 class Batcher:
@@ -95,6 +97,8 @@ class Batcher:
         self._in_pass = False
         self._drawn: _Drawing | None = None
         self._writing: dict[int, _Writing] = {}
+        self._watch = FiniteWatch(runner.engine.named_layers)
+        self._suspects: dict[int, str] = {}  # texts that are tried again, and where they broke
         self._num_added = 0
         self.num_tokens = 0
         self.num_new_tokens = 0
@@ -185,6 +189,8 @@ class Batcher:
         self._writing.clear()
         if was_in_pass:
             self._scheduler = self._new_scheduler()
+        self._suspects.clear()
+        self._watch.stop()
         self._in_pass = False
 
     def forget_prefixes(self) -> None:
@@ -218,13 +224,15 @@ class Batcher:
         if len(places) < len(sampling):
             logits = logits[send(places, torch.int64, logits.device)]
         rows = [self._writing[sampling[place].number] for place in places]
-        return _Drawing(rows, self._sampler.draw(logits, [_row(each) for each in rows]))
+        return _Drawing(rows, self._sampler.draw(logits, [_row(each) for each in rows]), self._watch.take())
 
     def _receive(self, drawn: _Drawing) -> list[Finished]:
         """Take the tokens of the pass before; the texts that are complete with them."""
         sampled = drawn.result.take()
         self.pass_ends_s.append(time.perf_counter())
         broken = {drawn.rows[place].sequence.number for place in sampled.broken}
+        if self._watch.is_on and (where := self._watch.where(drawn.looks)) is not None:
+            self._suspects |= {number: self._suspects[number] or where for number in self._suspects}
         whole = [place for place in range(len(drawn.rows)) if sampled.token_ids[place] >= 0]
         self.num_new_tokens += len(whole)
         self._scheduler.receive((drawn.rows[place].sequence, sampled.token_ids[place]) for place in whole)
@@ -244,6 +252,8 @@ class Batcher:
         for number in sorted(restarted, reverse=True):
             self._scheduler.restart(self._writing[number].sequence)
             self._cache.forget(number)
+            self._suspects[number] = ""
+            self._watch.start()
         if broken:  # their pages, and tokens before the one that broke them, may hold no numbers either
             self._scheduler.pool.forget()
         return restarted
@@ -253,7 +263,7 @@ class Batcher:
         error: str | None = None
         if sequence.number in broken:
             sequence.output_ids.pop()
-            reason, error = "error", NOT_FINITE
+            reason, error = "error", not_finite(self._suspects.get(sequence.number))
         else:
             found = each.ending.reason(sequence.output_ids)
             if found is None:
@@ -263,6 +273,8 @@ class Batcher:
             self._scheduler.end(sequence)
             self._cache.forget(sequence.number)
         del self._writing[sequence.number]
+        if self._suspects.pop(sequence.number, None) is not None and not self._suspects:
+            self._watch.stop()
         output_ids = sequence.output_ids
         logprobs = None if each.params.logprobs is None else tuple(each.logprobs)
         return Finished(sequence.number, tuple(output_ids), reason, each.ending.text(output_ids), logprobs, error)

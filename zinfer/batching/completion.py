@@ -12,6 +12,11 @@ NOT_FINITE: Final = (
 )
 
 
+def not_finite(where: str | None) -> str:
+    """`NOT_FINITE`, and what made such numbers first, if that was seen."""
+    return f"{NOT_FINITE}; the first that are not come from {where}" if where else NOT_FINITE
+
+
 @dataclass(frozen=True)
 class Completion:
     """What came after one prompt.

@@ -66,6 +66,13 @@ OWN_KEYS: Final[tuple[Key, ...]] = (
         field="synchronous",
         default=False,
     ),
+    honoured(
+        "zinfer.check_finite",
+        values.flag,
+        "generate and forward fail where a layer gives infinities or NaN, and name the first one",
+        field="check_finite",
+        default=False,
+    ),
     honoured("zinfer.trace", values.path, "file for a Perfetto trace of reads, copies and computes", field="trace"),
     honoured(
         "zinfer.device",

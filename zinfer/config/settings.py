@@ -101,6 +101,8 @@ class Settings:
     min_out_tokens: int = 1
     num_slots: int | None = None
     synchronous: bool = False
+    check_finite: bool = False
+    """Whether every layer's output is looked at; costs a reading of each."""
     kernel_inject: bool | None = None
     """Whether fused kernels take the place of what modules write out. None: under `LLM` on a GPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
