@@ -67,6 +67,7 @@ def measure(case: Case, copy_rate: float) -> dict[str, float]:
     inputs = [make() for _ in range(num_copies(moved_bytes))]
     if not is_right(kernel, ref, inputs[0]):
         raise SystemExit(f"gate: {name}: the kernel differs from its reference; no figure is reported")
+    torch.compiler.reset()  # or the next shapes of one function run as they are
     compiled = torch.compile(ref, dynamic=False)
     times = [graph_seconds([partial(each, *given) for given in inputs]) for each in (kernel, compiled, ref)]
     return {

@@ -12,16 +12,16 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from peer_systems import Running, System, start_deepspeed
+from peer_systems import EXAMPLE_AHEAD, FAR_AHEAD, Running, System, start_deepspeed
 from safetensors import safe_open
 from transformers import OPTConfig
 
 import zinfer
 
-_DEEPSPEED_ROWS: Final = 256  # twice as many do not fit an H200 beside their activations
+_EXAMPLE_ROWS: Final = 96  # with what DeepSpeed's example sets
+_MOST_ROWS: Final = 256  # twice as many do not fit an H200 beside their activations
 _FLEXGEN_BATCHES: Final = 4  # to each load of the weights, of as many prompts as are left to each
 _FLEXGEN_ROWS: Final = 256
-_FAR_AHEAD: Final = 40  # as in peer_systems
 
 
 def start_llm(folder: Path, scratch: Path, device: torch.device) -> Running:
@@ -145,8 +145,15 @@ JOB_SYSTEMS: Final = (
         "deepspeed-cpu-job",
         "deepspeed",
         "host",
-        partial(start_deepspeed, tier="host", ahead=_FAR_AHEAD),
-        most_rows=_DEEPSPEED_ROWS,
+        partial(start_deepspeed, tier="host", ahead=EXAMPLE_AHEAD),
+        most_rows=_EXAMPLE_ROWS,
+    ),
+    System(
+        "deepspeed-cpu-ahead-job",
+        "deepspeed",
+        "host",
+        partial(start_deepspeed, tier="host", ahead=FAR_AHEAD),
+        most_rows=_MOST_ROWS,
     ),
     System("flexgen-job", "flexgen", "host", start_flexgen, most_rows=_FLEXGEN_ROWS, is_half=True),
 )

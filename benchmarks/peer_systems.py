@@ -22,8 +22,8 @@ from transformers import OPTConfig, OPTForCausalLM
 import zinfer
 
 # Most elements fetched ahead of their use, in squares of the hidden size (an OPT layer has 12 of them).
-_EXAMPLE_AHEAD: Final = 2  # what DeepSpeed's ZeRO-Inference example sets
-_FAR_AHEAD: Final = 40  # three layers
+EXAMPLE_AHEAD: Final = 2  # what DeepSpeed's ZeRO-Inference example sets
+FAR_AHEAD: Final = 40  # three layers
 
 Tier: TypeAlias = Literal["host", "disk"]
 
@@ -181,11 +181,11 @@ def _nothing() -> None:
 SYSTEMS: Final = (
     System("zinfer-host", "zinfer", "host", partial(start_zinfer, tier="host")),
     System("accelerate-host", "accelerate", "host", partial(start_accelerate, tier="host")),
-    System("deepspeed-cpu", "deepspeed", "host", partial(start_deepspeed, tier="host", ahead=_EXAMPLE_AHEAD)),
-    System("deepspeed-cpu-ahead", "deepspeed", "host", partial(start_deepspeed, tier="host", ahead=_FAR_AHEAD)),
+    System("deepspeed-cpu", "deepspeed", "host", partial(start_deepspeed, tier="host", ahead=EXAMPLE_AHEAD)),
+    System("deepspeed-cpu-ahead", "deepspeed", "host", partial(start_deepspeed, tier="host", ahead=FAR_AHEAD)),
     System("zinfer-disk", "zinfer", "disk", partial(start_zinfer, tier="disk")),
     System("accelerate-disk", "accelerate", "disk", partial(start_accelerate, tier="disk")),
-    System("deepspeed-nvme", "deepspeed", "disk", partial(start_deepspeed, tier="disk", ahead=_EXAMPLE_AHEAD)),
+    System("deepspeed-nvme", "deepspeed", "disk", partial(start_deepspeed, tier="disk", ahead=EXAMPLE_AHEAD)),
 )
 
 
