@@ -107,3 +107,30 @@ def test_what_is_counted_no_more_leaves_no_trace(
         demand.remove(sequences[number], 1 + sequences[number].num_tokens // 64)
     assert demand.num_pages == fresh.num_pages
     assert demand.pace(num_pages, max_sequences) == fresh.pace(num_pages, max_sequences)
+
+
+def test_pages_that_are_found_no_more_are_needed_beside_those_of_texts_that_begin_alike() -> None:
+    """What is to spare can be lent, so nobody may hold it."""
+    scheduler = Scheduler(PagePool(40, 4), token_budget=100, max_sequences=9)
+    texts = [Sequence(number, (1,) * 17, 4) for number in range(4)]
+
+    def compute(broken: Sequence | None = None) -> None:
+        coming = scheduler.schedule()
+        assert coming is not None
+        scheduler.advance(coming)
+        scheduler.receive((chunk.sequence, 3) for chunk in coming.chunks if chunk.sequence is not broken)
+
+    for text in texts[:2]:
+        scheduler.add(text)
+    assert scheduler.num_wanted_pages == 5 + 5 - 4
+    compute(broken=texts[1])
+    scheduler.restart(texts[1])
+    scheduler.forget()
+    for text in texts[2:]:
+        scheduler.add(text)
+    compute()
+    assert scheduler.pool.num_used == scheduler.num_wanted_pages == 5 + 5 + (5 + 5 - 4)
+    scheduler.confine(scheduler.pool.num_pages - scheduler.num_spare_pages)
+    for text in texts:
+        scheduler.end(text)
+    assert scheduler.num_wanted_pages == 0

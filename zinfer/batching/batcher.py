@@ -255,7 +255,7 @@ class Batcher:
             self._suspects[number] = ""
             self._watch.start()
         if broken:  # their pages, and tokens before the one that broke them, may hold no numbers either
-            self._scheduler.pool.forget()
+            self._scheduler.forget()
         return restarted
 
     def _finished(self, each: _Writing, broken: set[int]) -> Finished | None:

@@ -198,6 +198,12 @@ class Scheduler:
         self._demand.add(sequence, self._pages_of(sequence))
         self._set_aside.add(sequence, 0)
 
+    def forget(self) -> None:
+        """Let nobody find what is computed so far: it may be damaged. Who holds pages of it keeps them to himself."""
+        self.pool.forget()
+        for sequence in self._running.values():
+            self._demand.keep_apart(sequence)
+
     def confine(self, num_pages: int) -> dict[int, int]:
         """Use the first ``num_pages`` alone; more again where that is more, and all with all.
 
