@@ -1,5 +1,7 @@
 """Fused kernels in the place of what modules write out: every family computes as before, and what is put in is said."""
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,31 @@ class WithGate(modeling_llama.LlamaRMSNorm):
         return super().forward(x if gate is None else x * functional.silu(gate))
 
 
+class ClampedFarOut(modeling_llama.LlamaMLP):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=7.0)) * self.up_proj(x).clamp(-7.0, 7.0))
+
+
+class EpsOutside(modeling_llama.LlamaRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+
+
+class OverSecond(modeling_llama.LlamaRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(1, keepdim=True) + self.variance_epsilon)
+
+
+class Refusing(modeling_llama.LlamaMLP):
+    def forward(self, x: torch.Tensor, layer: int | None = None) -> Any:
+        return {3: super().forward(x)}[layer]  # type: ignore[index]
+
+
+class WithResidual(modeling_llama.LlamaMLP):
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        return super().forward(x) if residual is None else super().forward(x) + residual
+
+
 def test_what_differs_in_a_detail_is_left_alone() -> None:
     config = tiny_model("llama").config
     assert overlay_norm(modeling_llama.LlamaRMSNorm(8)) is not None
@@ -133,7 +160,52 @@ def test_what_differs_in_a_detail_is_left_alone() -> None:
     assert overlay_norm(nn.LayerNorm(8)) is None
     assert overlay_gate(modeling_llama.LlamaMLP(config)) is not None
     assert overlay_gate(Clamped(config)) is None
+    assert overlay_gate(ClampedFarOut(config)) is None
+    assert overlay_gate(Refusing(config)) is None
+    assert overlay_norm(EpsOutside(8, 1e-5)) is None
+    assert overlay_norm(OverSecond(8)) is None
     assert overlay_rotation(nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize("name", ["relu6", "gelu_10"])
+def test_activations_that_are_clamped_far_out_are_left_alone(name: str) -> None:
+    config = copy.deepcopy(tiny_model("llama").config)
+    config.hidden_act = name
+    assert overlay_gate(modeling_llama.LlamaMLP(config)) is None
+
+
+def test_modules_take_what_they_took() -> None:
+    config = tiny_model("llama").config
+    parts = nn.ModuleList([modeling_llama.LlamaRMSNorm(config.hidden_size), WithResidual(config)])
+    x = torch.randn(2, 3, config.hidden_size)
+    norm, mlp = parts
+    wanted = norm(x), mlp(x, residual=x), mlp(x, x), mlp(x=x)
+    assert len(Injection(parts).injected) == 2
+    torch.testing.assert_close((norm(hidden_states=x), mlp(x, residual=x), mlp(x, x), mlp(x=x)), wanted)
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    config = tiny_model("llama").config
+    parts = nn.ModuleList([modeling_llama.LlamaRMSNorm(config.hidden_size), modeling_llama.LlamaMLP(config)])
+    assert len(Injection(parts).injected) == 2
+    x = torch.randn(3, config.hidden_size)
+    for other in (copy.deepcopy(parts), pickle.loads(pickle.dumps(parts))):
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(3)
+        for module in other:
+            torch.testing.assert_close(module(x), type(module).forward(module, x))
+
+
+def test_what_is_default_in_torch_does_not_matter() -> None:
+    config = tiny_model("llama").config
+    parts = nn.ModuleList([modeling_llama.LlamaRMSNorm(config.hidden_size), modeling_llama.LlamaMLP(config)])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert len(Injection(parts).injected) == 2
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_weights_of_another_dtype_are_left_to_the_module() -> None:

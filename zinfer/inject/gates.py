@@ -1,5 +1,7 @@
 """Gated MLPs: the activation of one product times the other, by one kernel between three products."""
 
+from collections.abc import Callable
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -12,6 +14,7 @@ _APART: Final = ("gate_proj", "up_proj", "down_proj")
 _JOINED: Final = ("gate_up_proj", "down_proj")
 _ACTIVATION_NAMES: Final = ("act_fn", "activation_fn")
 _WIDTH: Final = 6  # of what the stand-ins make
+_LARGE: Final = (7.0, 12.0, 30.0, 100.0, 300.0, 1000.0)  # beyond where activations might be clamped
 
 
 class _Line(nn.Module):
@@ -35,33 +38,43 @@ def overlay_gate(module: nn.Module) -> Overlay | None:
     activation = _activation(function) if callable(function) else None
     if names is None or activation is None:
         return None
-    x = torch.linspace(-3, 3, 4 * _WIDTH).view(1, 4, _WIDTH)
+    x = _numbers(3, 4 * _WIDTH).view(1, -1, _WIDTH)
     lines = {"gate_proj": (_GATE,), "up_proj": (_UP,), "gate_up_proj": (_GATE, _UP), "down_proj": (_DOWN,)}
     copy = stand_in(module, **{name: _Line(*lines[name]) for name in names})
     wanted = _Line(_DOWN)(gated_ref(_Line(_GATE)(x), _Line(_UP)(x), activation))
     if not is_near(probe(type(module).forward, copy, x), wanted):
         return None
     overlaid = _apart if names is _APART else _joined
-    return Overlay(f"gated MLP, {activation}", overlaid(module, activation))
+    return Overlay(f"gated MLP, {activation}", MethodType(overlaid(type(module).forward, activation), module))
+
+
+def _numbers(end: float, count: int) -> torch.Tensor:
+    """So many about 0, and a few large ones of both signs."""
+    large = torch.tensor(_LARGE, dtype=torch.float32, device="cpu")
+    return torch.cat((torch.linspace(-end, end, count, dtype=torch.float32, device="cpu"), large, -large))
 
 
 def _activation(function: Any) -> Activation | None:
     """Which one a module computes with."""
-    x = torch.linspace(-6, 6, 97)
+    x = _numbers(6, 97)
     given = probe(function, x)
     return next((name for name in ACTIVATIONS if is_near(given, activated_ref(x, name))), None)
 
 
-def _apart(module: Any, activation: Activation) -> Any:
-    def forward(x: torch.Tensor) -> Any:
-        return module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation))
+def _apart(plain: Callable[..., Any], activation: Activation) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return plain(self, *args, **kwargs)
+        return self.down_proj(gated(self.gate_proj(args[0]), self.up_proj(args[0]), activation))
 
     return forward
 
 
-def _joined(module: Any, activation: Activation) -> Any:
-    def forward(hidden_states: torch.Tensor) -> Any:
-        gate, up = module.gate_up_proj(hidden_states).chunk(2, dim=-1)
-        return module.down_proj(gated(gate, up, activation))
+def _joined(plain: Callable[..., Any], activation: Activation) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return plain(self, *args, **kwargs)
+        gate, up = self.gate_up_proj(args[0]).chunk(2, dim=-1)
+        return self.down_proj(gated(gate, up, activation))
 
     return forward

@@ -20,14 +20,11 @@ class Injection:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._overlaid: dict[str, tuple[nn.Module, Overlay]] = {}
-        for name, module in model.named_modules():
-            if "forward" in module.__dict__:
-                continue
-            overlay = next((found for find in _FINDERS if (found := find(module)) is not None), None)
-            if overlay is not None:
-                module.forward = overlay.forward
-                self._overlaid[name] = module, overlay
+        free = {name: module for name, module in model.named_modules() if "forward" not in module.__dict__}
+        found = {name: (module, _find(module)) for name, module in free.items()}
+        self._overlaid = {name: (module, overlay) for name, (module, overlay) in found.items() if overlay is not None}
+        for module, overlay in self._overlaid.values():
+            module.forward = overlay.forward
 
     @property
     def injected(self) -> dict[str, str]:
@@ -40,6 +37,10 @@ class Injection:
             if _is_on(module, overlay):
                 del module.forward
         self._overlaid.clear()
+
+
+def _find(module: nn.Module) -> Overlay | None:
+    return next((found for find in _FINDERS if (found := find(module)) is not None), None)
 
 
 def _is_on(module: nn.Module, overlay: Overlay) -> bool:

@@ -1,6 +1,7 @@
 """Norms that transformers writes out in Python, by one kernel each."""
 
 import inspect
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,7 @@ _KINDS: Final[dict[str, dict[str, Any]]] = {
     "layer norm without bias": {"centred": True},
 }
 _ROWS: Final = 3
+_LARGE: Final = 1000.0  # beyond where values might be clamped
 
 
 def overlay_norm(module: nn.Module) -> Overlay | None:
@@ -29,8 +31,10 @@ def overlay_norm(module: nn.Module) -> Overlay | None:
     if weight is None or weight.dim() != 1 or eps is None or not own or _num_inputs(module) != 1:
         return None
     generator = torch.Generator().manual_seed(0)
-    x = 1 + torch.randn(_ROWS, weight.shape[0], generator=generator)
-    stood_in = torch.rand(weight.shape[0], generator=generator)
+    x = 1 + torch.randn(1, _ROWS, weight.shape[0], generator=generator, dtype=torch.float32, device="cpu")
+    x[..., 1, :] *= eps**0.5  # where it matters what eps is added to
+    x[..., 2, :] *= _LARGE
+    stood_in = torch.rand(weight.shape[0], generator=generator, dtype=torch.float32, device="cpu")
     given = probe(type(module).forward, stand_in(module, weight=stood_in), x)
     for kind, options in _KINDS.items():
         if is_near(given, norm_ref(x, stood_in, eps, **options)):
@@ -42,12 +46,14 @@ def _num_inputs(module: nn.Module) -> int:
     return len(inspect.signature(type(module).forward).parameters) - 1
 
 
-def _forward(module: nn.Module, eps: float, options: dict[str, Any]) -> Any:
+def _forward(module: nn.Module, eps: float, options: dict[str, Any]) -> MethodType:
     plain = type(module).forward
 
-    def forward(x: torch.Tensor) -> Any:
-        weight: Any = module.weight
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        weight = self.weight
         # With a weight of another dtype the result of transformers has that one's: not for the kernel to imitate.
-        return norm(x, weight, eps, **options) if weight.dtype == x.dtype else plain(module, x)
+        if len(args) == 1 and not kwargs and args[0].dtype == weight.dtype and args[0].shape[-1:] == weight.shape:
+            return norm(args[0], weight, eps, **options)
+        return plain(self, *args, **kwargs)
 
-    return forward
+    return MethodType(forward, module)

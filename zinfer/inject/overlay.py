@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,18 +15,18 @@ class Overlay:
 
     Attributes:
         kind: what is fused, in words.
-        forward: takes and gives what the module's own does.
+        forward: takes and gives what the module's own does; a method, so that a copy of the module has its own.
     """
 
     kind: str
-    forward: Callable[..., Any]
+    forward: MethodType
 
 
 def probe(function: Callable[..., Any], *numbers: Any) -> Any:
     """What a function makes of a few numbers; None where it takes something else, and so is not what is looked for."""
     try:
         return function(*numbers)
-    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+    except Exception:  # whatever code of any family raises for what it was not made for
         return None
 
 
@@ -35,6 +36,7 @@ def is_near(given: Any, wanted: torch.Tensor) -> bool:
         isinstance(given, torch.Tensor)
         and given.shape == wanted.shape
         and given.dtype == wanted.dtype
+        and given.device == wanted.device
         and torch.allclose(given, wanted, rtol=1e-4, atol=1e-5)
     )
 

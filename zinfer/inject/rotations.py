@@ -36,8 +36,9 @@ def _kind_of(original: Callable[..., Any]) -> str | None:
     if list(inspect.signature(original).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return None
     generator = torch.Generator().manual_seed(0)
-    queries, keys = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (3, 1))
-    cos, sin = (torch.randn(2, 5, 8, generator=generator) for _ in range(2))
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    queries, keys = (torch.randn(2, heads, 5, 8, **options) for heads in (3, 1))
+    cos, sin = (torch.randn(2, 5, 8, **options) for _ in range(2))
     given = probe(original, queries, keys, cos, sin)
     if not isinstance(given, tuple) or len(given) != 2:
         return None
@@ -55,7 +56,7 @@ def _rewired(plain: FunctionType, original: Callable[..., Any], interleaved: boo
     def turned(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if args or kwargs or cos.dim() != 3 or cos.shape[-1] != q.shape[-1]:
+        if args or kwargs or q.dim() != 4 or cos.dim() != 3 or cos.shape[-1] != q.shape[-1]:
             return original(q, k, cos, sin, *args, **kwargs)
         return rotate(q, k, cos, sin, interleaved=interleaved)
 
