@@ -1,6 +1,7 @@
 """Fused kernels in the place of what modules write out: every family computes as before, and what is put in is said."""
 
 import copy
+import gc
 import pickle
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,25 @@ def test_a_model_of_the_callers_is_his_again(tmp_path: Path) -> None:
     engine = zinfer.init_inference(model, device="cpu", replace_with_kernel_inject=True)
     assert "forward" in model.model.norm.__dict__
     engine.destroy()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_model_is_the_callers_again_where_an_engine_is_not_made_or_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        assert "forward" in model.model.norm.__dict__
+        raise OSError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("zinfer.engine.Runtime", fail)
+        with pytest.raises(OSError, match="no memory"):
+            zinfer.init_inference(model, device="cpu", replace_with_kernel_inject=True)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    engine = zinfer.init_inference(model, device="cpu", replace_with_kernel_inject=True)
+    assert engine.injected
+    del engine
+    gc.collect()
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 

@@ -120,8 +120,6 @@ class InferenceEngine(nn.Module):
         self._rates: Rates | None = None
         load_buffers(self.module, weights)
         report_device(self.module, self.device)
-        asked = settings.kernel_inject
-        self._injection = Injection(self.module) if asked or (asked is None and injects and limits.on_cuda) else None
         self._lock = threading.RLock()
         self._wall_s = 0.0
         runtime = Runtime(
@@ -137,6 +135,10 @@ class InferenceEngine(nn.Module):
         )
         self._runtime: Runtime | None = runtime
         self._close = weakref.finalize(self, runtime.close)
+        asked = settings.kernel_inject
+        is_injected = injects and limits.on_cuda if asked is None else asked
+        self._injection = Injection(self.module) if is_injected else None
+        self._restore = weakref.finalize(self, self._injection.remove) if self._injection else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; tensors among the arguments are moved to the device. No gradients.
@@ -227,8 +229,8 @@ class InferenceEngine(nn.Module):
         """
         with self._lock:
             self._runtime = None
-            if self._injection:
-                self._injection.remove()
+            if self._restore:
+                self._restore()
             self._close()
 
     def _cut(self, checkpoint: Checkpoint | None) -> tuple[list[ModelBlock], dict[str, Weight]]:
