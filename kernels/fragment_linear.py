@@ -28,7 +28,6 @@ _TILE_TOKENS: Final = 16
 _WARP_ROWS: Final = 32
 _WARPS_AT_ONCE: Final = 16  # of a multiprocessor
 _MOST_REGISTERS: Final = 128  # of a thread, so that they have room
-_MOST_PARTS: Final = 16  # that a row's columns are split into: their sums are written and read again
 _NUM_COUNTERS: Final = 1 << 14
 _ALIGNMENT: Final = 16  # bytes that are copied at a time
 _LEAST_CAPABILITY: Final = (8, 0)
@@ -84,7 +83,8 @@ def fragment_linear(
         x: [..., columns], of the matrix's dtype and device.
         matrix: one that `can_multiply` names.
         bias: [rows].
-        parts: programs that share a row's columns, at most its turns; by default `FragmentCut` has them.
+        programs: among which the turns of all tiles are divided, at most as many as turns; by default as `FragmentCut`
+            says.
     """
     assert matrix.format.in_fragments
     assert matrix.column_scales is matrix.column_order is None, "x is to be scaled and ordered"
