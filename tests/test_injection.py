@@ -217,6 +217,36 @@ def test_a_copy_computes_with_its_own_weights() -> None:
             torch.testing.assert_close(module(x), type(module).forward(module, x))
 
 
+@pytest.mark.parametrize("family", ["llama", "cohere", "olmo2"])
+def test_keys_have_the_dtype_that_they_had_beside_cosines_of_another(family: str) -> None:
+    model, ids = tiny_model(family), torch.tensor([[2, 3, 4]])
+
+    def dtypes() -> set[torch.dtype]:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return {layer.keys.dtype for layer in model(input_ids=ids, use_cache=True).past_key_values.layers}
+
+    wanted = dtypes()
+    assert Injection(model).injected
+    assert dtypes() == wanted
+
+
+def test_a_forward_sees_what_its_file_had_when_it_was_overlaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, num_calls = tiny_model("llama"), 0
+    model.config._attn_implementation = "eager"
+    Injection(model).remove()
+    attend = modeling_llama.eager_attention_forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", counted)
+    Injection(model)
+    logits(model, torch.tensor([[2, 3]]))
+    assert num_calls == model.config.num_hidden_layers
+
+
 def test_what_is_default_in_torch_does_not_matter() -> None:
     config = tiny_model("llama").config
     parts = nn.ModuleList([modeling_llama.LlamaRMSNorm(config.hidden_size), modeling_llama.LlamaMLP(config)])

@@ -35,10 +35,7 @@ def _kind_of(original: Callable[..., Any]) -> str | None:
     """What a function computes with (queries, keys, cos, sin)."""
     if list(inspect.signature(original).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return None
-    generator = torch.Generator().manual_seed(0)
-    options: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
-    queries, keys = (torch.randn(2, heads, 5, 8, **options) for heads in (3, 1))
-    cos, sin = (torch.randn(2, 5, 8, **options) for _ in range(2))
+    queries, keys, cos, sin = _numbers()
     given = probe(original, queries, keys, cos, sin)
     if not isinstance(given, tuple) or len(given) != 2:
         return None
@@ -50,13 +47,28 @@ def _kind_of(original: Callable[..., Any]) -> str | None:
 
 
 @functools.cache
+def _keeps_dtype(original: Callable[..., Any]) -> bool:
+    """Whether queries in half precision stay so beside cosines that are not."""
+    queries, keys, cos, sin = _numbers()
+    given = probe(original, queries.half(), keys.half(), cos, sin)
+    return isinstance(given, tuple) and all(each.dtype == torch.float16 for each in given)
+
+
+def _numbers() -> tuple[torch.Tensor, ...]:
+    """Queries, keys, cos and sin."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8))
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes)
+
+
 def _rewired(plain: FunctionType, original: Callable[..., Any], interleaved: bool) -> FunctionType:
     """The forward of a class, with the kernel where it calls ``original`` on heads that are turned whole."""
 
     def turned(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if args or kwargs or q.dim() != 4 or cos.dim() != 3 or cos.shape[-1] != q.shape[-1]:
+        is_known = q.dim() == 4 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
+        if args or kwargs or not is_known or not (cos.dtype == q.dtype or _keeps_dtype(original)):
             return original(q, k, cos, sin, *args, **kwargs)
         return rotate(q, k, cos, sin, interleaved=interleaved)
 
