@@ -258,6 +258,15 @@ def test_what_is_default_in_torch_does_not_matter() -> None:
         torch.set_default_dtype(torch.float32)
 
 
+def test_hooks_on_an_activation_are_called_as_before() -> None:
+    module, calls = modeling_llama.LlamaMLP(tiny_model("llama").config), []
+    module.act_fn.register_forward_hook(lambda *args: calls.append(args))
+    Injection(module)
+    assert not calls, "nor are they called for a probe"
+    module(torch.randn(3, module.hidden_size))
+    assert len(calls) == 1
+
+
 def test_weights_of_another_dtype_are_left_to_the_module() -> None:
     module = modeling_llama.LlamaRMSNorm(8)
     overlay = overlay_norm(module)
