@@ -221,6 +221,15 @@ def test_quantized_matrices_are_dequantized_for_each_part_of_many_tokens(tmp_pat
     assert once_s == pytest.approx(3 * matrices / rates().device_bytes_per_s, rel=0.05)
 
 
+def test_a_head_is_dequantized_once_for_many_rows() -> None:
+    head = replace(work(0), every_token=False, dequantized_bytes=10**9)
+    found = [
+        pass_time(plan(RESIDENT), [head], rates(), 10**6, num_rows, cache_bytes=0, num_parts=8).between_s
+        for num_rows in (1, 1024)
+    ]
+    assert found == [0, pytest.approx(10**9 / rates().device_bytes_per_s)]
+
+
 def test_reading_the_cache_does_not_overlap_with_products() -> None:
     homes, cache_bytes = plan(*[RESIDENT] * NUM_BLOCKS), 10**9
     bare, full = (pass_time(homes, WORK, rates(), 10**6, 1, cache_bytes=nbytes) for nbytes in (0, cache_bytes))

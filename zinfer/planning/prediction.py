@@ -260,15 +260,18 @@ def pass_time(
         matrix_s=flops / rates.flops_per_s,
         device_s=(sum(each.block.nbytes for each in work) + cache_bytes) / rates.device_bytes_per_s,
         cache_s=cache_bytes / rates.device_bytes_per_s,
-        between_s=_between_s(work, rates, num_tokens, num_pairs, num_parts)
+        between_s=_between_s(work, rates, num_tokens, num_rows, num_pairs, num_parts)
         + _LINK_TOUCHES * link_bytes / rates.device_bytes_per_s,
     )
 
 
-def _between_s(work: Sequence[BlockWork], rates: Rates, num_tokens: int, num_pairs: int, num_parts: int) -> float:
+def _between_s(
+    work: Sequence[BlockWork], rates: Rates, num_tokens: int, num_rows: int, num_pairs: int, num_parts: int
+) -> float:
     moved_bytes = num_tokens * sum(each.between_bytes for each in work)
-    if num_tokens > max(MOST_FUSED_TOKENS.values()):
-        moved_bytes += num_parts * sum(each.dequantized_bytes for each in work)
+    for each in work:
+        if (num_tokens if each.every_token else num_rows) > max(MOST_FUSED_TOKENS.values()):
+            moved_bytes += (num_parts if each.every_token else 1) * each.dequantized_bytes
     flops = 2 * _FLOPS_PER_PARAMETER * num_pairs * sum(each.query_width for each in work)
     return moved_bytes / rates.device_bytes_per_s + flops / (_ATTENTION_SHARE * rates.flops_per_s)
 
