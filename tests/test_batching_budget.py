@@ -31,7 +31,7 @@ def placed(outline: Outline, preset: str | Machine, **config: Any) -> tuple[Batc
         outline.max_positions,
         partial(weights_room, outline.blocks, settings),
         on_cuda=True,
-        from_disk=streams_from_disk(outline.blocks, settings, free_bytes + machine.limits.host_bytes),
+        from_disk=streams_from_disk(outline.blocks, settings, free_bytes, machine.limits.host_bytes),
     )
     blocks = [block.block for block in outline.blocks]
     taken = budget.footprint
@@ -76,6 +76,8 @@ def test_passes_over_layers_from_disk_carry_more(tmp_path: Path) -> None:
     assert budget.footprint.activation_bytes <= free_bytes / 8
     small_host = machine_with(140 * 10**9, 10**9)
     assert placed(outline, small_host)[0].tokens_per_pass == 131_072, "the host holds next to nothing"
+    beside_pages, plan, _ = placed(outline, machine_with(140 * 10**9, 100 * 10**9))
+    assert (beside_pages.tokens_per_pass, plan.num_blocks(Tier.DISK)) == (131_072, 22), "pages take the device"
 
 
 def test_what_is_stated_for_weights_or_slots_is_left_to_them(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class LLM:
                 most_tokens,
                 partial(weights_room, blocks, settings),
                 on_cuda=limits.on_cuda,
-                from_disk=streams_from_disk(blocks, settings, free_bytes + limits.host_bytes),
+                from_disk=streams_from_disk(blocks, settings, free_bytes, limits.host_bytes),
             )
             return budget.footprint
 

@@ -179,13 +179,15 @@ def weights_room(blocks: Sequence[ModelBlock], settings: Settings, left_bytes: i
     return min(outer_bytes + slots_bytes, total_bytes) + aside_bytes
 
 
-def streams_from_disk(blocks: Sequence[ModelBlock], settings: Settings, memory_bytes: int) -> bool:
-    """Whether layers will stream from the disk: that was asked for, or they do not fit elsewhere.
+def streams_from_disk(blocks: Sequence[ModelBlock], settings: Settings, device_bytes: int, host_bytes: int) -> bool:
+    """Whether layers will stream from the disk: that was asked for, or they do not fit elsewhere, beside pages.
 
     Args:
-        memory_bytes: of device and host, for all.
+        device_bytes: of the device, for weights and all else.
+        host_bytes: of the host, for weights.
     """
-    return settings.offload.device == "nvme" or sum(block.block.nbytes for block in blocks) > memory_bytes
+    room = weights_room(blocks, settings, device_bytes) + host_bytes
+    return settings.offload.device == "nvme" or sum(block.block.nbytes for block in blocks) > room
 
 
 def _pass_sizes(
