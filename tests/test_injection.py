@@ -115,7 +115,6 @@ def test_a_model_is_the_callers_again_where_an_engine_is_not_made_or_dropped(mon
     model = tiny_model("llama")
 
     def fail(*args: object, **kwargs: object) -> None:
-        assert "forward" in model.model.norm.__dict__
         raise OSError("no memory")
 
     with monkeypatch.context() as patch:
