@@ -17,7 +17,8 @@ _WARPS: Final = 4
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """``activation(gate) * up``, in float32 and rounded once: by the Triton kernel on a GPU, else by `gated_ref`.
+    """``activation(gate) * up``, in float32 and rounded once: by the Triton kernel on a GPU, else and in float64
+    by `gated_ref`.
 
     Args:
         gate, up: [..., width], rows of both may lie apart.
@@ -25,7 +26,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch
     Returns:
         [..., width], contiguous, in the dtype of gate.
     """
-    if gate.device.type == "cuda":
+    if gate.device.type == "cuda" and gate.dtype != torch.float64:
         return gated_kernel(gate, up, activation)
     return gated_ref(gate, up, activation)
 

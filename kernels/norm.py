@@ -28,7 +28,7 @@ def norm(
 ) -> torch.Tensor:
     """``(x - m) / sqrt(mean((x - m) ** 2) + eps) * (weight + offset) + bias`` over the last dimension.
 
-    By the Triton kernel on a GPU, by `norm_ref` on the CPU and for rows of more than 32,768 elements.
+    By the Triton kernel on a GPU, by `norm_ref` on the CPU, in float64, and for rows of more than 32,768 elements.
 
     Args:
         x: [..., width].
@@ -39,7 +39,7 @@ def norm(
     Returns:
         [..., width] in the dtype of x.
     """
-    if x.device.type == "cuda" and x.shape[-1] <= _MOST_WIDTH:
+    if x.device.type == "cuda" and x.shape[-1] <= _MOST_WIDTH and x.dtype != torch.float64:
         return norm_kernel(x, weight, eps, bias=bias, offset=offset, centred=centred)
     return norm_ref(x, weight, eps, bias=bias, offset=offset, centred=centred)
 

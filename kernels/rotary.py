@@ -15,7 +15,7 @@ _WARPS: Final = 4
 def rotate(
     queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x * cos + turned(x) * sin`` for queries and keys: by the Triton kernel on a GPU, else by `rotate_ref`.
+    """``x * cos + turned(x) * sin`` for queries and keys: by the Triton kernel on a GPU, else and in float64 by `rotate_ref`.
 
     Args:
         queries, keys: [batch, heads, tokens, dim] each with heads of its own; dim is even.
@@ -25,7 +25,7 @@ def rotate(
     Returns:
         Both, as views in which the heads of a token lie beside each other, in their own dtypes.
     """
-    kernel = rotate_kernel if queries.device.type == "cuda" else rotate_ref
+    kernel = rotate_kernel if queries.device.type == "cuda" and queries.dtype != torch.float64 else rotate_ref
     return kernel(queries, keys, cos, sin, interleaved=interleaved)
 
 
