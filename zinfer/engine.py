@@ -25,7 +25,15 @@ from zinfer.planning.forecast import beside_request
 from zinfer.planning.machine import MachineLimits, find_limits, free_device_bytes
 from zinfer.planning.model_shape import read_shape
 from zinfer.planning.planner import Plan, make_plan
-from zinfer.planning.prediction import BlockWork, PassTime, Prediction, find_work, pass_time, predict
+from zinfer.planning.prediction import (
+    BlockWork,
+    PassTime,
+    Prediction,
+    disk_spares_time,
+    find_work,
+    pass_time,
+    predict,
+)
 from zinfer.planning.rates import Rates
 from zinfer.planning.request import Request
 from zinfer.probe.rates import known_rates
@@ -184,6 +192,13 @@ class InferenceEngine(nn.Module):
     def pass_time(self, num_tokens: int, num_rows: int, **sizes: int) -> PassTime:
         """What one pass takes, by resource; rates as for `predict`, arguments as for `prediction.pass_time`."""
         return pass_time(self.plan, self._work, self._find_rates(), num_tokens, num_rows, **sizes)
+
+    def disk_spares_time(self, token_bytes: int) -> bool:
+        """As `prediction.disk_spares_time`; rates as for `predict`.
+
+        The disk is the checkpoint's; of a module with its weights in memory no disk is known, and none spares anything.
+        """
+        return self._files is not None and disk_spares_time(self._work, self._find_rates(), token_bytes)
 
     def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
         """Whether `borrow` would spare a block the way in every pass."""

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from zinfer.batching.completion import Completion, text_seed
 from zinfer.batching.ending import Ending, find_end_token_ids, special_stops
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.batching.parked import Parking
 from zinfer.batching.passes import PassSize
 from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, as_list, find_tokenizer
 from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
@@ -100,11 +102,15 @@ class LLM:
         self._encoder = PromptEncoder(self.tokenizer, vocab_size, most_tokens)
         self._end_token_ids = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
         device = self._engine.device
-        shape = read_kv_shape(module.config)
-        cache = KVCache(shape, budget.num_pages, budget.page_size, budget.kv_dtype, device)
+        shape, nvme_path = read_kv_shape(module.config), settings.offload.nvme_path
+        folder = None
+        if nvme_path is not None and self._engine.disk_spares_time(shape.token_bytes(budget.kv_dtype)):
+            budget, folder = replace(budget, parks_on_disk=True), nvme_path.expanduser().absolute()
+        parking = Parking(budget.most_parked_in_memory, folder)
+        self._cache = KVCache(shape, budget.num_pages, budget.page_size, budget.kv_dtype, device, parking)
         self._budget, self._window = budget, common_window(module.config)
-        self._runner = PassRunner(self._engine, cache)
-        self._batcher = Batcher(self._runner, cache, Sampler(vocab_size, device), budget, self._window)
+        self._runner = PassRunner(self._engine, self._cache)
+        self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, self._window)
 
     @property
     def plan(self) -> Plan:
@@ -113,7 +119,8 @@ class LLM:
 
     def stats(self) -> RunStats:
         """Bytes moved, memory taken and stalls so far."""
-        return self._engine.stats()
+        found, parked = self._engine.stats(), self._cache.parked
+        return replace(found, parked_bytes_written=parked.bytes_written, parked_bytes_read=parked.bytes_read)
 
     def predict(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
         """What completing such prompts takes on this machine: the passes are rehearsed, nothing is computed.
@@ -169,7 +176,7 @@ class LLM:
 
     @property
     def num_parked_pages(self) -> int:
-        """Pages of texts that had to make room, in host memory."""
+        """Pages of texts that had to make room, in host memory or on the disk."""
         return self._batcher.num_parked_pages
 
     def passes(self) -> list[tuple[PassSize, float]]:
@@ -260,7 +267,8 @@ class LLM:
                 self._runner.close()
             finally:
                 self._engine.destroy()
-                del self._runner, self._batcher  # and with them the cache
+                self._cache.parked.close()
+                del self._runner, self._batcher, self._cache
 
     def __enter__(self) -> Self:
         return self

@@ -162,7 +162,7 @@ class Batcher:
 
     @property
     def num_parked_pages(self) -> int:
-        """Pages in host memory."""
+        """Pages of texts that had to make room."""
         return self._scheduler.num_parked_pages
 
     def fits(self, num_prompt: int, max_new_tokens: int) -> bool:
@@ -179,7 +179,7 @@ class Batcher:
             return
         was_in_pass, self._in_pass = self._in_pass, True  # until this is done: a second Ctrl-C may cut it short too
         for each in self._writing.values():
-            self._cache.forget(each.sequence.number)
+            self._cache.parked.forget(each.sequence.number)
             if not was_in_pass and each.sequence.state is not SequenceState.FINISHED:
                 self._scheduler.end(each.sequence)
         self._writing.clear()
@@ -199,9 +199,9 @@ class Batcher:
     def _forward(self, coming: Pass) -> torch.Tensor:
         """Have a pass computed; the logits of its samples."""
         for sequence, pages in coming.parked:
-            self._cache.park(sequence.number, pages)
+            self._cache.parked.park(sequence.number, pages)
         for sequence, pages in coming.resumed:
-            self._cache.resume(sequence.number, pages)
+            self._cache.parked.resume(sequence.number, pages)
         pending = None
         if self._drawn is not None:
             places = {each.sequence.number: place for place, each in enumerate(self._drawn.rows)}
@@ -243,7 +243,7 @@ class Batcher:
         restarted = {number for number in broken if self._writing[number].sequence.shares}
         for number in sorted(restarted, reverse=True):
             self._scheduler.restart(self._writing[number].sequence)
-            self._cache.forget(number)
+            self._cache.parked.forget(number)
         if broken:  # their pages, and tokens before the one that broke them, may hold no numbers either
             self._scheduler.pool.forget()
         return restarted
@@ -261,7 +261,7 @@ class Batcher:
             reason = found
         if sequence.state is not SequenceState.FINISHED:
             self._scheduler.end(sequence)
-            self._cache.forget(sequence.number)
+            self._cache.parked.forget(sequence.number)
         del self._writing[sequence.number]
         output_ids = sequence.output_ids
         logprobs = None if each.params.logprobs is None else tuple(each.logprobs)

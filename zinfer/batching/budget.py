@@ -57,6 +57,7 @@ class BatchingBudget:
         lends: whether pages that no text needs are lent to weights. On a CPU pages that were never written to take no
             memory, and are lent only where the configuration has given it to them.
         footprint: bytes that all of it takes of the device.
+        parks_on_disk: whether pages of texts that had to make room are kept on the disk once host memory has its share.
     """
 
     tokens_per_pass: int
@@ -68,12 +69,18 @@ class BatchingBudget:
     order: Order
     lends: bool
     footprint: Footprint
+    parks_on_disk: bool = False
+
+    @property
+    def most_parked_in_memory(self) -> int:
+        """Pages of texts that had to make room, in host memory."""
+        page_bytes = self.footprint.kv_bytes // self.num_pages
+        return min(self.num_pages // _PARKED_SHARE, _MOST_PARKED_BYTES // page_bytes)
 
     @property
     def most_parked_pages(self) -> int:
-        """Pages of texts that had to make room, in host memory; what is beyond them is computed again."""
-        page_bytes = self.footprint.kv_bytes // self.num_pages
-        return min(self.num_pages // _PARKED_SHARE, _MOST_PARKED_BYTES // page_bytes)
+        """The same with those on the disk, as many as there are pages; what is beyond them is computed again."""
+        return self.most_parked_in_memory + (self.num_pages if self.parks_on_disk else 0)
 
     def scheduler(self, window: int | None = None) -> Scheduler:
         """A new one over pages that nobody has; ``window`` is the `Scheduler`'s."""

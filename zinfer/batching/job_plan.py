@@ -19,7 +19,7 @@ from zinfer.planning.advice import LEAST_GAIN, quantized_outlines
 from zinfer.planning.forecast import beside_request, check_length
 from zinfer.planning.outline import Outline
 from zinfer.planning.planner import Plan, make_plan
-from zinfer.planning.prediction import find_work, pass_time
+from zinfer.planning.prediction import disk_spares_time, find_work, pass_time
 from zinfer.planning.presets import Machine
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 
@@ -172,9 +172,12 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
     limits = beside_request(machine.limits, machine.device_memory_bytes, settings, taken)
     plan = make_plan(blocks, outline.layers, limits, settings)
     work, rates = find_work(outline.blocks, outline.shape), machine.rates
+    token_bytes = read_kv_shape(outline.config).token_bytes(budget.kv_dtype)
+    if settings.offload.nvme_path is not None and disk_spares_time(work, rates, token_bytes):
+        budget = replace(budget, parks_on_disk=True)
     predicted = predict_job(
         rehearse(job.prompt_lens, job.new_tokens, budget, common_window(outline.config)),
-        read_kv_shape(outline.config).token_bytes(budget.kv_dtype),
+        token_bytes,
         budget,
         partial(pass_time, plan, work, rates),
     )

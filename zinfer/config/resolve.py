@@ -19,7 +19,6 @@ from zinfer.errors import ConfigError
 
 STAGE = "zero_optimization.stage"
 OFFLOAD_DEVICE = "zero_optimization.offload_param.device"
-NVME_PATH = "zero_optimization.offload_param.nvme_path"
 
 
 def resolve_settings(
@@ -52,7 +51,7 @@ def resolve_settings(
         "dtype": _dtype(given),
         "checkpoint": _checkpoint(given),
         "quantization": quantization,
-        "without_effect": _without_effect(reading) + idle + _idle_nvme_path(given, quantizes=quantization is not None),
+        "without_effect": _without_effect(reading) + idle,
     }
     return Settings(
         **fields[""],
@@ -116,15 +115,3 @@ def _without_effect(reading: Reading) -> tuple[Ignored, ...]:
     if "base_dir" in reading.given and "checkpoint" not in reading.given:
         ignored.append(Ignored("base_dir", "a checkpoint is joined to it, and the configuration names none"))
     return tuple(ignored)
-
-
-def _idle_nvme_path(given: Mapping[str, Given], *, quantizes: bool) -> tuple[Ignored, ...]:
-    """`nvme_path` where nothing is written there, as far as the configuration alone can tell."""
-    if NVME_PATH not in given:
-        return ()
-    if OFFLOAD_DEVICE not in given or given[OFFLOAD_DEVICE].value != "nvme":
-        return (Ignored(NVME_PATH, f'nothing is written there unless {OFFLOAD_DEVICE} is "nvme"'),)
-    if not quantizes:
-        reason = "the checkpoint's files are read where they lie; only weights that other tools quantized are written"
-        return (Ignored(NVME_PATH, f"{reason} there, in the form that streams"),)
-    return ()

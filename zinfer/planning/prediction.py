@@ -255,6 +255,19 @@ def pass_time(
     )
 
 
+def disk_spares_time(work: Sequence[BlockWork], rates: Rates, token_bytes: int) -> bool:
+    """Whether a token's keys and values are written to the disk and read again faster than they are computed again.
+
+    Both by their own resource alone, for what else a pass has to do there is not known: bytes over the disk's rate,
+    which counts for writes too, and matrix work.
+
+    Args:
+        token_bytes: of all layers.
+    """
+    flops = _FLOPS_PER_PARAMETER * sum(each.num_active_params for each in work if each.every_token)
+    return 2 * token_bytes / rates.disk_bytes_per_s < flops / rates.flops_per_s
+
+
 def _between_s(work: Sequence[BlockWork], rates: Rates, num_tokens: int, num_pairs: int, num_parts: int) -> float:
     moved_bytes = num_tokens * sum(each.between_bytes for each in work)
     if num_tokens > max(MOST_FUSED_TOKENS.values()):
