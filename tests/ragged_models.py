@@ -1,6 +1,6 @@
 """Tiny random models of every family that runs in ragged batches, and prompts computed by them chunk by chunk."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -8,8 +8,10 @@ from checkpoints import MATRIX_STD, VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import zinfer
+from zinfer.batching.hosted_kv_cache import HostedKVCache
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.batching.page_cache import PageCache
 from zinfer.batching.passes import Chunk
 from zinfer.batching.ragged import BatchBuilder, RaggedBatch
 from zinfer.batching.runner import PassRunner
@@ -102,6 +104,14 @@ def tiny_model(family: str) -> PreTrainedModel:
     return model
 
 
+def spoil(cache: PageCache) -> None:
+    """Fill pages with what spoils whatever it is added to."""
+    homes = [part for home in cache._homes for part in home] if isinstance(cache, HostedKVCache) else []
+    pages = [slot.pages for slot in cache._slots] if isinstance(cache, HostedKVCache) else cache.layers
+    for part in [*homes, *(part for layer in pages if layer for part in layer.parts())]:
+        part.fill_(float("nan"))
+
+
 class Reference:
     """What a model makes of prompts one by one, without a cache."""
 
@@ -117,15 +127,20 @@ class Reference:
                 self.logits.append(model(found[None, :-1]).logits[0, len(prompt) - 1 :])
 
     def check(
-        self, engine: zinfer.InferenceEngine, *, chunk: int, page_size: int, most_part_tokens: int | None = None
+        self,
+        engine: zinfer.InferenceEngine,
+        *,
+        chunk: int,
+        page_size: int,
+        most_part_tokens: int | None = None,
+        make_cache: Callable[..., PageCache] = KVCache,
     ) -> None:
         """Computed side by side in chunks, the prompts get the same tokens after the same logits."""
         num_new, device = len(self.tokens[0]), engine.device
         pages_each = -(-(max(map(len, self.prompts)) + num_new) // page_size)
         shape = read_kv_shape(engine.module.config)
-        cache = KVCache(shape, len(self.prompts) * pages_each, page_size, torch.float32, device)
-        for part in (part for layer in cache.layers for part in layer.parts()):
-            part.fill_(float("nan"))
+        cache = make_cache(shape, len(self.prompts) * pages_each, page_size, torch.float32, device)
+        spoil(cache)
         texts = [
             Text(number, tuple(prompt), num_new, pages=list(range(number, cache.num_pages, len(self.prompts))))
             for number, prompt in enumerate(self.prompts)
@@ -133,8 +148,10 @@ class Reference:
         runner, builder = PassRunner(engine, cache), BatchBuilder(page_size, device, most_part_tokens, cache.stride)
         while any(len(text.output_ids) < num_new for text in texts):
             chunks = [self._chunk(text, chunk) for text in texts if len(text.output_ids) < num_new]
+            cache.expect(chunks)
             self._pass(runner, chunks, builder.build(chunks))
         runner.close()
+        cache.close()
 
     @staticmethod
     def _chunk(text: Text, most_tokens: int) -> Chunk:

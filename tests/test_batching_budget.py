@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from plan_support import CONFIGS, machine_with, outline_of, write_config
 
-from zinfer.batching.budget import BatchingBudget, find_budget, streams_from_disk, weights_room
+from zinfer.batching.budget import BatchingBudget, HostRoom, find_budget, streams_from_disk, weights_room
 from zinfer.config import resolve_settings
 from zinfer.errors import PlanError
 from zinfer.offload.block import Tier
@@ -30,6 +30,7 @@ def placed(outline: Outline, preset: str | Machine, **config: Any) -> tuple[Batc
         settings.batching,
         outline.max_positions,
         partial(weights_room, outline.blocks, settings),
+        HostRoom.find(outline.blocks, settings, machine.limits),
         on_cuda=True,
         from_disk=streams_from_disk(outline.blocks, settings, free_bytes + machine.limits.host_bytes),
     )

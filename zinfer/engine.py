@@ -167,9 +167,13 @@ class InferenceEngine(nn.Module):
 
         return self.call(generate)
 
-    def stats(self) -> RunStats:
-        """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs."""
-        return self._running().stats(self._wall_s, self._rates)
+    def stats(self, other_bytes: int = 0) -> RunStats:
+        """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs.
+
+        Args:
+            other_bytes: that others have copied to the device beside it; they are in the link's share alone.
+        """
+        return self._running().stats(self._wall_s, self._rates, other_bytes)
 
     def predict(self, batch_size: int, prompt_len: int, new_tokens: int) -> Prediction:
         """What a `generate` of this shape takes on this machine: seconds a pass, tokens a second, the bottleneck.

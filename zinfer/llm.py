@@ -12,13 +12,15 @@ from typing import Any, Self
 from torch import nn
 from transformers import PreTrainedModel
 
-from zinfer.batching.adapters import check_family, common_window
+from zinfer.batching.adapters import check_family, common_window, layer_windows
 from zinfer.batching.batcher import Batcher, Finished
-from zinfer.batching.budget import BatchingBudget, find_budget, streams_from_disk, weights_room
+from zinfer.batching.budget import BatchingBudget, HostRoom, find_budget, streams_from_disk, weights_room
 from zinfer.batching.completion import Completion, text_seed
 from zinfer.batching.ending import Ending, find_end_token_ids, special_stops
+from zinfer.batching.hosted_kv_cache import HostedKVCache
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.batching.page_cache import PageCache
 from zinfer.batching.parked import Parking
 from zinfer.batching.passes import PassSize
 from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, as_list, find_tokenizer
@@ -77,6 +79,7 @@ class LLM:
                 settings.batching,
                 most_tokens,
                 partial(weights_room, blocks, settings),
+                HostRoom.find(blocks, settings, limits),
                 on_cuda=limits.on_cuda,
                 from_disk=streams_from_disk(blocks, settings, free_bytes + limits.host_bytes),
             )
@@ -106,8 +109,14 @@ class LLM:
         folder = None
         if nvme_path is not None and self._engine.disk_spares_time(shape.token_bytes(budget.kv_dtype)):
             budget, folder = replace(budget, parks_on_disk=True), nvme_path.expanduser().absolute()
+        place = (shape, budget.num_pages, budget.page_size, budget.kv_dtype, device)
         parking = Parking(budget.most_parked_in_memory, folder)
-        self._cache = KVCache(shape, budget.num_pages, budget.page_size, budget.kv_dtype, device, parking)
+        self._cache: PageCache
+        if budget.is_hosted:
+            windows = layer_windows(module.config)
+            self._cache = HostedKVCache(*place, parking, windows=windows, synchronous=settings.synchronous)
+        else:
+            self._cache = KVCache(*place, parking)
         self._budget, self._window = budget, common_window(module.config)
         self._runner = PassRunner(self._engine, self._cache)
         self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, self._window)
@@ -119,8 +128,8 @@ class LLM:
 
     def stats(self) -> RunStats:
         """Bytes moved, memory taken and stalls so far."""
-        found, parked = self._engine.stats(), self._cache.parked
-        return replace(found, parked_bytes_written=parked.bytes_written, parked_bytes_read=parked.bytes_read)
+        self._check_open()
+        return self._cache.add_to(self._engine.stats(self._cache.bytes_to_device))
 
     def predict(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
         """What completing such prompts takes on this machine: the passes are rehearsed, nothing is computed.
@@ -267,7 +276,7 @@ class LLM:
                 self._runner.close()
             finally:
                 self._engine.destroy()
-                self._cache.parked.close()
+                self._cache.close()
                 del self._runner, self._batcher, self._cache
 
     def __enter__(self) -> Self:

@@ -12,6 +12,7 @@ from zinfer.batching.delivery import send
 from zinfer.batching.ending import Ending
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.loan import Loan
+from zinfer.batching.page_cache import PageCache
 from zinfer.batching.passes import Pass, PassSize
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.runner import PassRunner
@@ -82,7 +83,7 @@ class Batcher:
     """
 
     def __init__(
-        self, runner: PassRunner, cache: KVCache, sampler: Sampler, budget: BatchingBudget, window: int | None = None
+        self, runner: PassRunner, cache: PageCache, sampler: Sampler, budget: BatchingBudget, window: int | None = None
     ) -> None:
         self._runner = runner
         self._cache = cache
@@ -90,7 +91,8 @@ class Batcher:
         self._builder = BatchBuilder(cache.page_size, cache.device, budget.most_part_tokens, cache.stride)
         self._budget = budget
         self._window = window
-        self._loan = Loan(cache, runner.engine)
+        # Pages at home elsewhere are none of the device's memory.
+        self._loan = Loan(cache, runner.engine) if isinstance(cache, KVCache) else None
         self._scheduler = self._new_scheduler()
         self._in_pass = False
         self._drawn: _Drawing | None = None
@@ -144,7 +146,8 @@ class Batcher:
             left to do.
         """
         self._in_pass = True
-        self._loan.adjust(self._scheduler)
+        if self._loan is not None:
+            self._loan.adjust(self._scheduler)
         coming = self._scheduler.schedule()
         logits = None if coming is None else self._forward(coming)
         finished = [] if self._drawn is None else self._receive(self._drawn)
@@ -179,7 +182,7 @@ class Batcher:
             return
         was_in_pass, self._in_pass = self._in_pass, True  # until this is done: a second Ctrl-C may cut it short too
         for each in self._writing.values():
-            self._cache.parked.forget(each.sequence.number)
+            self._cache.forget(each.sequence.number)
             if not was_in_pass and each.sequence.state is not SequenceState.FINISHED:
                 self._scheduler.end(each.sequence)
         self._writing.clear()
@@ -193,15 +196,17 @@ class Batcher:
         self._scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
-        self._loan.take_back()
+        if self._loan is not None:
+            self._loan.take_back()
         return self._budget.scheduler(self._window)
 
     def _forward(self, coming: Pass) -> torch.Tensor:
         """Have a pass computed; the logits of its samples."""
         for sequence, pages in coming.parked:
-            self._cache.parked.park(sequence.number, pages)
+            self._cache.park(sequence.number, pages)
         for sequence, pages in coming.resumed:
-            self._cache.parked.resume(sequence.number, pages)
+            self._cache.resume(sequence.number, pages)
+        self._cache.expect(coming.chunks)
         pending = None
         if self._drawn is not None:
             places = {each.sequence.number: place for place, each in enumerate(self._drawn.rows)}
@@ -243,7 +248,7 @@ class Batcher:
         restarted = {number for number in broken if self._writing[number].sequence.shares}
         for number in sorted(restarted, reverse=True):
             self._scheduler.restart(self._writing[number].sequence)
-            self._cache.parked.forget(number)
+            self._cache.forget(number)
         if broken:  # their pages, and tokens before the one that broke them, may hold no numbers either
             self._scheduler.pool.forget()
         return restarted
@@ -261,7 +266,7 @@ class Batcher:
             reason = found
         if sequence.state is not SequenceState.FINISHED:
             self._scheduler.end(sequence)
-            self._cache.parked.forget(sequence.number)
+            self._cache.forget(sequence.number)
         del self._writing[sequence.number]
         output_ids = sequence.output_ids
         logprobs = None if each.params.logprobs is None else tuple(each.logprobs)

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from zinfer.batching.admission_queue import Order
-from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.batching.kv_shape import num_page_slots, read_kv_shape
 from zinfer.batching.pages import PagePool
 from zinfer.batching.scheduler import Scheduler
 from zinfer.config import Settings
@@ -18,6 +18,7 @@ from zinfer.cut import ModelBlock
 from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.conversions import conversion_bytes
 from zinfer.planning.footprint import Footprint, find_footprint, weight_budget
+from zinfer.planning.machine import MachineLimits
 from zinfer.planning.model_shape import ModelShape, read_shape
 from zinfer.planning.request import Request
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
@@ -25,6 +26,7 @@ from zinfer.units import human_bytes
 
 _KV_SHARE: Final = 0.3  # of what is left, beside weights that are all resident; of what is free on a CPU
 _NUM_SLOTS: Final = 3
+_HOST_KV_SHARE: Final = 0.8  # of host memory that weights leave: staging, the outputs and others want some too
 _LEAST_SHARE: Final = 0.15  # of what is left, whatever weights would like to have
 _MOST_TOKENS_PER_PASS: Final = 16_384
 # 16-bit weights at 4 GB/s from a disk take as long as an H200 computes 150,000 tokens with them.
@@ -56,7 +58,7 @@ class BatchingBudget:
         order: in which texts that wait begin.
         lends: whether pages that no text needs are lent to weights. On a CPU pages that were never written to take no
             memory, and are lent only where the configuration has given it to them.
-        footprint: bytes that all of it takes of the device.
+        footprint: bytes that all of it takes.
         parks_on_disk: whether pages of texts that had to make room are kept on the disk once host memory has its share.
     """
 
@@ -72,10 +74,21 @@ class BatchingBudget:
     parks_on_disk: bool = False
 
     @property
+    def is_hosted(self) -> bool:
+        """Whether pages are at home in host memory."""
+        return self.footprint.host_bytes > 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all pages, where they are at home."""
+        return self.footprint.host_bytes or self.footprint.kv_bytes
+
+    @property
     def most_parked_in_memory(self) -> int:
-        """Pages of texts that had to make room, in host memory."""
-        page_bytes = self.footprint.kv_bytes // self.num_pages
-        return min(self.num_pages // _PARKED_SHARE, _MOST_PARKED_BYTES // page_bytes)
+        """Pages of texts that had to make room, in host memory: none where that is what they had to make room in."""
+        if self.is_hosted:
+            return 0
+        return min(self.num_pages // _PARKED_SHARE, _MOST_PARKED_BYTES // (self.kv_bytes // self.num_pages))
 
     @property
     def most_parked_pages(self) -> int:
@@ -95,6 +108,27 @@ class BatchingBudget:
         )
 
 
+@dataclass(frozen=True)
+class HostRoom:
+    """Bytes of host memory for keys and values that are at home there.
+
+    Attributes:
+        most_bytes: that the budgets hold.
+        usual_bytes: where nothing is stated: what weights leave, or a share.
+    """
+
+    most_bytes: int
+    usual_bytes: int
+
+    @classmethod
+    def find(cls, blocks: Sequence[ModelBlock], settings: Settings, limits: MachineLimits) -> "HostRoom":
+        """Within the limits, beside a model's blocks."""
+        most_bytes = min(limits.host_bytes, limits.pinned_bytes) if limits.on_cuda else limits.host_bytes
+        weight_bytes = 0 if settings.offload.device == "nvme" else sum(block.block.nbytes for block in blocks)
+        left_bytes = int((most_bytes - weight_bytes) * _HOST_KV_SHARE)
+        return cls(most_bytes, max(left_bytes, int(most_bytes * _LEAST_SHARE)))
+
+
 def find_budget(
     config: PretrainedConfig,
     dtype: torch.dtype,
@@ -102,6 +136,7 @@ def find_budget(
     stated: Batching,
     most_tokens: int | None,
     room: Callable[[int], int],
+    host: HostRoom,
     *,
     on_cuda: bool,
     from_disk: bool = False,
@@ -115,12 +150,13 @@ def find_budget(
         stated: by the configuration.
         most_tokens: of one text, prompt and new tokens together; None: as many as there are pages for.
         room: `weights_room` of the model.
+        host: for pages that are stated to be at home in host memory.
         on_cuda: whether the device is one.
         from_disk: whether layers will stream from the disk.
 
     Raises:
         ConfigError: pages of a size that is no power of two.
-        PlanError: not even one page fits the memory that is there for the cache.
+        PlanError: not even one page fits the memory that is there for the cache, or more is stated than there is.
     """
     page_size = stated.kv_page_size or _PAGE_SIZE
     if page_size & (page_size - 1):
@@ -133,13 +169,14 @@ def find_budget(
         shape, dtype, stated, most, part_tokens, free_bytes * _MOST_ACTIVATION_SHARE if on_cuda else math.inf
     )
     kv_dtype = _DTYPES.get(stated.kv_cache_dtype, dtype)
-    kv_bytes = stated.kv_cache_memory
-    if kv_bytes is None:
-        kv_bytes = int(free_bytes * _KV_SHARE)
-        if on_cuda:
-            left_bytes = weight_budget(free_bytes, Footprint(0, activation_bytes, 0))
-            kv_bytes = max(left_bytes - room(left_bytes), int(left_bytes * _LEAST_SHARE))
-    page_bytes = read_kv_shape(config).token_bytes(kv_dtype) * page_size
+    kept = read_kv_shape(config)
+    page_bytes = kept.token_bytes(kv_dtype) * page_size
+    hosted = stated.kv_cache_tier == "host"
+    if hosted:
+        slot_share = num_page_slots(kept.num_layers) / kept.num_layers
+        kv_bytes = _hosted_bytes(stated, host, int(free_bytes * _KV_SHARE / slot_share))
+    else:
+        kv_bytes = _device_bytes(stated, free_bytes, activation_bytes, room, on_cuda=on_cuda)
     num_pages = kv_bytes // page_bytes
     if stated.kv_cache_memory is None and most_tokens is not None:
         num_pages = min(num_pages, max_sequences * -(-most_tokens // page_size))
@@ -148,7 +185,11 @@ def find_budget(
             f"a page of the KV cache, {page_size} tokens, takes {human_bytes(page_bytes)}, and {human_bytes(kv_bytes)} "
             "are there for it; raise zinfer.kv_cache_memory or lower zinfer.kv_page_size"
         )
-    footprint = Footprint(num_pages * page_bytes, activation_bytes, num_pages * page_bytes)
+    kv_bytes = num_pages * page_bytes
+    footprint = Footprint(kv_bytes, activation_bytes, kv_bytes)
+    if hosted:
+        slots_bytes = kv_bytes // kept.num_layers * num_page_slots(kept.num_layers)
+        footprint = Footprint(slots_bytes, activation_bytes, slots_bytes, host_bytes=kv_bytes)
     return BatchingBudget(
         tokens_per_pass=tokens_per_pass,
         most_part_tokens=min(tokens_per_pass, part_tokens),
@@ -157,9 +198,38 @@ def find_budget(
         page_size=page_size,
         kv_dtype=kv_dtype,
         order=stated.admission_order,
-        lends=on_cuda or stated.kv_cache_memory is not None,
+        lends=not hosted and (on_cuda or stated.kv_cache_memory is not None),
         footprint=footprint,
     )
+
+
+def _device_bytes(
+    stated: Batching, free_bytes: int, activation_bytes: int, room: Callable[[int], int], *, on_cuda: bool
+) -> int:
+    """For pages on the device: what nothing else needs."""
+    if stated.kv_cache_memory is not None:
+        return stated.kv_cache_memory
+    if not on_cuda:
+        return int(free_bytes * _KV_SHARE)
+    left_bytes = weight_budget(free_bytes, Footprint(0, activation_bytes, 0))
+    return max(left_bytes - room(left_bytes), int(left_bytes * _LEAST_SHARE))
+
+
+def _hosted_bytes(stated: Batching, host: HostRoom, most_passing: int) -> int:
+    """For pages in host memory.
+
+    Args:
+        most_passing: more than that would want slots that are too large for the device.
+    """
+    if stated.kv_cache_memory is None:
+        return min(host.usual_bytes, most_passing)
+    if stated.kv_cache_memory > host.most_bytes:
+        raise PlanError(
+            f'zinfer.kv_cache_memory is {human_bytes(stated.kv_cache_memory)}, and zinfer.kv_cache_tier is "host", but '
+            f"zinfer.max_host_memory and max_pinned_memory leave {human_bytes(host.most_bytes)}; lower "
+            "zinfer.kv_cache_memory, or raise them"
+        )
+    return stated.kv_cache_memory
 
 
 def weights_room(blocks: Sequence[ModelBlock], settings: Settings, left_bytes: int) -> int:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from zinfer.batching.adapters import common_window
-from zinfer.batching.budget import BatchingBudget, find_budget, weights_room
+from zinfer.batching.budget import BatchingBudget, HostRoom, find_budget, weights_room
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
 from zinfer.config import Settings
@@ -99,7 +99,7 @@ class JobPlan:
         named: dict[str, Any] = {
             "tokens_per_pass": self.budget.tokens_per_pass,
             "max_sequences": self.budget.max_sequences,
-            "kv_cache_memory": self.budget.footprint.kv_bytes,
+            "kv_cache_memory": self.budget.kv_bytes,
         }
         kind = self.batching.kv_cache_dtype
         return named if kind == "auto" else {**named, "kv_cache_dtype": kind}
@@ -165,7 +165,10 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
     on_cuda = machine.limits.device.type == "cuda"
     free_bytes = machine.device_memory_bytes
     room = partial(weights_room, outline.blocks, settings)
-    budget = find_budget(outline.config, outline.dtype, free_bytes, batching, job.most_tokens, room, on_cuda=on_cuda)
+    host = HostRoom.find(outline.blocks, settings, machine.limits)
+    budget = find_budget(
+        outline.config, outline.dtype, free_bytes, batching, job.most_tokens, room, host, on_cuda=on_cuda
+    )
     blocks = [block.block for block in outline.blocks]
     taken = budget.footprint
     taken = replace(taken, activation_bytes=taken.activation_bytes + most_dequantized_bytes(blocks))

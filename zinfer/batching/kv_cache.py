@@ -11,15 +11,17 @@ from typing import Final
 import torch
 
 from zinfer.batching.kv_shape import KVShape
+from zinfer.batching.page_cache import PageCache
 from zinfer.batching.parked import UNLIMITED, ParkedTexts, Parking
+from zinfer.batching.passes import Chunk
 from zinfer.errors import ConfigError
 from zinfer.kernels.kv_pages import KVPages, takes_kernels
 
 _MOVED_AT_ONCE_BYTES: Final = 1 << 30  # what moves on the device is copied twice
 
 
-class KVCache:
-    """Pages on one device; page i is page i of every layer.
+class KVCache(PageCache):
+    """Pages that are at home on one device.
 
     Args:
         shape: of the model's cache.
@@ -28,8 +30,6 @@ class KVCache:
         dtype: of keys and values in the pages.
         device: where they lie.
         parking: where pages of parked sequences are kept.
-
-    ``layers`` has each layer's view of the pages, in which page i is number i * ``stride``.
 
     Raises:
         ConfigError: the device cannot read pages of this dtype.
@@ -51,12 +51,27 @@ class KVCache:
         self.device = device
         place = (num_pages * self.stride, page_size, shape.num_heads, shape.key_dim, shape.value_dim)
         self._whole = KVPages.empty(*place, dtype, device, values_in_keys=shape.values_in_keys)
-        self.layers = [self._whole.beginning_at(layer) for layer in range(self.stride)]
+        self.layers: list[KVPages | None] = [self._whole.beginning_at(layer) for layer in range(self.stride)]
         try:
             takes_kernels(self._whole)
         except ValueError as error:
             raise ConfigError(f"zinfer.kv_cache_dtype: {error}") from error
         self.parked = ParkedTexts(self._rows(), parking)
+
+    def expect(self, chunks: Sequence[Chunk]) -> None:
+        """Nothing has to come."""
+
+    def bring(self, layer: int) -> None:
+        """They are there."""
+
+    def let_go(self, layer: int) -> None:
+        """They stay."""
+
+    def arrive(self) -> None:
+        """They are copied in the order of the compute."""
+
+    def close(self) -> None:
+        self.parked.close()
 
     @property
     def nbytes(self) -> int:

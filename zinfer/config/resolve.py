@@ -19,6 +19,8 @@ from zinfer.errors import ConfigError
 
 STAGE = "zero_optimization.stage"
 OFFLOAD_DEVICE = "zero_optimization.offload_param.device"
+PIN_MEMORY = "zero_optimization.offload_param.pin_memory"
+KV_TIER = "zinfer.kv_cache_tier"
 
 
 def resolve_settings(
@@ -41,6 +43,7 @@ def resolve_settings(
     _check_offload(given)
     _check_lengths(given)
     _check_batch(given)
+    _check_tier(given)
     fields: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for item in given.values():
         if item.key.field is not None:
@@ -84,6 +87,15 @@ def _check_batch(given: Mapping[str, Given]) -> None:
     missing = [name for name in names if name not in given]
     if missing and len(missing) < len(names):
         raise ConfigError(f"{' and '.join(missing)}: missing; a batch has {', '.join(names)}, give all of them or none")
+
+
+def _check_tier(given: Mapping[str, Given]) -> None:
+    tier, pins = given.get(KV_TIER), given.get(PIN_MEMORY)
+    if tier is not None and tier.value == "host" and pins is not None and not pins.value:
+        raise ConfigError(
+            f"{tier} contradicts {pins}: keys and values come and go beside the compute from pinned memory only; "
+            f'remove {pins.written}, or set {tier.written} to "device"'
+        )
 
 
 def _dtype(given: Mapping[str, Given]) -> torch.dtype | None:

@@ -43,7 +43,7 @@ class RaggedCompleter:
             "tokens_per_pass": budget.tokens_per_pass,
             "max_sequences": budget.max_sequences,
             "kv_page_size": budget.page_size,
-            "kv_cache_memory": budget.footprint.kv_bytes,
+            "kv_cache_memory": budget.kv_bytes,
         }
 
     @property
