@@ -3,10 +3,12 @@
 Sizes that the configuration leaves open are chosen one after the other, each the fastest by rehearsal on a sample.
 """
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from zinfer.batching.adapters import common_window
 from zinfer.batching.budget import BatchingBudget, HostRoom, find_budget, weights_room
@@ -30,6 +32,8 @@ run with few beside them."""
 _TOKENS_PER_PASS: Final = (2048, 4096, 8192, 16_384, 32_768, 131_072)
 _MAX_SEQUENCES: Final = (128, 512, 1024)
 _KV_SHARES: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)  # of device memory; the weights at home there have the rest
+_HOSTED_MAX_SEQUENCES: Final = (512, 1024, 4096)
+_HOSTED_KV_SHARES: Final = (0.25, 0.5, 1.0)  # of host memory that weights leave
 _FEWEST_REHEARSED: Final = 64
 _MOST_REHEARSED: Final = 1024
 _TURNS: Final = 6  # of the cache: its filling and emptying are then a small part
@@ -101,8 +105,10 @@ class JobPlan:
             "max_sequences": self.budget.max_sequences,
             "kv_cache_memory": self.budget.kv_bytes,
         }
-        kind = self.batching.kv_cache_dtype
-        return named if kind == "auto" else {**named, "kv_cache_dtype": kind}
+        for key, usual in (("kv_cache_dtype", "auto"), ("kv_cache_tier", "device")):
+            if (stated := getattr(self.batching, key)) != usual:
+                named[key] = stated
+        return named
 
 
 def plan_job(outline: Outline, machine: Machine, settings: Settings, job: Job) -> JobPlan:
@@ -113,37 +119,61 @@ def plan_job(outline: Outline, machine: Machine, settings: Settings, job: Job) -
         ConfigError: a text is longer than the model or the configuration allows.
     """
     check_length(outline, settings, *job.longest)
-    stated = settings.batching
-    shares = [int(machine.device_memory_bytes * share) for share in _KV_SHARES]
-    kv_bytes = shares if stated.kv_cache_memory is None else [stated.kv_cache_memory]
-    sizes = _TOKENS_PER_PASS if stated.tokens_per_pass is None else [stated.tokens_per_pass]
-    counts = _MAX_SEQUENCES if stated.max_sequences is None else [stated.max_sequences]
-    # How many tokens pay depends on the memory that is left for weights: both are tried together.
-    usual = replace(stated, max_sequences=stated.max_sequences or _MAX_SEQUENCES[1])
-    tried = [replace(usual, tokens_per_pass=size, kv_cache_memory=nbytes) for nbytes in kv_bytes for size in sizes]
     # All of them rehearse the same rows: fewer would count the filling and emptying of the cache for more.
     token_bytes = read_kv_shape(outline.config).token_bytes(outline.dtype)
-    job = job.rehearsing(shares[-1] // token_bytes // job.most_tokens)
+    most_bytes = int(machine.device_memory_bytes * _KV_SHARES[-1])
+    return _choose(outline, machine, settings, job.rehearsing(most_bytes // token_bytes // job.most_tokens))
+
+
+def _choose(outline: Outline, machine: Machine, settings: Settings, job: Job) -> JobPlan:
+    """The fastest sizes among those that the settings leave open; raises PlanError where nothing fits."""
+    stated = settings.batching
+    shares, usual_counts = [int(machine.device_memory_bytes * share) for share in _KV_SHARES], _MAX_SEQUENCES
+    if stated.kv_cache_tier == "host":
+        room = HostRoom.find(outline.blocks, settings, machine.limits)
+        shares, usual_counts = [int(room.usual_bytes * share) for share in _HOSTED_KV_SHARES], _HOSTED_MAX_SEQUENCES
+    kv_bytes = shares if stated.kv_cache_memory is None else [stated.kv_cache_memory]
+    sizes = _TOKENS_PER_PASS if stated.tokens_per_pass is None else [stated.tokens_per_pass]
+    counts = usual_counts if stated.max_sequences is None else [stated.max_sequences]
+    # How many tokens pay depends on the memory that is left for weights: both are tried together.
+    usual = replace(stated, max_sequences=stated.max_sequences or usual_counts[1])
+    tried = [replace(usual, tokens_per_pass=size, kv_cache_memory=nbytes) for nbytes in kv_bytes for size in sizes]
     best = _fastest(outline, machine, settings, tried, job).batching
     return _fastest(outline, machine, settings, [replace(best, max_sequences=count) for count in counts], job)
 
 
 def job_advice(outline: Outline, machine: Machine, settings: Settings, planned: JobPlan) -> list[str]:
-    """Changes that lose a little accuracy and pay, the largest gain first; each is by itself."""
+    """Changes that pay, the largest gain first; each is by itself. Those of numbers lose a little accuracy."""
     tried: list[tuple[str, Outline, Batching]] = []
     if planned.batching.kv_cache_dtype == "auto":
         tried.append(('zinfer.kv_cache_dtype "int8"', outline, replace(planned.batching, kv_cache_dtype="int8")))
     if planned.plan.streamed_bytes:
         tried += [(words, smaller, planned.batching) for words, smaller in quantized_outlines(outline, settings)]
-    found = []
-    for words, other, batching in tried:
-        try:
-            then = _try(other, machine, settings, batching, planned.job)
-        except PlanError:
-            continue
+    found: list[tuple[float, str]] = []
+
+    def compare(words: str, then: JobPlan) -> None:
         if (gain := planned.seconds / then.seconds) >= LEAST_GAIN:
             found.append((gain, f"{words}: {then.seconds:,.4g} s, {gain:.3g} times as fast"))
+
+    for words, other, batching in tried:
+        with suppress(PlanError):
+            compare(words, _try(other, machine, settings, batching, planned.job))
+    if (moved := _in_other_memory(outline, machine, settings, planned.job)) is not None:
+        compare(f"keys and values in other memory, {json.dumps({'zinfer': moved.keys()})}", moved)
     return [words for _, words in sorted(found, reverse=True)]
+
+
+def _in_other_memory(outline: Outline, machine: Machine, settings: Settings, job: Job) -> JobPlan | None:
+    """The fastest sizes with keys and values at home where they are not now; None where that is no choice."""
+    if not machine.limits.on_cuda or not settings.offload.pin_memory:
+        return None
+    stated = settings.batching
+    other: Literal["device", "host"] = "host" if stated.kv_cache_tier == "device" else "device"
+    batching = replace(stated, kv_cache_tier=other, kv_cache_memory=None)  # what is stated is of the one memory alone
+    try:
+        return _choose(outline, machine, replace(settings, batching=batching), job)
+    except PlanError:
+        return None
 
 
 def _fastest(outline: Outline, machine: Machine, settings: Settings, choices: Sequence[Batching], job: Job) -> JobPlan:

@@ -17,7 +17,15 @@ class PassTimeOf(Protocol):
     """`zinfer.planning.prediction.pass_time` for one plan, one model and one machine."""
 
     def __call__(
-        self, num_tokens: int, num_rows: int, *, cache_bytes: int, num_pairs: int, num_parts: int, lent_bytes: int
+        self,
+        num_tokens: int,
+        num_rows: int,
+        *,
+        cache_bytes: int,
+        num_pairs: int,
+        num_parts: int,
+        lent_bytes: int,
+        hosted_bytes: int,
     ) -> PassTime: ...
 
 
@@ -92,6 +100,7 @@ def predict_job(
             num_pairs=size.num_pairs,
             num_parts=-(-size.num_tokens // budget.most_part_tokens),
             lent_bytes=size.num_lent_pages * budget.page_size * token_bytes,
+            hosted_bytes=_coming_tokens(size, budget) * token_bytes if budget.is_hosted else 0,
         )
         for size in sizes
     ]
@@ -106,6 +115,15 @@ def predict_job(
         bottleneck=max(set(names), key=names.count),
         steady_s_per_token=_steady(times),
     )
+
+
+def _coming_tokens(size: PassSize, budget: BatchingBudget) -> int:
+    """Tokens whose keys and values a pass brings from host memory: whole pages, the last one of a text half full.
+
+    Windows of single layers are not looked at: these bring less.
+    """
+    num_before = size.num_context - size.num_tokens
+    return min(num_before + size.num_samples * budget.page_size // 2, budget.num_pages * budget.page_size)
 
 
 def _steady(times: Sequence[PassTime]) -> float:

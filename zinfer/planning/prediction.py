@@ -222,6 +222,7 @@ def pass_time(
     num_pairs: int = 0,
     num_parts: int = 1,
     lent_bytes: int = 0,
+    hosted_bytes: int = 0,
 ) -> PassTime:
     """One pass.
 
@@ -233,6 +234,7 @@ def pass_time(
         num_pairs: of a prompt's token and one that it attends to; those of decodes take no more than reading the cache.
         num_parts: of the pass, which a layer computes one after the other.
         lent_bytes: of the device, in which blocks have come to stay.
+        hosted_bytes: of keys and values, that come from host memory; what goes back crosses the link the other way.
     """
     wired = [(each, home, _wire_bytes(each, home)) for each, home in zip(work, plan.homes, strict=True)]
     if plan.slot_bytes:
@@ -246,7 +248,7 @@ def pass_time(
     return PassTime(
         num_tokens=num_tokens,
         disk_s=disk_bytes / rates.disk_bytes_per_s,
-        link_s=sum(nbytes for _, _, nbytes in wired) / rates.link_bytes_per_s,
+        link_s=(sum(nbytes for _, _, nbytes in wired) + hosted_bytes) / rates.link_bytes_per_s,
         host_s=sum(pageable) / rates.host_bytes_per_s,
         matrix_s=flops / rates.flops_per_s,
         device_s=(sum(each.block.nbytes for each in work) + cache_bytes) / rates.device_bytes_per_s,
