@@ -74,8 +74,8 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def tiny_model(family: str) -> PreTrainedModel:
-    """A float32 model of two layers, loud enough that its tokens differ."""
+def tiny_model(family: str, num_layers: int = 2) -> PreTrainedModel:
+    """A float32 model, loud enough that its tokens differ."""
     shape = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -89,6 +89,9 @@ def tiny_model(family: str) -> PreTrainedModel:
     keys = {
         key: value for key, value in (shape | special | FAMILIES[family]).items() if value is not None or key in special
     }
+    keys |= {name: num_layers for name in ("num_hidden_layers", "n_layer", "n_layers") if name in keys}
+    if "layer_types" in keys:
+        keys["layer_types"] = (keys["layer_types"] * num_layers)[:num_layers]
     config = AutoConfig.for_model(family.split("-")[0], **keys)
     # Eager attention adds Falcon's ALiBi twice, to the mask and to the products; sdpa adds it once.
     config._attn_implementation = "sdpa" if family == "falcon-alibi" else "eager"

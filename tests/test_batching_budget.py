@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from plan_support import CONFIGS, machine_with, outline_of, write_config
 
-from zinfer.batching.budget import BatchingBudget, HostRoom, find_budget, streams_from_disk, weights_room
+from zinfer.batching.budget import BatchingBudget, find_budget, streams_from_disk, weights_room
+from zinfer.batching.host_room import HostRoom
 from zinfer.config import resolve_settings
 from zinfer.errors import PlanError
 from zinfer.offload.block import Tier

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import check_family, common_window, layer_windows
 from zinfer.batching.batcher import Batcher, Finished
-from zinfer.batching.budget import BatchingBudget, HostRoom, find_budget, streams_from_disk, weights_room
+from zinfer.batching.budget import BatchingBudget, find_budget, streams_from_disk, weights_room
 from zinfer.batching.completion import Completion, text_seed
 from zinfer.batching.ending import Ending, find_end_token_ids, special_stops
+from zinfer.batching.host_room import HostRoom
 from zinfer.batching.hosted_kv_cache import HostedKVCache
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape

@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from zinfer.batching.admission_queue import Order
+from zinfer.batching.host_room import HostRoom
 from zinfer.batching.kv_shape import num_page_slots, read_kv_shape
 from zinfer.batching.pages import PagePool
 from zinfer.batching.scheduler import Scheduler
@@ -18,7 +19,6 @@ from zinfer.cut import ModelBlock
 from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.conversions import conversion_bytes
 from zinfer.planning.footprint import Footprint, find_footprint, weight_budget
-from zinfer.planning.machine import MachineLimits
 from zinfer.planning.model_shape import ModelShape, read_shape
 from zinfer.planning.request import Request
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
@@ -26,7 +26,6 @@ from zinfer.units import human_bytes
 
 _KV_SHARE: Final = 0.3  # of what is left, beside weights that are all resident; of what is free on a CPU
 _NUM_SLOTS: Final = 3
-_HOST_KV_SHARE: Final = 0.8  # of host memory that weights leave: staging, the outputs and others want some too
 _LEAST_SHARE: Final = 0.15  # of what is left, whatever weights would like to have
 _MOST_TOKENS_PER_PASS: Final = 16_384
 # 16-bit weights at 4 GB/s from a disk take as long as an H200 computes 150,000 tokens with them.
@@ -108,27 +107,6 @@ class BatchingBudget:
         )
 
 
-@dataclass(frozen=True)
-class HostRoom:
-    """Bytes of host memory for keys and values that are at home there.
-
-    Attributes:
-        most_bytes: that the budgets hold.
-        usual_bytes: where nothing is stated: what weights leave, or a share.
-    """
-
-    most_bytes: int
-    usual_bytes: int
-
-    @classmethod
-    def find(cls, blocks: Sequence[ModelBlock], settings: Settings, limits: MachineLimits) -> "HostRoom":
-        """Within the limits, beside a model's blocks."""
-        most_bytes = min(limits.host_bytes, limits.pinned_bytes) if limits.on_cuda else limits.host_bytes
-        weight_bytes = 0 if settings.offload.device == "nvme" else sum(block.block.nbytes for block in blocks)
-        left_bytes = int((most_bytes - weight_bytes) * _HOST_KV_SHARE)
-        return cls(most_bytes, max(left_bytes, int(most_bytes * _LEAST_SHARE)))
-
-
 def find_budget(
     config: PretrainedConfig,
     dtype: torch.dtype,
@@ -173,8 +151,7 @@ def find_budget(
     page_bytes = kept.token_bytes(kv_dtype) * page_size
     hosted = stated.kv_cache_tier == "host"
     if hosted:
-        slot_share = num_page_slots(kept.num_layers) / kept.num_layers
-        kv_bytes = _hosted_bytes(stated, host, int(free_bytes * _KV_SHARE / slot_share))
+        kv_bytes = host.pages_bytes(kept, free_bytes, stated.kv_cache_memory)
     else:
         kv_bytes = _device_bytes(stated, free_bytes, activation_bytes, room, on_cuda=on_cuda)
     num_pages = kv_bytes // page_bytes
@@ -213,23 +190,6 @@ def _device_bytes(
         return int(free_bytes * _KV_SHARE)
     left_bytes = weight_budget(free_bytes, Footprint(0, activation_bytes, 0))
     return max(left_bytes - room(left_bytes), int(left_bytes * _LEAST_SHARE))
-
-
-def _hosted_bytes(stated: Batching, host: HostRoom, most_passing: int) -> int:
-    """For pages in host memory.
-
-    Args:
-        most_passing: more than that would want slots that are too large for the device.
-    """
-    if stated.kv_cache_memory is None:
-        return min(host.usual_bytes, most_passing)
-    if stated.kv_cache_memory > host.most_bytes:
-        raise PlanError(
-            f'zinfer.kv_cache_memory is {human_bytes(stated.kv_cache_memory)}, and zinfer.kv_cache_tier is "host", but '
-            f"zinfer.max_host_memory and max_pinned_memory leave {human_bytes(host.most_bytes)}; lower "
-            "zinfer.kv_cache_memory, or raise them"
-        )
-    return stated.kv_cache_memory
 
 
 def weights_room(blocks: Sequence[ModelBlock], settings: Settings, left_bytes: int) -> int:

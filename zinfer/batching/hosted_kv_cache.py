@@ -4,11 +4,12 @@
 the same place in both, so that tables of pages hold for either, and runs of pages move in one copy for each tensor.
 
 [Note: lifetime of a slot of pages] A slot is free, filling or held, and travels with the event ``vacant``. A layer's
-pages come into a free slot once that event is reached (what was written in it before lies in host memory), and once the
-layer's pages of the pass before lie there too: copies that bring pages and copies that take them back run on two
-streams, each in its own order. `bring` makes compute wait until they are there (held). `let_go` marks the compute, has
-what the pass wrote go back behind that mark, and frees the slot with the event of the last copy as its ``vacant``. So
-the host waits for nothing, and a pass may be begun while the one before is still computed.
+pages come into the slot that was freed first, once that event is reached: what was written in it lies in host memory by
+then, and with it the layer's own pages of the pass before, because slots are no more than layers and all copies back
+are on one stream, in the order of the layers. `bring` makes compute wait for the copies that bring them, on another
+stream (held). `let_go` marks the compute, has what the pass wrote go back behind that mark, and frees the slot with the
+event of the last copy as its ``vacant``. So the host waits for nothing, and a pass may be begun while the one before is
+still computed.
 
 The thread that runs the model enqueues the copies itself: they are few, and a pass that is cut short, by Ctrl-C at
 whatever line, leaves pages that nobody finds again, and a slot that is not free. `expect` sees that and waits for all
@@ -119,7 +120,6 @@ class HostedKVCache(PageCache):
         # Also where a cache is dropped without `close`: memory that is registered must not be unmapped.
         self._close = weakref.finalize(self, _give_back, self._buffers, (self._coming, self._going))
         self._homes = [[self._home(part) for part in self._slots[0].parts] for _ in self.layers]
-        self._back: list[Event] = [self._going.mark()] * shape.num_layers
         self._traffic: dict[int | None, PageTraffic] = {}
         rows = [_bits(part).view(num_pages, -1) for home in self._homes for part in home]
         self.parked = ParkedTexts(rows, parking)
@@ -169,7 +169,7 @@ class HostedKVCache(PageCache):
             for home, part in zip(self._homes[layer], slot.parts, strict=True):
                 self._going.copy(home[run], part[run])
                 self.bytes_to_host += part[run].nbytes
-        slot.vacant = self._back[layer] = self._going.mark()
+        slot.vacant = self._going.mark()
         if self._synchronous:
             slot.vacant.synchronize()
         del self._held[layer]
@@ -193,7 +193,6 @@ class HostedKVCache(PageCache):
         slot = self._free.pop(0)
         self._next = layer + 1
         self._coming.after(slot.vacant)
-        self._coming.after(self._back[layer])
         for run in self._traffic[self._windows[layer]].coming:
             for part, home in zip(slot.parts, self._homes[layer], strict=True):
                 self._coming.copy(part[run], home[run])

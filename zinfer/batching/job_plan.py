@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from zinfer.batching.adapters import common_window
-from zinfer.batching.budget import BatchingBudget, HostRoom, find_budget, weights_room
+from zinfer.batching.budget import BatchingBudget, find_budget, weights_room
+from zinfer.batching.host_room import HostRoom
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
 from zinfer.config import Settings
@@ -33,7 +34,8 @@ _TOKENS_PER_PASS: Final = (2048, 4096, 8192, 16_384, 32_768, 131_072)
 _MAX_SEQUENCES: Final = (128, 512, 1024)
 _KV_SHARES: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)  # of device memory; the weights at home there have the rest
 _HOSTED_MAX_SEQUENCES: Final = (512, 1024, 4096)
-_HOSTED_KV_SHARES: Final = (0.25, 0.5, 1.0)  # of host memory that weights leave
+_HOSTED_KV_SHARES: Final = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0)  # of what suits host and device
+_FEWEST_TURNS: Final = 3  # of the cache, that a rehearsal has to have for its middle to be like a whole job's
 _FEWEST_REHEARSED: Final = 64
 _MOST_REHEARSED: Final = 1024
 _TURNS: Final = 6  # of the cache: its filling and emptying are then a small part
@@ -119,10 +121,7 @@ def plan_job(outline: Outline, machine: Machine, settings: Settings, job: Job) -
         ConfigError: a text is longer than the model or the configuration allows.
     """
     check_length(outline, settings, *job.longest)
-    # All of them rehearse the same rows: fewer would count the filling and emptying of the cache for more.
-    token_bytes = read_kv_shape(outline.config).token_bytes(outline.dtype)
-    most_bytes = int(machine.device_memory_bytes * _KV_SHARES[-1])
-    return _choose(outline, machine, settings, job.rehearsing(most_bytes // token_bytes // job.most_tokens))
+    return _choose(outline, machine, settings, job)
 
 
 def _choose(outline: Outline, machine: Machine, settings: Settings, job: Job) -> JobPlan:
@@ -131,7 +130,11 @@ def _choose(outline: Outline, machine: Machine, settings: Settings, job: Job) ->
     shares, usual_counts = [int(machine.device_memory_bytes * share) for share in _KV_SHARES], _MAX_SEQUENCES
     if stated.kv_cache_tier == "host":
         room = HostRoom.find(outline.blocks, settings, machine.limits)
-        shares, usual_counts = [int(room.usual_bytes * share) for share in _HOSTED_KV_SHARES], _HOSTED_MAX_SEQUENCES
+        usual_bytes = room.usual_pages_bytes(read_kv_shape(outline.config), machine.device_memory_bytes)
+        shares = sorted({min(int(usual_bytes * share), room.usual_bytes) for share in _HOSTED_KV_SHARES})
+        usual_counts = _HOSTED_MAX_SEQUENCES
+    # All of them rehearse the same rows: fewer would count the filling and emptying of the cache for more.
+    job = job.rehearsing(shares[-1] // read_kv_shape(outline.config).token_bytes(outline.dtype) // job.most_tokens)
     kv_bytes = shares if stated.kv_cache_memory is None else [stated.kv_cache_memory]
     sizes = _TOKENS_PER_PASS if stated.tokens_per_pass is None else [stated.tokens_per_pass]
     counts = usual_counts if stated.max_sequences is None else [stated.max_sequences]
@@ -214,13 +217,18 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
         budget,
         partial(pass_time, plan, work, rates),
     )
-    return JobPlan(batching, budget, plan, job, predicted, _whole_seconds(job, predicted))
+    return JobPlan(batching, budget, plan, job, predicted, _whole_seconds(job, predicted, is_hosted=budget.is_hosted))
 
 
-def _whole_seconds(job: Job, rehearsed: JobPrediction) -> float:
-    """Of all rows, from those that were rehearsed: more of them before the next begin are more of the middle."""
+def _whole_seconds(job: Job, rehearsed: JobPrediction, *, is_hosted: bool) -> float:
+    """Of all rows, from those that were rehearsed: more of them before the next begin are more of the middle.
+
+    Where pages in host memory hold so many texts that the rehearsal has no middle, more rows take as long as these.
+    """
     count = len(job.prompt_lens)
     row_s = rehearsed.steady_s_per_token * rehearsed.num_passes * rehearsed.tokens_per_pass / count
+    if is_hosted and count < _FEWEST_TURNS * rehearsed.most_together:
+        row_s = rehearsed.seconds / count
 
     def seconds_of(num_rows: int) -> float:
         if num_rows <= count:

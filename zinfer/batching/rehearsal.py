@@ -40,6 +40,7 @@ class JobPrediction:
         tokens_per_s: new tokens a second.
         bottleneck: the resource that decides how long most passes take.
         steady_s_per_token: of a token that is computed in the middle of the job, where texts of all ages run.
+        most_together: texts that got a token by one pass, at most.
     """
 
     seconds: float
@@ -48,6 +49,7 @@ class JobPrediction:
     tokens_per_s: float
     bottleneck: str
     steady_s_per_token: float
+    most_together: int
 
     def __str__(self) -> str:
         return (
@@ -114,6 +116,7 @@ def predict_job(
         tokens_per_s=num_new / seconds,
         bottleneck=max(set(names), key=names.count),
         steady_s_per_token=_steady(times),
+        most_together=max(size.num_samples for size in sizes),
     )
 
 
