@@ -110,9 +110,18 @@ def tiny_model(family: str, num_layers: int = 2) -> PreTrainedModel:
 def spoil(cache: PageCache) -> None:
     """Fill pages with what spoils whatever it is added to."""
     homes = [part for home in cache._homes for part in home] if isinstance(cache, HostedKVCache) else []
-    pages = [slot.pages for slot in cache._slots] if isinstance(cache, HostedKVCache) else cache.layers
-    for part in [*homes, *(part for layer in pages if layer for part in layer.parts())]:
+    for part in [*homes, *(part for layer in cache.layers if layer for part in layer.parts())]:
         part.fill_(float("nan"))
+    if isinstance(cache, HostedKVCache):
+        spoil_slots(cache)
+
+
+def spoil_slots(cache: HostedKVCache) -> None:
+    """The same for what pages pass through; between passes."""
+    for slot in cache._slots:
+        for part in slot.parts:
+            part.fill_(float("nan"))
+        slot.vacant = cache._coming.mark_compute()
 
 
 class Reference:

@@ -45,10 +45,12 @@ class LLM:
 
     Args:
         model: as for `zinfer.init_inference`.
-        config: likewise; ``zinfer.tokens_per_pass``, ``max_sequences``, ``kv_cache_memory``, ``kv_cache_dtype`` and
-            ``kv_page_size`` decide about the batches.
+        config: likewise; ``zinfer.tokens_per_pass``, ``max_sequences``, ``kv_cache_memory``, ``kv_cache_tier``,
+            ``kv_cache_dtype`` and ``kv_page_size`` decide about the batches.
         tokenizer: one of transformers'; by default the one in the model's folder, if there is one. Without it prompts
             are token ids.
+        parks_on_disk: whether texts that had to make room are kept in ``offload_param.nvme_path`` once host memory has
+            its share of them; None: where a path is stated and that takes less than computing them again.
         kwargs: the same keys as in ``config``.
 
     One thread at a time. It is a context manager, and `close` gives memory, threads and files back.
@@ -64,6 +66,7 @@ class LLM:
         config: str | os.PathLike[str] | Mapping[str, object] | None = None,
         *,
         tokenizer: Any = None,
+        parks_on_disk: bool | None = None,
         **kwargs: object,
     ) -> None:
         settings = resolve_settings(config, kwargs)
@@ -72,29 +75,30 @@ class LLM:
         def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
             nonlocal budget
             most_tokens = _least(settings.max_out_tokens, max_positions(module))
-            limits = find_limits(settings)
+            limits, batching = find_limits(settings), settings.batching
+            taken_bytes = (batching.kv_cache_memory or 0) if batching.kv_cache_tier == "host" else 0
             budget = find_budget(
                 module.config,
                 module.dtype,
                 free_bytes,
-                settings.batching,
+                batching,
                 most_tokens,
                 partial(weights_room, blocks, settings),
                 HostRoom.find(blocks, settings, limits),
                 on_cuda=limits.on_cuda,
-                from_disk=streams_from_disk(blocks, settings, free_bytes + limits.host_bytes),
+                from_disk=streams_from_disk(blocks, settings, free_bytes + limits.host_bytes - taken_bytes),
             )
             return budget.footprint
 
         self._engine = InferenceEngine(model, settings, check_model=check_family, find_reserve=find_reserve)
         assert budget is not None
         try:
-            self._open(budget, tokenizer)
+            self._open(budget, tokenizer, parks_on_disk)
         except BaseException:
             self._engine.destroy()
             raise
 
-    def _open(self, budget: BatchingBudget, tokenizer: Any) -> None:
+    def _open(self, budget: BatchingBudget, tokenizer: Any, parks_on_disk: bool | None) -> None:
         """Make what stands on the engine."""
         settings = self._engine.settings
         self._closed = self._is_streaming = False
@@ -106,12 +110,13 @@ class LLM:
         self._encoder = PromptEncoder(self.tokenizer, vocab_size, most_tokens)
         self._end_token_ids = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
         device = self._engine.device
-        shape, nvme_path = read_kv_shape(module.config), settings.offload.nvme_path
-        folder = None
-        if nvme_path is not None and self._engine.disk_spares_time(shape.token_bytes(budget.kv_dtype)):
-            budget, folder = replace(budget, parks_on_disk=True), nvme_path.expanduser().absolute()
+        shape, folder = read_kv_shape(module.config), settings.offload.nvme_path
+        if folder is not None and parks_on_disk is None:
+            parks_on_disk = self._engine.disk_spares_time(shape.token_bytes(budget.kv_dtype))
+        budget = replace(budget, parks_on_disk=folder is not None and bool(parks_on_disk))
         place = (shape, budget.num_pages, budget.page_size, budget.kv_dtype, device)
-        parking = Parking(budget.most_parked_in_memory, folder)
+        parks_in = folder.expanduser().absolute() if folder is not None and budget.parks_on_disk else None
+        parking = Parking(budget.most_parked_in_memory, parks_in)
         self._cache: PageCache
         if budget.is_hosted:
             windows = layer_windows(module.config)
