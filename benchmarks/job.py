@@ -106,7 +106,7 @@ class Bench:
             disk_rates.append(self._disk_rate(home))
             predicted = llm.predict([args.prompt] * args.prompts, args.new)
             stats, steady_s = llm.stats(), self._steady_s_per_token(llm)
-            chosen = {"kv_cache_memory": llm.batching.footprint.kv_bytes}
+            chosen = {"kv_cache_memory": llm.batching.kv_bytes}
             passes, tokens = stats.passes - before.passes, llm.num_tokens - tokens
         if any(completion.error for completion in found):
             raise SystemExit(f"gate: {case}: {next(each.error for each in found if each.error)}")

@@ -15,7 +15,8 @@ _WARPS: Final = 4
 def rotate(
     queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x * cos + turned(x) * sin`` for queries and keys: by the Triton kernel on a GPU, else and in float64 by `rotate_ref`.
+    """``x * cos + turned(x) * sin`` for queries and keys: by the Triton kernel on a GPU, else and in float64 by
+    `rotate_ref`.
 
     Args:
         queries, keys: [batch, heads, tokens, dim] each with heads of its own; dim is even.

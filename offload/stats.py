@@ -22,6 +22,10 @@ class RunStats:
         load_s: seconds that filling the homes took.
         link_share: of the link's measured rate, what streaming used over ``wall_s``; None before either is known.
         disk_share: of the disk's, likewise.
+        kv_bytes_to_device: of keys and values that are at home in host memory, copied to the device.
+        kv_bytes_to_host: of those, copied back.
+        parked_bytes_written: of keys and values of texts that had to make room, written to the disk.
+        parked_bytes_read: of those, read again.
         passes: walks over all blocks.
         wall_s: seconds inside forward and generate calls.
     """
@@ -39,5 +43,9 @@ class RunStats:
     load_s: float = 0.0
     link_share: float | None = None
     disk_share: float | None = None
+    kv_bytes_to_device: int = 0
+    kv_bytes_to_host: int = 0
+    parked_bytes_written: int = 0
+    parked_bytes_read: int = 0
     passes: int = 0
     wall_s: float = 0.0

@@ -6,6 +6,7 @@ Every pass it checks what the scheduler promises; it stops at the first broken p
 from collections import Counter
 from functools import cache
 
+from zinfer.batching.page_traffic import find_traffic
 from zinfer.batching.pages import HOLE, PagePool
 from zinfer.batching.passes import Chunk, Pass
 from zinfer.batching.scheduler import Scheduler
@@ -65,6 +66,7 @@ class PagedEngine:
             self._host[sequence.number] = [list(self._pages[page]) for page in pages]
         for sequence, pages in coming.resumed:
             self._resume(sequence, pages)
+        self._bring(coming)
         written: dict[int, Chunk] = {}
         for chunk in coming.chunks:
             self._write(chunk, written)
@@ -72,6 +74,7 @@ class PagedEngine:
         for chunk in coming.chunks:
             self._check_context(chunk)  # as one does that writes all keys first
         self._check_sharers(coming, written)
+        self._let_go()
         return {c.sequence.number: next_token(c.sequence.tokens(0, c.end)) for c in coming.chunks if c.samples}
 
     def check_counts(self, sequences: list[Sequence]) -> None:
@@ -107,6 +110,12 @@ class PagedEngine:
         """Nothing is held, on the device or in host memory."""
         assert self.pool.num_used == 0
         assert not self._host
+
+    def _bring(self, coming: Pass) -> None:
+        """Have the pages where they are computed with."""
+
+    def _let_go(self) -> None:
+        """Have what was written where the pages are at home."""
 
     def _check_shape(self, coming: Pass) -> None:
         assert coming.chunks, "a pass computes something"
@@ -178,3 +187,26 @@ class PagedEngine:
         for token in sequence.tokens(len(known), end):
             known.append(prefix_id(known[-1] if known else 0, token))
         return known[:end]
+
+
+class HostedEngine(PagedEngine):
+    """Computes on a slot that holds what was brought for the pass, and garbage else.
+
+    Args:
+        most_gap: as for `find_traffic`.
+    """
+
+    most_gap = 0
+
+    def _bring(self, coming: Pass) -> None:
+        sizes = self.pool.num_pages, self.pool.page_size
+        self._traffic = find_traffic(coming.chunks, *sizes, self.most_gap, self.window)
+        self._home = self._pages
+        self._pages = [[-2] * self.pool.page_size for _ in range(self.pool.num_pages)]
+        for run in self._traffic.coming:
+            self._pages[run] = [list(page) for page in self._home[run]]
+
+    def _let_go(self) -> None:
+        for run in self._traffic.going:
+            self._home[run] = [list(page) for page in self._pages[run]]
+        self._pages = self._home

@@ -1,6 +1,6 @@
 """Tiny random models of every family that runs in ragged batches, and prompts computed by them chunk by chunk."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -8,8 +8,10 @@ from checkpoints import MATRIX_STD, VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import zinfer
+from zinfer.batching.hosted_kv_cache import HostedKVCache
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.batching.page_cache import PageCache
 from zinfer.batching.passes import Chunk
 from zinfer.batching.ragged import BatchBuilder, RaggedBatch
 from zinfer.batching.runner import PassRunner
@@ -72,8 +74,8 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def tiny_model(family: str) -> PreTrainedModel:
-    """A float32 model of two layers, loud enough that its tokens differ."""
+def tiny_model(family: str, num_layers: int = 2) -> PreTrainedModel:
+    """A float32 model, loud enough that its tokens differ."""
     shape = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -87,6 +89,9 @@ def tiny_model(family: str) -> PreTrainedModel:
     keys = {
         key: value for key, value in (shape | special | FAMILIES[family]).items() if value is not None or key in special
     }
+    keys |= {name: num_layers for name in ("num_hidden_layers", "n_layer", "n_layers") if name in keys}
+    if "layer_types" in keys:
+        keys["layer_types"] = (keys["layer_types"] * num_layers)[:num_layers]
     config = AutoConfig.for_model(family.split("-")[0], **keys)
     # Eager attention adds Falcon's ALiBi twice, to the mask and to the products; sdpa adds it once.
     config._attn_implementation = "sdpa" if family == "falcon-alibi" else "eager"
@@ -100,6 +105,23 @@ def tiny_model(family: str) -> PreTrainedModel:
                 parameter.normal_(0, 0.1 if name.endswith("bias") else MATRIX_STD)
     model.generation_config.eos_token_id = None
     return model
+
+
+def spoil(cache: PageCache) -> None:
+    """Fill pages with what spoils whatever it is added to."""
+    homes = [part for home in cache._homes for part in home] if isinstance(cache, HostedKVCache) else []
+    for part in [*homes, *(part for layer in cache.layers if layer for part in layer.parts())]:
+        part.fill_(float("nan"))
+    if isinstance(cache, HostedKVCache):
+        spoil_slots(cache)
+
+
+def spoil_slots(cache: HostedKVCache) -> None:
+    """The same for what pages pass through; between passes."""
+    for slot in cache._slots:
+        for part in slot.parts:
+            part.fill_(float("nan"))
+        slot.vacant = cache._coming.mark_compute()
 
 
 class Reference:
@@ -117,15 +139,20 @@ class Reference:
                 self.logits.append(model(found[None, :-1]).logits[0, len(prompt) - 1 :])
 
     def check(
-        self, engine: zinfer.InferenceEngine, *, chunk: int, page_size: int, most_part_tokens: int | None = None
+        self,
+        engine: zinfer.InferenceEngine,
+        *,
+        chunk: int,
+        page_size: int,
+        most_part_tokens: int | None = None,
+        make_cache: Callable[..., PageCache] = KVCache,
     ) -> None:
         """Computed side by side in chunks, the prompts get the same tokens after the same logits."""
         num_new, device = len(self.tokens[0]), engine.device
         pages_each = -(-(max(map(len, self.prompts)) + num_new) // page_size)
         shape = read_kv_shape(engine.module.config)
-        cache = KVCache(shape, len(self.prompts) * pages_each, page_size, torch.float32, device)
-        for part in (part for layer in cache.layers for part in layer.parts()):
-            part.fill_(float("nan"))
+        cache = make_cache(shape, len(self.prompts) * pages_each, page_size, torch.float32, device)
+        spoil(cache)
         texts = [
             Text(number, tuple(prompt), num_new, pages=list(range(number, cache.num_pages, len(self.prompts))))
             for number, prompt in enumerate(self.prompts)
@@ -133,8 +160,10 @@ class Reference:
         runner, builder = PassRunner(engine, cache), BatchBuilder(page_size, device, most_part_tokens, cache.stride)
         while any(len(text.output_ids) < num_new for text in texts):
             chunks = [self._chunk(text, chunk) for text in texts if len(text.output_ids) < num_new]
+            cache.expect(chunks)
             self._pass(runner, chunks, builder.build(chunks))
         runner.close()
+        cache.close()
 
     @staticmethod
     def _chunk(text: Text, most_tokens: int) -> Chunk:

@@ -9,6 +9,7 @@ import pytest
 from plan_support import CONFIGS, machine_with, outline_of, write_config
 
 from zinfer.batching.budget import BatchingBudget, find_budget, streams_from_disk, weights_room
+from zinfer.batching.host_room import HostRoom
 from zinfer.config import resolve_settings
 from zinfer.errors import PlanError
 from zinfer.offload.block import Tier
@@ -30,6 +31,7 @@ def placed(outline: Outline, preset: str | Machine, **config: Any) -> tuple[Batc
         settings.batching,
         outline.max_positions,
         partial(weights_room, outline.blocks, settings),
+        HostRoom.find(outline.blocks, settings, machine.limits),
         on_cuda=True,
         from_disk=streams_from_disk(outline.blocks, settings, free_bytes, machine.limits.host_bytes),
     )
@@ -134,3 +136,34 @@ def test_parts_are_as_large_as_a_card_has_room_for(tmp_path: Path) -> None:
     assert sizes == sorted(sizes)
     assert sizes[1] == 4096
     assert sizes[-2:] == [8192, 16_384]
+
+
+@pytest.mark.parametrize("free_gb", [8, 12, 24, 48, 80])
+@pytest.mark.parametrize("device", [None, "cpu", "nvme"])
+def test_pages_in_host_memory_fit_beside_weights_whatever_the_card(
+    free_gb: int, device: str | None, tmp_path: Path
+) -> None:
+    outline = outline_of(write_config(tmp_path, LLAMA_8B))
+    machine = machine_with(free_gb * 10**9, 64 * 10**9)
+    offload = {"zero_optimization": {"offload_param": {"device": device}}} if device else {}
+    budget, plan, free_bytes = placed(outline, machine, zinfer={"kv_cache_tier": "host"}, **offload)
+    assert budget.is_hosted
+    assert not budget.lends
+    assert budget.footprint.nbytes + plan.device_bytes <= free_bytes
+    assert budget.footprint.kv_bytes == budget.kv_bytes // 32 * 3, "three slots for 32 layers"
+    assert budget.kv_bytes + plan.host_bytes <= 64 * 10**9
+    assert budget.kv_bytes + plan.pinned_bytes <= 64 * 10**9
+    if free_gb <= 12:
+        on_device, _, _ = placed(outline, machine, **offload)
+        assert budget.num_pages > 4 * on_device.num_pages
+
+
+def test_stated_pages_in_host_memory_leave_weights_the_rest(tmp_path: Path) -> None:
+    outline = outline_of(write_config(tmp_path, CONFIGS["Llama-3-70B"]))
+    machine = machine_with(24 * 10**9, 200 * 10**9)
+    for stated, num_on_disk in (("50GB", False), ("100GB", True)):
+        budget, plan, _ = placed(outline, machine, zinfer={"kv_cache_tier": "host", "kv_cache_memory": stated})
+        assert (plan.num_blocks(Tier.DISK) > 0) == num_on_disk
+        assert budget.kv_bytes + plan.host_bytes <= 200 * 10**9
+    with pytest.raises(PlanError, match="device memory"):  # slots of a layer's pages that no card of 24 GB has
+        placed(outline, machine_with(24 * 10**9, 10**12), zinfer={"kv_cache_tier": "host", "kv_cache_memory": "700GB"})

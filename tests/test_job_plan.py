@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from jobs_support import letters_model, write_rows
-from plan_support import CONFIGS, SMALL_LLAMA, machine_with, outline_of, write_config
+from plan_support import CONFIGS, SMALL_LLAMA, machine_with, outline_of, rates, write_config
 from typer.testing import CliRunner, Result
 
 from zinfer.batching.job_plan import Job, job_advice, plan_job
@@ -109,6 +109,41 @@ def test_fewer_bytes_are_advised_where_the_link_is_slow(folder: Path) -> None:
     planned = plan_job(smaller, machine, SETTINGS, JOB)
     assert planned.plan.streamed_bytes
     assert not any("quantization" in each for each in job_advice(smaller, machine, SETTINGS, planned))
+
+
+def test_host_memory_is_advised_where_the_device_holds_few_texts(folder: Path, tmp_path: Path) -> None:
+    """And on a card that holds them all it is not."""
+    large, machine = outline_of(write_config(tmp_path, CONFIGS["Llama-3-70B"])), machine_with(24 * 10**9, 256 * 10**9)
+    job = Job(5000, [512], [32])
+    sizes = stated(tokens_per_pass=4096, max_sequences=512)
+    planned = plan_job(large, machine, sizes, job)
+    assert planned.keys().get("kv_cache_tier") is None
+    (words,) = (each for each in job_advice(large, machine, sizes, planned) if "kv_cache_tier" in each)
+    keys = json.loads(words[words.index("{") : words.rindex("}") + 1])
+    again = plan_job(large, machine, resolve_settings(keys), job)
+    assert again.budget.is_hosted
+    assert again.keys() == keys["zinfer"]
+    assert again.budget.kv_bytes > 4 * planned.budget.kv_bytes
+    assert again.budget.footprint.kv_bytes < again.budget.kv_bytes / 4
+    assert f"{again.seconds:,.4g} s, {planned.seconds / again.seconds:.3g} times as fast" in words
+    assert planned.seconds > 1.05 * again.seconds
+    # What is stated is what the advice is for, and what is fast already is not advised against.
+    assert not any("kv_cache_tier" in each for each in job_advice(large, machine, resolve_settings(keys), again))
+    outline, machine = outline_of(folder), machine_with(10**10, 10**11)
+    planned = plan_job(outline, machine, SETTINGS, JOB)
+    assert not any("kv_cache_tier" in each for each in job_advice(outline, machine, SETTINGS, planned))
+
+
+def test_pages_in_host_memory_cross_the_link_in_a_plan(folder: Path) -> None:
+    outline = outline_of(folder)
+    hosted = stated(kv_cache_tier="host", kv_cache_memory=2 * 10**9, tokens_per_pass=4096, max_sequences=512)
+    fast, slow = (
+        plan_job(outline, machine_with(3 * 10**9, 10**11, rates(link_bytes_per_s=link)), hosted, JOB)
+        for link in (1e12, 1e9)
+    )
+    assert fast.plan.streamed_bytes == 0, "all weights are at home on the device"
+    assert slow.rehearsed.bottleneck == "link"
+    assert slow.seconds > 2 * fast.seconds
 
 
 def zinfer_plan(model: Path, *options: str) -> Result:

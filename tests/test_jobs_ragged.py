@@ -10,9 +10,11 @@ import torch
 from jobs_run_support import model, output
 from jobs_support import letters_model, letters_tokenizer, prompt_rows, read_rows, write_rows
 from llm_support import token_bytes
+from plan_support import rates
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from zinfer.batching import budget
 from zinfer.errors import JobError
 from zinfer.jobs import JobSummary, UnusableInput, run_job
 from zinfer.jobs.output import OutputFile
@@ -90,6 +92,28 @@ def test_sizes_that_were_chosen_are_kept_for_whoever_goes_on(model: Path, prompt
     assert summary.stats is not None
     num_tokens = sum(len(row.get("prompt", "")) for row in ROWS)
     assert summary.stats.passes > num_tokens / 7
+
+
+@pytest.mark.parametrize("parks", [True, False])
+def test_whether_texts_are_parked_on_the_disk_is_kept_whatever_the_rates_are_now(
+    model: Path, prompts: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parks: bool
+) -> None:
+    found = {True: rates(disk_bytes_per_s=1e15, flops_per_s=1e6), False: rates(disk_bytes_per_s=1e-3)}
+    monkeypatch.setattr(budget, "_MOST_PARKED_BYTES", 0)
+    config = {
+        "zero_optimization": {"offload_param": {"nvme_path": str(tmp_path / "parked")}},
+        "zinfer": {"kv_page_size": 1, "kv_cache_memory": "30kB"},
+    }
+    written = []
+    for now in (parks, not parks):
+        monkeypatch.setattr("zinfer.engine.known_rates", lambda *args, now=now: found[now])
+        summary = run(model, prompts, output, config=config)
+        assert summary.stats is not None
+        written.append(summary.stats.parked_bytes_written)
+        output.write_bytes(output.read_bytes().splitlines(keepends=True)[0])
+    assert written[0] == written[1]
+    assert (written[0] > 0) == parks
+    assert ("parks_on_disk" in json.loads(manifest_path(output).read_text())["sizes"]) == parks
 
 
 def test_a_model_without_ragged_batches_is_padded_and_says_so(tmp_path: Path, output: Path) -> None:

@@ -1,5 +1,6 @@
 """A job's rehearsal: the passes that the job then takes, and seconds out of what each of them carries."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,18 +37,34 @@ def test_the_passes_are_those_of_the_job(folder: Path, tokens_per_pass: int, mem
 
 def test_seconds_are_the_sum_of_the_passes() -> None:
     sizes = [PassSize(100, 4, 150, num_pairs=5000), PassSize(10, 10, 400), PassSize(10, 10, 410, num_lent_pages=3)]
-    seen = []
+    seen: list[tuple[int, ...]] = []
+    came: list[int] = []
 
     def pass_time(
-        num_tokens: int, num_rows: int, *, cache_bytes: int, num_pairs: int, num_parts: int, lent_bytes: int
+        num_tokens: int,
+        num_rows: int,
+        *,
+        cache_bytes: int,
+        num_pairs: int,
+        num_parts: int,
+        lent_bytes: int,
+        hosted_bytes: int,
     ) -> PassTime:
         seen.append((num_tokens, num_rows, cache_bytes, num_pairs, num_parts, lent_bytes))
+        came.append(hosted_bytes)
         return PassTime(num_tokens, 0.0, 2.0, 0.0, num_tokens / 20, cache_bytes / 1e9, 0.0)
 
     pages = Footprint(0, 0, 0)
     budget = BatchingBudget(100, 40, 10, 64, 16, torch.float16, "arrival", lends=True, footprint=pages)
     found = predict_job(sizes, 8, budget, pass_time)
     assert seen == [(100, 4, 1200, 5000, 3, 0), (10, 10, 3200, 0, 1, 0), (10, 10, 3280, 0, 1, 384)]
+    assert came == [0, 0, 0]
+    hosted = replace(budget, footprint=Footprint(3, 0, 0, host_bytes=10 * 64 * 16 * 8))
+    predict_job(sizes, 8, hosted, pass_time)
+    # What was written before the pass, and half a page a text; never more than all pages.
+    assert came[3:] == [8 * (50 + 32), 8 * (390 + 80), 8 * (400 + 80)]
+    predict_job(sizes, 8, replace(hosted, num_pages=20), pass_time)
+    assert came[6:] == [8 * (50 + 32), 8 * 320, 8 * 320]
     assert found.seconds == 5.0 + 2.0 + 2.0
     assert (found.num_passes, found.tokens_per_pass, found.bottleneck) == (3, 40.0, "link")
     assert found.tokens_per_s == 24 / 9

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_engine import NUM_TOKENS_KNOWN, PagedEngine, completion
+from paged_engine import NUM_TOKENS_KNOWN, HostedEngine, PagedEngine, completion
 
 from zinfer.batching.admission_queue import Order
 from zinfer.batching.pages import PagePool
@@ -88,7 +88,9 @@ ROOMS = st.builds(
 class Workload:
     """Rows on their way through a scheduler, whose pool is just large enough for each of them, or larger."""
 
-    def __init__(self, rows: list[Row], room: Room, *, lends: bool = False) -> None:
+    def __init__(
+        self, rows: list[Row], room: Room, *, lends: bool = False, engine: type[PagedEngine] = PagedEngine
+    ) -> None:
         self.rows = sorted(rows, key=lambda row: row.arrives_at)
         self.sequences = [Sequence(number, row.prompt, row.max_new_tokens) for number, row in enumerate(self.rows)]
         num_pages = (
@@ -102,7 +104,7 @@ class Workload:
             order=room.order,
             window=room.window,
         )
-        self.engine = PagedEngine(self.scheduler, room.token_budget, room.window)
+        self.engine = engine(self.scheduler, room.token_budget, room.window)
         self.num_added = 0
         self.aborted: set[int] = set()
         self.coming_ids: list[tuple[Sequence, int]] = []
@@ -188,6 +190,20 @@ def test_pages_that_are_lent_are_not_missed(rows: list[Row], room: Room) -> None
     plain.run()
     lending.run()
     assert lending.compositions == plain.compositions
+
+
+@given(rows=st.lists(ROWS, min_size=1, max_size=16), room=ROOMS, most_gap=st.integers(0, 6))
+@settings(max_examples=250)
+def test_pages_that_a_pass_needs_come_and_those_that_it_writes_go_back(
+    rows: list[Row], room: Room, most_gap: int
+) -> None:
+    """To and from memory elsewhere: the engine computes on those alone that were brought for the pass."""
+
+    class Gaps(HostedEngine):
+        pass
+
+    Gaps.most_gap = most_gap
+    Workload(rows, room, engine=Gaps).run()
 
 
 def test_pages_are_lent_as_a_workload_ends() -> None:

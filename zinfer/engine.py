@@ -27,7 +27,15 @@ from zinfer.planning.forecast import beside_request
 from zinfer.planning.machine import MachineLimits, find_limits, free_device_bytes
 from zinfer.planning.model_shape import read_shape
 from zinfer.planning.planner import Plan, make_plan
-from zinfer.planning.prediction import BlockWork, PassTime, Prediction, find_work, pass_time, predict
+from zinfer.planning.prediction import (
+    BlockWork,
+    PassTime,
+    Prediction,
+    disk_spares_time,
+    find_work,
+    pass_time,
+    predict,
+)
 from zinfer.planning.rates import Rates
 from zinfer.planning.request import Request
 from zinfer.probe.rates import known_rates
@@ -168,9 +176,13 @@ class InferenceEngine(nn.Module):
 
         return self.call(self._checked(generate))
 
-    def stats(self) -> RunStats:
-        """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs."""
-        return self._running().stats(self._wall_s, self._rates)
+    def stats(self, other_bytes: int = 0) -> RunStats:
+        """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs.
+
+        Args:
+            other_bytes: that others have copied to the device beside it; they are in the link's share alone.
+        """
+        return self._running().stats(self._wall_s, self._rates, other_bytes)
 
     @property
     def injected(self) -> dict[str, str]:
@@ -198,6 +210,13 @@ class InferenceEngine(nn.Module):
     def pass_time(self, num_tokens: int, num_rows: int, **sizes: int) -> PassTime:
         """What one pass takes, by resource; rates as for `predict`, arguments as for `prediction.pass_time`."""
         return pass_time(self.plan, self._work, self._find_rates(), num_tokens, num_rows, **sizes)
+
+    def disk_spares_time(self, token_bytes: int) -> bool:
+        """As `prediction.disk_spares_time`; rates as for `predict`.
+
+        The disk is the checkpoint's; of a module with its weights in memory no disk is known, and none spares anything.
+        """
+        return self._files is not None and disk_spares_time(self._work, self._find_rates(), token_bytes)
 
     def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
         """Whether `borrow` would spare a block the way in every pass."""

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -11,13 +12,17 @@ from typing import Any, Self
 from torch import nn
 from transformers import PreTrainedModel
 
-from zinfer.batching.adapters import check_family, common_window
+from zinfer.batching.adapters import check_family, common_window, layer_windows
 from zinfer.batching.batcher import Batcher, Finished
 from zinfer.batching.budget import BatchingBudget, find_budget, streams_from_disk, weights_room
 from zinfer.batching.completion import Completion, text_seed
 from zinfer.batching.ending import Ending, find_end_token_ids, special_stops
+from zinfer.batching.host_room import HostRoom
+from zinfer.batching.hosted_kv_cache import HostedKVCache
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.batching.page_cache import PageCache
+from zinfer.batching.parked import Parking
 from zinfer.batching.passes import PassSize
 from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, as_list, find_tokenizer
 from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
@@ -40,10 +45,12 @@ class LLM:
 
     Args:
         model: as for `zinfer.init_inference`.
-        config: likewise; ``zinfer.tokens_per_pass``, ``max_sequences``, ``kv_cache_memory``, ``kv_cache_dtype`` and
-            ``kv_page_size`` decide about the batches.
+        config: likewise; ``zinfer.tokens_per_pass``, ``max_sequences``, ``kv_cache_memory``, ``kv_cache_tier``,
+            ``kv_cache_dtype`` and ``kv_page_size`` decide about the batches.
         tokenizer: one of transformers'; by default the one in the model's folder, if there is one. Without it prompts
             are token ids.
+        parks_on_disk: whether texts that had to make room are kept in ``offload_param.nvme_path`` once host memory has
+            its share of them; None: where a path is stated and that takes less than computing them again.
         kwargs: the same keys as in ``config``.
 
     One thread at a time. It is a context manager, and `close` gives memory, threads and files back.
@@ -59,6 +66,7 @@ class LLM:
         config: str | os.PathLike[str] | Mapping[str, object] | None = None,
         *,
         tokenizer: Any = None,
+        parks_on_disk: bool | None = None,
         **kwargs: object,
     ) -> None:
         settings = resolve_settings(config, kwargs)
@@ -67,16 +75,18 @@ class LLM:
         def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
             nonlocal budget
             most_tokens = _least(settings.max_out_tokens, max_positions(module))
-            limits = find_limits(settings)
+            limits, batching = find_limits(settings), settings.batching
+            taken_bytes = (batching.kv_cache_memory or 0) if batching.kv_cache_tier == "host" else 0
             budget = find_budget(
                 module.config,
                 module.dtype,
                 free_bytes,
-                settings.batching,
+                batching,
                 most_tokens,
                 partial(weights_room, blocks, settings),
+                HostRoom.find(blocks, settings, limits),
                 on_cuda=limits.on_cuda,
-                from_disk=streams_from_disk(blocks, settings, free_bytes, limits.host_bytes),
+                from_disk=streams_from_disk(blocks, settings, free_bytes, limits.host_bytes - taken_bytes),
             )
             return budget.footprint
 
@@ -85,12 +95,12 @@ class LLM:
         )
         assert budget is not None
         try:
-            self._open(budget, tokenizer)
+            self._open(budget, tokenizer, parks_on_disk)
         except BaseException:
             self._engine.destroy()
             raise
 
-    def _open(self, budget: BatchingBudget, tokenizer: Any) -> None:
+    def _open(self, budget: BatchingBudget, tokenizer: Any, parks_on_disk: bool | None) -> None:
         """Make what stands on the engine."""
         settings = self._engine.settings
         self._closed = self._is_streaming = False
@@ -102,11 +112,22 @@ class LLM:
         self._encoder = PromptEncoder(self.tokenizer, vocab_size, most_tokens)
         self._end_token_ids = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
         device = self._engine.device
-        shape = read_kv_shape(module.config)
-        cache = KVCache(shape, budget.num_pages, budget.page_size, budget.kv_dtype, device)
+        shape, folder = read_kv_shape(module.config), settings.offload.nvme_path
+        if folder is not None and parks_on_disk is None:
+            parks_on_disk = self._engine.disk_spares_time(shape.token_bytes(budget.kv_dtype))
+        budget = replace(budget, parks_on_disk=folder is not None and bool(parks_on_disk))
+        place = (shape, budget.num_pages, budget.page_size, budget.kv_dtype, device)
+        parks_in = folder.expanduser().absolute() if folder is not None and budget.parks_on_disk else None
+        parking = Parking(budget.most_parked_in_memory, parks_in)
+        self._cache: PageCache
+        if budget.is_hosted:
+            windows = layer_windows(module.config)
+            self._cache = HostedKVCache(*place, parking, windows=windows, synchronous=settings.synchronous)
+        else:
+            self._cache = KVCache(*place, parking)
         self._budget, self._window = budget, common_window(module.config)
-        self._runner = PassRunner(self._engine, cache)
-        self._batcher = Batcher(self._runner, cache, Sampler(vocab_size, device), budget, self._window)
+        self._runner = PassRunner(self._engine, self._cache)
+        self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, self._window)
 
     @property
     def plan(self) -> Plan:
@@ -120,7 +141,8 @@ class LLM:
 
     def stats(self) -> RunStats:
         """Bytes moved, memory taken and stalls so far."""
-        return self._engine.stats()
+        self._check_open()
+        return self._cache.add_to(self._engine.stats(self._cache.bytes_to_device))
 
     def predict(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
         """What completing such prompts takes on this machine: the passes are rehearsed, nothing is computed.
@@ -176,7 +198,7 @@ class LLM:
 
     @property
     def num_parked_pages(self) -> int:
-        """Pages of texts that had to make room, in host memory."""
+        """Pages of texts that had to make room, in host memory or on the disk."""
         return self._batcher.num_parked_pages
 
     def passes(self) -> list[tuple[PassSize, float]]:
@@ -267,7 +289,8 @@ class LLM:
                 self._runner.close()
             finally:
                 self._engine.destroy()
-                del self._runner, self._batcher  # and with them the cache
+                self._cache.close()
+                del self._runner, self._batcher, self._cache
 
     def __enter__(self) -> Self:
         return self

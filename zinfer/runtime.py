@@ -155,12 +155,13 @@ class Runtime:
         stream = self._lanes[Tier.HOST].stream
         return [slot for part in memory for slot in Slot.within(part, self._plan.slot_bytes, stream)]
 
-    def stats(self, wall_s: float, rates: Rates | None) -> RunStats:
+    def stats(self, wall_s: float, rates: Rates | None, other_bytes: int = 0) -> RunStats:
         """The counters so far. May be asked for while the model runs.
 
         Args:
             wall_s: seconds spent in calls.
             rates: ceilings that use is a share of, if they are known.
+            other_bytes: that crossed the link beside what streams.
         """
         plan, homes, streamer = self._plan, self._homes, self._streamer
         moved_bytes = streamer.bytes_moved if streamer else 0
@@ -178,7 +179,7 @@ class Runtime:
             stall_s=streamer.stall_s() if streamer else dict.fromkeys(("disk", "host", "link", "compute"), 0.0),
             loaded_bytes=homes.loaded_bytes,
             load_s=homes.load_s,
-            link_share=moved_bytes / wall_s / rates.link_bytes_per_s if rates and wall_s else None,
+            link_share=(moved_bytes + other_bytes) / wall_s / rates.link_bytes_per_s if rates and wall_s else None,
             disk_share=read_bytes / wall_s / rates.disk_bytes_per_s if rates and wall_s else None,
             passes=self._hooks.passes,
             wall_s=wall_s,

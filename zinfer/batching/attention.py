@@ -28,10 +28,10 @@ class PagedAttention:
     """The attention of the part of a pass that is under way.
 
     Args:
-        layers: each layer's pages.
+        layers: each layer's pages; None for those that are not on the device.
     """
 
-    def __init__(self, layers: Sequence[KVPages]) -> None:
+    def __init__(self, layers: Sequence[KVPages | None]) -> None:
         self._layers = layers
         self._part: Part | None = None
 
@@ -57,6 +57,7 @@ class PagedAttention:
         """
         assert self._part is not None, "no pass is under way"
         pages = self._layers[layer]
+        assert pages is not None, f"the pages of layer {layer} are not on the device"
         assert key.shape[1:] == pages.keys.shape[2:], f"keys {tuple(key.shape)}, pages {tuple(pages.keys.shape)}"
         assert value.shape[1:] == pages.values.shape[2:], f"values {tuple(value.shape)}"
         write_pages(pages, key, value, self._part.places)

@@ -12,6 +12,7 @@ from zinfer.batching.delivery import send
 from zinfer.batching.ending import Ending
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.loan import Loan
+from zinfer.batching.page_cache import PageCache
 from zinfer.batching.passes import Pass, PassSize
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.runner import PassRunner
@@ -84,7 +85,7 @@ class Batcher:
     """
 
     def __init__(
-        self, runner: PassRunner, cache: KVCache, sampler: Sampler, budget: BatchingBudget, window: int | None = None
+        self, runner: PassRunner, cache: PageCache, sampler: Sampler, budget: BatchingBudget, window: int | None = None
     ) -> None:
         self._runner = runner
         self._cache = cache
@@ -92,7 +93,8 @@ class Batcher:
         self._builder = BatchBuilder(cache.page_size, cache.device, budget.most_part_tokens, cache.stride)
         self._budget = budget
         self._window = window
-        self._loan = Loan(cache, runner.engine)
+        # Pages at home elsewhere are none of the device's memory.
+        self._loan = Loan(cache, runner.engine) if isinstance(cache, KVCache) else None
         self._scheduler = self._new_scheduler()
         self._in_pass = False
         self._drawn: _Drawing | None = None
@@ -148,7 +150,8 @@ class Batcher:
             left to do.
         """
         self._in_pass = True
-        self._loan.adjust(self._scheduler)
+        if self._loan is not None:
+            self._loan.adjust(self._scheduler)
         coming = self._scheduler.schedule()
         logits = None if coming is None else self._forward(coming)
         finished = [] if self._drawn is None else self._receive(self._drawn)
@@ -166,7 +169,7 @@ class Batcher:
 
     @property
     def num_parked_pages(self) -> int:
-        """Pages in host memory."""
+        """Pages of texts that had to make room."""
         return self._scheduler.num_parked_pages
 
     def fits(self, num_prompt: int, max_new_tokens: int) -> bool:
@@ -199,7 +202,8 @@ class Batcher:
         self._scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
-        self._loan.take_back()
+        if self._loan is not None:
+            self._loan.take_back()
         return self._budget.scheduler(self._window)
 
     def _forward(self, coming: Pass) -> torch.Tensor:
@@ -208,6 +212,7 @@ class Batcher:
             self._cache.park(sequence.number, pages)
         for sequence, pages in coming.resumed:
             self._cache.resume(sequence.number, pages)
+        self._cache.expect(coming.chunks)
         pending = None
         if self._drawn is not None:
             places = {each.sequence.number: place for place, each in enumerate(self._drawn.rows)}

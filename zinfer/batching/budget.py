@@ -9,7 +9,8 @@ import torch
 from transformers import PretrainedConfig
 
 from zinfer.batching.admission_queue import Order
-from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.batching.host_room import HostRoom
+from zinfer.batching.kv_shape import num_page_slots, read_kv_shape
 from zinfer.batching.pages import PagePool
 from zinfer.batching.scheduler import Scheduler
 from zinfer.config import Settings
@@ -56,7 +57,8 @@ class BatchingBudget:
         order: in which texts that wait begin.
         lends: whether pages that no text needs are lent to weights. On a CPU pages that were never written to take no
             memory, and are lent only where the configuration has given it to them.
-        footprint: bytes that all of it takes of the device.
+        footprint: bytes that all of it takes.
+        parks_on_disk: whether pages of texts that had to make room are kept on the disk once host memory has its share.
     """
 
     tokens_per_pass: int
@@ -68,12 +70,29 @@ class BatchingBudget:
     order: Order
     lends: bool
     footprint: Footprint
+    parks_on_disk: bool = False
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether pages are at home in host memory."""
+        return self.footprint.host_bytes > 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all pages, where they are at home."""
+        return self.footprint.host_bytes or self.footprint.kv_bytes
+
+    @property
+    def most_parked_in_memory(self) -> int:
+        """Pages of texts that had to make room, in host memory: none where that is what they had to make room in."""
+        if self.is_hosted:
+            return 0
+        return min(self.num_pages // _PARKED_SHARE, _MOST_PARKED_BYTES // (self.kv_bytes // self.num_pages))
 
     @property
     def most_parked_pages(self) -> int:
-        """Pages of texts that had to make room, in host memory; what is beyond them is computed again."""
-        page_bytes = self.footprint.kv_bytes // self.num_pages
-        return min(self.num_pages // _PARKED_SHARE, _MOST_PARKED_BYTES // page_bytes)
+        """The same with those on the disk, as many as there are pages; what is beyond them is computed again."""
+        return self.most_parked_in_memory + (self.num_pages if self.parks_on_disk else 0)
 
     def scheduler(self, window: int | None = None) -> Scheduler:
         """A new one over pages that nobody has; ``window`` is the `Scheduler`'s."""
@@ -95,6 +114,7 @@ def find_budget(
     stated: Batching,
     most_tokens: int | None,
     room: Callable[[int], int],
+    host: HostRoom,
     *,
     on_cuda: bool,
     from_disk: bool = False,
@@ -108,12 +128,13 @@ def find_budget(
         stated: by the configuration.
         most_tokens: of one text, prompt and new tokens together; None: as many as there are pages for.
         room: `weights_room` of the model.
+        host: for pages that are stated to be at home in host memory.
         on_cuda: whether the device is one.
         from_disk: whether layers will stream from the disk.
 
     Raises:
         ConfigError: pages of a size that is no power of two.
-        PlanError: not even one page fits the memory that is there for the cache.
+        PlanError: not even one page fits the memory that is there for the cache, or more is stated than there is.
     """
     page_size = stated.kv_page_size or _PAGE_SIZE
     if page_size & (page_size - 1):
@@ -126,13 +147,13 @@ def find_budget(
         shape, dtype, stated, most, part_tokens, free_bytes * _MOST_ACTIVATION_SHARE if on_cuda else math.inf
     )
     kv_dtype = _DTYPES.get(stated.kv_cache_dtype, dtype)
-    kv_bytes = stated.kv_cache_memory
-    if kv_bytes is None:
-        kv_bytes = int(free_bytes * _KV_SHARE)
-        if on_cuda:
-            left_bytes = weight_budget(free_bytes, Footprint(0, activation_bytes, 0))
-            kv_bytes = max(left_bytes - room(left_bytes), int(left_bytes * _LEAST_SHARE))
-    page_bytes = read_kv_shape(config).token_bytes(kv_dtype) * page_size
+    kept = read_kv_shape(config)
+    page_bytes = kept.token_bytes(kv_dtype) * page_size
+    hosted = stated.kv_cache_tier == "host"
+    if hosted:
+        kv_bytes = host.pages_bytes(kept, free_bytes, stated.kv_cache_memory)
+    else:
+        kv_bytes = _device_bytes(stated, free_bytes, activation_bytes, room, on_cuda=on_cuda)
     num_pages = kv_bytes // page_bytes
     if stated.kv_cache_memory is None and most_tokens is not None:
         num_pages = min(num_pages, max_sequences * -(-most_tokens // page_size))
@@ -141,7 +162,11 @@ def find_budget(
             f"a page of the KV cache, {page_size} tokens, takes {human_bytes(page_bytes)}, and {human_bytes(kv_bytes)} "
             "are there for it; raise zinfer.kv_cache_memory or lower zinfer.kv_page_size"
         )
-    footprint = Footprint(num_pages * page_bytes, activation_bytes, num_pages * page_bytes)
+    kv_bytes = num_pages * page_bytes
+    footprint = Footprint(kv_bytes, activation_bytes, kv_bytes)
+    if hosted:
+        slots_bytes = kv_bytes // kept.num_layers * num_page_slots(kept.num_layers)
+        footprint = Footprint(slots_bytes, activation_bytes, slots_bytes, host_bytes=kv_bytes)
     return BatchingBudget(
         tokens_per_pass=tokens_per_pass,
         most_part_tokens=min(tokens_per_pass, part_tokens),
@@ -150,9 +175,21 @@ def find_budget(
         page_size=page_size,
         kv_dtype=kv_dtype,
         order=stated.admission_order,
-        lends=on_cuda or stated.kv_cache_memory is not None,
+        lends=not hosted and (on_cuda or stated.kv_cache_memory is not None),
         footprint=footprint,
     )
+
+
+def _device_bytes(
+    stated: Batching, free_bytes: int, activation_bytes: int, room: Callable[[int], int], *, on_cuda: bool
+) -> int:
+    """For pages on the device: what nothing else needs."""
+    if stated.kv_cache_memory is not None:
+        return stated.kv_cache_memory
+    if not on_cuda:
+        return int(free_bytes * _KV_SHARE)
+    left_bytes = weight_budget(free_bytes, Footprint(0, activation_bytes, 0))
+    return max(left_bytes - room(left_bytes), int(left_bytes * _LEAST_SHARE))
 
 
 def weights_room(blocks: Sequence[ModelBlock], settings: Settings, left_bytes: int) -> int:

@@ -3,13 +3,16 @@
 Sizes that the configuration leaves open are chosen one after the other, each the fastest by rehearsal on a sample.
 """
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from zinfer.batching.adapters import common_window
 from zinfer.batching.budget import BatchingBudget, find_budget, weights_room
+from zinfer.batching.host_room import HostRoom
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
 from zinfer.config import Settings
@@ -19,7 +22,7 @@ from zinfer.planning.advice import LEAST_GAIN, quantized_outlines
 from zinfer.planning.forecast import beside_request, check_length
 from zinfer.planning.outline import Outline
 from zinfer.planning.planner import Plan, make_plan
-from zinfer.planning.prediction import find_work, pass_time
+from zinfer.planning.prediction import disk_spares_time, find_work, pass_time
 from zinfer.planning.presets import Machine
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 
@@ -30,6 +33,9 @@ run with few beside them."""
 _TOKENS_PER_PASS: Final = (2048, 4096, 8192, 16_384, 32_768, 131_072)
 _MAX_SEQUENCES: Final = (128, 512, 1024)
 _KV_SHARES: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)  # of device memory; the weights at home there have the rest
+_HOSTED_MAX_SEQUENCES: Final = (512, 1024, 4096)
+_HOSTED_KV_SHARES: Final = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0)  # of what suits host and device
+_FEWEST_TURNS: Final = 3  # of the cache, that a rehearsal has to have for its middle to be like a whole job's
 _FEWEST_REHEARSED: Final = 64
 _MOST_REHEARSED: Final = 1024
 _TURNS: Final = 6  # of the cache: its filling and emptying are then a small part
@@ -99,10 +105,12 @@ class JobPlan:
         named: dict[str, Any] = {
             "tokens_per_pass": self.budget.tokens_per_pass,
             "max_sequences": self.budget.max_sequences,
-            "kv_cache_memory": self.budget.footprint.kv_bytes,
+            "kv_cache_memory": self.budget.kv_bytes,
         }
-        kind = self.batching.kv_cache_dtype
-        return named if kind == "auto" else {**named, "kv_cache_dtype": kind}
+        for key, usual in (("kv_cache_dtype", "auto"), ("kv_cache_tier", "device")):
+            if (stated := getattr(self.batching, key)) != usual:
+                named[key] = stated
+        return named
 
 
 def plan_job(outline: Outline, machine: Machine, settings: Settings, job: Job) -> JobPlan:
@@ -113,37 +121,62 @@ def plan_job(outline: Outline, machine: Machine, settings: Settings, job: Job) -
         ConfigError: a text is longer than the model or the configuration allows.
     """
     check_length(outline, settings, *job.longest)
+    return _choose(outline, machine, settings, job)
+
+
+def _choose(outline: Outline, machine: Machine, settings: Settings, job: Job) -> JobPlan:
+    """The fastest sizes among those that the settings leave open; raises PlanError where nothing fits."""
     stated = settings.batching
-    shares = [int(machine.device_memory_bytes * share) for share in _KV_SHARES]
+    shares, usual_counts = [int(machine.device_memory_bytes * share) for share in _KV_SHARES], _MAX_SEQUENCES
+    if stated.kv_cache_tier == "host":
+        room = HostRoom.find(outline.blocks, settings, machine.limits)
+        usual_bytes = room.usual_pages_bytes(read_kv_shape(outline.config), machine.device_memory_bytes)
+        shares = sorted({min(int(usual_bytes * share), room.usual_bytes) for share in _HOSTED_KV_SHARES})
+        usual_counts = _HOSTED_MAX_SEQUENCES
+    # All of them rehearse the same rows: fewer would count the filling and emptying of the cache for more.
+    job = job.rehearsing(shares[-1] // read_kv_shape(outline.config).token_bytes(outline.dtype) // job.most_tokens)
     kv_bytes = shares if stated.kv_cache_memory is None else [stated.kv_cache_memory]
     sizes = _TOKENS_PER_PASS if stated.tokens_per_pass is None else [stated.tokens_per_pass]
-    counts = _MAX_SEQUENCES if stated.max_sequences is None else [stated.max_sequences]
+    counts = usual_counts if stated.max_sequences is None else [stated.max_sequences]
     # How many tokens pay depends on the memory that is left for weights: both are tried together.
-    usual = replace(stated, max_sequences=stated.max_sequences or _MAX_SEQUENCES[1])
+    usual = replace(stated, max_sequences=stated.max_sequences or usual_counts[1])
     tried = [replace(usual, tokens_per_pass=size, kv_cache_memory=nbytes) for nbytes in kv_bytes for size in sizes]
-    # All of them rehearse the same rows: fewer would count the filling and emptying of the cache for more.
-    token_bytes = read_kv_shape(outline.config).token_bytes(outline.dtype)
-    job = job.rehearsing(shares[-1] // token_bytes // job.most_tokens)
     best = _fastest(outline, machine, settings, tried, job).batching
     return _fastest(outline, machine, settings, [replace(best, max_sequences=count) for count in counts], job)
 
 
 def job_advice(outline: Outline, machine: Machine, settings: Settings, planned: JobPlan) -> list[str]:
-    """Changes that lose a little accuracy and pay, the largest gain first; each is by itself."""
+    """Changes that pay, the largest gain first; each is by itself. Those of numbers lose a little accuracy."""
     tried: list[tuple[str, Outline, Batching]] = []
     if planned.batching.kv_cache_dtype == "auto":
         tried.append(('zinfer.kv_cache_dtype "int8"', outline, replace(planned.batching, kv_cache_dtype="int8")))
     if planned.plan.streamed_bytes:
         tried += [(words, smaller, planned.batching) for words, smaller in quantized_outlines(outline, settings)]
-    found = []
-    for words, other, batching in tried:
-        try:
-            then = _try(other, machine, settings, batching, planned.job)
-        except PlanError:
-            continue
+    found: list[tuple[float, str]] = []
+
+    def compare(words: str, then: JobPlan) -> None:
         if (gain := planned.seconds / then.seconds) >= LEAST_GAIN:
             found.append((gain, f"{words}: {then.seconds:,.4g} s, {gain:.3g} times as fast"))
+
+    for words, other, batching in tried:
+        with suppress(PlanError):
+            compare(words, _try(other, machine, settings, batching, planned.job))
+    if (moved := _in_other_memory(outline, machine, settings, planned.job)) is not None:
+        compare(f"keys and values in other memory, {json.dumps({'zinfer': moved.keys()})}", moved)
     return [words for _, words in sorted(found, reverse=True)]
+
+
+def _in_other_memory(outline: Outline, machine: Machine, settings: Settings, job: Job) -> JobPlan | None:
+    """The fastest sizes with keys and values at home where they are not now; None where that is no choice."""
+    if not machine.limits.on_cuda or not settings.offload.pin_memory:
+        return None
+    stated = settings.batching
+    other: Literal["device", "host"] = "host" if stated.kv_cache_tier == "device" else "device"
+    batching = replace(stated, kv_cache_tier=other, kv_cache_memory=None)  # what is stated is of the one memory alone
+    try:
+        return _choose(outline, machine, replace(settings, batching=batching), job)
+    except PlanError:
+        return None
 
 
 def _fastest(outline: Outline, machine: Machine, settings: Settings, choices: Sequence[Batching], job: Job) -> JobPlan:
@@ -165,7 +198,10 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
     on_cuda = machine.limits.device.type == "cuda"
     free_bytes = machine.device_memory_bytes
     room = partial(weights_room, outline.blocks, settings)
-    budget = find_budget(outline.config, outline.dtype, free_bytes, batching, job.most_tokens, room, on_cuda=on_cuda)
+    host = HostRoom.find(outline.blocks, settings, machine.limits)
+    budget = find_budget(
+        outline.config, outline.dtype, free_bytes, batching, job.most_tokens, room, host, on_cuda=on_cuda
+    )
     blocks = [block.block for block in outline.blocks]
     taken = budget.footprint
     taken = replace(taken, activation_bytes=taken.activation_bytes + most_dequantized_bytes(blocks))
@@ -174,19 +210,27 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
     # As `LLM` runs them: with fused kernels on a GPU, unless the configuration says otherwise.
     shape = replace(outline.shape, is_fused=on_cuda if settings.kernel_inject is None else settings.kernel_inject)
     work, rates = find_work(outline.blocks, shape), machine.rates
+    token_bytes = read_kv_shape(outline.config).token_bytes(budget.kv_dtype)
+    if settings.offload.nvme_path is not None and disk_spares_time(work, rates, token_bytes):
+        budget = replace(budget, parks_on_disk=True)
     predicted = predict_job(
         rehearse(job.prompt_lens, job.new_tokens, budget, common_window(outline.config)),
-        read_kv_shape(outline.config).token_bytes(budget.kv_dtype),
+        token_bytes,
         budget,
         partial(pass_time, plan, work, rates),
     )
-    return JobPlan(batching, budget, plan, job, predicted, _whole_seconds(job, predicted))
+    return JobPlan(batching, budget, plan, job, predicted, _whole_seconds(job, predicted, is_hosted=budget.is_hosted))
 
 
-def _whole_seconds(job: Job, rehearsed: JobPrediction) -> float:
-    """Of all rows, from those that were rehearsed: more of them before the next begin are more of the middle."""
+def _whole_seconds(job: Job, rehearsed: JobPrediction, *, is_hosted: bool) -> float:
+    """Of all rows, from those that were rehearsed: more of them before the next begin are more of the middle.
+
+    Where pages in host memory hold so many texts that the rehearsal has no middle, more rows take as long as these.
+    """
     count = len(job.prompt_lens)
     row_s = rehearsed.steady_s_per_token * rehearsed.num_passes * rehearsed.tokens_per_pass / count
+    if is_hosted and count < _FEWEST_TURNS * rehearsed.most_together:
+        row_s = rehearsed.seconds / count
 
     def seconds_of(num_rows: int) -> float:
         if num_rows <= count:

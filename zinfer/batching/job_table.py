@@ -27,7 +27,8 @@ def job_table(outline: Outline, machine: Machine, job: Job, planned: JobPlan) ->
     table.add_row("texts at once", f"{budget.max_sequences:,} at most")
     dtype = str(budget.kv_dtype).removeprefix("torch.")
     pages = f"{budget.num_pages:,} pages of {budget.page_size} tokens in {dtype}"
-    table.add_row("KV cache", f"{pages}, {human_bytes(budget.footprint.kv_bytes)}")
+    where = f" of host memory, {human_bytes(budget.footprint.kv_bytes)} of the device" if budget.is_hosted else ""
+    table.add_row("KV cache", f"{pages}, {human_bytes(budget.kv_bytes)}{where}")
     table.add_row("activations", human_bytes(budget.footprint.activation_bytes))
     homes = ", ".join(f"{plan.num_blocks(tier)} {tier.name}" for tier in Tier)
     table.add_row("blocks by home", f"{homes}; {human_bytes(plan.streamed_bytes)} streamed a pass")
@@ -46,7 +47,7 @@ def job_document(outline: Outline, machine: Machine, job: Job, planned: JobPlan,
         "machine": machine.name,
         "rows": job.num_rows,
         "zinfer": planned.keys(),
-        "kv_bytes": planned.budget.footprint.kv_bytes,
+        "kv_bytes": planned.budget.kv_bytes,
         "blocks_by_home": {tier.name: planned.plan.num_blocks(tier) for tier in Tier},
         "streamed_bytes_per_pass": planned.plan.streamed_bytes,
         "tokens_per_pass": planned.rehearsed.tokens_per_pass,

@@ -1,4 +1,4 @@
-"""Owns the pages of all layers: keys and values of running sequences on the device, of parked ones in host memory.
+"""Owns the pages of all layers: keys and values of running sequences on the device; `parked` has those of parked ones.
 
 [Note: page by page] A page's keys lie beside each other for all layers, and so do its values: page i of layer j is
 number i * layers + j of one array, and a layer's own view of the array begins at its first page. So a layer's pages lie
@@ -11,14 +11,17 @@ from typing import Final
 import torch
 
 from zinfer.batching.kv_shape import KVShape
+from zinfer.batching.page_cache import PageCache
+from zinfer.batching.parked import UNLIMITED, ParkedTexts, Parking
+from zinfer.batching.passes import Chunk
 from zinfer.errors import ConfigError
 from zinfer.kernels.kv_pages import KVPages, takes_kernels
 
 _MOVED_AT_ONCE_BYTES: Final = 1 << 30  # what moves on the device is copied twice
 
 
-class KVCache:
-    """Pages on one device; page i is page i of every layer.
+class KVCache(PageCache):
+    """Pages that are at home on one device.
 
     Args:
         shape: of the model's cache.
@@ -26,15 +29,21 @@ class KVCache:
         page_size: tokens of a page.
         dtype: of keys and values in the pages.
         device: where they lie.
-
-    ``layers`` has each layer's view of the pages, in which page i is number i * ``stride``.
+        parking: where pages of parked sequences are kept.
 
     Raises:
         ConfigError: the device cannot read pages of this dtype.
+        ScratchError: no file for parked sequences can be made.
     """
 
     def __init__(
-        self, shape: KVShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: KVShape,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        parking: Parking = UNLIMITED,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
@@ -42,36 +51,32 @@ class KVCache:
         self.device = device
         place = (num_pages * self.stride, page_size, shape.num_heads, shape.key_dim, shape.value_dim)
         self._whole = KVPages.empty(*place, dtype, device, values_in_keys=shape.values_in_keys)
-        self.layers = [self._whole.beginning_at(layer) for layer in range(self.stride)]
+        self.layers: list[KVPages | None] = [self._whole.beginning_at(layer) for layer in range(self.stride)]
         try:
             takes_kernels(self._whole)
         except ValueError as error:
             raise ConfigError(f"zinfer.kv_cache_dtype: {error}") from error
-        self._parked: dict[int, list[torch.Tensor]] = {}
+        self.parked = ParkedTexts(self._rows(), parking)
+
+    def expect(self, chunks: Sequence[Chunk]) -> None:
+        """Nothing has to come."""
+
+    def bring(self, layer: int) -> None:
+        """They are there."""
+
+    def let_go(self, layer: int) -> None:
+        """They stay."""
+
+    def arrive(self) -> None:
+        """They are copied in the order of the compute."""
+
+    def close(self) -> None:
+        self.parked.close()
 
     @property
     def nbytes(self) -> int:
         """On the device."""
         return self._whole.nbytes
-
-    def park(self, number: int, pages: Sequence[int]) -> None:
-        """Keep what a sequence has in these pages in host memory; they may be written again when this returns."""
-        assert number not in self._parked, f"sequence {number} is parked already"
-        chosen = self._index(pages)
-        self._parked[number] = [part[chosen].cpu() for part in self._rows()]
-
-    def resume(self, number: int, pages: Sequence[int]) -> None:
-        """Put the last so many pages of what was parked back; those before them were found on the device."""
-        parked = self._parked.pop(number)
-        if not pages:
-            return
-        chosen = self._index(pages)
-        for part, kept in zip(self._rows(), parked, strict=True):
-            part[chosen] = kept[-len(pages) :].to(part.device)
-
-    def forget(self, number: int) -> None:
-        """Drop what is parked of a sequence that is given up, if anything is."""
-        self._parked.pop(number, None)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy pages to others; no page is both a source and a target."""

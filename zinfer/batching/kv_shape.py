@@ -1,7 +1,7 @@
 """What one token leaves in the cache of a model: read from its transformers config."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import PretrainedConfig
@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from zinfer.kernels.kv_pages import KV_CODES
 
 _SCALE_BYTES = 4  # of a head's keys, and of its values, where they are codes
+_MOST_SLOTS: Final = 3  # one computes, one fills, and one waits for what it holds to be back in host memory
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class KVShape:
         widths = [self.key_dim] if self.values_in_keys else [self.key_dim, self.value_dim]
         scale_bytes = _SCALE_BYTES if dtype in KV_CODES else 0
         return self.num_layers * self.num_heads * sum(width * dtype.itemsize + scale_bytes for width in widths)
+
+
+def num_page_slots(num_layers: int) -> int:
+    """Slots on the device that pages pass through which are at home elsewhere, each as large as a layer's pages."""
+    return min(_MOST_SLOTS, num_layers)
 
 
 def read_kv_shape(config: PretrainedConfig) -> KVShape:

@@ -1,4 +1,4 @@
-"""Computes a pass part by part inside each layer, so that one load of its weights serves all of them.
+"""Computes a pass part by part inside each layer, so that one load of its weights and pages serves all of them.
 
 Activations inside a layer are as large as a part; only the residual stream is as long as the pass.
 """
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zinfer.batching.attention import PagedAttention
+from zinfer.batching.page_cache import PageCache
 from zinfer.batching.ragged import Part
 
 
@@ -19,14 +20,16 @@ class PartedLayers:
     Args:
         layers: the modules; each takes the hidden states [1, tokens, hidden] first.
         attention: what they attend through.
+        cache: whose pages each of them has while it computes.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], attention: PagedAttention) -> None:
+    def __init__(self, layers: Sequence[nn.Module], attention: PagedAttention, cache: PageCache) -> None:
         self._attention = attention
+        self._cache = cache
         self._layers = layers
         self._parts: Sequence[Part] = ()
-        for layer in layers:
-            layer.forward = self._by_parts(layer.forward)
+        for number, layer in enumerate(layers):
+            layer.forward = self._by_parts(number, layer.forward)
 
     def set(self, parts: Sequence[Part]) -> None:
         """The parts of the next pass."""
@@ -37,14 +40,16 @@ class PartedLayers:
         for layer in self._layers:
             del layer.forward
 
-    def _by_parts(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _by_parts(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def by_parts(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._cache.bring(number)
             found = []
             for part in self._parts:
                 with self._attention.over(part):
                     cut = [_cut(value, part.tokens, hidden.shape[1]) for value in args]
                     named = {name: _cut(value, part.tokens, hidden.shape[1]) for name, value in kwargs.items()}
                     found.append(forward(hidden[:, part.tokens], *cut, **named))
+            self._cache.let_go(number)
             return _joined(found)
 
         return by_parts

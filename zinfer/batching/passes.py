@@ -1,4 +1,4 @@
-"""What one pass computes: chunks of sequences, and the pages that move between device and host before them."""
+"""What one pass computes: chunks of sequences, and the pages that are parked and resumed before them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,7 +41,7 @@ class PassSize(NamedTuple):
 class Pass:
     """One walk over the model.
 
-    First the pages of the parked sequences are copied to host memory, then those of the resumed ones back, then all
+    First the pages of the parked sequences are copied off the device, then those of the resumed ones back, then all
     chunks are computed: their pages may be the very ones that were parked. Keys and values of a chunk are to be written
     before the chunks after it attend, because these may share its pages.
 

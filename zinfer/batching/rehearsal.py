@@ -17,7 +17,15 @@ class PassTimeOf(Protocol):
     """`zinfer.planning.prediction.pass_time` for one plan, one model and one machine."""
 
     def __call__(
-        self, num_tokens: int, num_rows: int, *, cache_bytes: int, num_pairs: int, num_parts: int, lent_bytes: int
+        self,
+        num_tokens: int,
+        num_rows: int,
+        *,
+        cache_bytes: int,
+        num_pairs: int,
+        num_parts: int,
+        lent_bytes: int,
+        hosted_bytes: int,
     ) -> PassTime: ...
 
 
@@ -32,6 +40,7 @@ class JobPrediction:
         tokens_per_s: new tokens a second.
         bottleneck: the resource that decides how long most passes take.
         steady_s_per_token: of a token that is computed in the middle of the job, where texts of all ages run.
+        most_together: texts that got a token by one pass, at most.
     """
 
     seconds: float
@@ -40,6 +49,7 @@ class JobPrediction:
     tokens_per_s: float
     bottleneck: str
     steady_s_per_token: float
+    most_together: int
 
     def __str__(self) -> str:
         return (
@@ -92,6 +102,7 @@ def predict_job(
             num_pairs=size.num_pairs,
             num_parts=-(-size.num_tokens // budget.most_part_tokens),
             lent_bytes=size.num_lent_pages * budget.page_size * token_bytes,
+            hosted_bytes=_coming_tokens(size, budget) * token_bytes if budget.is_hosted else 0,
         )
         for size in sizes
     ]
@@ -105,7 +116,17 @@ def predict_job(
         tokens_per_s=num_new / seconds,
         bottleneck=max(set(names), key=names.count),
         steady_s_per_token=_steady(times),
+        most_together=max(size.num_samples for size in sizes),
     )
+
+
+def _coming_tokens(size: PassSize, budget: BatchingBudget) -> int:
+    """Tokens whose keys and values a pass brings from host memory: whole pages, the last one of a text half full.
+
+    Windows of single layers are not looked at: these bring less.
+    """
+    num_before = size.num_context - size.num_tokens
+    return min(num_before + size.num_samples * budget.page_size // 2, budget.num_pages * budget.page_size)
 
 
 def _steady(times: Sequence[PassTime]) -> float:

@@ -7,7 +7,7 @@ import torch
 
 from zinfer.batching.adapters import OwnAttention, wants_mask
 from zinfer.batching.attention import MASKED_NAME, NAME, PagedAttention, attending
-from zinfer.batching.kv_cache import KVCache
+from zinfer.batching.page_cache import PageCache
 from zinfer.batching.parts import PartedLayers
 from zinfer.batching.ragged import RaggedBatch
 from zinfer.engine import InferenceEngine
@@ -21,18 +21,21 @@ class PassRunner:
         cache: with as many layers as the module.
     """
 
-    def __init__(self, engine: InferenceEngine, cache: KVCache) -> None:
+    def __init__(self, engine: InferenceEngine, cache: PageCache) -> None:
         self.engine = engine
         self._own = OwnAttention(engine.module)
         self._attention = PagedAttention(cache.layers)
-        self._layers = PartedLayers(engine.layers, self._attention)
+        self._layers = PartedLayers(engine.layers, self._attention, cache)
         self._config: Any = engine.module.config.get_text_config(decoder=True)
         self._before = self._config._attn_implementation
         self._config._attn_implementation = MASKED_NAME if wants_mask(self._config.model_type) else NAME
         self._takes_positions = "position_ids" in inspect.signature(type(engine.module).forward).parameters
 
     def run(self, batch: RaggedBatch) -> torch.Tensor:
-        """The logits after the tokens that the batch wants them of, [samples, vocabulary], in the model's dtype."""
+        """The logits after the tokens that the batch wants them of, [samples, vocabulary], in the model's dtype.
+
+        The cache expects the batch's chunks.
+        """
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False, "logits_to_keep": batch.wanted}
         if self._takes_positions:
             inputs["position_ids"] = batch.position_ids

@@ -41,7 +41,7 @@ class Scheduler:
         pool: all pages that there are; only this scheduler takes them.
         token_budget: most tokens of a pass.
         max_sequences: most sequences that run at once.
-        most_parked_pages: as for `SetAside`; those pages are copied to host memory and back, and of what is computed
+        most_parked_pages: as for `SetAside`; those pages are copied off the device and back, and of what is computed
             again, pages that can still be found are spared.
         order: of admission; see `AdmissionQueue`.
         window: where every layer of the model slides, the positions that a token attends to, its own among them; pages
@@ -85,7 +85,7 @@ class Scheduler:
 
     @property
     def num_parked_pages(self) -> int:
-        """Pages in host memory."""
+        """Pages that are kept of sequences that were set aside."""
         return self._set_aside.num_parked_pages
 
     @property

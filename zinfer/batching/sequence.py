@@ -19,7 +19,7 @@ class SequenceState(Enum):
     RUNNING = auto()
     """Holds pages on the device for all that is computed."""
     PARKED = auto()
-    """Holds no pages; the contents of those it had lie in host memory."""
+    """Holds no pages; the contents of those it had are kept off the device."""
     FINISHED = auto()
     """Holds nothing: completed or aborted."""
 
@@ -33,7 +33,7 @@ class Sequence:
         prompt_ids: the prompt's tokens, one at least.
         max_new_tokens: most tokens to generate, one at least.
         output_ids: the tokens generated so far, the last one perhaps ``PENDING``.
-        num_computed: tokens, from the first on, whose keys and values lie in pages (PARKED: in host memory).
+        num_computed: tokens, from the first on, whose keys and values lie in pages (PARKED: off the device).
         pages: numbers of the pages in token order; ``HOLE`` for those that a sliding window has left behind.
         num_dropped: holes at the beginning of ``pages``.
         prefix: the pool's name for all tokens up to the end of the last page that has a name.

@@ -9,8 +9,8 @@ class SetAside:
     """A queue whose first one was set aside last.
 
     Args:
-        most_parked_pages: the pages of a sequence are kept in host memory as long as there are no more than these; the
-            tokens of others are computed again. None: no limit.
+        most_parked_pages: the pages of a sequence are kept as long as there are no more than these; the tokens of
+            others are computed again. None: no limit.
     """
 
     def __init__(self, most_parked_pages: int | None) -> None:

@@ -40,8 +40,15 @@ OWN_KEYS: Final[tuple[Key, ...]] = (
     honoured(
         "zinfer.kv_cache_memory",
         values.size_bytes,
-        "device memory for the keys and values of zinfer.LLM",
+        "memory for the keys and values of zinfer.LLM, of the kind that kv_cache_tier names",
         field="batching.kv_cache_memory",
+    ),
+    honoured(
+        "zinfer.kv_cache_tier",
+        values.choice("device", "host"),
+        "where keys and values are at home; host: a layer's come to the device for as long as it computes",
+        field="batching.kv_cache_tier",
+        default="device",
     ),
     honoured(
         "zinfer.kv_cache_dtype",

@@ -19,7 +19,8 @@ from zinfer.errors import ConfigError
 
 STAGE = "zero_optimization.stage"
 OFFLOAD_DEVICE = "zero_optimization.offload_param.device"
-NVME_PATH = "zero_optimization.offload_param.nvme_path"
+PIN_MEMORY = "zero_optimization.offload_param.pin_memory"
+KV_TIER = "zinfer.kv_cache_tier"
 
 
 def resolve_settings(
@@ -42,6 +43,7 @@ def resolve_settings(
     _check_offload(given)
     _check_lengths(given)
     _check_batch(given)
+    _check_tier(given)
     fields: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for item in given.values():
         if item.key.field is not None:
@@ -52,7 +54,7 @@ def resolve_settings(
         "dtype": _dtype(given),
         "checkpoint": _checkpoint(given),
         "quantization": quantization,
-        "without_effect": _without_effect(reading) + idle + _idle_nvme_path(given, quantizes=quantization is not None),
+        "without_effect": _without_effect(reading) + idle,
     }
     return Settings(
         **fields[""],
@@ -87,6 +89,15 @@ def _check_batch(given: Mapping[str, Given]) -> None:
         raise ConfigError(f"{' and '.join(missing)}: missing; a batch has {', '.join(names)}, give all of them or none")
 
 
+def _check_tier(given: Mapping[str, Given]) -> None:
+    tier, pins = given.get(KV_TIER), given.get(PIN_MEMORY)
+    if tier is not None and tier.value == "host" and pins is not None and not pins.value:
+        raise ConfigError(
+            f"{tier} contradicts {pins}: keys and values come and go beside the compute from pinned memory only; "
+            f'remove {pins.written}, or set {tier.written} to "device"'
+        )
+
+
 def _dtype(given: Mapping[str, Given]) -> torch.dtype | None:
     """The one dtype that `dtype`, `fp16.enabled` and `bf16.enabled` agree on; int8 speaks of stored weights only."""
     stated: list[tuple[Given, torch.dtype]] = []
@@ -116,15 +127,3 @@ def _without_effect(reading: Reading) -> tuple[Ignored, ...]:
     if "base_dir" in reading.given and "checkpoint" not in reading.given:
         ignored.append(Ignored("base_dir", "a checkpoint is joined to it, and the configuration names none"))
     return tuple(ignored)
-
-
-def _idle_nvme_path(given: Mapping[str, Given], *, quantizes: bool) -> tuple[Ignored, ...]:
-    """`nvme_path` where nothing is written there, as far as the configuration alone can tell."""
-    if NVME_PATH not in given:
-        return ()
-    if OFFLOAD_DEVICE not in given or given[OFFLOAD_DEVICE].value != "nvme":
-        return (Ignored(NVME_PATH, f'nothing is written there unless {OFFLOAD_DEVICE} is "nvme"'),)
-    if not quantizes:
-        reason = "the checkpoint's files are read where they lie; only weights that other tools quantized are written"
-        return (Ignored(NVME_PATH, f"{reason} there, in the form that streams"),)
-    return ()

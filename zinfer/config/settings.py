@@ -17,7 +17,8 @@ class Offload:
 
     device: Literal["none", "cpu", "nvme"] | None = None
     nvme_path: Path | None = None
-    """Folder where weights that are to stream from disk, and do not lie there as they stream, are written once."""
+    """Folder where weights that are to stream from disk, and do not lie there as they stream, are written once, and
+    where `zinfer.LLM` keeps what texts have left that had to make room."""
     pin_memory: bool = True
     buffer_count: int | None = None
     """Staging slots."""
@@ -73,7 +74,8 @@ class Batching:
     tokens_per_pass: int | None = None
     max_sequences: int | None = None
     kv_cache_memory: int | None = None
-    """Bytes of device memory."""
+    """Bytes of the memory that `kv_cache_tier` names."""
+    kv_cache_tier: Literal["device", "host"] = "device"
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     admission_order: Literal["arrival", "longest_first"] = "arrival"
     kv_page_size: int | None = None

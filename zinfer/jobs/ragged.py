@@ -15,6 +15,7 @@ from zinfer.llm import LLM
 from zinfer.offload.stats import RunStats
 
 _MOST_REHEARSED: Final = 1024
+_PARKS: Final = "parks_on_disk"
 
 
 class RaggedCompleter:
@@ -27,23 +28,27 @@ class RaggedCompleter:
     """
 
     def __init__(self, request: JobRequest, stated: Batching, kept: Mapping[str, int], meter: Meter) -> None:
-        options: dict[str, object] = {name: size for name, size in kept.items() if getattr(stated, name) is None}
+        sizes = {name: size for name, size in kept.items() if name != _PARKS}
+        options: dict[str, object] = {name: size for name, size in sizes.items() if getattr(stated, name) is None}
         if request.trace is not None:
             options["trace"] = str(request.trace)
-        self._llm = LLM(request.model, request.config, device=request.device, **options)
+        # Which texts are computed again decides what passes carry: not by rates that are measured anew.
+        parks = _PARKS in kept if kept else None
+        self._llm = LLM(request.model, request.config, device=request.device, parks_on_disk=parks, **options)
         self.predicted_s = 0.0
         self._meter = meter
         meter.count_tokens = lambda: self._llm.num_new_tokens
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By the names of the configuration's keys."""
+        """By the names of the configuration's keys, and whether texts that had to make room are kept on the disk."""
         budget = self._llm.batching
-        return {
+        parks = {_PARKS: 1} if budget.parks_on_disk else {}
+        return parks | {
             "tokens_per_pass": budget.tokens_per_pass,
             "max_sequences": budget.max_sequences,
             "kv_page_size": budget.page_size,
-            "kv_cache_memory": budget.footprint.kv_bytes,
+            "kv_cache_memory": budget.kv_bytes,
         }
 
     @property

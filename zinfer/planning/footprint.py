@@ -34,15 +34,17 @@ class Footprint:
         kv_bytes: the cache at its largest.
         activation_bytes: the most that a forward takes on top; the copy of one layer's cache is in it.
         decode_kv_bytes: the cache in the middle of the decode passes.
+        host_bytes: of host memory, where the cache is at home there; ``kv_bytes`` are then of what it passes through.
     """
 
     kv_bytes: int
     activation_bytes: int
     decode_kv_bytes: int
+    host_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Of all of it at once."""
+        """Of the device, of all of it at once."""
         return self.kv_bytes + self.activation_bytes
 
 

@@ -77,7 +77,7 @@ def check_length(outline: Outline, settings: Settings, prompt_len: int, new_toke
 def beside_request(
     limits: MachineLimits, device_memory_bytes: int, settings: Settings, footprint: Footprint
 ) -> MachineLimits:
-    """The budgets, less what a request takes of the device.
+    """The budgets, less what a request takes of device and host.
 
     Args:
         limits: budgets that know of no request.
@@ -96,7 +96,13 @@ def beside_request(
             f"({human_bytes(left_bytes)}) of {human_bytes(device_memory_bytes)} are left for weights "
             f"({_taken(footprint)}); lower it, or the batch size"
         )
-    return replace(limits, device_bytes=min(limits.device_bytes, left_bytes))
+    return replace(
+        limits,
+        device_bytes=min(limits.device_bytes, left_bytes),
+        host_bytes=max(0, limits.host_bytes - footprint.host_bytes),
+        pinned_bytes=max(0, limits.pinned_bytes - footprint.host_bytes),
+        host_kv_bytes=footprint.host_bytes,
+    )
 
 
 def _plan(outline: Outline, machine: Machine, settings: Settings, limits: MachineLimits, footprint: Footprint) -> Plan:

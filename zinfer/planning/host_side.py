@@ -103,14 +103,19 @@ class _HostPlanner:
         in_memory = sum(not block.extents for block in self.streamed)
         least = self._host_side(self._hosted(in_memory), _RINGS[-1])
         staging = f"{least.num_staging} staging slots of {human_bytes(least.staging_bytes)}"
+        kv_bytes, beside = self.limits.host_kv_bytes, ""
+        if kv_bytes:
+            beside = f", and {human_bytes(kv_bytes)} of keys and values; lower zinfer.kv_cache_memory"
         if least.host_bytes <= self.limits.host_bytes:
+            given, needed = self.limits.pinned_bytes + kv_bytes, least.pinned_bytes + kv_bytes
             return PlanError(
-                f"zinfer.max_pinned_memory is {human_bytes(self.limits.pinned_bytes)}; at least {least.pinned_bytes} "
-                f"bytes ({human_bytes(least.pinned_bytes)}) are needed, for {staging}"
+                f"zinfer.max_pinned_memory is {human_bytes(given)}; at least {needed} "
+                f"bytes ({human_bytes(needed)}) are needed, for {staging}{beside}"
             )
+        given, needed = self.limits.host_bytes + kv_bytes, least.host_bytes + kv_bytes
         return PlanError(
-            f"zinfer.max_host_memory is {human_bytes(self.limits.host_bytes)}; at least {least.host_bytes} bytes "
-            f"({human_bytes(least.host_bytes)}) are needed: {staging}, and the weights that no file holds"
+            f"zinfer.max_host_memory is {human_bytes(given)}; at least {needed} bytes "
+            f"({human_bytes(needed)}) are needed: {staging}, and the weights that no file holds{beside}"
         )
 
     def _check_offload(self, in_memory: list[Block]) -> None:

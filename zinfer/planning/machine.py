@@ -20,12 +20,13 @@ _CPU_SHARE: Final = 0.4  # on a CPU run device and host memory are the same memo
 @dataclass(frozen=True)
 class MachineLimits:
     """Budgets in bytes. ``device_bytes`` holds slots and resident slabs; ``host_bytes`` host slabs and staging slots,
-    of which ``pinned_bytes`` may be pinned."""
+    of which ``pinned_bytes`` may be pinned; ``host_kv_bytes`` are taken of both already, for keys and values."""
 
     device: torch.device
     device_bytes: int
     host_bytes: int
     pinned_bytes: int
+    host_kv_bytes: int = 0
 
     @property
     def on_cuda(self) -> bool:

@@ -230,6 +230,7 @@ def pass_time(
     num_pairs: int = 0,
     num_parts: int = 1,
     lent_bytes: int = 0,
+    hosted_bytes: int = 0,
 ) -> PassTime:
     """One pass.
 
@@ -241,6 +242,7 @@ def pass_time(
         num_pairs: of a prompt's token and one that it attends to; those of decodes take no more than reading the cache.
         num_parts: of the pass, which a layer computes one after the other.
         lent_bytes: of the device, in which blocks have come to stay.
+        hosted_bytes: of keys and values, that come from host memory; what goes back crosses the link the other way.
     """
     wired = [(each, home, _wire_bytes(each, home)) for each, home in zip(work, plan.homes, strict=True)]
     if plan.slot_bytes:
@@ -255,7 +257,7 @@ def pass_time(
     return PassTime(
         num_tokens=num_tokens,
         disk_s=disk_bytes / rates.disk_bytes_per_s,
-        link_s=link_bytes / rates.link_bytes_per_s,
+        link_s=(link_bytes + hosted_bytes) / rates.link_bytes_per_s,
         host_s=sum(pageable) / rates.host_bytes_per_s,
         matrix_s=flops / rates.flops_per_s,
         device_s=(sum(each.block.nbytes for each in work) + cache_bytes) / rates.device_bytes_per_s,
@@ -263,6 +265,19 @@ def pass_time(
         between_s=_between_s(work, rates, num_tokens, num_rows, num_pairs, num_parts)
         + _LINK_TOUCHES * link_bytes / rates.device_bytes_per_s,
     )
+
+
+def disk_spares_time(work: Sequence[BlockWork], rates: Rates, token_bytes: int) -> bool:
+    """Whether a token's keys and values are written to the disk and read again faster than they are computed again.
+
+    Both by their own resource alone, for what else a pass has to do there is not known: bytes over the disk's rate,
+    which counts for writes too, and matrix work.
+
+    Args:
+        token_bytes: of all layers.
+    """
+    flops = _FLOPS_PER_PARAMETER * sum(each.num_active_params for each in work if each.every_token)
+    return 2 * token_bytes / rates.disk_bytes_per_s < flops / rates.flops_per_s
 
 
 def _between_s(

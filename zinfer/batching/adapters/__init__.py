@@ -64,11 +64,15 @@ def has_windows(model_type: str) -> bool:
     return model_type in _WINDOWED
 
 
+def layer_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """Of each layer, the positions that a token attends to, its own among them; None: all before it."""
+    windows = read_shape(config).windows
+    return windows if has_windows(config.get_text_config(decoder=True).model_type) else (None,) * len(windows)
+
+
 def common_window(config: PretrainedConfig) -> int | None:
     """The widest of the layers' windows; None where a layer has none."""
-    if not has_windows(config.get_text_config(decoder=True).model_type):
-        return None
-    windows = read_shape(config).windows
+    windows = layer_windows(config)
     return max((window for window in windows if window is not None), default=None) if all(windows) else None
 
 

@@ -1,0 +1,149 @@
+"""Memory on a disk: places of equal size in a file without a name, of which no end of a process leaves anything."""
+
+import errno
+import fcntl
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from zinfer.nvme.aligned import ALIGNMENT_BYTES
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class ScratchError(OSError):
+    """The file could not be written or read, or has no room to grow; names it, the bytes and the remedy."""
+
+
+class ScratchFile:
+    """Places that are taken, written, read and given back by one thread; past the page cache where the disk allows it.
+
+    Args:
+        folder: where the file lies; it is made if it is not there.
+        place_bytes: of a place, a multiple of 4096.
+
+    ``bytes_written`` and ``bytes_read`` count what was moved.
+
+    Raises:
+        ScratchError: the file cannot be made.
+    """
+
+    def __init__(self, folder: Path, place_bytes: int) -> None:
+        assert place_bytes >= ALIGNMENT_BYTES
+        assert place_bytes % ALIGNMENT_BYTES == 0
+        self.place_bytes = place_bytes
+        self.bytes_written = 0
+        self.bytes_read = 0
+        self._folder = folder
+        self._free: list[int] = []
+        self._num_places = 0
+        self._path = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._fd, name = tempfile.mkstemp(prefix="zinfer-parked-", dir=folder)
+        except OSError as error:
+            raise self._failure(error, "making it") from error
+        self._path = Path(name)
+        self.close = weakref.finalize(self, os.close, self._fd)
+        """Give the file and all that is in it back; may be called again."""
+        try:
+            self._path.unlink()
+        except OSError as error:
+            raise self._failure(error, "unlinking it") from error
+        self._set_direct(True)
+
+    def take(self, count: int) -> list[int]:
+        """Places for someone to write to; those given back first, then new ones.
+
+        Raises:
+            ScratchError: the disk has no room for new ones.
+        """
+        num_new = count - len(self._free)
+        if num_new > 0:
+            self._check_room(num_new * self.place_bytes)
+            self._free += range(self._num_places, self._num_places + num_new)
+            self._num_places += num_new
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def give_back(self, places: Sequence[int]) -> None:
+        """Let others have the places."""
+        self._free = sorted([*self._free, *places])
+
+    def write(self, places: Sequence[int], memory: memoryview) -> None:
+        """Write one place after the other from ``memory`` (bytes, page-aligned, as long as the places).
+
+        Raises:
+            ScratchError: the disk is full or failed.
+        """
+        self._move(os.pwritev, places, memory, "writing")
+        self.bytes_written += memory.nbytes
+
+    def read(self, places: Sequence[int], memory: memoryview) -> None:
+        """Read places that were written into ``memory``, likewise.
+
+        Raises:
+            ScratchError: the disk failed.
+        """
+        self._move(os.preadv, places, memory, "reading")
+        self.bytes_read += memory.nbytes
+
+    def _move(
+        self,
+        call: Callable[[int, Sequence[memoryview], int], int],
+        places: Sequence[int],
+        memory: memoryview,
+        doing: str,
+    ) -> None:
+        assert memory.nbytes == len(places) * self.place_bytes
+        begin = 0
+        for first, count in _runs(places):
+            end = begin + count * self.place_bytes
+            offset = first * self.place_bytes - begin  # of the file, less that of the memory
+            while begin < end:
+                try:
+                    moved = call(self._fd, [memory[begin:end]], offset + begin)
+                except OSError as error:
+                    if error.errno == errno.EINVAL and self._set_direct(False):
+                        continue  # a file system that allows it at open and not here
+                    raise self._failure(error, f"{doing} {end - begin} bytes at byte {offset + begin}") from error
+                if moved == 0:
+                    nothing = OSError(errno.EIO, "the disk moved nothing and gave no error")
+                    raise self._failure(nothing, f"{doing} {end - begin} bytes at byte {offset + begin}")
+                begin += moved
+
+    def _check_room(self, nbytes: int) -> None:
+        found = os.fstatvfs(self._fd)
+        free = found.f_bavail * found.f_frsize
+        if free < nbytes:
+            reason = f"{nbytes:,} bytes more are needed in {self._folder}, {free:,} are free there"
+            raise self._failure(OSError(errno.ENOSPC, reason), "growing")
+
+    def _failure(self, error: OSError, doing: str) -> ScratchError:
+        remedy = "make room there, or name another folder" if error.errno in _FULL else "check the folder and its disk"
+        code = error.errno or errno.EIO
+        return ScratchError(code, f"{doing}: {error.strerror or os.strerror(code)}; {remedy}", str(self._path))
+
+    def _set_direct(self, direct: bool) -> bool:
+        """Have the file moved past the page cache, or through it; says whether that is a change that was possible."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, wanted)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return wanted != flags
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Neighbouring places, as the first of them and how many."""
+    begin = 0
+    for index in range(1, len(places) + 1):
+        if index == len(places) or places[index] != places[index - 1] + 1:
+            yield places[begin], index - begin
+            begin = index

@@ -1,0 +1,249 @@
+"""Owns pages that are at home in host memory: a layer's come into a slot on the device for as long as it computes.
+
+[Note: layer by layer] In host memory all pages of a layer lie beside each other, and so they do in a slot: page i has
+the same place in both, so that tables of pages hold for either, and runs of pages move in one copy for each tensor.
+
+[Note: lifetime of a slot of pages] A slot is free, filling or held, and travels with the event ``vacant``. A layer's
+pages come into the slot that was freed first, once that event is reached: what was written in it lies in host memory by
+then, and with it the layer's own pages of the pass before, because slots are no more than layers and all copies back
+are on one stream, in the order of the layers. `bring` makes compute wait for the copies that bring them, on another
+stream (held). `let_go` marks the compute, has what the pass wrote go back behind that mark, and frees the slot with the
+event of the last copy as its ``vacant``. So the host waits for nothing, and a pass may be begun while the one before is
+still computed.
+
+The thread that runs the model enqueues the copies itself: they are few, and a pass that is cut short, by Ctrl-C at
+whatever line, leaves pages that nobody finds again, and a slot that is not free. `expect` sees that and waits for all
+that is under way before it takes the slots back.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+
+from zinfer.batching.kv_shape import KVShape, num_page_slots
+from zinfer.batching.page_cache import PageCache
+from zinfer.batching.page_traffic import PageTraffic, find_traffic
+from zinfer.batching.parked import UNLIMITED, ParkedTexts, Parking
+from zinfer.batching.passes import Chunk
+from zinfer.errors import ConfigError, PlanError
+from zinfer.kernels.kv_pages import KVPages, takes_kernels
+from zinfer.offload.host_memory import MOST_REGISTERED_BYTES, HostBuffer
+from zinfer.offload.stats import RunStats
+from zinfer.offload.stream import CopyStream, Event, open_stream
+from zinfer.units import human_bytes
+
+log = logging.getLogger(__name__)
+
+_GAP_BYTES: Final = 256 << 10  # 5 to 10 us of a link: what a copy of its own takes to be enqueued
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Device memory for one layer's pages; see [Note: lifetime of a slot of pages]."""
+
+    pages: KVPages
+    vacant: Event
+    filled: Event
+    parts: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = self.pages.parts()
+
+
+class HostedKVCache(PageCache):
+    """Pages in host memory, pinned beside a CUDA device.
+
+    Args:
+        shape: of the model's cache.
+        num_pages: of each layer.
+        page_size: tokens of a page.
+        dtype: of keys and values in the pages.
+        device: where they are used.
+        parking: where pages of parked sequences are kept.
+        windows: of each layer, the positions that a token attends to, its own among them; None: all before it.
+        synchronous: every copy is waited for, and none is made ahead.
+        open_stream: makes copy streams for the device.
+        gap_bytes: of one tensor, between two pages that are moved; what is no larger is moved along.
+
+    ``bytes_to_host`` counts what went back.
+
+    Raises:
+        ConfigError: the device cannot read pages of this dtype.
+        PlanError: pages of a layer are more than one registration of memory holds.
+        ScratchError: no file for parked sequences can be made.
+    """
+
+    stride = 1
+
+    def __init__(
+        self,
+        shape: KVShape,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        parking: Parking = UNLIMITED,
+        *,
+        windows: Sequence[int | None] | None = None,
+        synchronous: bool = False,
+        open_stream: Callable[[torch.device], CopyStream] = open_stream,
+        gap_bytes: int = _GAP_BYTES,
+    ) -> None:
+        self.page_size, self.num_pages, self.device = page_size, num_pages, device
+        self.bytes_to_device = self.bytes_to_host = 0
+        self._windows = tuple(windows or (None,) * shape.num_layers)
+        assert len(self._windows) == shape.num_layers
+        self._synchronous = synchronous
+        self._coming, self._going = open_stream(device), open_stream(device)
+        place = (page_size, shape.num_heads, shape.key_dim, shape.value_dim, dtype, device)
+
+        def new_slot() -> _Slot:
+            pages = KVPages.empty(num_pages, *place, values_in_keys=shape.values_in_keys)
+            # torch may hand out memory that compute, enqueued before, still uses.
+            vacant = self._coming.mark_compute()
+            return _Slot(pages, vacant, vacant)
+
+        self._slots = [new_slot() for _ in range(num_page_slots(shape.num_layers))]
+        _check(self._slots[0].pages)
+        page_bytes = max(part[0].nbytes for part in self._slots[0].parts)
+        self._most_gap = gap_bytes // page_bytes
+        self._free = list(self._slots)
+        self._filling: dict[int, _Slot] = {}
+        self._held: dict[int, _Slot] = {}
+        self._next = shape.num_layers
+        self.layers: list[KVPages | None] = [None] * shape.num_layers
+        self._buffers: list[HostBuffer] = []
+        # Also where a cache is dropped without `close`: memory that is registered must not be unmapped.
+        self._close = weakref.finalize(self, _give_back, self._buffers, (self._coming, self._going))
+        self._homes = [[self._home(part) for part in self._slots[0].parts] for _ in self.layers]
+        self._traffic: dict[int | None, PageTraffic] = {}
+        rows = [_bits(part).view(num_pages, -1) for home in self._homes for part in home]
+        self.parked = ParkedTexts(rows, parking)
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the pages, in host memory."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers if buffer.pinned)
+
+    def add_to(self, stats: RunStats) -> RunStats:
+        waited_s = self._coming.compute_waited_s()
+        return replace(
+            super().add_to(stats),
+            kv_bytes_to_device=self.bytes_to_device,
+            kv_bytes_to_host=self.bytes_to_host,
+            host_bytes=stats.host_bytes + self.host_bytes,
+            pinned_bytes=stats.pinned_bytes + self.pinned_bytes,
+            stall_s=stats.stall_s | {"link": stats.stall_s["link"] + waited_s},
+        )
+
+    def expect(self, chunks: Sequence[Chunk]) -> None:
+        if len(self._free) < len(self._slots):
+            self._take_back()
+        sizes = self.num_pages, self.page_size, self._most_gap
+        self._traffic = {window: find_traffic(chunks, *sizes, window) for window in set(self._windows)}
+        self._next = 0
+        self._look_ahead()
+
+    def bring(self, layer: int) -> None:
+        if layer not in self._filling:
+            self._fetch(layer)
+        slot = self._filling[layer]
+        self._coming.join(slot.filled)
+        self._held[layer] = slot
+        del self._filling[layer]
+        self.layers[layer] = slot.pages
+
+    def let_go(self, layer: int) -> None:
+        slot = self._held[layer]
+        self.layers[layer] = None
+        self._going.after(self._going.mark_compute())
+        for run in self._traffic[self._windows[layer]].going:
+            for home, part in zip(self._homes[layer], slot.parts, strict=True):
+                self._going.copy(home[run], part[run])
+                self.bytes_to_host += part[run].nbytes
+        slot.vacant = self._going.mark()
+        if self._synchronous:
+            slot.vacant.synchronize()
+        del self._held[layer]
+        self._free.append(slot)
+        self._look_ahead()
+
+    def arrive(self) -> None:
+        """What a pass has begun to take back covers pages between its own, which others may have by now."""
+        self._going.mark().synchronize()
+
+    def close(self) -> None:
+        self.parked.close()
+        self._close()
+
+    def _look_ahead(self) -> None:
+        while not self._synchronous and self._free and self._next < len(self.layers):
+            self._fetch(self._next)
+
+    def _fetch(self, layer: int) -> None:
+        """Have a layer's pages come into a free slot."""
+        slot = self._free.pop(0)
+        self._next = layer + 1
+        self._coming.after(slot.vacant)
+        for run in self._traffic[self._windows[layer]].coming:
+            for part, home in zip(slot.parts, self._homes[layer], strict=True):
+                self._coming.copy(part[run], home[run])
+                self.bytes_to_device += part[run].nbytes
+        slot.filled = self._coming.mark()
+        if self._synchronous:
+            slot.filled.synchronize()
+        self._filling[layer] = slot
+
+    def _take_back(self) -> None:
+        """Free the slots that a pass which was cut short has left, once nothing moves or computes any more."""
+        for event in (self._coming.mark(), self._going.mark(), self._coming.mark_compute()):
+            event.synchronize()
+        self._filling.clear()
+        self._held.clear()
+        self.layers[:] = [None] * len(self.layers)
+        self._free = list(self._slots)
+
+    def _home(self, part: torch.Tensor) -> torch.Tensor:
+        """Host memory for one layer's ``part``, shaped like it."""
+        if part.nbytes > MOST_REGISTERED_BYTES:
+            raise PlanError(
+                f"a layer's keys in all pages take {human_bytes(part.nbytes)} of host memory, and at most "
+                f"{human_bytes(MOST_REGISTERED_BYTES)} can be pinned in one piece; lower zinfer.kv_cache_memory"
+            )
+        buffer = HostBuffer(part.nbytes)
+        self._buffers.append(buffer)
+        if self._coming.needs_pinned:
+            buffer.touch()
+            buffer.pin()
+        return buffer.tensor[: part.nbytes].view(part.dtype).view(part.shape)
+
+
+def _check(pages: KVPages) -> None:
+    try:
+        takes_kernels(pages)
+    except ValueError as error:
+        raise ConfigError(f"zinfer.kv_cache_dtype: {error}") from error
+
+
+def _bits(part: torch.Tensor) -> torch.Tensor:
+    """As integers where not every dtype of codes can be indexed."""
+    return part.view(torch.uint8) if part.dtype.itemsize == 1 else part
+
+
+def _give_back(buffers: Sequence[HostBuffer], streams: Sequence[CopyStream]) -> None:
+    """Unpin what the pages lie in, once no copy is under way."""
+    try:
+        for stream in streams:
+            stream.mark().synchronize()
+    except RuntimeError as error:  # a device that failed copies no more
+        log.warning("the device failed while copies of keys and values were waited for: %s", error)
+    for buffer in buffers:
+        buffer.close()

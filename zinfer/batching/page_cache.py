@@ -1,0 +1,68 @@
+"""What passes ask of the pages of all layers, wherever those are at home."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from zinfer.batching.parked import ParkedTexts
+from zinfer.batching.passes import Chunk
+from zinfer.kernels.kv_pages import KVPages
+from zinfer.offload.stats import RunStats
+
+
+class PageCache(ABC):
+    """Pages of one model; page i is page i of every layer.
+
+    ``layers`` has each layer's view of the pages, in which page i is number i * ``stride``, as long as the layer
+    computes; None where it is not on the device. One object: whoever holds it sees what changes. ``bytes_to_device``
+    counts what came from elsewhere.
+    """
+
+    page_size: int
+    num_pages: int
+    stride: int
+    device: torch.device
+    layers: list[KVPages | None]
+    parked: ParkedTexts
+    bytes_to_device: int = 0
+
+    @abstractmethod
+    def expect(self, chunks: Sequence[Chunk]) -> None:
+        """Say what the next pass computes, before it begins; the pass before has been begun for all of its layers."""
+
+    @abstractmethod
+    def bring(self, layer: int) -> None:
+        """Have a layer's pages on the device for what is computed from now on, in the order of the layers."""
+
+    @abstractmethod
+    def let_go(self, layer: int) -> None:
+        """Note that the layer has computed all of the pass."""
+
+    @abstractmethod
+    def arrive(self) -> None:
+        """Wait until what was computed lies where the pages are at home, if it does not already for who asks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give memory and files back; may be called again."""
+
+    def add_to(self, stats: RunStats) -> RunStats:
+        """An engine's counters with those of the pages."""
+        written, read = self.parked.bytes_written, self.parked.bytes_read
+        return replace(stats, parked_bytes_written=written, parked_bytes_read=read)
+
+    def park(self, number: int, pages: Sequence[int]) -> None:
+        """As `ParkedTexts.park`, between passes."""
+        self.arrive()
+        self.parked.park(number, pages)
+
+    def resume(self, number: int, pages: Sequence[int]) -> None:
+        """As `ParkedTexts.resume`, between passes."""
+        self.arrive()
+        self.parked.resume(number, pages)
+
+    def forget(self, number: int) -> None:
+        """As `ParkedTexts.forget`."""
+        self.parked.forget(number)

@@ -1,0 +1,154 @@
+"""What texts that had to make room have left: in host memory as far as that goes, beyond it in a file."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from zinfer.nvme.aligned import align_up
+from zinfer.nvme.memory import map_memory
+from zinfer.nvme.scratch import ScratchFile
+
+_MOVED_AT_ONCE_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True)
+class Parking:
+    """Where pages of parked texts are kept.
+
+    Attributes:
+        most_in_memory: pages in host memory at most; None: no limit.
+        folder: where a file has the others; None: there are no others.
+    """
+
+    most_in_memory: int | None = None
+    folder: Path | None = None
+
+
+UNLIMITED: Final = Parking()
+
+
+@dataclass(frozen=True)
+class _InFile:
+    """Places in the file, one a page."""
+
+    places: list[int]
+
+
+class ParkedTexts:
+    """Contents of pages by the number of the sequence that had them.
+
+    Args:
+        rows: the memory that pages lie in: tensors with a row for each page, of a dtype that can be indexed.
+        parking: where what they held is kept.
+
+    Raises:
+        ScratchError: no file can be made in the folder.
+    """
+
+    def __init__(self, rows: Sequence[torch.Tensor], parking: Parking) -> None:
+        self._rows = rows
+        self._most_in_memory = parking.most_in_memory
+        self._kept: dict[int, list[torch.Tensor] | _InFile] = {}
+        self._num_in_memory = 0
+        self._file: ScratchFile | None = None
+        if parking.folder is not None:
+            self._file = ScratchFile(parking.folder, align_up(sum(map(_row_bytes, rows))))
+            num_rows = max(1, _MOVED_AT_ONCE_BYTES // self._file.place_bytes)
+            self._staging = map_memory(num_rows * self._file.place_bytes)
+            whole = torch.frombuffer(self._staging, dtype=torch.uint8)
+            self._staged = whole[: num_rows * self._file.place_bytes].view(num_rows, -1)
+
+    @property
+    def bytes_written(self) -> int:
+        """To the file, so far."""
+        return self._file.bytes_written if self._file else 0
+
+    @property
+    def bytes_read(self) -> int:
+        """From the file, so far."""
+        return self._file.bytes_read if self._file else 0
+
+    def park(self, number: int, pages: Sequence[int]) -> None:
+        """Keep what a sequence has in these pages; they may be written again when this returns.
+
+        Raises:
+            ScratchError: the disk is full or failed; nothing is kept then.
+        """
+        assert number not in self._kept, f"sequence {number} is parked already"
+        most = self._most_in_memory
+        if self._file is None or most is None or self._num_in_memory + len(pages) <= most:
+            chosen = self._index(pages)
+            self._kept[number] = [row[chosen].cpu() for row in self._rows]
+            self._num_in_memory += len(pages)
+            return
+        places = self._file.take(len(pages))
+        self._kept[number] = _InFile(places)  # before anything can fail: `forget` gives the places back
+        for some in self._at_once(len(pages)):
+            chosen = self._index(pages[some])
+            for row, columns in self._columns():
+                self._staged[: len(chosen), columns] = row[chosen].view(torch.uint8).cpu()
+            self._file.write(places[some], self._memory(len(chosen)))
+
+    def resume(self, number: int, pages: Sequence[int]) -> None:
+        """Put the last so many pages of what was parked into these; those before them were found.
+
+        Raises:
+            ScratchError: the disk failed.
+        """
+        kept = self._kept[number]
+        if pages and isinstance(kept, _InFile):
+            self._read(kept.places[-len(pages) :], pages)
+        elif pages:
+            assert not isinstance(kept, _InFile)
+            chosen = self._index(pages)
+            for row, part in zip(self._rows, kept, strict=True):
+                row[chosen] = part[-len(pages) :].to(row.device)
+        self.forget(number)
+
+    def forget(self, number: int) -> None:
+        """Drop what is kept of a sequence, if anything is."""
+        kept = self._kept.pop(number, None)
+        if isinstance(kept, _InFile):
+            assert self._file is not None
+            self._file.give_back(kept.places)
+        elif kept is not None:
+            self._num_in_memory -= len(kept[0])
+
+    def close(self) -> None:
+        """Give the file back; may be called again."""
+        if self._file is not None:
+            self._file.close()
+
+    def _read(self, places: Sequence[int], pages: Sequence[int]) -> None:
+        assert self._file is not None
+        for some in self._at_once(len(pages)):
+            chosen = self._index(pages[some])
+            self._file.read(places[some], self._memory(len(chosen)))
+            for row, columns in self._columns():
+                part = self._staged[: len(chosen), columns].clone(memory_format=torch.contiguous_format)
+                row[chosen] = part.view(row.dtype).to(row.device)
+
+    def _columns(self) -> Iterator[tuple[torch.Tensor, slice]]:
+        """The tensors, and where each one's bytes of a page lie in the page's place."""
+        begin = 0
+        for row in self._rows:
+            yield row, slice(begin, begin + _row_bytes(row))
+            begin += _row_bytes(row)
+
+    def _at_once(self, count: int) -> Iterator[slice]:
+        for begin in range(0, count, len(self._staged)):
+            yield slice(begin, min(begin + len(self._staged), count))
+
+    def _memory(self, count: int) -> memoryview:
+        assert self._file is not None
+        return memoryview(self._staging)[: count * self._file.place_bytes]
+
+    def _index(self, pages: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(pages, dtype=torch.int64, device=self._rows[0].device)
+
+
+def _row_bytes(row: torch.Tensor) -> int:
+    return row.shape[1] * row.dtype.itemsize
