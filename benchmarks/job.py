@@ -7,11 +7,12 @@ Each case runs once for each home, weights on the device, in host memory or on d
 prompts of random tokens, greedy. ``tokens_per_s`` counts new tokens; ``matrix_tflops`` is two operations for each
 parameter of the layers and token computed, ``steady_tflops`` the same in the median of full passes;
 ``streamed_over_resident`` the resident job's seconds over the streamed one's, ``over_predicted`` a job's seconds over
-what was predicted (as if no two prompts began alike); ``streamed_gb`` went to the device in the job, and compute waited
-``link_stall_s`` for it. ``of_disk`` is what reading the job's bytes takes at the rate of plain reads, measured before
-and after, over the job's seconds. With ``--shared`` all prompts begin with so many equal tokens, and the last home runs
-once more with prompts of the same lengths that share none; ``shared_over_own`` is its seconds over the others. A small
-job of the same shapes comes first in each engine, as a warm-up; give ``nvme`` last, where the warm-up is shorter.
+what was predicted (as if no two prompts began alike); ``streamed_gb`` went to the device in the job, and
+``kv_gb`` of keys and values that are at home in host memory; compute waited ``link_stall_s`` for them. ``of_disk`` is
+what reading the job's bytes takes at the rate of plain reads, measured before and after, over the job's seconds. With
+``--shared`` all prompts begin with so many equal tokens, and the last home runs once more with prompts of the same
+lengths that share none; ``shared_over_own`` is its seconds over the others. A small job of the same shapes comes first
+in each engine, as a warm-up; give ``nvme`` last, where the warm-up is shorter.
 
 A correctness gate: all homes give the same tokens. The last line is JSON.
 """
@@ -34,6 +35,7 @@ import zinfer
 CASES: Final[dict[str, dict[str, object]]] = {
     "fp16": {},
     "fp16-kv8": {"kv_cache_dtype": "int8"},
+    "fp16-hosted": {"kv_cache_tier": "host"},
     "int8": {"quantization": {"bits": 8}},
     "int8-kv8": {"quantization": {"bits": 8}, "kv_cache_dtype": "int8"},
     "int4-kv8": {"quantization": {"bits": 4, "group_size": 128}, "kv_cache_dtype": "int8"},
@@ -95,7 +97,8 @@ class Bench:
         offload = {"device": home, "nvme_path": str(self._folder.parent / "store")}
         config = {"zero_optimization": {"offload_param": offload}, "zinfer": section}
         params = zinfer.SamplingParams(max_new_tokens=args.new, ignore_eos=True)
-        with zinfer.LLM(self._folder, config) as llm:
+        # Rates that are measured anew in each engine must not decide what passes carry.
+        with zinfer.LLM(self._folder, config, parks_on_disk=False) as llm:
             print(case, home, llm.plan, flush=True)
             llm.generate(_as_prompts(self._warm_up), _warm_up_params(home))
             disk_rates = [self._disk_rate(home)]
@@ -122,6 +125,7 @@ class Bench:
             "steady_tflops": round(2 * self._layer_params / steady_s / 1e12, 1),
             "gb_of_streamed_blocks": round(stats.streamed_bytes_per_pass / 1e9, 3),
             "streamed_gb": round((stats.bytes_to_device - before.bytes_to_device) / 1e9, 3),
+            "kv_gb": round((stats.kv_bytes_to_device - before.kv_bytes_to_device) / 1e9, 3),
             "link_stall_s": round(stats.stall_s["link"] - before.stall_s["link"], 3),
         }
         if home == "nvme":

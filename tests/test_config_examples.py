@@ -105,6 +105,7 @@ def test_nvme_offload_with_aio() -> None:
         "aio.overlap_events",
         "optimizer",
         "gradient_accumulation_steps",
+        "zero_optimization.offload_param.nvme_path",
     ]
 
 

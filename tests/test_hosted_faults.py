@@ -12,8 +12,8 @@ from plan_support import rates
 from races_support import late_streams
 from transformers import AutoModelForCausalLM
 
-import zinfer.llm
 from zinfer import LLM, SamplingParams
+from zinfer.batching import open_pages
 from zinfer.batching.hosted_kv_cache import HostedKVCache
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError, PlanError
@@ -67,7 +67,7 @@ def test_calls_that_are_left_and_closed_while_copies_are_late(
 ) -> None:
     with late_streams(device, seed, queued=device == "cpu") as (open_stream, opened):
         late = partial(HostedKVCache, open_stream=open_stream, gap_bytes=1000 * seed)
-        monkeypatch.setattr(zinfer.llm, "HostedKVCache", late)
+        monkeypatch.setattr(open_pages, "HostedKVCache", late)
         sizes = {"kv_page_size": 4, "kv_cache_memory": 60 * 4 * token_bytes(folder), "tokens_per_pass": 40}
         llm = LLM(folder, device=device, kv_cache_tier="host", **sizes)
         each_ends = [SamplingParams(max_new_tokens=1 + number) for number in range(len(prompts))]

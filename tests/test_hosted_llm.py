@@ -1,5 +1,7 @@
 """`zinfer.LLM` with keys and values at home in host memory: the tokens of pages on the device, and the bytes moved."""
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,3 +128,15 @@ def test_whatever_is_asked_and_however_small_the_pool_is(
 
 def begin(family: int) -> list[int]:
     return [5 + (place * place // (7 + family)) % 90 for place in range(60)]
+
+
+def test_the_trace_has_the_copies_of_pages(folder: Path, device: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with hosted(folder, device, kv_page_size=4, kv_cache_memory="40kB", trace=str(path)) as llm:
+        llm.generate({"prompt_token_ids": list(range(10, 20))}, SamplingParams(max_new_tokens=4, ignore_eos=True))
+    events = json.loads(path.read_text())["traceEvents"]
+    lanes = {each["tid"]: each["args"]["name"] for each in events if each["ph"] == "M"}
+    found = Counter((lanes[each["tid"]], each["name"]) for each in events if each["ph"] == "X")
+    for layer in range(5):
+        for lane in ("host to device", "device to host"):
+            assert found[lane, f"pages of layer {layer}"] == 4

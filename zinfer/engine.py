@@ -81,6 +81,7 @@ class InferenceEngine(nn.Module):
         settings: the resolved configuration.
         plan: homes, buffers and bytes.
         device: where it computes.
+        trace: where reads, copies and computes are noted, if they are.
 
     One thread at a time: concurrent calls of `generate` and `forward` wait for each other.
     """
@@ -130,6 +131,7 @@ class InferenceEngine(nn.Module):
         report_device(self.module, self.device)
         self._lock = threading.RLock()
         self._wall_s = 0.0
+        self.trace = trace or (Trace() if settings.trace else None)
         runtime = Runtime(
             self.module,
             blocks,
@@ -138,7 +140,7 @@ class InferenceEngine(nn.Module):
             settings.aio,
             checkpoint.files if checkpoint else {},
             synchronous=settings.synchronous,
-            trace=trace or (Trace() if settings.trace else None),
+            trace=self.trace,
             trace_path=settings.trace,
         )
         self._runtime: Runtime | None = runtime

@@ -12,17 +12,14 @@ from typing import Any, Self
 from torch import nn
 from transformers import PreTrainedModel
 
-from zinfer.batching.adapters import check_family, common_window, layer_windows
+from zinfer.batching.adapters import check_family, common_window
 from zinfer.batching.batcher import Batcher, Finished
 from zinfer.batching.budget import BatchingBudget, find_budget, streams_from_disk, weights_room
 from zinfer.batching.completion import Completion, text_seed
 from zinfer.batching.ending import Ending, find_end_token_ids, special_stops
 from zinfer.batching.host_room import HostRoom
-from zinfer.batching.hosted_kv_cache import HostedKVCache
-from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape
-from zinfer.batching.page_cache import PageCache
-from zinfer.batching.parked import Parking
+from zinfer.batching.open_pages import open_pages
 from zinfer.batching.passes import PassSize
 from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, as_list, find_tokenizer
 from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
@@ -116,15 +113,7 @@ class LLM:
         if folder is not None and parks_on_disk is None:
             parks_on_disk = self._engine.disk_spares_time(shape.token_bytes(budget.kv_dtype))
         budget = replace(budget, parks_on_disk=folder is not None and bool(parks_on_disk))
-        place = (shape, budget.num_pages, budget.page_size, budget.kv_dtype, device)
-        parks_in = folder.expanduser().absolute() if folder is not None and budget.parks_on_disk else None
-        parking = Parking(budget.most_parked_in_memory, parks_in)
-        self._cache: PageCache
-        if budget.is_hosted:
-            windows = layer_windows(module.config)
-            self._cache = HostedKVCache(*place, parking, windows=windows, synchronous=settings.synchronous)
-        else:
-            self._cache = KVCache(*place, parking)
+        self._cache = open_pages(self._engine, shape, budget)
         self._budget, self._window = budget, common_window(module.config)
         self._runner = PassRunner(self._engine, self._cache)
         self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, self._window)

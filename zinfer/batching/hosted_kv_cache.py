@@ -34,6 +34,7 @@ from zinfer.kernels.kv_pages import KVPages, takes_kernels
 from zinfer.offload.host_memory import MOST_REGISTERED_BYTES, HostBuffer
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
+from zinfer.offload.trace import Trace
 from zinfer.units import human_bytes
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class HostedKVCache(PageCache):
         synchronous: every copy is waited for, and none is made ahead.
         open_stream: makes copy streams for the device.
         gap_bytes: of one tensor, between two pages that are moved; what is no larger is moved along.
+        trace: where copies are noted.
 
     ``bytes_to_host`` counts what went back.
 
@@ -92,12 +94,14 @@ class HostedKVCache(PageCache):
         synchronous: bool = False,
         open_stream: Callable[[torch.device], CopyStream] = open_stream,
         gap_bytes: int = _GAP_BYTES,
+        trace: Trace | None = None,
     ) -> None:
         self.page_size, self.num_pages, self.device = page_size, num_pages, device
         self.bytes_to_device = self.bytes_to_host = 0
         self._windows = tuple(windows or (None,) * shape.num_layers)
         assert len(self._windows) == shape.num_layers
         self._synchronous = synchronous
+        self._trace = trace
         self._coming, self._going = open_stream(device), open_stream(device)
         place = (page_size, shape.num_heads, shape.key_dim, shape.value_dim, dtype, device)
 
@@ -165,11 +169,13 @@ class HostedKVCache(PageCache):
         slot = self._held[layer]
         self.layers[layer] = None
         self._going.after(self._going.mark_compute())
+        begin = self._going.mark() if self._trace is not None else None
         for run in self._traffic[self._windows[layer]].going:
             for home, part in zip(self._homes[layer], slot.parts, strict=True):
                 self._going.copy(home[run], part[run])
                 self.bytes_to_host += part[run].nbytes
         slot.vacant = self._going.mark()
+        self._note("device to host", layer, begin, slot.vacant)
         if self._synchronous:
             slot.vacant.synchronize()
         del self._held[layer]
@@ -193,14 +199,20 @@ class HostedKVCache(PageCache):
         slot = self._free.pop(0)
         self._next = layer + 1
         self._coming.after(slot.vacant)
+        begin = self._coming.mark() if self._trace is not None else None
         for run in self._traffic[self._windows[layer]].coming:
             for part, home in zip(slot.parts, self._homes[layer], strict=True):
                 self._coming.copy(part[run], home[run])
                 self.bytes_to_device += part[run].nbytes
         slot.filled = self._coming.mark()
+        self._note("host to device", layer, begin, slot.filled)
         if self._synchronous:
             slot.filled.synchronize()
         self._filling[layer] = slot
+
+    def _note(self, lane: str, layer: int, begin: Event | None, end: Event) -> None:
+        if self._trace is not None and begin is not None:
+            self._trace.add_between(lane, f"pages of layer {layer}", begin, end)
 
     def _take_back(self) -> None:
         """Free the slots that a pass which was cut short has left, once nothing moves or computes any more."""

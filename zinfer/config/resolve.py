@@ -21,6 +21,7 @@ STAGE = "zero_optimization.stage"
 OFFLOAD_DEVICE = "zero_optimization.offload_param.device"
 PIN_MEMORY = "zero_optimization.offload_param.pin_memory"
 KV_TIER = "zinfer.kv_cache_tier"
+NVME_PATH = "zero_optimization.offload_param.nvme_path"
 
 
 def resolve_settings(
@@ -54,7 +55,7 @@ def resolve_settings(
         "dtype": _dtype(given),
         "checkpoint": _checkpoint(given),
         "quantization": quantization,
-        "without_effect": _without_effect(reading) + idle,
+        "without_effect": _without_effect(reading) + idle + _idle_nvme_path(given, quantizes=quantization is not None),
     }
     return Settings(
         **fields[""],
@@ -127,3 +128,16 @@ def _without_effect(reading: Reading) -> tuple[Ignored, ...]:
     if "base_dir" in reading.given and "checkpoint" not in reading.given:
         ignored.append(Ignored("base_dir", "a checkpoint is joined to it, and the configuration names none"))
     return tuple(ignored)
+
+
+def _idle_nvme_path(given: Mapping[str, Given], *, quantizes: bool) -> tuple[Ignored, ...]:
+    """`nvme_path` where no weights are written there, as far as the configuration alone can tell."""
+    if NVME_PATH not in given:
+        return ()
+    beside = "only zinfer.LLM keeps what texts have left that had to make room"
+    if OFFLOAD_DEVICE not in given or given[OFFLOAD_DEVICE].value != "nvme":
+        return (Ignored(NVME_PATH, f'no weights are written there unless {OFFLOAD_DEVICE} is "nvme"; {beside}'),)
+    if not quantizes:
+        reason = "the checkpoint's files are read where they lie; only weights that other tools quantized are written"
+        return (Ignored(NVME_PATH, f"{reason} there, in the form that streams; {beside}"),)
+    return ()

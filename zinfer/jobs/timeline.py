@@ -20,7 +20,7 @@ class Load:
         num_tokens: computed, of prompts and of what came after.
         num_new_tokens: generated.
         num_running: texts that hold keys and values.
-        num_parked_pages: of texts that had to make room, in host memory.
+        num_parked_pages: of texts that had to make room, in host memory or on the disk.
     """
 
     num_tokens: int

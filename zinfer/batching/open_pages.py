@@ -1,0 +1,32 @@
+"""Makes the pages that a budget asks for, where it asks for them."""
+
+from zinfer.batching.adapters import layer_windows
+from zinfer.batching.budget import BatchingBudget
+from zinfer.batching.hosted_kv_cache import HostedKVCache
+from zinfer.batching.kv_cache import KVCache
+from zinfer.batching.kv_shape import KVShape
+from zinfer.batching.page_cache import PageCache
+from zinfer.batching.parked import Parking
+from zinfer.engine import InferenceEngine
+
+
+def open_pages(engine: InferenceEngine, shape: KVShape, budget: BatchingBudget) -> PageCache:
+    """Pages for an engine's model.
+
+    Args:
+        shape: of its keys and values.
+
+    Raises:
+        ConfigError: the device cannot read pages of the budget's dtype.
+        PlanError, ScratchError: as `HostedKVCache`.
+    """
+    settings, folder = engine.settings, None
+    if budget.parks_on_disk:
+        assert settings.offload.nvme_path is not None, "texts are to be kept on a disk, and none is named"
+        folder = settings.offload.nvme_path.expanduser().absolute()
+    place = (shape, budget.num_pages, budget.page_size, budget.kv_dtype, engine.device)
+    parking = Parking(budget.most_parked_in_memory, folder)
+    if not budget.is_hosted:
+        return KVCache(*place, parking)
+    windows = layer_windows(engine.module.config)
+    return HostedKVCache(*place, parking, windows=windows, synchronous=settings.synchronous, trace=engine.trace)
