@@ -98,9 +98,11 @@ def test_an_engine_says_what_it_computes_by_kernels(device: str, tmp_path: Path)
             assert engine.injected["model.layers.1.self_attn"] == HALVES
         engine.destroy()
     assert found[None] == found[False] == found[True]
-    with LLM(folder, device=device) as llm:
-        assert bool(llm.injected) == (device == "cuda")
-        llm.generate([{"prompt_token_ids": ids[0].tolist()}], SamplingParams(max_new_tokens=3))
+    with LLM(folder, device=device) as plain, LLM(folder, device=device, kernel_inject=True) as llm:
+        assert not plain.injected
+        assert set(llm.injected.values()) == {RMS, HALVES, SILU}
+        prompts, params = [{"prompt_token_ids": ids[0].tolist()}], SamplingParams(max_new_tokens=12)
+        assert llm.generate(prompts, params)[0].token_ids == plain.generate(prompts, params)[0].token_ids
 
 
 def test_a_model_of_the_callers_is_his_again(tmp_path: Path) -> None:

@@ -94,7 +94,6 @@ class InferenceEngine(nn.Module):
         trace: Trace | None = None,
         check_model: Callable[[PreTrainedModel], object] | None = None,
         find_reserve: FindReserve | None = None,
-        injects: bool = False,
     ) -> None:
         """As `init_inference`, with settings that are resolved already.
 
@@ -104,7 +103,6 @@ class InferenceEngine(nn.Module):
             check_model: raises for a model that is not wanted, before anything is read or written for it.
             find_reserve: what to leave of the device for others, from the module, its blocks and the bytes that are
                 free for all; by default the batch that the settings state.
-            injects: whether fused kernels are put in on a GPU where the settings leave it open.
         """
         super().__init__()
         check_trace(settings.trace)
@@ -145,9 +143,7 @@ class InferenceEngine(nn.Module):
         )
         self._runtime: Runtime | None = runtime
         self._close = weakref.finalize(self, runtime.close)
-        asked = settings.kernel_inject
-        is_injected = injects and limits.on_cuda if asked is None else asked
-        self._injection = Injection(self.module) if is_injected else None
+        self._injection = Injection(self.module) if settings.kernel_inject else None
         self._restore = weakref.finalize(self, self._injection.remove) if self._injection else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -87,9 +87,7 @@ class LLM:
             )
             return budget.footprint
 
-        self._engine = InferenceEngine(
-            model, settings, check_model=check_family, find_reserve=find_reserve, injects=True
-        )
+        self._engine = InferenceEngine(model, settings, check_model=check_family, find_reserve=find_reserve)
         assert budget is not None
         try:
             self._open(budget, tokenizer, parks_on_disk)

@@ -207,9 +207,7 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
     taken = replace(taken, activation_bytes=taken.activation_bytes + most_dequantized_bytes(blocks))
     limits = beside_request(machine.limits, machine.device_memory_bytes, settings, taken)
     plan = make_plan(blocks, outline.layers, limits, settings)
-    # As `LLM` runs them: with fused kernels on a GPU, unless the configuration says otherwise.
-    shape = replace(outline.shape, is_fused=on_cuda if settings.kernel_inject is None else settings.kernel_inject)
-    work, rates = find_work(outline.blocks, shape), machine.rates
+    work, rates = find_work(outline.blocks, replace(outline.shape, is_fused=settings.kernel_inject)), machine.rates
     token_bytes = read_kv_shape(outline.config).token_bytes(budget.kv_dtype)
     if settings.offload.nvme_path is not None and disk_spares_time(work, rates, token_bytes):
         budget = replace(budget, parks_on_disk=True)

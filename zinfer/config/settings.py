@@ -105,8 +105,8 @@ class Settings:
     synchronous: bool = False
     check_finite: bool = False
     """Whether every layer's output is looked at; costs a reading of each."""
-    kernel_inject: bool | None = None
-    """Whether fused kernels take the place of what modules write out. None: under `LLM` on a GPU."""
+    kernel_inject: bool = False
+    """Whether fused kernels take the place of what modules write out."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     checkpoint: Path | None = None
     trace: Path | None = None

@@ -76,9 +76,10 @@ _INFERENCE: tuple[Key, ...] = (
     honoured(
         "replace_with_kernel_inject",
         values.flag,
-        "norms, rotations and gated MLPs are computed by fused kernels; unset: by LLM on a GPU",
+        "norms, rotations and gated MLPs are computed by fused kernels",
         "kernel_inject",
         field="kernel_inject",
+        default=False,
     ),
     not_yet("injection_policy", KERNELS, "injection_dict"),
     not_yet("injection_policy_tuple", KERNELS),
