@@ -31,9 +31,10 @@ from result import keep, publish
 
 import zinfer
 from zinfer.offload.stats import RunStats
+from zinfer.planning.block_work import find_work
 from zinfer.planning.footprint import find_footprint
 from zinfer.planning.model_shape import read_shape
-from zinfer.planning.prediction import Prediction, find_work, predict
+from zinfer.planning.prediction import Prediction, predict
 from zinfer.planning.request import Request
 from zinfer.probe.rates import known_rates
 

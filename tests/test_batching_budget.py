@@ -1,15 +1,13 @@
 """Sizes that nobody stated: pages take what nothing else needs, and weights beside them fit."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plan_support import CONFIGS, machine_with, outline_of, write_config
 
-from zinfer.batching.budget import BatchingBudget, find_budget, streams_from_disk, weights_room
-from zinfer.batching.host_room import HostRoom
+from zinfer.batching.budget import BatchingBudget, find_budget
 from zinfer.config import resolve_settings
 from zinfer.errors import PlanError
 from zinfer.offload.block import Tier
@@ -25,15 +23,7 @@ def placed(outline: Outline, preset: str | Machine, **config: Any) -> tuple[Batc
     machine, settings = PRESETS[preset] if isinstance(preset, str) else preset, resolve_settings(config)
     free_bytes = machine.device_memory_bytes
     budget = find_budget(
-        outline.config,
-        outline.dtype,
-        free_bytes,
-        settings.batching,
-        outline.max_positions,
-        partial(weights_room, outline.blocks, settings),
-        HostRoom.find(outline.blocks, settings, machine.limits),
-        on_cuda=True,
-        from_disk=streams_from_disk(outline.blocks, settings, free_bytes, machine.limits.host_bytes),
+        outline.config, outline.dtype, outline.blocks, settings, machine.limits, free_bytes, outline.max_positions
     )
     blocks = [block.block for block in outline.blocks]
     taken = budget.footprint

@@ -12,12 +12,13 @@ from transformers import AutoConfig
 
 from zinfer.config import Offload, Settings, resolve_settings
 from zinfer.offload.block import Block, Extent, Home, SlabLayout, Tier
+from zinfer.planning.block_work import BlockWork, between_bytes, find_work
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.forecast import make_forecast
 from zinfer.planning.model_shape import read_shape
 from zinfer.planning.outline import Outline, read_outline
 from zinfer.planning.planner import Plan
-from zinfer.planning.prediction import BlockWork, between_bytes, find_work, pass_time, predict
+from zinfer.planning.prediction import pass_time, predict
 from zinfer.planning.presets import PRESETS
 from zinfer.planning.request import Request
 

@@ -22,20 +22,13 @@ from zinfer.model import find_model, report_device
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, open_stream
 from zinfer.offload.trace import Trace
+from zinfer.planning.block_work import BlockWork, find_work
 from zinfer.planning.footprint import Footprint, find_footprint
 from zinfer.planning.forecast import beside_request
 from zinfer.planning.machine import MachineLimits, find_limits, free_device_bytes
 from zinfer.planning.model_shape import read_shape
 from zinfer.planning.planner import Plan, make_plan
-from zinfer.planning.prediction import (
-    BlockWork,
-    PassTime,
-    Prediction,
-    disk_spares_time,
-    find_work,
-    pass_time,
-    predict,
-)
+from zinfer.planning.prediction import PassTime, Prediction, disk_spares_time, pass_time, predict
 from zinfer.planning.rates import Rates
 from zinfer.planning.request import Request
 from zinfer.probe.rates import known_rates

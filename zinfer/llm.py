@@ -4,7 +4,6 @@ import os
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,10 +13,9 @@ from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import check_family, common_window
 from zinfer.batching.batcher import Batcher, Finished
-from zinfer.batching.budget import BatchingBudget, find_budget, streams_from_disk, weights_room
+from zinfer.batching.budget import BatchingBudget, find_budget
 from zinfer.batching.completion import Completion, text_seed
 from zinfer.batching.ending import Ending, find_end_token_ids, special_stops
-from zinfer.batching.host_room import HostRoom
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.open_pages import open_pages
 from zinfer.batching.passes import PassSize
@@ -72,19 +70,8 @@ class LLM:
         def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
             nonlocal budget
             most_tokens = _least(settings.max_out_tokens, max_positions(module))
-            limits, batching = find_limits(settings), settings.batching
-            taken_bytes = (batching.kv_cache_memory or 0) if batching.kv_cache_tier == "host" else 0
-            budget = find_budget(
-                module.config,
-                module.dtype,
-                free_bytes,
-                batching,
-                most_tokens,
-                partial(weights_room, blocks, settings),
-                HostRoom.find(blocks, settings, limits),
-                on_cuda=limits.on_cuda,
-                from_disk=streams_from_disk(blocks, settings, free_bytes, limits.host_bytes - taken_bytes),
-            )
+            limits = find_limits(settings)
+            budget = find_budget(module.config, module.dtype, blocks, settings, limits, free_bytes, most_tokens)
             return budget.footprint
 
         self._engine = InferenceEngine(model, settings, check_model=check_family, find_reserve=find_reserve)

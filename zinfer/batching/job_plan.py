@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from zinfer.batching.adapters import common_window
-from zinfer.batching.budget import BatchingBudget, find_budget, weights_room
+from zinfer.batching.budget import BatchingBudget, find_budget
 from zinfer.batching.host_room import HostRoom
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
@@ -19,10 +19,11 @@ from zinfer.config import Settings
 from zinfer.config.settings import Batching
 from zinfer.errors import PlanError
 from zinfer.planning.advice import LEAST_GAIN, quantized_outlines
+from zinfer.planning.block_work import find_work
 from zinfer.planning.forecast import beside_request, check_length
 from zinfer.planning.outline import Outline
 from zinfer.planning.planner import Plan, make_plan
-from zinfer.planning.prediction import disk_spares_time, find_work, pass_time
+from zinfer.planning.prediction import disk_spares_time, pass_time
 from zinfer.planning.presets import Machine
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 
@@ -195,17 +196,14 @@ def _fastest(outline: Outline, machine: Machine, settings: Settings, choices: Se
 
 def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batching, job: Job) -> JobPlan:
     """Raises PlanError where it does not fit."""
-    on_cuda = machine.limits.device.type == "cuda"
-    free_bytes = machine.device_memory_bytes
-    room = partial(weights_room, outline.blocks, settings)
-    host = HostRoom.find(outline.blocks, settings, machine.limits)
+    free_bytes, trying = machine.device_memory_bytes, replace(settings, batching=batching)
     budget = find_budget(
-        outline.config, outline.dtype, free_bytes, batching, job.most_tokens, room, host, on_cuda=on_cuda
+        outline.config, outline.dtype, outline.blocks, trying, machine.limits, free_bytes, job.most_tokens
     )
     blocks = [block.block for block in outline.blocks]
     taken = budget.footprint
     taken = replace(taken, activation_bytes=taken.activation_bytes + most_dequantized_bytes(blocks))
-    limits = beside_request(machine.limits, machine.device_memory_bytes, settings, taken)
+    limits = beside_request(machine.limits, free_bytes, settings, taken)
     plan = make_plan(blocks, outline.layers, limits, settings)
     work, rates = find_work(outline.blocks, replace(outline.shape, is_fused=settings.kernel_inject)), machine.rates
     token_bytes = read_kv_shape(outline.config).token_bytes(budget.kv_dtype)

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from zinfer.config import Settings
 from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.block import Block, Tier
+from zinfer.planning.block_work import find_work
 from zinfer.planning.footprint import Footprint, find_footprint, weight_budget
 from zinfer.planning.machine import MachineLimits
 from zinfer.planning.outline import Outline
 from zinfer.planning.planner import Plan, make_plan
-from zinfer.planning.prediction import Prediction, find_work, predict
+from zinfer.planning.prediction import Prediction, predict
 from zinfer.planning.presets import Machine
 from zinfer.planning.request import Request
 from zinfer.quantization.slab_matrix import most_dequantized_bytes

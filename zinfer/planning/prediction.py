@@ -9,69 +9,27 @@ cannot hide is not modelled: with a block that is much larger than the others, o
 lane may wait for a slot although its resource has work. Kernel launches are not counted either.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from torch import nn
-
-from zinfer.cut import ModelBlock
 from zinfer.kernels.quantized_linear import MOST_FUSED_TOKENS
-from zinfer.offload.block import Block, Home, SlabTensor, Tier
+from zinfer.offload.block import Home, Tier
+from zinfer.planning.block_work import BlockWork
 from zinfer.planning.footprint import Footprint
-from zinfer.planning.model_shape import ModelShape
 from zinfer.planning.planner import Plan
 from zinfer.planning.rates import Rates
 from zinfer.planning.request import Request
-from zinfer.quantization.slab_matrix import SlabMatrix
 
 _FLOPS_PER_PARAMETER: Final = 2  # a product and a sum
 # transformers' DynamicCache is read and written whole when a token is appended, then read by the attention.
 _CACHE_TOUCHES: Final = 3
-# What transformers' modules take on an H200 in passes of 16,384 tokens, as bytes and touches at a copy's rate. A value
-# of 16 bits is widened, squared, averaged, scaled, narrowed and weighted: seven kernels that move 36 bytes.
-_RMS_NORM_BYTES: Final = 53
-_ROTARY_TOUCHES: Final = 40  # turned by half, multiplied twice, added: ten touches of rows that lie apart
-_GATED_TOUCHES: Final = 5  # of the middle of an MLP: activated, multiplied by its gate
-_PLAIN_TOUCHES: Final = 2
 # Of the rate of plain products, what prompts of 512 tokens attend with, softmax and the half-empty tiles on the
 # diagonal included; 8,192 tokens reach 0.5.
 _ATTENTION_SHARE: Final = 0.22
 # Bytes that come over the link slow products down by as much as moving them so often on the device: 14 to 20 ms a pass
 # for 15 to 20 GB on an H200.
 _LINK_TOUCHES: Final = 4
-
-
-@dataclass(frozen=True)
-class BlockWork:
-    """What a pass does with one block.
-
-    Attributes:
-        block: the block.
-        num_uses: how often a pass brings it in; a tied embedding and head are one block used twice.
-        num_params: parameters that a position is multiplied with; looking up an embedding multiplies nothing.
-        num_expert_params: those of them that belong to experts.
-        expert_share: of the experts' parameters, what one token is multiplied with.
-        every_token: whether all tokens of a pass go through the matrices (layers), or the last of each row (the head).
-        between_bytes: that one token's activations are read and written with, between products.
-        dequantized_bytes: read and written where its matrices are dequantized.
-        query_width: of all heads: terms of a query's product with one key, and of its weights with one value.
-    """
-
-    block: Block
-    num_uses: int
-    num_params: int
-    num_expert_params: int
-    expert_share: float
-    every_token: bool
-    between_bytes: int = 0
-    dequantized_bytes: int = 0
-    query_width: int = 0
-
-    @property
-    def num_active_params(self) -> float:
-        """Parameters that one token is multiplied with."""
-        return self.num_params - self.num_expert_params * (1 - self.expert_share)
 
 
 @dataclass(frozen=True)
@@ -149,7 +107,7 @@ def predict(plan: Plan, work: Sequence[BlockWork], rates: Rates, request: Reques
 
     Args:
         plan: homes and buffers.
-        work: all blocks, in the plan's order; `find_work` makes it.
+        work: all blocks, in the plan's order; `zinfer.planning.block_work.find_work` makes it.
         rates: of the machine.
         request: batch and lengths.
         footprint: of the request; the cache's bytes are read.
@@ -171,52 +129,6 @@ def predict(plan: Plan, work: Sequence[BlockWork], rates: Rates, request: Reques
         seconds=seconds,
         origin=rates.origin,
     )
-
-
-def find_work(blocks: Iterable[ModelBlock], shape: ModelShape) -> tuple[BlockWork, ...]:
-    """What a pass does with each block of a model."""
-    return tuple(_work(block, shape) for block in blocks)
-
-
-def _work(block: ModelBlock, shape: ModelShape) -> BlockWork:
-    tensors = block.block.layout.tensors
-    num_params = block.block.layout.numel
-    num_multiplying_sites = sum(not isinstance(site, nn.Embedding) for site in block.sites)
-    num_expert_params = sum(tensor.numel for tensor in tensors if "experts" in tensor.name.split("."))
-    return BlockWork(
-        block=block.block,
-        num_uses=len(block.sites),
-        num_params=num_params * min(1, num_multiplying_sites),
-        num_expert_params=num_expert_params,
-        expert_share=shape.experts.share if shape.experts else 1.0,
-        every_token=block.is_layer,
-        between_bytes=between_bytes(shape, tensors[0].dtype.itemsize) if block.is_layer and tensors else 0,
-        dequantized_bytes=sum(map(_dequantized_bytes, tensors)),
-        query_width=shape.query if block.is_layer else 0,
-    )
-
-
-def _dequantized_bytes(tensor: SlabTensor) -> int:
-    """Of a matrix whose products do not take it as it is."""
-    if not isinstance(tensor, SlabMatrix) or tensor.quantizes_input:
-        return 0
-    return tensor.nbytes + tensor.numel * tensor.dtype.itemsize
-
-
-def between_bytes(shape: ModelShape, itemsize: int) -> int:
-    """What one token's activations in a layer are read and written with, between products, by transformers' modules.
-
-    Two norms, two sums with the residual stream, the turning of queries and keys, the attention's own reading and
-    writing, and the activation.
-    """
-    width = max(itemsize, 2)  # of a value; smaller ones are weights'
-    norm_bytes = _RMS_NORM_BYTES if shape.has_rms_norms and not shape.is_fused else 2 * width
-    rotary_touches = 2 if shape.is_fused else _ROTARY_TOUCHES
-    mlp = shape.mlp if shape.experts is None else shape.experts.num_per_token * shape.experts.width
-    num_values = 2 * 3 * shape.hidden + rotary_touches * shape.rotated + 2 * shape.query + 2 * shape.cached
-    # Models with such norms have gates: two tensors read, one written where a kernel does it all.
-    mlp_touches = (3 if shape.is_fused else _GATED_TOUCHES) if shape.has_rms_norms else _PLAIN_TOUCHES
-    return 2 * norm_bytes * shape.hidden + width * (num_values + mlp_touches * mlp)
 
 
 def pass_time(
@@ -262,8 +174,7 @@ def pass_time(
         matrix_s=flops / rates.flops_per_s,
         device_s=(sum(each.block.nbytes for each in work) + cache_bytes) / rates.device_bytes_per_s,
         cache_s=cache_bytes / rates.device_bytes_per_s,
-        between_s=_between_s(work, rates, num_tokens, num_rows, num_pairs, num_parts)
-        + _LINK_TOUCHES * link_bytes / rates.device_bytes_per_s,
+        between_s=_between_s(work, rates, num_tokens, num_rows, num_pairs, num_parts, link_bytes),
     )
 
 
@@ -281,9 +192,15 @@ def disk_spares_time(work: Sequence[BlockWork], rates: Rates, token_bytes: int) 
 
 
 def _between_s(
-    work: Sequence[BlockWork], rates: Rates, num_tokens: int, num_rows: int, num_pairs: int, num_parts: int
+    work: Sequence[BlockWork],
+    rates: Rates,
+    num_tokens: int,
+    num_rows: int,
+    num_pairs: int,
+    num_parts: int,
+    link_bytes: int,
 ) -> float:
-    moved_bytes = num_tokens * sum(each.between_bytes for each in work)
+    moved_bytes = _LINK_TOUCHES * link_bytes + num_tokens * sum(each.between_bytes for each in work)
     for each in work:
         if (num_tokens if each.every_token else num_rows) > max(MOST_FUSED_TOKENS.values()):
             moved_bytes += (num_parts if each.every_token else 1) * each.dequantized_bytes

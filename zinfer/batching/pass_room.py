@@ -1,0 +1,97 @@
+"""How much a pass carries: its tokens, what a layer computes of them at once, and the activations that this takes."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from transformers import PretrainedConfig
+
+from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.config.settings import Batching
+from zinfer.planning.footprint import find_footprint
+from zinfer.planning.model_shape import ModelShape, read_shape
+from zinfer.planning.request import Request
+
+_MOST_TOKENS_PER_PASS: Final = 16_384
+# 16-bit weights at 4 GB/s from a disk take as long as an H200 computes 150,000 tokens with them.
+_MOST_TOKENS_FROM_DISK: Final = 131_072
+_LEAST_TOKENS_PER_SEQUENCE: Final = 16  # of a pass, for each text that runs at once: short of that the card is small
+_FEWEST_TOKENS_PER_PASS: Final = 1024  # that are chosen where nothing is stated
+_MOST_ACTIVATION_SHARE: Final = 1 / 8  # of what is free
+# Of a pass, what a layer computes at once: its matrices are dequantized once for each part.
+_PART_TOKENS: Final = (16_384, 8_192, 4_096)
+_MOST_PART_SHARE: Final = 1 / 16  # of what is free, for the activations of a part that is larger than the smallest
+_MAX_SEQUENCES: Final = 1024
+_RESIDUAL_COPIES: Final = 4  # of the residual stream: a layer's input and output, before and after joining
+
+
+@dataclass(frozen=True)
+class PassRoom:
+    """Most tokens of a pass, of them those of a part, texts at once, and the bytes of activations."""
+
+    tokens: int
+    part_tokens: int
+    max_sequences: int
+    activation_bytes: int
+
+    @classmethod
+    def find(
+        cls,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        stated: Batching,
+        free_bytes: int,
+        *,
+        on_cuda: bool,
+        from_disk: bool,
+    ) -> "PassRoom":
+        """The stated sizes, and for the others as much as pays: fewer where a card is too small for many.
+
+        Args:
+            config: of the model.
+            dtype: of its activations.
+            free_bytes: of the device, for weights and all else; no bound on a CPU.
+            from_disk: whether layers stream from the disk.
+        """
+        shape = _batched_shape(config)
+        most_part_bytes = free_bytes * _MOST_PART_SHARE if on_cuda else 0
+        fitting = (count for count in _PART_TOKENS if _part_bytes(shape, dtype, count) <= most_part_bytes)
+        part_tokens = next(fitting, _PART_TOKENS[-1])
+        most_bytes = free_bytes * _MOST_ACTIVATION_SHARE if on_cuda else math.inf
+        most = _MOST_TOKENS_FROM_DISK if from_disk and on_cuda else _MOST_TOKENS_PER_PASS
+        while True:
+            tokens = stated.tokens_per_pass or most
+            sequences = min(_MAX_SEQUENCES, most // _LEAST_TOKENS_PER_SEQUENCE)
+            max_sequences = min(stated.max_sequences or sequences, tokens)
+            nbytes = _activation_bytes(shape, dtype, tokens, part_tokens, max_sequences)
+            if nbytes <= most_bytes or most == _FEWEST_TOKENS_PER_PASS:
+                return cls(tokens, min(tokens, part_tokens), max_sequences, nbytes)
+            most //= 2
+
+
+def _batched_shape(config: PretrainedConfig) -> ModelShape:
+    """The model's shape over pages: attention makes no scores, and latent attention no keys and values of its heads.
+
+    There queries and outputs are as wide as latents, which are there twice, plain and joined with the turned part.
+    """
+    shape, kept = replace(read_shape(config), is_eager=False, is_uneven=False), read_kv_shape(config)
+    if not kept.values_in_keys:
+        return shape
+    return replace(shape, expanded=shape.num_heads * (kept.key_dim + 2 * kept.value_dim))
+
+
+def _activation_bytes(shape: ModelShape, dtype: torch.dtype, tokens: int, part_tokens: int, max_sequences: int) -> int:
+    """A part's activations, the residual stream of the pass, and the logits."""
+    part_bytes = _part_bytes(shape, dtype, min(tokens, part_tokens))
+    logits = find_footprint(shape, dtype, Request(max_sequences, 1, 1), on_cuda=False)
+    residual = _RESIDUAL_COPIES * tokens * shape.hidden * dtype.itemsize
+    return max(part_bytes, logits.activation_bytes) + residual
+
+
+def _part_bytes(shape: ModelShape, dtype: torch.dtype, tokens: int) -> int:
+    """Activations of a layer as transformers' modules make them.
+
+    Experts are not copied: that is what transformers' `generate` does, of which nothing runs here.
+    """
+    return find_footprint(shape, dtype, Request(1, tokens, 1), on_cuda=False).activation_bytes
