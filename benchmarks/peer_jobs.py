@@ -19,29 +19,17 @@ from pathlib import Path
 
 import torch
 from job_systems import JOB_SYSTEMS
-from peer_systems import chosen_systems
-from peers import make_gate, run_system
+from peers import make_gate, parse_with_systems, run_system
 from random_model import save_random_opt
 from result import keep, publish
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--prompts", dest="batch", type=int, default=1024)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=32)
-    parser.add_argument("--peers", default="deepspeed,flexgen")
-    parser.add_argument("--limit", type=float, default=300, help="seconds that a system may take, all in all")
-    parser.add_argument("--folder", type=Path, help="where everything is written; by default a temporary folder")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    try:
-        args.systems = chosen_systems(args.peers.split(","), JOB_SYSTEMS)
-    except ValueError as error:
-        parser.error(str(error))
-    return args
+    return parse_with_systems(parser, "deepspeed,flexgen", JOB_SYSTEMS)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -139,17 +139,22 @@ def print_table(rows: Mapping[str, Mapping[str, object]]) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--peers", default="accelerate,deepspeed-cpu,deepspeed-nvme")
+    return parse_with_systems(parser, "accelerate,deepspeed-cpu,deepspeed-nvme", SYSTEMS)
+
+
+def parse_with_systems(parser: argparse.ArgumentParser, peers: str, systems: Sequence[System]) -> argparse.Namespace:
+    """The options of a benchmark of systems, ``systems`` being those that were chosen; ``peers`` are so by default."""
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--peers", default=peers)
     parser.add_argument("--limit", type=float, default=300, help="seconds that a system may take, all in all")
     parser.add_argument("--folder", type=Path, help="where everything is written; by default a temporary folder")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     try:
-        args.systems = chosen_systems(args.peers.split(","))
+        args.systems = chosen_systems(args.peers.split(","), systems)
     except ValueError as error:
         parser.error(str(error))
     return args
