@@ -21,7 +21,7 @@ from device_clock import copy_bytes_per_s, graph_seconds, num_copies
 from result import publish
 
 from zinfer.kernels.gated import gated_kernel, gated_ref
-from zinfer.kernels.norm import norm_kernel, norm_ref
+from zinfer.kernels.norm import NormKind, norm_kernel, norm_ref
 from zinfer.kernels.rotary import rotate_kernel, rotate_ref
 
 _HEAD: Final = 128
@@ -40,9 +40,8 @@ def cases(tokens: int, width: int, dtype: torch.dtype) -> Iterator[Case]:
         return torch.randn(shape, dtype=dtype, device="cuda")
 
     size = dtype.itemsize
-    norms: dict[str, dict[str, Any]] = {"rms_norm": {}, "layer_norm": {"centred": True}}
-    for name, options in norms.items():
-        kernel, ref = (partial(each, eps=_EPS, **options) for each in (norm_kernel, norm_ref))
+    for name, kind in {"rms_norm": NormKind(_EPS), "layer_norm": NormKind(_EPS, centred=True)}.items():
+        kernel, ref = (partial(each, kind=kind) for each in (norm_kernel, norm_ref))
         yield name, kernel, ref, lambda: (random(1, tokens, width), random(width)), 2 * tokens * width * size
     heads = width // _HEAD
 

@@ -4,6 +4,7 @@ Everything between reading a row and writing it is float32 and rounded once, whe
 dtype before it multiplies with the weight.
 """
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -17,15 +18,22 @@ _TILE_ELEMENTS: Final = 4096
 _ELEMENTS_PER_WARP: Final = 1024
 
 
-def norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    bias: torch.Tensor | None = None,
-    offset: float = 0.0,
-    centred: bool = False,
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class NormKind:
+    """Which norm.
+
+    Attributes:
+        eps: added to the mean of the squares.
+        offset: 1 in models that store what the weight is more than 1 (Gemma).
+        centred: whether the mean of the row is taken away first, as in layer norm.
+    """
+
+    eps: float
+    offset: float = 0.0
+    centred: bool = False
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, kind: NormKind, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``(x - m) / sqrt(mean((x - m) ** 2) + eps) * (weight + offset) + bias`` over the last dimension.
 
     By the Triton kernel on a GPU, by `norm_ref` on the CPU, in float64, and for rows of more than 32,768 elements.
@@ -33,42 +41,27 @@ def norm(
     Args:
         x: [..., width].
         weight, bias: [width].
-        offset: 1 in models that store what the weight is more than 1 (Gemma).
-        centred: whether m is the mean of the row, as in layer norm, or 0.
+        kind: among others whether m is the mean of the row or 0.
 
     Returns:
         [..., width] in the dtype of x.
     """
     if x.device.type == "cuda" and x.shape[-1] <= _MOST_WIDTH and x.dtype != torch.float64:
-        return norm_kernel(x, weight, eps, bias=bias, offset=offset, centred=centred)
-    return norm_ref(x, weight, eps, bias=bias, offset=offset, centred=centred)
+        return norm_kernel(x, weight, kind, bias)
+    return norm_ref(x, weight, kind, bias)
 
 
-def norm_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    bias: torch.Tensor | None = None,
-    offset: float = 0.0,
-    centred: bool = False,
-) -> torch.Tensor:
+def norm_ref(x: torch.Tensor, weight: torch.Tensor, kind: NormKind, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `norm`, in float32, or in float64 for x in float64."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    if centred:
+    if kind.centred:
         wide = wide - wide.mean(-1, keepdim=True)
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.to(wide.dtype) + offset)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + kind.eps) * (weight.to(wide.dtype) + kind.offset)
     return (wide if bias is None else wide + bias.to(wide.dtype)).to(x.dtype)
 
 
 def norm_kernel(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    bias: torch.Tensor | None = None,
-    offset: float = 0.0,
-    centred: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, kind: NormKind, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As `norm`, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter."""
     width = x.shape[-1]
@@ -87,12 +80,12 @@ def norm_kernel(
                 out,
                 flat.shape[0],
                 flat.stride(0),
-                eps,
-                offset,
+                kind.eps,
+                kind.offset,
                 WIDTH=width,
                 COLUMNS=columns,
                 ROWS=rows,
-                CENTRED=centred,
+                CENTRED=kind.centred,
                 num_warps=max(1, min(16, rows * columns // _ELEMENTS_PER_WARP)),
             )
     return out.view(x.shape)

@@ -124,8 +124,8 @@ def main() -> None:
         rotary.rotate_kernel(heads, heads[:, :2], heads[:, 0], heads[:, 1])
         for width in (128, 8192):
             x = torch.randn(5, width, dtype=dtype)
-            norm.norm_kernel(x, x[0], 1e-6)
-            norm.norm_kernel(x, x[0], 1e-6, bias=x[1], offset=1.0, centred=True)
+            norm.norm_kernel(x, x[0], norm.NormKind(1e-6))
+            norm.norm_kernel(x, x[0], norm.NormKind(1e-6, offset=1.0, centred=True), x[1])
         for activation in gated.ACTIVATIONS:
             gated.gated_kernel(x, x, activation)
     for case in ATTENTION:

@@ -11,7 +11,7 @@ from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
 from zinfer.kernels.gated import ACTIVATIONS, Activation, activated_ref, gated, gated_kernel, gated_ref
-from zinfer.kernels.norm import norm, norm_kernel, norm_ref
+from zinfer.kernels.norm import NormKind, norm, norm_kernel, norm_ref
 from zinfer.kernels.rotary import rotate, rotate_kernel, rotate_ref
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,11 +40,10 @@ def test_norms(dtype: torch.dtype, kernel_device: str, rows: int, width: int, ki
     torch.manual_seed(seed)
     x = (3 * torch.randn(rows, 2 * width) + 1).to(dtype).to(kernel_device)[:, width:]  # rows lie apart
     weight, bias = (torch.randn(width).to(dtype).to(kernel_device) for _ in range(2))
-    options = {"offset": float(kind == "about 1"), "centred": kind in ("centred", "bias")}
-    given_bias = bias if kind == "bias" else None
-    found = norm_kernel(x, weight, 1e-5, bias=given_bias, **options)  # type: ignore[arg-type]
-    wide = [None if each is None else each.double() for each in (x, weight, given_bias)]
-    wanted = norm_ref(wide[0], wide[1], 1e-5, bias=wide[2], **options)  # type: ignore[arg-type]
+    how = NormKind(1e-5, offset=float(kind == "about 1"), centred=kind in ("centred", "bias"))
+    added = bias if kind == "bias" else None
+    found = norm_kernel(x, weight, how, added)
+    wanted = norm_ref(x.double(), weight.double(), how, None if added is None else added.double())
     assert_near(found, wanted.to(dtype))
 
 
@@ -52,17 +51,17 @@ def test_norms_are_those_of_torch_and_transformers() -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(4, 5, 48), torch.randn(48), torch.randn(48)
     torch.testing.assert_close(
-        norm(x, weight, 1e-5, bias=bias, centred=True), functional.layer_norm(x, (48,), weight, bias, 1e-5)
+        norm(x, weight, NormKind(1e-5, centred=True), bias), functional.layer_norm(x, (48,), weight, bias, 1e-5)
     )
     module = modeling_llama.LlamaRMSNorm(48, 1e-6)
-    torch.testing.assert_close(norm(x, module.weight, 1e-6), module(x))
-    half = norm(x.half(), weight.half(), 1e-5)
-    assert (half.double() - norm_ref(x.half().double(), weight.half().double(), 1e-5)).abs().max() < 2e-3
+    torch.testing.assert_close(norm(x, module.weight, NormKind(1e-6)), module(x))
+    half = norm(x.half(), weight.half(), NormKind(1e-5))
+    assert (half.double() - norm_ref(x.half().double(), weight.half().double(), NormKind(1e-5))).abs().max() < 2e-3
 
 
 def test_a_row_that_no_program_holds(kernel_device: str) -> None:
     x, weight = torch.randn(2, 40_000, device=kernel_device), torch.rand(40_000, device=kernel_device)
-    torch.testing.assert_close(norm(x, weight, 1e-6), norm_ref(x, weight, 1e-6))
+    torch.testing.assert_close(norm(x, weight, NormKind(1e-6)), norm_ref(x, weight, NormKind(1e-6)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,14 +8,9 @@ import torch
 from torch import nn
 
 from zinfer.inject.overlay import Overlay, is_near, probe, stand_in
-from zinfer.kernels.norm import norm, norm_ref
+from zinfer.kernels.norm import NormKind, norm, norm_ref
 
 _EPS_NAMES: Final = ("variance_epsilon", "eps", "epsilon")
-_KINDS: Final[dict[str, dict[str, Any]]] = {
-    "RMS norm": {},
-    "RMS norm of weights about 1": {"offset": 1.0},
-    "layer norm without bias": {"centred": True},
-}
 _ROWS: Final = 3
 _LARGE: Final = 1000.0  # beyond where values might be clamped
 
@@ -36,24 +31,28 @@ def overlay_norm(module: nn.Module) -> Overlay | None:
     x[..., 2, :] *= _LARGE
     stood_in = torch.rand(weight.shape[0], generator=generator, dtype=torch.float32, device="cpu")
     given = probe(type(module).forward, stand_in(module, weight=stood_in), x)
-    for kind, options in _KINDS.items():
-        if is_near(given, norm_ref(x, stood_in, eps, **options)):
-            return Overlay(kind, _forward(module, eps, options))
-    return None
+    kinds = {
+        "RMS norm": NormKind(eps),
+        "RMS norm of weights about 1": NormKind(eps, offset=1.0),
+        "layer norm without bias": NormKind(eps, centred=True),
+    }
+    found = (name for name, kind in kinds.items() if is_near(given, norm_ref(x, stood_in, kind)))
+    name = next(found, None)
+    return None if name is None else Overlay(name, _forward(module, kinds[name]))
 
 
 def _num_inputs(module: nn.Module) -> int:
     return len(inspect.signature(type(module).forward).parameters) - 1
 
 
-def _forward(module: nn.Module, eps: float, options: dict[str, Any]) -> MethodType:
+def _forward(module: nn.Module, kind: NormKind) -> MethodType:
     plain = type(module).forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         weight = self.weight
         # With a weight of another dtype the result of transformers has that one's: not for the kernel to imitate.
         if len(args) == 1 and not kwargs and args[0].dtype == weight.dtype and args[0].shape[-1:] == weight.shape:
-            return norm(args[0], weight, eps, **options)
+            return norm(args[0], weight, kind)
         return plain(self, *args, **kwargs)
 
     return MethodType(forward, module)
