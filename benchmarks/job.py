@@ -1,7 +1,8 @@
 """Completes prompts with `zinfer.LLM`, weights in several homes, in one run: the job's seconds beside each other.
 
     python benchmarks/job.py [--cases fp16,int8,int8-kv8,int4-kv8] [--homes none,cpu,nvme] [--shared 400]
-                             [--model opt-30b | llama-3-70b] [--prompts 1024 --prompt 512 --new 32] [--out FILE]
+                             [--model opt-30b | llama-3-70b] [--prompts 1024 --prompt 512 --new 32] [--inject]
+                             [--out FILE]
 
 Each case runs once for each home, weights on the device, in host memory or on disk: some layers of a model's shape,
 prompts of random tokens, greedy. ``tokens_per_s`` counts new tokens; ``matrix_tflops`` is two operations for each
@@ -95,7 +96,8 @@ class Bench:
         stated = {"tokens_per_pass": args.tokens_per_pass, "max_sequences": args.sequences}
         section = {**{key: size for key, size in stated.items() if size is not None}, **CASES[case], **sizes}
         offload = {"device": home, "nvme_path": str(self._folder.parent / "store")}
-        config = {"zero_optimization": {"offload_param": offload}, "zinfer": section}
+        config: dict[str, object] = {"zero_optimization": {"offload_param": offload}, "zinfer": section}
+        config["replace_with_kernel_inject"] = args.inject
         params = zinfer.SamplingParams(max_new_tokens=args.new, ignore_eos=True)
         # Rates that are measured anew in each engine must not decide what passes carry.
         with zinfer.LLM(self._folder, config, parks_on_disk=False) as llm:
@@ -177,12 +179,13 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--tokens-per-pass", type=int, help="by default what LLM chooses")
     parser.add_argument("--sequences", type=int, help="likewise")
+    parser.add_argument("--inject", action="store_true", help="fused kernels: replace_with_kernel_inject")
     parser.add_argument("--folder", type=Path, help="where the checkpoint is written; by default a temporary folder")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, object] = {}
-    work = {name: getattr(args, name) for name in ("model", "layers", "prompts", "prompt", "shared", "new")}
+    work = {name: getattr(args, name) for name in ("model", "layers", "prompts", "prompt", "shared", "new", "inject")}
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary) / "model"
         save_random(folder, config_of(args), torch.float16 if device == "cuda" else torch.float32, device)
