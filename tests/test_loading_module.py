@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ragged_models
 import torch
 from accelerate import init_empty_weights
 from checkpoints import tiny_checkpoint, tiny_model
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel, PreTrainedModel
 
 from zinfer.errors import CheckpointError, ConfigError, ZinferError
+from zinfer.weights import load_buffers
 
 __all__ = ["batch", "llama", "sharded"]  # fixtures
 
@@ -201,3 +203,14 @@ def test_a_module_that_an_engine_has_emptied_needs_a_checkpoint(
         refused(model, config)
     with loaded(model, config, checkpoint=str(llama)) as second:
         assert torch.equal(second(**batch).logits, eager_logits(llama, batch))
+
+
+def test_buffers_go_to_the_device_and_stay_one_where_modules_share_them() -> None:
+    """As the corrections of DeepSeek-V3's router do, whose code expects them beside its input."""
+    model = ragged_models.tiny_model("deepseek_v3", num_layers=4)
+    first, second = (layer.mlp.gate for layer in model.model.layers[2:])
+    second.e_score_correction_bias = first.e_score_correction_bias
+    load_buffers(model, {}, torch.device("meta"))
+    assert {name.rpartition(".")[2] for name, _ in model.named_buffers()} >= {"e_score_correction_bias", "inv_freq"}
+    assert all(buffer.is_meta for buffer in model.buffers())
+    assert first.e_score_correction_bias is second.e_score_correction_bias

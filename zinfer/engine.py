@@ -118,7 +118,7 @@ class InferenceEngine(nn.Module):
         self.plan: Plan = make_plan([block.block for block in blocks], layers, limits, settings)
         self._files = tuple(checkpoint.files) if checkpoint else None
         self._rates: Rates | None = None
-        load_buffers(self.module, weights)
+        load_buffers(self.module, weights, self.device)
         report_device(self.module, self.device)
         self._lock = threading.RLock()
         self._wall_s = 0.0

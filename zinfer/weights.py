@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Final, TypeAlias
 
+import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -75,13 +76,17 @@ def match_weights(model: PreTrainedModel, checkpoint: Checkpoint, scheme: Scheme
     return found
 
 
-def load_buffers(model: PreTrainedModel, weights: Mapping[str, Weight]) -> None:
-    """Copy the persistent buffers out of the checkpoint; they are small and stay in memory."""
+def load_buffers(model: PreTrainedModel, weights: Mapping[str, Weight], device: torch.device) -> None:
+    """Copy the persistent buffers out of the checkpoint, and take all to the device; they are small and stay there."""
     for name, buffer in model.named_buffers():
         entry = weights.get(name)
         if isinstance(entry, TensorEntry):
             with safe_open(entry.file, framework="pt") as file:
                 buffer.copy_(file.get_tensor(entry.name))
+    moved = {buffer: buffer.to(device) for buffer in model.buffers()}  # one that several modules have stays one
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else moved[buffer]
 
 
 def _stored_weights(checkpoint: Checkpoint, scheme: Scheme | None) -> dict[str, TensorEntry | StoredMatrix]:
