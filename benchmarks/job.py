@@ -1,19 +1,19 @@
 """Completes prompts with `zinfer.LLM`, weights in several homes, in one run: the job's seconds beside each other.
 
     python benchmarks/job.py [--cases fp16,int8,int8-kv8,int4-kv8] [--homes none,cpu,nvme] [--shared 400]
-                             [--model opt-30b | llama-3-70b] [--prompts 1024 --prompt 512 --new 32] [--inject]
-                             [--out FILE]
+                             [--model opt-30b | llama-3-70b] [--prompts 1024 --prompt 512 --new 32] [--out FILE]
 
 Each case runs once for each home, weights on the device, in host memory or on disk: some layers of a model's shape,
-prompts of random tokens, greedy. ``tokens_per_s`` counts new tokens; ``matrix_tflops`` is two operations for each
-parameter of the layers and token computed, ``steady_tflops`` the same in the median of full passes;
-``streamed_over_resident`` the resident job's seconds over the streamed one's, ``over_predicted`` a job's seconds over
-what was predicted (as if no two prompts began alike); ``streamed_gb`` went to the device in the job, and
-``kv_gb`` of keys and values that are at home in host memory; compute waited ``link_stall_s`` for them. ``of_disk`` is
-what reading the job's bytes takes at the rate of plain reads, measured before and after, over the job's seconds. With
-``--shared`` all prompts begin with so many equal tokens, and the last home runs once more with prompts of the same
-lengths that share none; ``shared_over_own`` is its seconds over the others. A small job of the same shapes comes first
-in each engine, as a warm-up; give ``nvme`` last, where the warm-up is shorter.
+prompts of random tokens, greedy. A case's name with ``-injected`` behind it is the same with fused kernels.
+``tokens_per_s`` counts new tokens; ``matrix_tflops`` is two operations for each parameter of the layers and token
+computed, ``steady_tflops`` the same in the median of full passes; ``streamed_over_resident`` the resident job's seconds
+over the streamed one's, ``over_predicted`` a job's seconds over what was predicted (as if no two prompts began alike);
+``streamed_gb`` went to the device in the job, and ``kv_gb`` of keys and values that are at home in host memory; compute
+waited ``link_stall_s`` for them. ``of_disk`` is what reading the job's bytes takes at the rate of plain reads, measured
+before and after, over the job's seconds. With ``--shared`` all prompts begin with so many equal tokens, and the last
+home runs once more with prompts of the same lengths that share none; ``shared_over_own`` is its seconds over the
+others. A small job of the same shapes comes first in each engine, as a warm-up; give ``nvme`` last, where the warm-up
+is shorter.
 
 A correctness gate: all homes give the same tokens. The last line is JSON.
 """
@@ -41,6 +41,7 @@ CASES: Final[dict[str, dict[str, object]]] = {
     "int8-kv8": {"quantization": {"bits": 8}, "kv_cache_dtype": "int8"},
     "int4-kv8": {"quantization": {"bits": 4, "group_size": 128}, "kv_cache_dtype": "int8"},
 }
+_INJECTED: Final = "-injected"
 _NAMES: Final = {"none": "resident", "cpu": "streamed", "nvme": "from_disk"}
 _WARM_UP_PROMPTS: Final = 180
 _LONG_WARM_UP_PROMPTS: Final = 64
@@ -94,10 +95,14 @@ class Bench:
         """The figures, the tokens, and the sizes that were chosen beside those that are given."""
         args = self._args
         stated = {"tokens_per_pass": args.tokens_per_pass, "max_sequences": args.sequences}
-        section = {**{key: size for key, size in stated.items() if size is not None}, **CASES[case], **sizes}
+        section = {
+            **{key: size for key, size in stated.items() if size is not None},
+            **CASES[case.removesuffix(_INJECTED)],
+            **sizes,
+        }
         offload = {"device": home, "nvme_path": str(self._folder.parent / "store")}
         config: dict[str, object] = {"zero_optimization": {"offload_param": offload}, "zinfer": section}
-        config["replace_with_kernel_inject"] = args.inject
+        config["replace_with_kernel_inject"] = case.endswith(_INJECTED)
         params = zinfer.SamplingParams(max_new_tokens=args.new, ignore_eos=True)
         # Rates that are measured anew in each engine must not decide what passes carry.
         with zinfer.LLM(self._folder, config, parks_on_disk=False) as llm:
@@ -179,13 +184,12 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--tokens-per-pass", type=int, help="by default what LLM chooses")
     parser.add_argument("--sequences", type=int, help="likewise")
-    parser.add_argument("--inject", action="store_true", help="fused kernels: replace_with_kernel_inject")
     parser.add_argument("--folder", type=Path, help="where the checkpoint is written; by default a temporary folder")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, object] = {}
-    work = {name: getattr(args, name) for name in ("model", "layers", "prompts", "prompt", "shared", "new", "inject")}
+    work = {name: getattr(args, name) for name in ("model", "layers", "prompts", "prompt", "shared", "new")}
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary) / "model"
         save_random(folder, config_of(args), torch.float16 if device == "cuda" else torch.float32, device)

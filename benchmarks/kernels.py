@@ -1,6 +1,7 @@
 """Times the kernels for quantized weights: over the fp16 vendor product, and over what the memory's rate allows.
 
-    python benchmarks/kernels.py [--shapes 28672x7168,7168x28672] [--tokens 1,16] [--dtype float16] [--tune] [--out F]
+    python benchmarks/kernels.py [--shapes 28672x7168,7168x28672] [--tokens 1,16] [--formats int8,int4-128]
+                                 [--dtype float16] [--tune] [--out F]
 
 Products of few tokens by both ways (fused, and dequantized for the vendor's product: where one overtakes the other is
 MOST_FUSED_TOKENS in kernels/quantized_linear.py), INT8 by INT8 products, and `dequantize` itself. ``over_fp16`` is the
@@ -17,7 +18,7 @@ A correctness gate comes first. The last line is JSON.
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +27,7 @@ from unittest import mock
 import torch
 from device_clock import Call, call_seconds, copy_bytes_per_s, graph_seconds, num_copies
 from race import least, race
-from result import publish
+from result import keep, publish
 from torch.nn import functional
 
 from zinfer.kernels.cases import (
@@ -57,15 +58,15 @@ _FEWEST_INT8: Final = 256  # tokens that INT8 by INT8 is tried with
 _GATE_SHAPES: Final = (*SMALL, *SMALL_FRAGMENTS, Shape(1, 1024, 4096), Shape(40, 512, 2048))
 
 
-def check_kernels(dtype: torch.dtype) -> None:
-    """The gate: every kernel equals its reference where its outputs were NaN before."""
+def check_kernels(dtype: torch.dtype, names: Sequence[str]) -> None:
+    """The gate: every kernel of the named formats equals its reference where its outputs were NaN before."""
     empty = torch.empty
 
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
         found = empty(*args, **kwargs)
         return found.fill_(float("nan") if found.is_floating_point() else 77)
 
-    for format in (*FORMATS, *FRAGMENTS, *TYPICAL):
+    for format in _named(dict.fromkeys((*FORMATS, *FRAGMENTS, *TYPICAL)), names):
         for shape in filter(lambda shape: fits(format, shape), _GATE_SHAPES):
             matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cuda")
             x, bias = random_input(shape, dtype, "cuda")
@@ -88,15 +89,16 @@ def _is_near(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor, matrix:
 class Bench:
     """One machine's kernels, beside its copy rate."""
 
-    def __init__(self, dtype: torch.dtype, tokens: Sequence[int]) -> None:
+    def __init__(self, dtype: torch.dtype, tokens: Sequence[int], names: Sequence[str]) -> None:
         self._dtype = dtype
         self._tokens = tokens
+        self._names = names
         self.copy_rate = copy_bytes_per_s()
 
     def measure(self, rows: int, columns: int) -> Iterator[tuple[str, dict[str, float]]]:
         """Name and figures of each case of one matrix's shape."""
         full_s = self._full_seconds(rows, columns)
-        for format in dict.fromkeys(format.arranged(rows, columns) for format in TYPICAL):
+        for format in _named(dict.fromkeys(format.arranged(rows, columns) for format in TYPICAL), self._names):
             matrices = self._matrices(format, rows, columns)
             yield f"{name_of(format)} {rows}x{columns} dequantize", self._dequantizing(matrices)
             for tokens in self._tokens:
@@ -188,10 +190,23 @@ def name_of(format: QuantFormat) -> str:
     return kind + (f"-{format.group_size}" if format.group_size else "") + ("" if format.symmetric else "-asymmetric")
 
 
+def _named(formats: Iterable[QuantFormat], names: Sequence[str]) -> list[QuantFormat]:
+    """Those with one of the names, or all."""
+    return [format for format in formats if not names or name_of(format) in names]
+
+
+def _names(text: str) -> list[str]:
+    known = {name_of(format) for format in TYPICAL}
+    if unknown := set(names := text.split(",")) - known:
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: known are {', '.join(sorted(known))}")
+    return names
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="28672x7168,7168x28672", help="rows x columns")
     parser.add_argument("--tokens", default="1,8,16,32,64,128,256,4096")
+    parser.add_argument("--formats", type=_names, default=[], help="as the figures name them; by default all")
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -201,9 +216,10 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     dtype = getattr(torch, args.dtype)
-    check_kernels(dtype)
+    check_kernels(dtype, args.formats)
     shapes = [(int(rows), int(columns)) for rows, columns in (shape.split("x") for shape in args.shapes.split(","))]
-    bench = Bench(dtype, [int(count) for count in args.tokens.split(",")])
+    bench = Bench(dtype, [int(count) for count in args.tokens.split(",")], args.formats)
+    work = {"benchmark": "kernels", "dtype": args.dtype, "copy_gb_per_s": round(bench.copy_rate / 1e9, 1)}
     found: dict[str, object] = {}
     if args.tune:
         found |= bench.tune(shapes)
@@ -213,7 +229,7 @@ def main() -> None:
             for name, figures in bench.measure(rows, columns):
                 found[name] = figures
                 print(name, json.dumps(figures), flush=True)
-    work = {"benchmark": "kernels", "dtype": args.dtype, "copy_gb_per_s": round(bench.copy_rate / 1e9, 1)}
+                keep(work | {"cases": found}, args.out)
     publish(work | {"tiles" if args.tune else "cases": found}, args.out)
 
 
