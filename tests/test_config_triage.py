@@ -79,6 +79,7 @@ HONOURED = {
     "weight_quantization.quantized_initialization.symmetric": [],
     "zinfer.quantization.bits": [],
     "replace_with_kernel_inject": ["kernel_inject"],
+    "enable_cuda_graph": [],
 }
 NOT_YET = {
     "tensor_parallel.tp_size": [],
@@ -87,7 +88,6 @@ NOT_YET = {
     "mp_size": [],
     "mpu": [],
     "training_mp_size": [],
-    "enable_cuda_graph": [],
     "use_triton": [],
     "triton_autotune": [],
     "moe": [],

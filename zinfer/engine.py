@@ -17,6 +17,8 @@ from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.cut import ModelBlock, cut_model
 from zinfer.finite import checked
+from zinfer.graphs.forward_graphs import GraphCounts
+from zinfer.graphs.replay import open_replay
 from zinfer.inject.injection import Injection
 from zinfer.model import find_model, report_device
 from zinfer.offload.stats import RunStats
@@ -123,6 +125,7 @@ class InferenceEngine(nn.Module):
         self._lock = threading.RLock()
         self._wall_s = 0.0
         self.trace = trace or (Trace() if settings.trace else None)
+        self._replay = open_replay(self.module, self.plan, settings, self.device)
         runtime = Runtime(
             self.module,
             blocks,
@@ -133,6 +136,7 @@ class InferenceEngine(nn.Module):
             synchronous=settings.synchronous,
             trace=self.trace,
             trace_path=settings.trace,
+            wrap=self._replay.wrap if self._replay else None,
         )
         self._runtime: Runtime | None = runtime
         self._close = weakref.finalize(self, runtime.close)
@@ -163,7 +167,8 @@ class InferenceEngine(nn.Module):
 
         def generate() -> Any:
             check_length(self.module, args, kwargs, self.settings.max_out_tokens)
-            return self.module.generate(*self._moved(args), **self._moved(kwargs))
+            generate = self._replay.generate if self._replay else self.module.generate
+            return generate(*self._moved(args), **self._moved(kwargs))
 
         return self.call(self._checked(generate))
 
@@ -179,6 +184,11 @@ class InferenceEngine(nn.Module):
     def injected(self) -> dict[str, str]:
         """What is computed by fused kernels: names of modules, and what is fused in each."""
         return self._injection.injected if self._injection else {}
+
+    @property
+    def graphs(self) -> GraphCounts:
+        """What has become of the forwards under `enable_cuda_graph`; all zero without it, or where it has no effect."""
+        return self._replay.counts if self._replay else GraphCounts()
 
     def predict(self, batch_size: int, prompt_len: int, new_tokens: int) -> Prediction:
         """What a `generate` of this shape takes on this machine: seconds a pass, tokens a second, the bottleneck.
@@ -241,6 +251,8 @@ class InferenceEngine(nn.Module):
             self._runtime = None
             if self._restore:
                 self._restore()
+            if self._replay:
+                self._replay.close()
             self._close()
 
     def _cut(self, checkpoint: Checkpoint | None) -> tuple[list[ModelBlock], dict[str, Weight]]:

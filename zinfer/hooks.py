@@ -7,7 +7,7 @@ instead of another block's bytes.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -15,6 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from zinfer.absent import AbsentParameter
 from zinfer.cut import ModelBlock
 from zinfer.offload.streamer import Streamer
+
+Forward: TypeAlias = Callable[..., Any]
 
 
 class StreamingHooks:
@@ -26,6 +28,7 @@ class StreamingHooks:
         blocks: all its blocks; those that ``resident`` lacks are streamed.
         resident: tensors of resident blocks, by block index.
         streamer: moves the others; None when there are none.
+        wrap: around the model's own forward.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class StreamingHooks:
         blocks: Sequence[ModelBlock],
         resident: Mapping[int, Mapping[str, nn.Parameter]],
         streamer: Streamer | None,
+        wrap: Callable[[Forward], Forward] | None = None,
     ) -> None:
         self._model = model
         self._blocks = blocks
@@ -47,7 +51,7 @@ class StreamingHooks:
         self._handles: list[RemovableHandle] = []
         self._in_pass = False
         self.passes = 0
-        model.forward = self._one_pass(model.forward)
+        model.forward = self._one_pass(wrap(model.forward) if wrap else model.forward)
         for block in blocks:
             if block.block.index in resident:
                 self._bind(block, resident[block.block.index])
@@ -72,7 +76,7 @@ class StreamingHooks:
         for block in self._blocks:
             self._unbind(block)
 
-    def _one_pass(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _one_pass(self, forward: Forward) -> Forward:
         @functools.wraps(forward)
         def one_pass(*args: Any, **kwargs: Any) -> Any:
             if self._in_pass:

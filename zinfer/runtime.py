@@ -12,7 +12,7 @@ from torch import nn
 from zinfer.config import Aio
 from zinfer.cut import ModelBlock
 from zinfer.errors import ConfigError
-from zinfer.hooks import StreamingHooks, absent_tensors
+from zinfer.hooks import Forward, StreamingHooks, absent_tensors
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.gds import choose_backend
 from zinfer.nvme.reader import DEFAULT_BLOCK_BYTES, DEFAULT_NUM_THREADS, Reader
@@ -66,6 +66,7 @@ class Runtime:
         synchronous: move nothing ahead of its use.
         trace: where reads, copies and computes are noted.
         trace_path: where `close` writes it.
+        wrap: around the model's own forward, inside of what counts passes.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Runtime:
         synchronous: bool,
         trace: Trace | None = None,
         trace_path: Path | None = None,
+        wrap: Callable[[Forward], Forward] | None = None,
     ) -> None:
         self._plan = plan
         self._trace = trace
@@ -109,7 +111,7 @@ class Runtime:
             streamed = [block.block for block in blocks if block.block.index in self._homes.sources]
             if streamed:
                 self._streamer = owned.enter_context(closing(self._open_streamer(streamed, synchronous)))
-            self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer)
+            self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer, wrap)
             owned.callback(self._hooks.remove)
             self._owned = owned.pop_all()
         self._bytes_read_loading = self._reader.bytes_read

@@ -107,6 +107,8 @@ class Settings:
     """Whether every layer's output is looked at; costs a reading of each."""
     kernel_inject: bool = False
     """Whether fused kernels take the place of what modules write out."""
+    cuda_graph: bool = False
+    """Whether forwards over weights on the device are replayed as CUDA graphs."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     checkpoint: Path | None = None
     trace: Path | None = None

@@ -1,0 +1,50 @@
+"""A stand-in for CUDA graphs on the CPU.
+
+It undoes what computing has left in keys and values, as a capture computes nothing, spoils what was given, and computes
+anew in the same memory when it is replayed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+
+class StandIn:
+    """Records on the CPU.
+
+    Attributes:
+        caches: where what is recorded may write.
+    """
+
+    def __init__(self) -> None:
+        self.caches: list[Cache] = []
+
+    def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        places = [part for cache in self.caches for part in parts_of(cache)]
+        before = [part.clone() for part in places]
+        given = function()
+        for place, value in zip(places, before, strict=True):
+            place.copy_(value)
+        kept = tensors_of(given)
+        for tensor in kept:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
+
+        def again() -> None:
+            for tensor, value in zip(kept, tensors_of(function()), strict=True):
+                tensor.copy_(value)
+
+        return given, again
+
+
+def tensors_of(given: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+
+
+def parts_of(cache: Cache) -> list[torch.Tensor]:
+    if isinstance(cache, EncoderDecoderCache):
+        return parts_of(cache.self_attention_cache) + parts_of(cache.cross_attention_cache)
+    layers = [layer for layer in cache.layers if layer.is_initialized]
+    return [part for layer in layers for part in (layer.keys, layer.values, layer.cumulative_length)]

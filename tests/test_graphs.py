@@ -1,0 +1,211 @@
+"""Forwards replayed as graphs: equal tokens, each form recorded once, Python's own launches where none can serve."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import left_padded, random_prompts, tiny_checkpoint
+from graph_support import StandIn
+from ragged_models import VOCAB_SIZE, tiny_model
+from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
+from transformers.cache_utils import Cache
+
+import zinfer
+from zinfer.graphs import replay
+from zinfer.graphs.forward_graphs import FIRST
+from zinfer.graphs.recorder import CudaRecorder, Recorder
+from zinfer.graphs.replay import Replay
+from zinfer.graphs.static_caches import StaticCaches
+
+NEW = 12
+"""Tokens: one of the prompt's pass, and the others by a pass each."""
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """Graphs also on the CPU; on a GPU they stay those of CUDA."""
+    found = StandIn()
+    plain = StaticCaches._take
+
+    def recorder_for(device: torch.device) -> Recorder:
+        return CudaRecorder() if device.type == "cuda" else found
+
+    def take(self: StaticCaches, **kwargs: Any) -> Cache:
+        found.caches.append(plain(self, **kwargs))
+        return found.caches[-1]
+
+    monkeypatch.setattr(replay, "recorder_for", recorder_for)
+    monkeypatch.setattr(StaticCaches, "_take", take)
+    return found
+
+
+@pytest.fixture
+def engine(stand_in: StandIn, device: str, tmp_path: Path) -> zinfer.InferenceEngine:
+    return zinfer.init_inference(tiny_checkpoint("llama", tmp_path), device=device, enable_cuda_graph=True)
+
+
+def ids_of(seed: int, rows: int = 1, tokens: int = 9) -> torch.Tensor:
+    return torch.randint(2, VOCAB_SIZE, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(generate: Callable[..., Any], ids: torch.Tensor, new: int = NEW, **options: Any) -> list[list[int]]:
+    options = {"do_sample": False, "max_new_tokens": new, "pad_token_id": 1, **options}
+    return generate(input_ids=ids, **options).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "gpt_neox", "mistral", "gemma2", "qwen3", "falcon", "phi"])
+def test_tokens_are_those_of_transformers(family: str, device: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    prompts = [ids_of(seed) for seed in range(3)]
+    wanted = [greedy(model.generate, prompt) for prompt in prompts]
+    assert len({token for tokens in wanted for token in tokens[0][9:]}) > 4, "texts that say nothing"
+    model.save_pretrained(tmp_path)
+    engine = zinfer.init_inference(tmp_path, device=device, enable_cuda_graph=True)
+    counts = engine.graphs
+    assert greedy(engine.generate, prompts[0]) == wanted[0]
+    # Keys and values had no place yet; then came the first pass of one token, and the second was recorded.
+    assert (counts.recorded, counts.replayed) == (1, NEW - 2), counts
+    assert greedy(engine.generate, prompts[1]) == wanted[1]
+    assert (counts.recorded, counts.replayed) == (1, NEW - 2 + NEW - 1), counts
+    assert greedy(engine.generate, prompts[2]) == wanted[2]
+    assert (counts.recorded, counts.replayed) == (2, NEW - 2 + NEW - 1 + NEW), counts
+    assert engine.stats().passes == 3 * NEW == counts.replayed + counts.eager.total()
+    engine.destroy()
+
+
+def test_padded_prompts(engine: zinfer.InferenceEngine, tmp_path: Path) -> None:
+    ids, mask = left_padded(random_prompts(3))
+    plain = zinfer.init_inference(tmp_path, device="cpu")
+    wanted = greedy(plain.generate, ids, attention_mask=mask)
+    for _ in range(3):
+        assert greedy(engine.generate, ids, attention_mask=mask) == wanted
+    assert engine.graphs.replayed == 3 * NEW - 3
+    several = greedy(plain.generate, ids, attention_mask=mask, num_return_sequences=1, max_new_tokens=5)
+    assert greedy(engine.generate, ids, attention_mask=mask, max_new_tokens=5) == several
+    plain.destroy()
+    engine.destroy()
+
+
+def test_lengths_of_many_kinds(engine: zinfer.InferenceEngine, tmp_path: Path) -> None:
+    """More shapes of keys and values than are kept; those that are asked for again are recorded anew."""
+    plain = zinfer.init_inference(tmp_path, device="cpu")
+    for rows in (1, 2, 3, 4, 5, 6, 1, 2):
+        ids = ids_of(rows, rows)
+        assert greedy(engine.generate, ids, 5) == greedy(plain.generate, ids, 5)
+    assert engine.graphs.recorded == 8
+    assert len(engine._replay._caches._caches) == 4
+    plain.destroy()
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"use_cache": False}, "use_cache"),
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+    ],
+)
+def test_ways_to_generate_that_no_graph_serves(
+    engine: zinfer.InferenceEngine, tmp_path: Path, options: dict[str, Any], reason: str
+) -> None:
+    plain = zinfer.init_inference(tmp_path, device=str(engine.device))
+    fresh = {name: DynamicCache() if name == "past_key_values" else value for name, value in options.items()}
+    assert greedy(engine.generate, ids_of(1), **options) == greedy(plain.generate, ids_of(1), **fresh)
+    assert engine.graphs.recorded == 0
+    assert any(reason in why for why in engine.graphs.eager), engine.graphs
+    plain.destroy()
+    engine.destroy()
+
+
+def test_sampled_tokens_are_those_of_the_seed(engine: zinfer.InferenceEngine) -> None:
+    found = []
+    for _ in range(3):
+        torch.manual_seed(5)
+        found.append(greedy(engine.generate, ids_of(1), do_sample=True, temperature=0.8))
+    assert found[0] == found[1] == found[2] != greedy(engine.generate, ids_of(1))
+    engine.destroy()
+
+
+def test_what_one_replay_gave_is_not_changed_by_the_next(engine: zinfer.InferenceEngine) -> None:
+    plain = [engine(input_ids=ids_of(1)).logits, engine(input_ids=ids_of(2)).logits]
+    kept = [engine(input_ids=ids_of(seed)).logits for seed in (1, 2)]
+    assert engine.graphs.replayed == 0
+    assert engine.graphs.eager["cannot be recorded: it gives a DynamicCache"] == 3, "each call is to have its own"
+    once = [engine(input_ids=ids_of(seed), use_cache=False).logits for seed in (1, 2, 1, 2)]
+    assert (engine.graphs.recorded, engine.graphs.replayed) == (1, 3)
+    for found, wanted in zip([*kept, *once], plain * 3, strict=True):
+        torch.testing.assert_close(found, wanted)
+    engine.destroy()
+
+
+def test_what_cannot_be_recorded_is_launched_by_python(
+    engine: zinfer.InferenceEngine, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: object, function: Callable[[], Any]) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+    wanted = greedy(engine.generate, ids_of(1))
+    for recorder in (StandIn, CudaRecorder):
+        monkeypatch.setattr(recorder, "record", refuse)
+    engine._replay.close()
+    assert greedy(engine.generate, ids_of(1)) == wanted
+    reason = "cannot be recorded: operation not permitted when stream is capturing"
+    assert engine.graphs.eager[reason] > NEW // 2, engine.graphs
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "weights stream"),
+        ({"zinfer": {"check_finite": True}}, "check_finite"),
+    ],
+)
+@pytest.mark.usefixtures("stand_in")
+def test_engines_that_replay_nothing_say_why(
+    device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], reason: str
+) -> None:
+    engine = zinfer.init_inference(tiny_checkpoint("llama", tmp_path), options, device=device, enable_cuda_graph=True)
+    assert reason in caplog.text
+    greedy(engine.generate, ids_of(1))
+    assert engine.graphs.recorded == engine.graphs.replayed == 0
+    engine.destroy()
+
+
+def test_a_cpu_has_no_graphs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = zinfer.init_inference(tiny_checkpoint("llama", tmp_path), device="cpu", enable_cuda_graph=True)
+    assert "graphs need a CUDA device" in caplog.text
+    engine.destroy()
+
+
+def test_the_model_is_left_as_it_was(engine: zinfer.InferenceEngine) -> None:
+    greedy(engine.generate, ids_of(1))
+    module = engine.module
+    assert "_prepare_static_cache" not in vars(module)
+    engine.destroy()
+    assert "forward" not in vars(module)
+    assert not engine._replay._caches._caches
+
+
+def test_an_encoder_decoder(stand_in: StandIn, device: str) -> None:
+    torch.manual_seed(0)
+    shape = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB_SIZE}
+    model = T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0, eos_token_id=None)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    wanted = [greedy(model.generate, ids_of(seed)) for seed in range(3)]
+    model.to(device)  # type: ignore[arg-type]
+    found = Replay(model, replay.recorder_for(torch.device(device)), torch.device(device))  # type: ignore[arg-type]
+    model.forward = found.wrap(model.forward)
+    with torch.no_grad():
+        for seed in range(3):
+            assert greedy(found.generate, ids_of(seed).to(device)) == wanted[seed]
+    # The first pass over what the encoder made fills the keys and values of the decoder's look at it.
+    assert found.counts.eager["the first pass over an encoder's output"] == 3
+    assert (found.counts.recorded, found.counts.replayed) == (1, 3 * (NEW - 1) - 1)
+    assert found.counts.eager[FIRST] == 1

@@ -1,0 +1,72 @@
+"""The form of a call: all but the numbers in its tensors. Calls of one form can replay one graph."""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, StaticLayer
+
+CONSTANTS: Final = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+class Unrecordable(Exception):
+    """A call that no graph can replay; the message says why."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, taken apart.
+
+    Attributes:
+        form: equal for calls that a graph for one of them can replay.
+        leaves: of the arguments, in order.
+        spec: how they are put together again.
+    """
+
+    form: Hashable
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> "Call":
+        """Takes a call apart.
+
+        Raises:
+            Unrecordable: something among the arguments cannot be there again in the same form.
+        """
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        return cls((spec, tuple(_form(leaf, device) for leaf in leaves)), tuple(leaves), spec)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What a graph must find in its own places."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _form(leaf: Any, device: torch.device) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.device.type != device.type:
+            raise Unrecordable(f"input on {leaf.device}")
+        return torch.Tensor, leaf.shape, leaf.dtype
+    if isinstance(leaf, Cache):
+        return id(leaf), _addresses(leaf)
+    if isinstance(leaf, CONSTANTS):
+        return type(leaf), leaf
+    raise Unrecordable(f"a {type(leaf).__name__} among the arguments")
+
+
+def _addresses(cache: Cache) -> tuple[int, ...]:
+    """Where keys and values lie, of a cache that says on the device alone how many there are."""
+    if isinstance(cache, EncoderDecoderCache):
+        both = cache.self_attention_cache, cache.cross_attention_cache
+        if not all(cache.is_updated.get(layer) for layer in range(len(both[1].layers))):
+            raise Unrecordable("the first pass over an encoder's output")
+        return _addresses(both[0]) + _addresses(both[1])
+    if not isinstance(cache, StaticCache) or any(type(layer) is not StaticLayer for layer in cache.layers):
+        raise Unrecordable(f"keys and values in a {type(cache).__name__} that grows or slides")
+    if not all(layer.is_initialized for layer in cache.layers):
+        raise Unrecordable("keys and values without a place yet")
+    layers = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
+    return tuple(part.data_ptr() for layer in layers for part in (layer.keys, layer.values, layer.cumulative_length))

@@ -1,0 +1,136 @@
+"""Replays a module's forward."""
+
+import functools
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache
+
+from zinfer.graphs.form import CONSTANTS, Call, Unrecordable
+from zinfer.graphs.recorder import Recorder
+
+_MOST_GRAPHS: Final = 32
+_MOST_FORMS: Final = 1024
+"""Seen once; a form that has not come again in so many is forgotten."""
+FIRST: Final = "the first of its form"
+
+
+@dataclass
+class GraphCounts:
+    """What has become of the forwards since the engine was made.
+
+    Attributes:
+        recorded: graphs made.
+        replayed: forwards that one call launched.
+        eager: forwards and calls of `generate` that Python launched, by the reason.
+    """
+
+    recorded: int = 0
+    replayed: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+
+
+class ForwardGraphs:
+    """Records a forward when a form of input comes again, and replays what it recorded.
+
+    Args:
+        recorder: makes the graphs.
+        device: where all tensors lie.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+        self._recorder = recorder
+        self._device = device
+        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._seen: OrderedDict[Hashable, str] = OrderedDict()
+        """Why forms are not replayed: for their first time, or because they could not be recorded."""
+        self.counts = GraphCounts()
+
+    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The same forward, replayed where it can be.
+
+        Args:
+            forward: must depend on nothing that changes but its arguments. Hooks in it see what is not replayed.
+        """
+
+        @functools.wraps(forward)
+        def replayed(*args: Any, **kwargs: Any) -> Any:
+            try:
+                call = Call.of(args, kwargs, self._device)
+                graph = self._find(call, forward)
+            except Unrecordable as error:
+                reason = str(error)
+            else:
+                self.counts.replayed += 1
+                return graph.replay(call.tensors)
+            self.counts.eager[reason] += 1
+            return forward(*args, **kwargs)
+
+        return replayed
+
+    def forget(self, cache: Cache) -> None:
+        """Drop the graphs that use it, which keep it alive."""
+        for form in [form for form, graph in self._graphs.items() if any(leaf is cache for leaf in graph.leaves)]:
+            del self._graphs[form]
+
+    def close(self) -> None:
+        """Give all graphs' memory back."""
+        self._graphs.clear()
+
+    def _find(self, call: Call, forward: Callable[..., Any]) -> "_Graph":
+        graph = self._graphs.get(call.form)
+        if graph is None:
+            self._expect_again(call.form)
+            graph = self._record(call, forward)
+            self.counts.recorded += 1
+            self._graphs[call.form] = graph
+            if len(self._graphs) > _MOST_GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(call.form)
+        return graph
+
+    def _record(self, call: Call, forward: Callable[..., Any]) -> "_Graph":
+        # Where this fails nothing was computed: Python launches it anew, and what is really wrong is raised there.
+        try:
+            return _Graph(forward, self._recorder, call)
+        except (RuntimeError, Unrecordable) as error:
+            self._seen[call.form] = f"cannot be recorded: {str(error).splitlines()[0]}"
+            raise Unrecordable(self._seen[call.form]) from error
+
+    def _expect_again(self, form: Hashable) -> None:
+        """Let a form pass that has come before, and could then be computed."""
+        reason = self._seen.get(form)
+        if reason is None:
+            self._seen[form] = ""
+            if len(self._seen) > _MOST_FORMS:
+                self._seen.popitem(last=False)
+            raise Unrecordable(FIRST)
+        if reason:
+            raise Unrecordable(reason)
+
+
+class _Graph:
+    """One graph, with the places that it reads and what it leaves."""
+
+    def __init__(self, forward: Callable[..., Any], recorder: Recorder, call: Call) -> None:
+        self.leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves]
+        self._places = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        args, kwargs = pytree.tree_unflatten(self.leaves, call.spec)
+        given, self._replay = recorder.record(lambda: forward(*args, **kwargs))
+        self._given, self._spec = pytree.tree_flatten(given)
+        known = [id(leaf) for leaf in self.leaves]
+        for leaf in self._given:
+            if not isinstance(leaf, (torch.Tensor, *CONSTANTS)) and id(leaf) not in known:
+                raise Unrecordable(f"it gives a {type(leaf).__name__}")
+
+    def replay(self, tensors: list[torch.Tensor]) -> Any:
+        for place, tensor in zip(self._places, tensors, strict=True):
+            place.copy_(tensor)
+        self._replay()
+        # The next graph may compute in the same memory.
+        given = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self._given]
+        return pytree.tree_unflatten(given, self._spec)

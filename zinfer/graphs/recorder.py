@@ -1,0 +1,32 @@
+"""Records what is launched, without computing it."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Recorder(Protocol):
+    """Makes replayable what a function computes."""
+
+    def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """What the function gives, with memory that holds nothing yet, and what computes it there, again and again.
+
+        Raises:
+            RuntimeError: the function does what cannot be recorded, such as waiting for the device.
+        """
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs that share their memory, since no two run at once: what one gives holds until the next runs."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """As `Recorder.record`; launches of other threads, such as copies of weights, go on meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            given = function()
+        return given, graph.replay
