@@ -7,38 +7,20 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import left_padded, random_prompts, tiny_checkpoint
-from graph_support import StandIn
+from graph_support import StandIn, stand_in
 from ragged_models import VOCAB_SIZE, tiny_model
 from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
-from transformers.cache_utils import Cache
 
 import zinfer
 from zinfer.graphs import replay
-from zinfer.graphs.forward_graphs import FIRST
-from zinfer.graphs.recorder import CudaRecorder, Recorder
+from zinfer.graphs.forward_graphs import FIRST, ForwardGraphs
+from zinfer.graphs.recorder import CudaRecorder
 from zinfer.graphs.replay import Replay
-from zinfer.graphs.static_caches import StaticCaches
+
+__all__ = ["stand_in"]  # a fixture
 
 NEW = 12
 """Tokens: one of the prompt's pass, and the others by a pass each."""
-
-
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Graphs also on the CPU; on a GPU they stay those of CUDA."""
-    found = StandIn()
-    plain = StaticCaches._take
-
-    def recorder_for(device: torch.device) -> Recorder:
-        return CudaRecorder() if device.type == "cuda" else found
-
-    def take(self: StaticCaches, **kwargs: Any) -> Cache:
-        found.caches.append(plain(self, **kwargs))
-        return found.caches[-1]
-
-    monkeypatch.setattr(replay, "recorder_for", recorder_for)
-    monkeypatch.setattr(StaticCaches, "_take", take)
-    return found
 
 
 @pytest.fixture
@@ -200,7 +182,10 @@ def test_an_encoder_decoder(stand_in: StandIn, device: str) -> None:
         torch.nn.init.normal_(parameter, std=0.3)
     wanted = [greedy(model.generate, ids_of(seed)) for seed in range(3)]
     model.to(device)  # type: ignore[arg-type]
-    found = Replay(model, replay.recorder_for(torch.device(device)), torch.device(device))  # type: ignore[arg-type]
+    where = torch.device(device)
+    recorder = replay.recorder_for(where)
+    assert recorder is not None
+    found = Replay(model, ForwardGraphs(recorder, where))
     model.forward = found.wrap(model.forward)
     with torch.no_grad():
         for seed in range(3):

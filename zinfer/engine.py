@@ -18,7 +18,7 @@ from zinfer.config import Settings, resolve_settings
 from zinfer.cut import ModelBlock, cut_model
 from zinfer.finite import checked
 from zinfer.graphs.forward_graphs import GraphCounts
-from zinfer.graphs.replay import open_replay
+from zinfer.graphs.replay import Replay, open_graphs
 from zinfer.inject.injection import Injection
 from zinfer.model import find_model, report_device
 from zinfer.offload.stats import RunStats
@@ -125,7 +125,8 @@ class InferenceEngine(nn.Module):
         self._lock = threading.RLock()
         self._wall_s = 0.0
         self.trace = trace or (Trace() if settings.trace else None)
-        self._replay = open_replay(self.module, self.plan, settings, self.device)
+        graphs = open_graphs(self.plan, settings, self.device)
+        self._replay = Replay(self.module, graphs) if graphs else None
         runtime = Runtime(
             self.module,
             blocks,

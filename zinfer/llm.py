@@ -24,10 +24,12 @@ from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
 from zinfer.batching.runner import PassRunner
 from zinfer.batching.sampler import Sampler
 from zinfer.batching.sampling_params import SamplingParams
-from zinfer.config import resolve_settings
+from zinfer.config import Settings, resolve_settings
 from zinfer.cut import ModelBlock
 from zinfer.engine import InferenceEngine
 from zinfer.errors import ConfigError, PlanError
+from zinfer.graphs.forward_graphs import GraphCounts
+from zinfer.graphs.replay import open_graphs
 from zinfer.offload.stats import RunStats
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import find_limits
@@ -74,17 +76,18 @@ class LLM:
             budget = find_budget(module.config, module.dtype, blocks, settings, limits, free_bytes, most_tokens)
             return budget.footprint
 
-        self._engine = InferenceEngine(model, settings, check_model=check_family, find_reserve=find_reserve)
+        # What is replayed is a pass with its pages, not the module's forward alone.
+        apart = replace(settings, cuda_graph=False)
+        self._engine = InferenceEngine(model, apart, check_model=check_family, find_reserve=find_reserve)
         assert budget is not None
         try:
-            self._open(budget, tokenizer, parks_on_disk)
+            self._open(settings, budget, tokenizer, parks_on_disk)
         except BaseException:
             self._engine.destroy()
             raise
 
-    def _open(self, budget: BatchingBudget, tokenizer: Any, parks_on_disk: bool | None) -> None:
+    def _open(self, settings: Settings, budget: BatchingBudget, tokenizer: Any, parks_on_disk: bool | None) -> None:
         """Make what stands on the engine."""
-        settings = self._engine.settings
         self._closed = self._is_streaming = False
         self._seen: Counter[tuple[int, ...]] = Counter()
         module = self._engine.module
@@ -100,7 +103,8 @@ class LLM:
         budget = replace(budget, parks_on_disk=folder is not None and bool(parks_on_disk))
         self._cache = open_pages(self._engine, shape, budget)
         self._budget, self._window = budget, common_window(module.config)
-        self._runner = PassRunner(self._engine, self._cache)
+        self._graphs = open_graphs(self.plan, settings, device)
+        self._runner = PassRunner(self._engine, self._cache, self._graphs)
         self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, self._window)
 
     @property
@@ -113,10 +117,16 @@ class LLM:
         """What is computed by fused kernels: names of modules, and what is fused in each."""
         return self._engine.injected
 
+    @property
+    def graphs(self) -> GraphCounts:
+        """What has become of the passes of few texts under `enable_cuda_graph`; all zero where it has no effect."""
+        return self._graphs.counts if self._graphs else GraphCounts()
+
     def stats(self) -> RunStats:
         """Bytes moved, memory taken and stalls so far."""
         self._check_open()
-        return self._cache.add_to(self._engine.stats(self._cache.bytes_to_device))
+        found = self._cache.add_to(self._engine.stats(self._cache.bytes_to_device))
+        return replace(found, passes=self._runner.num_passes)
 
     def predict(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
         """What completing such prompts takes on this machine: the passes are rehearsed, nothing is computed.

@@ -8,6 +8,7 @@ import torch
 
 from zinfer.batching.budget import BatchingBudget
 from zinfer.batching.completion import not_finite
+from zinfer.batching.decode_form import find_form
 from zinfer.batching.delivery import send
 from zinfer.batching.ending import Ending
 from zinfer.batching.kv_cache import KVCache
@@ -217,10 +218,14 @@ class Batcher:
         if self._drawn is not None:
             places = {each.sequence.number: place for place, each in enumerate(self._drawn.rows)}
             pending = Pending(self._drawn.result.token_ids, places)
-        batch = self._builder.build(coming.chunks, pending)
+        # A watch looks at what Python launches.
+        may_replay = self._runner.replays and not self._watch.is_on
+        form = find_form(coming.chunks, self._cache.page_size) if may_replay else None
+        batch = self._builder.build(coming.chunks, pending, form)
         self.pass_sizes.append(coming.size)
-        self.num_tokens += batch.num_tokens
-        return self._runner.run(batch)
+        self.num_tokens += coming.num_tokens
+        logits = self._runner.run(batch)
+        return logits if form is None else logits[: len(coming.chunks)]
 
     def _draw(self, coming: Pass, logits: torch.Tensor) -> _Drawing:
         """Choose the next tokens of those that have not ended since the pass was scheduled."""

@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from zinfer.batching.decode_form import DecodeForm
 from zinfer.batching.passes import Chunk
 from zinfer.batching.sequence import PENDING
 from zinfer.batching.sequence import Sequence as Text
@@ -37,12 +38,14 @@ class RaggedBatch:
     input_ids, position_ids: [1, tokens] int64.
     wanted: [samples] int64, the tokens after which a next one is wanted, in the order of the chunks.
     parts: the tokens cut into parts that are computed one after the other; later ones may attend to earlier ones.
+    form: what the batch was filled up to, if it was.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     wanted: torch.Tensor
     parts: tuple[Part, ...]
+    form: DecodeForm | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -82,22 +85,27 @@ class BatchBuilder:
         self._most_part_tokens = most_part_tokens
         self._tables = _PageTables()
 
-    def build(self, chunks: Sequence[Chunk], pending: Pending | None = None) -> RaggedBatch:
+    def build(
+        self, chunks: Sequence[Chunk], pending: Pending | None = None, form: DecodeForm | None = None
+    ) -> RaggedBatch:
         """The batch of these chunks, in their order.
 
         Args:
             pending: where the sequences' last tokens are that are `PENDING`.
+            form: what to fill it up to; of these chunks.
         """
+        chunks = form.fill(chunks) if form else chunks
         begins = np.fromiter((chunk.begin for chunk in chunks), np.int64, len(chunks))
         sizes = np.fromiter((chunk.end for chunk in chunks), np.int64, len(chunks)) - begins
         ends = sizes.cumsum()
         samples = np.fromiter((chunk.samples for chunk in chunks), np.bool_, len(chunks))
-        table = self._tables.of([chunk.sequence for chunk in chunks]) * self._stride
+        fewest_pages = form.num_pages if form else 0
+        table = self._tables.of([chunk.sequence for chunk in chunks], fewest_pages) * self._stride
         row = np.repeat(np.arange(len(chunks)), sizes)
         positions = np.arange(ends[-1]) + np.repeat(begins - (ends - sizes), sizes)
         places = table[row, positions // self._page_size] * self._page_size + positions % self._page_size
         cuts = list(self._cuts(begins, sizes, ends))
-        shapes = [table[cut.rows, : self._num_pages(cut.contexts)] for cut in cuts]
+        shapes = [table[cut.rows, : max(self._num_pages(cut.contexts), fewest_pages)] for cut in cuts]
         layouts = [part for cut, pages in zip(cuts, shapes, strict=True) for part in (cut.starts, cut.contexts, pages)]
         token_ids = _token_ids(chunks)
         unknown = np.flatnonzero(token_ids == PENDING)
@@ -111,9 +119,10 @@ class BatchBuilder:
             ids[targets.long()] = pending.token_ids[origins.long()].clamp(min=0)
         parts = []
         for cut, (starts, contexts, pages) in zip(cuts, zip(*[iter(rest)] * 3, strict=True), strict=True):
-            layout = PagedLayout(starts, contexts, pages, cut.most_queries, cut.most_context, cut.num_decodes)
+            most_context = max(cut.most_context, fewest_pages * self._page_size)
+            layout = PagedLayout(starts, contexts, pages, cut.most_queries, most_context, cut.num_decodes)
             parts.append(Part(cut.tokens, where[cut.tokens].long(), layout))
-        return RaggedBatch(ids[None], at.long()[None], wanted.long(), tuple(parts))
+        return RaggedBatch(ids[None], at.long()[None], wanted.long(), tuple(parts), form)
 
     def _num_pages(self, contexts: Ints) -> int:
         return int(-(-contexts.max() // self._page_size))
@@ -164,9 +173,9 @@ class _PageTables:
         # The very list, because it is another one where a sequence has given its pages back, and how far it was copied.
         self._copied: dict[int, tuple[list[int], int]] = {}
 
-    def of(self, sequences: Sequence[Text]) -> Ints:
+    def of(self, sequences: Sequence[Text], fewest_pages: int = 0) -> Ints:
         """[sequences, most pages]; whatever is beyond a sequence's pages says nothing."""
-        most = max(len(sequence.pages) for sequence in sequences)
+        most = max(fewest_pages, *(len(sequence.pages) for sequence in sequences))
         self._make_room(len(sequences), most)
         rows = np.empty(len(sequences), dtype=np.int64)
         for place, sequence in enumerate(sequences):

@@ -9,8 +9,10 @@ from zinfer.batching.adapters import OwnAttention, wants_mask
 from zinfer.batching.attention import MASKED_NAME, NAME, PagedAttention, attending
 from zinfer.batching.page_cache import PageCache
 from zinfer.batching.parts import PartedLayers
-from zinfer.batching.ragged import RaggedBatch
+from zinfer.batching.ragged import Part, RaggedBatch
 from zinfer.engine import InferenceEngine
+from zinfer.graphs.forward_graphs import ForwardGraphs
+from zinfer.kernels.kv_pages import PagedLayout
 
 
 class PassRunner:
@@ -19,10 +21,15 @@ class PassRunner:
     Args:
         engine: its module's family is one that attends through transformers' interface, or has an attention here.
         cache: with as many layers as the module.
+        graphs: replay what batches compute that have a form; weights and pages must stay where they are.
+
+    Attributes:
+        num_passes: batches that were run.
     """
 
-    def __init__(self, engine: InferenceEngine, cache: PageCache) -> None:
+    def __init__(self, engine: InferenceEngine, cache: PageCache, graphs: ForwardGraphs | None = None) -> None:
         self.engine = engine
+        self.num_passes = 0
         self._own = OwnAttention(engine.module)
         self._attention = PagedAttention(cache.layers)
         self._layers = PartedLayers(engine.layers, self._attention, cache)
@@ -30,27 +37,60 @@ class PassRunner:
         self._before = self._config._attn_implementation
         self._config._attn_implementation = MASKED_NAME if wants_mask(self._config.model_type) else NAME
         self._takes_positions = "position_ids" in inspect.signature(type(engine.module).forward).parameters
+        self._graphs = graphs
+        self._replayed = graphs.wrap(self._single) if graphs else None
+
+    @property
+    def replays(self) -> bool:
+        """Whether batches had better have a form."""
+        return self._replayed is not None
 
     def run(self, batch: RaggedBatch) -> torch.Tensor:
         """The logits after the tokens that the batch wants them of, [samples, vocabulary], in the model's dtype.
 
         The cache expects the batch's chunks.
         """
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False, "logits_to_keep": batch.wanted}
-        if self._takes_positions:
-            inputs["position_ids"] = batch.position_ids
-
-        def forward() -> torch.Tensor:
-            self._layers.set(batch.parts)
-            with attending(self._attention):
-                logits: torch.Tensor = self.engine.module(**inputs).logits
-            return logits[0]
-
-        found: torch.Tensor = self.engine.call(forward)
-        return found
+        self.num_passes += 1
+        if batch.form is None or self._replayed is None:
+            return self._call(lambda: self._forward(batch))
+        (part,), replayed = batch.parts, self._replayed
+        starts, contexts, pages = part.layout.query_starts, part.layout.context_lengths, part.layout.page_table
+        numbers = batch.input_ids, batch.position_ids, batch.wanted, part.places, starts, contexts, pages
+        return self._call(lambda: replayed(*numbers, part.layout.most_context))
 
     def close(self) -> None:
         """Let the module attend as before."""
+        if self._graphs is not None:
+            self._graphs.close()
         self._layers.remove()
         self._own.remove()
         self._config._attn_implementation = self._before
+
+    def _call(self, work: Any) -> torch.Tensor:
+        found: torch.Tensor = self.engine.call(work)
+        return found
+
+    def _forward(self, batch: RaggedBatch) -> torch.Tensor:
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False, "logits_to_keep": batch.wanted}
+        if self._takes_positions:
+            inputs["position_ids"] = batch.position_ids
+        self._layers.set(batch.parts)
+        with attending(self._attention):
+            logits: torch.Tensor = self.engine.module(**inputs).logits
+        return logits[0]
+
+    def _single(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        wanted: torch.Tensor,
+        places: torch.Tensor,
+        starts: torch.Tensor,
+        contexts: torch.Tensor,
+        pages: torch.Tensor,
+        most_context: int,
+    ) -> torch.Tensor:
+        """What a batch computes that carries one token of each text: nothing but what is given differs in two."""
+        rows = contexts.shape[0]
+        part = Part(slice(0, rows), places, PagedLayout(starts, contexts, pages, 1, most_context, rows))
+        return self._forward(RaggedBatch(input_ids, position_ids, wanted, (part,)))

@@ -21,13 +21,12 @@ class Replay:
 
     Args:
         model: its forward must not be overlaid yet: `wrap` goes around it.
-        recorder: makes the graphs.
-        device: where it computes.
+        graphs: with none made yet.
     """
 
-    def __init__(self, model: PreTrainedModel, recorder: Recorder, device: torch.device) -> None:
-        self._graphs = ForwardGraphs(recorder, device)
-        self._caches = StaticCaches(model, self._graphs)
+    def __init__(self, model: PreTrainedModel, graphs: ForwardGraphs) -> None:
+        self._graphs = graphs
+        self._caches = StaticCaches(model, graphs)
 
     @property
     def counts(self) -> GraphCounts:
@@ -47,7 +46,7 @@ class Replay:
         self._graphs.close()
 
 
-def open_replay(model: PreTrainedModel, plan: Plan, settings: Settings, device: torch.device) -> Replay | None:
+def open_graphs(plan: Plan, settings: Settings, device: torch.device) -> ForwardGraphs | None:
     """What the settings ask for; None where they do not, or where nothing can be replayed, which is logged."""
     if not settings.cuda_graph:
         return None
@@ -58,8 +57,10 @@ def open_replay(model: PreTrainedModel, plan: Plan, settings: Settings, device: 
         hindrance = "weights stream, so that their places change; give the device room for all of them"
     elif settings.check_finite:
         hindrance = "zinfer.check_finite looks at every layer"
+    elif settings.batching.kv_cache_tier == "host":
+        hindrance = "the places of keys and values in host memory change"
     else:
-        return Replay(model, recorder, device)
+        return ForwardGraphs(recorder, device)
     log.warning("enable_cuda_graph: %s; Python launches every forward", hindrance)
     return None
 

@@ -1,0 +1,130 @@
+"""Passes of `zinfer.LLM` that carry a token of a few texts each, replayed: equal tokens, and few forms."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from graph_support import StandIn, stand_in
+from hypothesis import given
+from hypothesis import strategies as st
+from llm_support import NUM_NEW, alone, by_ids, folder, prompts
+from ragged_models import tiny_model
+
+from zinfer import LLM, SamplingParams
+from zinfer.batching.decode_form import DecodeForm, find_form
+from zinfer.batching.passes import Chunk
+from zinfer.batching.ragged import BatchBuilder
+from zinfer.batching.sequence import Sequence as Text
+from zinfer.graphs.forward_graphs import FIRST
+
+__all__ = ["alone", "folder", "prompts", "stand_in"]  # fixtures
+
+GREEDY = SamplingParams(max_new_tokens=NUM_NEW)
+
+
+@pytest.fixture
+def open_llm(stand_in: StandIn, device: str) -> Callable[..., LLM]:
+    def opened(folder: Path, **config: object) -> LLM:
+        llm = LLM(folder, device=device, enable_cuda_graph=True, kv_cache_memory="2MB", **config)
+        stand_in.pages = [part for layer in llm._cache.layers if layer for part in layer.parts()]
+        return llm
+
+    return opened
+
+
+def test_tokens_are_those_alone(
+    folder: Path, prompts: list[list[int]], alone: list[tuple[int, ...]], open_llm: Callable[..., LLM]
+) -> None:
+    with open_llm(folder, kv_page_size=8) as llm:
+        for prompt, wanted in zip(prompts[:2], alone[:2], strict=True):  # one by one
+            assert llm.generate(by_ids([prompt]), GREEDY)[0].token_ids == wanted
+        counts = llm.graphs
+        assert (counts.recorded, counts.replayed) == (1, 2 * (NUM_NEW - 1) - 1), counts
+        found = llm.generate(by_ids(prompts), GREEDY)
+        assert [completion.token_ids for completion in found] == alone
+        # 13 texts are filled up to 16.
+        assert (counts.recorded, counts.eager[FIRST]) == (2, 2), counts
+        lengths = [SamplingParams(max_new_tokens=1 + number % NUM_NEW) for number in range(len(prompts))]
+        for completion, wanted in zip(llm.generate(by_ids(prompts), lengths), alone, strict=True):
+            assert completion.token_ids == wanted[: len(completion.token_ids)]
+        assert counts.recorded <= 5, "16, 8, 4, 2 and 1 rows"
+        assert llm.stats().passes == len(llm._batcher.pass_sizes) + 3 * NUM_NEW
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "mistral", "gemma2", "deepseek_v2", "mixtral"])
+def test_families(family: str, tmp_path: Path, open_llm: Callable[..., LLM], device: str) -> None:
+    folder = tmp_path / family
+    tiny_model(family).save_pretrained(folder)
+    ids = by_ids([[5, 9, 17], [33, 4, 8, 12, 60, 2, 99]])
+    with LLM(folder, device=device, kv_cache_memory="2MB") as plain:
+        wanted = [completion.token_ids for completion in plain.generate(ids, GREEDY)]
+    with open_llm(folder) as llm:
+        for _ in range(2):
+            assert [completion.token_ids for completion in llm.generate(ids, GREEDY)] == wanted
+        assert (llm.graphs.recorded, llm.graphs.replayed) == (1, 2 * (NUM_NEW - 1) - 1), llm.graphs
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_codes_and_drawn_tokens(
+    folder: Path, prompts: list[list[int]], open_llm: Callable[..., LLM], device: str, dtype: str
+) -> None:
+    params = [SamplingParams(max_new_tokens=NUM_NEW, temperature=0.9, seed=seed) for seed in range(5)]
+    config = {"kv_cache_dtype": dtype}
+    with LLM(folder, device=device, kv_cache_memory="2MB", **config) as plain:
+        wanted = [completion.token_ids for completion in plain.generate(by_ids(prompts[:5]), params)]
+    with open_llm(folder, **config) as llm:
+        for _ in range(2):
+            assert [each.token_ids for each in llm.generate(by_ids(prompts[:5]), params)] == wanted
+        assert llm.graphs.replayed > NUM_NEW
+
+
+def test_streamed_weights_are_launched_by_python(
+    folder: Path, prompts: list[list[int]], alone: list[tuple[int, ...]], open_llm: Callable[..., LLM], device: str
+) -> None:
+    with open_llm(folder, zero_optimization={"offload_param": {"device": "cpu"}}) as llm:
+        assert [each.token_ids for each in llm.generate(by_ids(prompts), GREEDY)] == alone
+        assert llm.graphs.replayed == 0
+        assert llm.stats().streamed_bytes_per_pass > 0
+
+
+def text_of(number: int, length: int, pages: list[int]) -> Text:
+    return Text(number, (5,) * length, 1, pages=pages)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=70),
+    page_size=st.sampled_from([1, 16, 64]),
+    is_prompt=st.integers(0, 100),
+)
+def test_forms_hold_their_passes(lengths: list[int], page_size: int, is_prompt: int) -> None:
+    texts = [text_of(number, length, list(range(-(-length // page_size)))) for number, length in enumerate(lengths)]
+    chunks = [Chunk(text, length - 1, length, True) for text, length in zip(texts, lengths, strict=True)]
+    form = find_form(chunks, page_size)
+    assert (form is None) == (len(chunks) > 64)
+    if is_prompt < len(chunks) and lengths[is_prompt] > 1:
+        several = [*chunks]
+        several[is_prompt] = chunks[is_prompt]._replace(begin=lengths[is_prompt] - 2)
+        assert find_form(several, page_size) is None
+        several[is_prompt] = chunks[is_prompt]._replace(samples=False)
+        assert find_form(several, page_size) is None
+    if form is None:
+        return
+    assert len(chunks) <= form.num_rows < len(chunks) + 8
+    assert max(lengths) <= form.num_pages * page_size < 2 * max(1024, *lengths) + page_size
+    batch = BatchBuilder(page_size, torch.device("cpu")).build(chunks, form=form)
+    (part,) = batch.parts
+    assert part.layout.page_table.shape == (form.num_rows, form.num_pages)
+    assert part.layout.num_decodes == form.num_rows == batch.num_tokens
+    assert part.layout.most_context == form.num_pages * page_size
+    assert batch.wanted.tolist() == list(range(form.num_rows))
+    assert part.layout.context_lengths.tolist() == lengths + lengths[-1:] * (form.num_rows - len(lengths))
+    plain = BatchBuilder(page_size, torch.device("cpu")).build(chunks)
+    assert torch.equal(part.places[: len(chunks)], plain.parts[0].places)
+    assert set(part.places[len(chunks) :].tolist()) <= {int(plain.parts[0].places[-1])}
+
+
+def test_forms_are_few() -> None:
+    text = text_of(0, 9, [0])
+    forms = {find_form([Chunk(text, 8, 9, True)] * count, 64) for count in range(1, 65)}
+    assert forms == {DecodeForm(count, 16) for count in (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)}

@@ -1,0 +1,42 @@
+"""Passes that carry a token of a few texts each, in so few forms that each comes again and a graph can replay it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from zinfer.batching.passes import Chunk
+
+_MOST_ROWS: Final = 64
+"""Beyond it a pass computes for longer than Python takes to launch it."""
+_ROWS_STEP: Final = 8
+_FEWEST_TOKENS: Final = 1024
+
+
+@dataclass(frozen=True)
+class DecodeForm:
+    """What such a pass is filled up to.
+
+    num_rows: rows; those beyond the pass's texts repeat the last one, which computes and writes the same twice.
+    num_pages: of each row's table.
+    """
+
+    num_rows: int
+    num_pages: int
+
+    def fill(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """The chunks, and the last one again for each row that is left."""
+        return [*chunks, *[chunks[-1]] * (self.num_rows - len(chunks))]
+
+
+def find_form(chunks: Sequence[Chunk], page_size: int) -> DecodeForm | None:
+    """The form of a pass; None where it carries more than a token of each of a few texts."""
+    if len(chunks) > _MOST_ROWS or any(chunk.end - chunk.begin > 1 or not chunk.samples for chunk in chunks):
+        return None
+    most_tokens = max(_FEWEST_TOKENS, *(chunk.end for chunk in chunks))
+    return DecodeForm(_rounded(len(chunks)), -(-(1 << (most_tokens - 1).bit_length()) // page_size))
+
+
+def _rounded(num_rows: int) -> int:
+    if num_rows <= _ROWS_STEP:
+        return 1 << (num_rows - 1).bit_length()
+    return -(-num_rows // _ROWS_STEP) * _ROWS_STEP
