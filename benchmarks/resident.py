@@ -5,10 +5,10 @@
 
 Models of these shapes with random weights, fp16. ``eager_ms`` and ``ms`` are milliseconds of a token after the first,
 of transformers and of `init_inference` (of a forward over the prompt for bert-large), ``times`` the first over the
-second, ``llm_ms`` the same of `zinfer.LLM`. ``of_memory`` and ``llm_of_memory`` are the rate at which the weights that a
-token meets, and the keys and values before it, are read, over the rate of a device copy in the same run. All are medians
-of several, after a warm-up of the same shape. ``equal_tokens`` begin like transformers' own: in 16 bits texts of random
-weights part sooner or later.
+second, ``llm_ms`` the same of `zinfer.LLM`. ``of_memory`` and ``llm_of_memory`` are the rate at which the weights that
+a token meets, and the keys and values before it, are read, over the rate of a device copy in the same run. All are
+medians of several, after a warm-up of the same shape. ``equal_tokens`` begin like transformers' own: in 16 bits texts
+of random weights part sooner or later.
 
 A correctness gate: logits, or hidden states, are near transformers' own. The last line is JSON. --small is for a try.
 """
@@ -180,9 +180,8 @@ def _token_bytes(model: PreTrainedModel, num_before: int) -> int:
     head = model.get_output_embeddings()
     tables -= {id(head.weight)} if head is not None else set()
     parts = [model.get_decoder(), head] if config.is_encoder_decoder else [model]
-    weights = {
-        id(parameter): parameter for part in parts for parameter in part.parameters() if id(parameter) not in tables
-    }
+    parameters = {id(parameter): parameter for part in parts for parameter in part.parameters()}
+    weights = [parameter for key, parameter in parameters.items() if key not in tables]
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = (
         getattr(config, "d_kv", None)

@@ -21,6 +21,9 @@ __all__ = ["stand_in"]  # a fixture
 
 NEW = 12
 """Tokens: one of the prompt's pass, and the others by a pass each."""
+COPYING = ("bloom", "falcon")
+"""Whose code makes small tensors on the CPU in each forward; no graph can replay such copies."""
+REFUSED = "cannot be recorded"
 
 
 @pytest.fixture
@@ -47,14 +50,17 @@ def test_tokens_are_those_of_transformers(family: str, device: str, tmp_path: Pa
     model.save_pretrained(tmp_path)
     engine = zinfer.init_inference(tmp_path, device=device, enable_cuda_graph=True)
     counts = engine.graphs
-    assert greedy(engine.generate, prompts[0]) == wanted[0]
-    # Keys and values had no place yet; then came the first pass of one token, and the second was recorded.
-    assert (counts.recorded, counts.replayed) == (1, NEW - 2), counts
-    assert greedy(engine.generate, prompts[1]) == wanted[1]
-    assert (counts.recorded, counts.replayed) == (1, NEW - 2 + NEW - 1), counts
-    assert greedy(engine.generate, prompts[2]) == wanted[2]
-    assert (counts.recorded, counts.replayed) == (2, NEW - 2 + NEW - 1 + NEW), counts
+    seen = []
+    for prompt, tokens in zip(prompts, wanted, strict=True):
+        assert greedy(engine.generate, prompt) == tokens
+        seen.append((counts.recorded, counts.replayed))
     assert engine.stats().passes == 3 * NEW == counts.replayed + counts.eager.total()
+    if device == "cuda" and family in COPYING:
+        assert any(REFUSED in reason for reason in counts.eager), counts
+    else:
+        # Keys and values had no place yet; then came the first pass of one token, and the second was recorded. In the
+        # third text its prompt's pass has come for the second time with keys and values in place.
+        assert seen == [(1, NEW - 2), (1, NEW - 2 + NEW - 1), (2, NEW - 2 + NEW - 1 + NEW)], counts
     engine.destroy()
 
 
@@ -95,7 +101,7 @@ def test_lengths_of_many_kinds(engine: zinfer.InferenceEngine, tmp_path: Path) -
 def test_ways_to_generate_that_no_graph_serves(
     engine: zinfer.InferenceEngine, tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
-    plain = zinfer.init_inference(tmp_path, device=str(engine.device))
+    plain = zinfer.init_inference(tmp_path, device=engine.device.type)
     fresh = {name: DynamicCache() if name == "past_key_values" else value for name, value in options.items()}
     assert greedy(engine.generate, ids_of(1), **options) == greedy(plain.generate, ids_of(1), **fresh)
     assert engine.graphs.recorded == 0

@@ -20,6 +20,8 @@ from zinfer.graphs.forward_graphs import FIRST
 
 __all__ = ["alone", "folder", "prompts", "stand_in"]  # fixtures
 
+COPYING = ("bloom", "deepseek_v2", "mixtral")
+"""Whose code copies from the CPU, or waits for the device, in each forward."""
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW)
 
 
@@ -62,7 +64,10 @@ def test_families(family: str, tmp_path: Path, open_llm: Callable[..., LLM], dev
     with open_llm(folder) as llm:
         for _ in range(2):
             assert [completion.token_ids for completion in llm.generate(ids, GREEDY)] == wanted
-        assert (llm.graphs.recorded, llm.graphs.replayed) == (1, 2 * (NUM_NEW - 1) - 1), llm.graphs
+        if device == "cuda" and family in COPYING:
+            assert any("cannot be recorded" in reason for reason in llm.graphs.eager), llm.graphs
+        else:
+            assert (llm.graphs.recorded, llm.graphs.replayed) == (1, 2 * (NUM_NEW - 1) - 1), llm.graphs
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])

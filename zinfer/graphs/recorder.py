@@ -27,6 +27,8 @@ class CudaRecorder:
     def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """As `Recorder.record`; launches of other threads, such as copies of weights, go on meanwhile."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # A capture may take another way than the run before it (transformers then writes masks out), whose kernels are
+        # loaded only now: that is forbidden in all modes but this one.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
             given = function()
         return given, graph.replay
