@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint
+from zinfer.compiled import CompiledParts
 from zinfer.config import Settings, resolve_settings
 from zinfer.cut import ModelBlock, cut_model
 from zinfer.finite import checked
@@ -142,6 +143,7 @@ class InferenceEngine(nn.Module):
         self._runtime: Runtime | None = runtime
         self._close = weakref.finalize(self, runtime.close)
         self._injection = Injection(self.module) if settings.kernel_inject else None
+        self._compiled: CompiledParts | None = None
         self._restore = weakref.finalize(self, self._injection.remove) if self._injection else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,6 +174,29 @@ class InferenceEngine(nn.Module):
             return generate(*self._moved(args), **self._moved(kwargs))
 
         return self.call(self._checked(generate))
+
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
+        """Let `torch.compile` fuse what layers compute beside attention; the first calls after it take long.
+
+        Args:
+            backend: of `torch.compile`.
+            compile_kwargs: its other arguments.
+
+        Raises:
+            RuntimeError: it was called before, or the engine was destroyed.
+        """
+        with self._lock:
+            self._running()
+            if self._compiled is not None:
+                raise RuntimeError("this engine is compiled already")
+            self._compiled = CompiledParts(self.layers, backend, compile_kwargs or {})
+            if self._replay:
+                self._replay.close()  # what was recorded is not compiled
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._compiled is not None
 
     def stats(self, other_bytes: int = 0) -> RunStats:
         """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs.
@@ -252,6 +277,8 @@ class InferenceEngine(nn.Module):
             self._runtime = None
             if self._restore:
                 self._restore()
+            if self._compiled:
+                self._compiled.remove()
             if self._replay:
                 self._replay.close()
             self._close()
