@@ -1,5 +1,7 @@
 """Overlays every module of a model that is recognised, and takes the overlays off."""
 
+from collections.abc import Iterable, Mapping
+from types import MethodType
 from typing import Final
 
 from torch import nn
@@ -7,7 +9,9 @@ from torch import nn
 from zinfer.inject.gates import overlay_gate
 from zinfer.inject.norms import overlay_norm
 from zinfer.inject.overlay import Overlay
+from zinfer.inject.packs import Pack
 from zinfer.inject.rotations import overlay_rotation
+from zinfer.inject.shared_product import SharedProduct
 
 _FINDERS: Final = (overlay_norm, overlay_gate, overlay_rotation)
 
@@ -17,19 +21,23 @@ class Injection:
 
     Args:
         model: its parameters need not be there.
+        packs: layers whose weights lie as one matrix, so that one product serves them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, packs: Iterable[Pack] = ()) -> None:
         free = {name: module for name, module in model.named_modules() if "forward" not in module.__dict__}
         found = {name: (module, _find(module)) for name, module in free.items()}
         self._overlaid = {name: (module, overlay) for name, (module, overlay) in found.items() if overlay is not None}
+        for pack in packs:
+            self._share(pack, free)
         for module, overlay in self._overlaid.values():
             module.forward = overlay.forward
 
     @property
     def injected(self) -> dict[str, str]:
         """The modules that compute by a kernel now, by name, and what is fused in each."""
-        return {name: overlay.kind for name, (module, overlay) in self._overlaid.items() if _is_on(module, overlay)}
+        overlaid = self._overlaid.items()
+        return {name: overlay.kind for name, (module, overlay) in overlaid if overlay.kind and _is_on(module, overlay)}
 
     def remove(self) -> None:
         """Let the modules compute as before. May be called again."""
@@ -37,6 +45,22 @@ class Injection:
             if _is_on(module, overlay):
                 del module.forward
         self._overlaid.clear()
+
+    def _share(self, pack: Pack, free: Mapping[str, nn.Module]) -> None:
+        """Let the pack's layers share a product within their module's forward, whether that is overlaid or not."""
+        names = [f"{pack.module}.{layer}" for layer in pack.layers]
+        layers = [layer for name in names if isinstance(layer := free.get(name), nn.Linear)]
+        if pack.module not in free or len(layers) != len(names):
+            return
+        module, overlay = self._overlaid.get(pack.module, (free[pack.module], None))
+        plain = MethodType(type(module).forward, module) if overlay is None else overlay.forward
+        shared = SharedProduct(plain, layers)
+        kinds = [f"{', '.join(pack.layers[:-1])} and {pack.layers[-1]} in one product"]
+        if overlay is not None:
+            kinds.insert(0, overlay.kind)
+        self._overlaid[pack.module] = module, Overlay("; ".join(kinds), shared.forward)
+        for name, layer, forward in zip(names, layers, shared.layer_forwards(), strict=True):
+            self._overlaid[name] = layer, Overlay("", forward)
 
 
 def _find(module: nn.Module) -> Overlay | None:

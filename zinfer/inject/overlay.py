@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ class Overlay:
     """What a module is to compute by.
 
     Attributes:
-        kind: what is fused, in words.
+        kind: what is fused, in words; none where another module's overlay says it.
         forward: takes and gives what the module's own does; a method, so that a copy of the module has its own.
     """
 
     kind: str
-    forward: MethodType
+    forward: Callable[..., Any]
 
 
 def probe(function: Callable[..., Any], *numbers: Any) -> Any:

@@ -1,0 +1,285 @@
+"""One product for layers that multiply the same numbers: who shares, where weights lie, and what stays as it was."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, tiny_checkpoint
+from engine_support import settled
+from engines import HOMES, distinct_tokens, engine_for
+from ragged_models import FAMILIES, tiny_model
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+import zinfer
+from zinfer import LLM, SamplingParams
+from zinfer.inject.injection import Injection
+from zinfer.inject.packs import Pack, find_packs
+from zinfer.inject.shared_product import joined
+
+HEADS, GATES = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
+EXPECTED: dict[str, set[tuple[str, ...]]] = {
+    "bloom": set(),
+    "deepseek_v2": {LATENT, GATES},
+    "deepseek_v3": {LATENT, GATES},
+    "falcon": set(),
+    "glm4": {HEADS},
+    "gpt2": set(),
+    "gpt_neox": set(),
+    "gpt_oss": {HEADS},
+    "gptj": {HEADS},
+    "mixtral": {HEADS},
+    "mpt": set(),
+    "opt": {HEADS},
+    "phi": {HEADS},
+    "qwen3_moe": {HEADS},
+    "starcoder2": {HEADS},
+}
+"""Families whose checkpoints hold no separate matrices share nothing; those that are not named share both."""
+IDS = torch.randint(2, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+@contextmanager
+def counted_products() -> Iterator[list[int]]:
+    """The rows of each linear product that is computed inside."""
+    linear, rows = functional.linear, []
+
+    def counted(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows.append(weight.shape[0])
+        return linear(input, weight, bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "linear", counted)
+        yield rows
+
+
+def run(model: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Logits, greedy tokens, and the products of one pass."""
+    with torch.no_grad(), counted_products() as rows:
+        logits = model(input_ids=IDS).logits
+    return logits, model.generate(input_ids=IDS, max_new_tokens=8, do_sample=False, pad_token_id=1), len(rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_computes_as_before_in_fewer_products(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Biases of two heads take 128 bytes, and would not lie side by side.
+    if "num_key_value_heads" not in FAMILIES[family]:
+        monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | {"num_key_value_heads": 4})
+    model = tiny_model(family)
+    wanted, tokens, num_products = run(model)
+    assert distinct_tokens(tokens) > 3
+    packs = find_packs(model)
+    assert {pack.layers for pack in packs} == EXPECTED.get(family.split("-")[0], {HEADS, GATES})
+    engine = zinfer.init_inference(model, device="cpu", replace_with_kernel_inject=True)
+    found, found_tokens, num_now = run(engine)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found_tokens, tokens)
+    assert num_now == num_products - sum(len(pack.layers) - 1 for pack in packs)
+    assert sum("in one product" in kind for kind in engine.injected.values()) == len(packs)
+    engine.destroy()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_weights_move_as_many_bytes_as_apart(folder: Path, homes: str) -> None:
+    found = {}
+    for injects in (False, True):
+        with engine_for(folder, homes, 3, replace_with_kernel_inject=injects) as engine:
+            logits, tokens, num_products = run(engine)
+            stats = settled(engine)
+            nbytes = stats.streamed_bytes_per_pass, stats.disk_bytes_per_pass, stats.device_bytes, stats.host_bytes
+            found[injects] = logits, tokens, num_products, nbytes, stats.loaded_bytes
+    torch.testing.assert_close(found[True][0], found[False][0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[True][1], found[False][1])
+    assert found[True][2] == found[False][2] - 5 * (2 + 1), (
+        "five layers; two products spared beside heads, one by gates"
+    )
+    assert found[True][3:] == found[False][3:]
+    assert (found[True][3][0] > 0) == (homes != "resident")
+
+
+def test_texts_in_one_batch_share_products_too(folder: Path) -> None:
+    prompts, params = [{"prompt_token_ids": row.tolist()} for row in IDS], SamplingParams(max_new_tokens=12)
+    found, kinds = [], set[str]()
+    for injects in (False, True):
+        with LLM(folder, device="cpu", kernel_inject=injects) as llm:
+            found.append([completion.token_ids for completion in llm.generate(prompts, params)])
+            kinds |= set(llm.injected.values())
+    assert found[0] == found[1]
+    assert "rotation by halves; q_proj, k_proj and v_proj in one product" in kinds
+
+
+def test_quantized_weights_are_multiplied_apart(folder: Path) -> None:
+    found = []
+    config = {"zinfer": {"quantization": {"bits": 8, "exclude": ["gate_proj"]}}}
+    for injects in (False, True):
+        engine = zinfer.init_inference(folder, config, device="cpu", replace_with_kernel_inject=injects)
+        found.append(run(engine)[1])
+        assert not any("in one product" in kind for kind in engine.injected.values())
+        engine.destroy()
+    assert torch.equal(*found)
+
+
+def test_biases_that_lie_apart_leave_the_layers_apart() -> None:
+    model = tiny_model("phi")  # two heads of keys: 128 bytes of bias
+    wanted = run(model)
+    assert find_packs(model)
+    engine = zinfer.init_inference(model, device="cpu", replace_with_kernel_inject=True)
+    found = run(engine)
+    assert not any("in one product" in kind for kind in engine.injected.values())
+    assert found[2] == wanted[2]
+    assert torch.equal(found[1], wanted[1])
+    engine.destroy()
+
+
+class Own(nn.Module):
+    """Three layers, called as a test says; weights lie as one matrix."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(width, width, bias=False) for _ in range(3))
+        slab = torch.randn(3 * width, width)
+        for index, layer in enumerate((self.first, self.second, self.third)):
+            layer.weight = nn.Parameter(slab[index * width : (index + 1) * width], requires_grad=False)
+
+    def forward(self, x: torch.Tensor, how: str = "same") -> list[torch.Tensor]:
+        found = [self.first(x)]
+        if how == "changed":
+            x += 1
+        elif how == "other":
+            x = x.clone()
+        elif how == "fails":
+            raise OSError("no memory")
+        found += [self.second(x), self.third(x)]
+        return [*found, self.third(x)] if how == "again" else found
+
+
+PACK = Pack("own", ("first", "second", "third"), ("weight",))
+
+
+def shared(module: Own) -> nn.ModuleDict:
+    parts = nn.ModuleDict({"own": module})
+    assert find_packs(parts) == [PACK]
+    Injection(parts, [PACK])
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("how", "num_products"), [("same", [24]), ("changed", [24, 8, 8]), ("other", [24, 8, 8]), ("again", [24, 8])]
+)
+def test_layers_share_only_what_is_the_same(how: str, num_products: list[int]) -> None:
+    module, x = Own(), torch.randn(2, 3, 8)
+    wanted = module(x.clone(), how)
+    shared(module)
+    with counted_products() as rows:
+        found = module(x.clone(), how)
+    assert rows == num_products
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_part_that_nobody_takes_is_forgotten() -> None:
+    module, x = Own(), torch.randn(3, 8)
+    shared(module)
+    with pytest.raises(OSError, match="no memory"):
+        module(x, "fails")
+    gone = weakref.ref(x)
+    with counted_products() as rows:
+        torch.testing.assert_close(module.second(x), x @ module.second.weight.T)
+        module.first(x)
+    assert rows == [8, 8], "outside the module's forward each layer is for itself"
+    del x
+    gc.collect()
+    assert gone() is None
+
+
+def test_inference_tensors_are_multiplied_apart() -> None:
+    module = Own()
+    shared(module)
+    with torch.inference_mode(), counted_products() as rows:
+        x = torch.randn(3, 8)
+        torch.testing.assert_close(module(x)[2], x @ module.third.weight.T)
+    assert rows == [8, 8, 8]
+
+
+def test_weights_that_are_moved_apart_are_multiplied_apart() -> None:
+    module, x = Own(), torch.randn(3, 8)
+    shared(module)
+    module.second.weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+    with counted_products() as rows:
+        torch.testing.assert_close(module(x)[1], x @ module.second.weight.T)
+    assert rows == [8, 8, 8]
+    module.second.weight.requires_grad_()
+    module(x)[1].sum().backward()
+    assert module.second.weight.grad is not None
+
+
+def test_copies_compute_with_their_own_weights() -> None:
+    parts, x = shared(Own()), torch.randn(3, 8)
+    for other in (copy.deepcopy(parts), pickle.loads(pickle.dumps(parts))):
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(3)
+        torch.testing.assert_close(other["own"](x), [3 * each for each in parts["own"](x)])
+        assert other["own"].first is not parts["own"].first
+
+
+def test_joined_tensors_lie_one_behind_the_other() -> None:
+    slab = torch.arange(48.0)
+    parts = [nn.Parameter(slab[begin : begin + 12].view(3, 4), requires_grad=False) for begin in (0, 12, 24, 36)]
+    one = joined(parts[1:3])
+    assert one is not None
+    assert one.tolist() == slab[12:36].view(6, 4).tolist()
+    assert joined([parts[0], parts[2]]) is None
+    assert joined([parts[1], parts[0]]) is None
+    assert joined([parts[0], nn.Parameter(slab[12:24].view(4, 3), requires_grad=False)]) is None
+    assert joined([parts[0], nn.Parameter(slab.half()[12:24].view(3, 4), requires_grad=False)]) is None
+
+
+class Adapted(nn.Linear):
+    """As an adapter wraps a layer."""
+
+
+class Apart(modeling_llama.LlamaAttention):
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.q_proj(hidden_states), self.k_proj(hidden_states * 2), self.v_proj(hidden_states)
+
+
+def test_who_is_given_the_same_is_seen_and_not_guessed() -> None:
+    model: PreTrainedModel = tiny_model("llama", num_layers=1)
+    attention = model.model.layers[0].self_attn
+    attention.__class__ = Apart
+    assert [pack.layers for pack in find_packs(model)] == [("q_proj", "v_proj"), GATES]
+    attention.v_proj.__class__ = Adapted
+    assert [pack.layers for pack in find_packs(model)] == [GATES]
+    model.model.layers[0].mlp.forward = model.model.layers[0].mlp.forward
+    assert not find_packs(model)
+
+
+def test_hooks_of_a_layer_see_what_they_saw() -> None:
+    model, seen = tiny_model("llama", num_layers=1), []
+    layer = model.model.layers[0].self_attn.k_proj
+    layer.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+    engine = zinfer.init_inference(copy.deepcopy(model), device="cpu", replace_with_kernel_inject=True)
+    assert not seen, "nor are they called for a probe"
+    run(model)
+    num_calls = len(seen)
+    engine.module.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *args: seen.append(args[2].clone()))
+    run(engine)
+    engine.destroy()
+    assert len(seen) == 3 * num_calls, "the copy has the first hook too"
+    torch.testing.assert_close(seen[num_calls], seen[0], rtol=1e-4, atol=1e-4)
