@@ -186,7 +186,7 @@ def test_layers_share_only_what_is_the_same(how: str, num_products: list[int]) -
     module, x = Own(), torch.randn(2, 3, 8)
     wanted = module(x.clone(), how)
     shared(module)
-    with counted_products() as rows:
+    with torch.no_grad(), counted_products() as rows:
         found = module(x.clone(), how)
     assert rows == num_products
     torch.testing.assert_close(found, wanted)
@@ -198,7 +198,7 @@ def test_a_part_that_nobody_takes_is_forgotten() -> None:
     with pytest.raises(OSError, match="no memory"):
         module(x, "fails")
     gone = weakref.ref(x)
-    with counted_products() as rows:
+    with torch.no_grad(), counted_products() as rows:
         torch.testing.assert_close(module.second(x), x @ module.second.weight.T)
         module.first(x)
     assert rows == [8, 8], "outside the module's forward each layer is for itself"
@@ -216,24 +216,42 @@ def test_inference_tensors_are_multiplied_apart() -> None:
     assert rows == [8, 8, 8]
 
 
-def test_weights_that_are_moved_apart_are_multiplied_apart() -> None:
-    module, x = Own(), torch.randn(3, 8)
+@torch.no_grad()
+def test_weights_are_those_that_lie_there_at_each_call() -> None:
+    module, other, x = Own(), Own(), torch.randn(3, 8)
     shared(module)
+    wanted = module(x), other(x)
+    with counted_products() as rows:
+        for _ in range(2):  # as a layer's weights come in one slot or another
+            torch.testing.assert_close(module(x), wanted[0])
+            mine = [layer.weight for layer in module.children()]
+            for layer, another in zip(module.children(), other.children(), strict=True):
+                layer.weight = another.weight
+            torch.testing.assert_close(module(x), wanted[1])
+            for layer, weight in zip(module.children(), mine, strict=True):
+                layer.weight = weight
+    assert rows == [24] * 4
     module.second.weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
     with counted_products() as rows:
         torch.testing.assert_close(module(x)[1], x @ module.second.weight.T)
     assert rows == [8, 8, 8]
+
+
+def test_gradients_are_those_of_each_weight() -> None:
+    module, x = Own(), torch.randn(3, 8)
+    shared(module)
     module.second.weight.requires_grad_()
     module(x)[1].sum().backward()
-    assert module.second.weight.grad is not None
+    torch.testing.assert_close(module.second.weight.grad, x.sum(0).expand(8, 8))
 
 
+@torch.no_grad()
 def test_copies_compute_with_their_own_weights() -> None:
     parts, x = shared(Own()), torch.randn(3, 8)
+    parts["own"](x)
     for other in (copy.deepcopy(parts), pickle.loads(pickle.dumps(parts))):
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.mul_(3)
+        for parameter in other.parameters():
+            parameter.mul_(3)
         torch.testing.assert_close(other["own"](x), [3 * each for each in parts["own"](x)])
         assert other["own"].first is not parts["own"].first
 

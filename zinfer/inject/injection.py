@@ -54,7 +54,7 @@ class Injection:
             return
         module, overlay = self._overlaid.get(pack.module, (free[pack.module], None))
         plain = MethodType(type(module).forward, module) if overlay is None else overlay.forward
-        shared = SharedProduct(plain, layers)
+        shared = SharedProduct(plain, layers, pack.leaves)
         kinds = [f"{', '.join(pack.layers[:-1])} and {pack.layers[-1]} in one product"]
         if overlay is not None:
             kinds.insert(0, overlay.kind)

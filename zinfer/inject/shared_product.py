@@ -19,13 +19,33 @@ class SharedProduct:
 
     Args:
         plain: the module's forward.
-        layers: in the order in which it calls them; ``weight`` and ``bias`` are what lies there at each call.
+        layers: in the order in which it calls them.
+        leaves: what each of them holds; used is what lies there at each call.
     """
 
-    def __init__(self, plain: Callable[..., Any], layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, plain: Callable[..., Any], layers: Sequence[nn.Linear], leaves: Sequence[str]) -> None:
         self._plain = plain
         self._layers = tuple(layers)
+        self._leaves = tuple(leaves)
+        self._widths = [layer.out_features for layer in layers]
+        self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without views of memory: those of a copy would be of neither's weights."""
+        names = ("_plain", "_layers", "_leaves", "_widths")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def _begin(self) -> None:
         self._is_open = False
+        self._places: list[int] = []
+        self._operands: list[torch.Tensor] = []
+        self._forget()
+
+    def _forget(self) -> None:
         self._input: torch.Tensor | None = None
         self._version = 0
         self._parts: dict[int, torch.Tensor] = {}
@@ -45,7 +65,7 @@ class SharedProduct:
 
     def part(self, index: int, input: torch.Tensor) -> torch.Tensor:
         """One layer's output: [..., in] -> [..., out]."""
-        if self._is_open and index == 0:
+        if index == 0 and self._is_open:
             self._compute(input)
         if self._input is input and input._version == self._version and index in self._parts:
             return self._parts.pop(index)
@@ -54,20 +74,22 @@ class SharedProduct:
     def _compute(self, input: torch.Tensor) -> None:
         """Make the parts of all layers, if their weights lie together."""
         self._forget()
-        weight = joined([layer.weight for layer in self._layers])
-        biases = [layer.bias for layer in self._layers if layer.bias is not None]
-        bias = joined(biases) if biases else None
-        if weight is None or len(biases) not in (0, len(self._layers)) or (biases and bias is None):
+        if torch.is_grad_enabled() or input.is_inference():  # gradients are each weight's own; no versions are counted
             return
-        if input.is_inference():  # counts no versions
-            return
-        product = functional.linear(input, weight, bias)
-        parts = torch.split(product, [layer.out_features for layer in self._layers], dim=-1)
-        self._input, self._version, self._parts = input, input._version, dict(enumerate(parts))
+        operands = self._joined()
+        if operands:
+            parts = torch.split(functional.linear(input, *operands), self._widths, dim=-1)
+            self._input, self._version, self._parts = input, input._version, dict(enumerate(parts))
 
-    def _forget(self) -> None:
-        self._input = None
-        self._parts = {}
+    def _joined(self) -> list[torch.Tensor]:
+        """The layers' weights as one, and their biases; none where they lie apart."""
+        parameters = [[layer._parameters[leaf] for layer in self._layers] for leaf in self._leaves]
+        places = [parameter.data_ptr() for several in parameters for parameter in several if parameter is not None]
+        if places != self._places:  # what is kept keeps its memory: these places are nobody else's
+            found = [joined(several) for several in parameters]
+            self._operands = [each for each in found if each is not None]
+            self._places = places if len(self._operands) == len(found) else []
+        return self._operands if self._places else []
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,15 +103,17 @@ class _Member:
         return self.product.part(self.index, input)
 
 
-def joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def joined(parameters: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """One tensor over the memory of several, [rows of all, ...], where they lie one behind the other; else None."""
-    first = parameters[0]
+    found = [each for each in parameters if type(each) is nn.Parameter]
+    if len(found) < len(parameters):
+        return None
+    first = found[0]
     end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    for parameter in parameters:
-        is_full = type(parameter) is nn.Parameter and not parameter.requires_grad and parameter.is_contiguous()
-        is_next = parameter.data_ptr() == end and parameter.untyped_storage().data_ptr() == storage
-        if not (is_full and is_next and parameter.dtype == first.dtype and parameter.shape[1:] == first.shape[1:]):
+    for each in found:
+        is_next = each.is_contiguous() and each.data_ptr() == end and each.untyped_storage().data_ptr() == storage
+        if not (is_next and each.dtype == first.dtype and each.shape[1:] == first.shape[1:]):
             return None
-        end += parameter.nbytes
-    shape = (sum(parameter.shape[0] for parameter in parameters), *first.shape[1:])
-    return first.as_strided(shape, first.stride())
+        end += each.nbytes
+    shape = (sum(each.shape[0] for each in found), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride())
