@@ -27,6 +27,7 @@ from torch import nn
 
 from zinfer.inject.injection import Injection
 from zinfer.inject.packs import Pack
+from zinfer.kernels.activation import activated_kernel, activated_ref
 from zinfer.kernels.gated import gated_kernel, gated_ref
 from zinfer.kernels.norm import NormKind, norm_kernel, norm_ref
 from zinfer.kernels.rotary import rotate_kernel, rotate_ref
@@ -60,6 +61,8 @@ def cases(tokens: int, width: int, dtype: torch.dtype) -> Iterator[Case]:
     mlp = int(_MLP * width)
     kernel, ref = (partial(each, activation="silu") for each in (gated_kernel, gated_ref))
     yield "gated_silu", kernel, ref, lambda: (random(1, tokens, mlp), random(1, tokens, mlp)), 3 * tokens * mlp * size
+    kernel, ref = (partial(each, activation="gelu_tanh") for each in (activated_kernel, activated_ref))
+    yield "gelu_tanh", kernel, ref, lambda: (random(1, tokens, 4 * width),), 2 * tokens * 4 * width * size
 
 
 def is_right(kernel: Kernel, ref: Kernel, inputs: Sequence[torch.Tensor]) -> bool:

@@ -24,8 +24,10 @@ from zinfer.inject.rotations import overlay_rotation
 
 HALVES = "rotation by halves"
 SILU, GELU = "gated MLP, silu", "gated MLP, gelu_tanh"
+ACTIVATION = "activation, gelu_tanh"
 RMS, ABOUT_ONE = "RMS norm", "RMS norm of weights about 1"
 EXPECTED: dict[str, set[str]] = {
+    "bloom": {ACTIVATION},
     "cohere": {"layer norm without bias", "rotation of neighbours", SILU},
     "deepseek_v2": {RMS, SILU},
     "deepseek_v3": {RMS, HALVES, SILU},
@@ -34,14 +36,16 @@ EXPECTED: dict[str, set[str]] = {
     "gemma2": {ABOUT_ONE, HALVES, GELU},
     "gemma3_text": {ABOUT_ONE, HALVES, GELU},
     "glm4": {RMS, SILU},
+    "gpt2": {ACTIVATION},
     "gpt_neox": {HALVES},
     "gpt_oss": {RMS},
+    "gptj": {ACTIVATION},
     "granite": {RMS, HALVES, SILU},
     "llama": {RMS, HALVES, SILU},
     "mistral": {RMS, HALVES, SILU},
     "mixtral": {RMS, HALVES},
     "olmo2": {RMS, HALVES, SILU},
-    "phi": {HALVES},
+    "phi": {HALVES, ACTIVATION},
     "qwen2": {RMS, HALVES, SILU},
     "qwen3": {RMS, HALVES, SILU},
     "qwen3_moe": {RMS, HALVES},

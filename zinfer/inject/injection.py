@@ -6,6 +6,7 @@ from typing import Final
 
 from torch import nn
 
+from zinfer.inject.activations import overlay_activation
 from zinfer.inject.gates import overlay_gate
 from zinfer.inject.norms import overlay_norm
 from zinfer.inject.overlay import Overlay
@@ -13,7 +14,7 @@ from zinfer.inject.packs import Pack
 from zinfer.inject.rotations import overlay_rotation
 from zinfer.inject.shared_product import SharedProduct
 
-_FINDERS: Final = (overlay_norm, overlay_gate, overlay_rotation)
+_FINDERS: Final = (overlay_norm, overlay_gate, overlay_rotation, overlay_activation)
 
 
 class Injection:
