@@ -24,13 +24,14 @@ from zinfer.inject.rotations import overlay_rotation
 
 HALVES = "rotation by halves"
 SILU, GELU = "gated MLP, silu", "gated MLP, gelu_tanh"
+EXPERTS = "gated experts, silu"
 ACTIVATION = "activation, gelu_tanh"
 RMS, ABOUT_ONE = "RMS norm", "RMS norm of weights about 1"
 EXPECTED: dict[str, set[str]] = {
     "bloom": {ACTIVATION},
     "cohere": {"layer norm without bias", "rotation of neighbours", SILU},
-    "deepseek_v2": {RMS, SILU},
-    "deepseek_v3": {RMS, HALVES, SILU},
+    "deepseek_v2": {RMS, SILU, EXPERTS},
+    "deepseek_v3": {RMS, HALVES, SILU, EXPERTS},
     "falcon": {HALVES},
     "gemma": {ABOUT_ONE, HALVES, GELU},
     "gemma2": {ABOUT_ONE, HALVES, GELU},
@@ -43,12 +44,12 @@ EXPECTED: dict[str, set[str]] = {
     "granite": {RMS, HALVES, SILU},
     "llama": {RMS, HALVES, SILU},
     "mistral": {RMS, HALVES, SILU},
-    "mixtral": {RMS, HALVES},
+    "mixtral": {RMS, HALVES, EXPERTS},
     "olmo2": {RMS, HALVES, SILU},
     "phi": {HALVES, ACTIVATION},
     "qwen2": {RMS, HALVES, SILU},
     "qwen3": {RMS, HALVES, SILU},
-    "qwen3_moe": {RMS, HALVES},
+    "qwen3_moe": {RMS, HALVES, EXPERTS},
     "stablelm": {HALVES, SILU},
     "starcoder2": {HALVES},
 }
@@ -70,7 +71,7 @@ def test_a_family_computes_as_before(family: str, device: str) -> None:
     assert all(name in dict(model.named_modules()) for name in injection.injected)
     torch.testing.assert_close(logits(model, ids), wanted, rtol=1e-4, atol=1e-4)
     injection.remove()
-    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert not any({"forward", "_apply_gate"} & set(module.__dict__) for module in model.modules())
     assert torch.equal(logits(model, ids), wanted)
 
 

@@ -36,7 +36,7 @@ def overlay_gate(module: nn.Module) -> Overlay | None:
     """The kernel for a module that is ``down(activation(gate(x)) * up(x))``; None for any other."""
     names = next((names for names in (_APART, _JOINED) if all(name in module._modules for name in names)), None)
     function = next((found for name in _ACTIVATION_NAMES if (found := getattr(module, name, None)) is not None), None)
-    activation = find_activation(function) if callable(function) and not _is_hooked(function) else None
+    activation = find_activation(function) if callable(function) and not is_hooked(function) else None
     if names is None or activation is None:
         return None
     x = numbers(3, 4 * _WIDTH).view(1, -1, _WIDTH)
@@ -49,7 +49,7 @@ def overlay_gate(module: nn.Module) -> Overlay | None:
     return Overlay(f"gated MLP, {activation}", MethodType(overlaid(type(module).forward, activation), module))
 
 
-def _is_hooked(function: Any) -> bool:
+def is_hooked(function: Any) -> bool:
     """Whether somebody wants to see the module called, which the kernel does not do."""
     return isinstance(function, nn.Module) and bool(function._forward_hooks or function._forward_pre_hooks)
 

@@ -7,6 +7,7 @@ from typing import Final
 from torch import nn
 
 from zinfer.inject.activations import overlay_activation
+from zinfer.inject.experts import overlay_experts
 from zinfer.inject.gates import overlay_gate
 from zinfer.inject.norms import overlay_norm
 from zinfer.inject.overlay import Overlay
@@ -14,7 +15,7 @@ from zinfer.inject.packs import Pack
 from zinfer.inject.rotations import overlay_rotation
 from zinfer.inject.shared_product import SharedProduct
 
-_FINDERS: Final = (overlay_norm, overlay_gate, overlay_rotation, overlay_activation)
+_FINDERS: Final = (overlay_norm, overlay_gate, overlay_experts, overlay_rotation, overlay_activation)
 
 
 class Injection:
@@ -32,19 +33,18 @@ class Injection:
         for pack in packs:
             self._share(pack, free)
         for module, overlay in self._overlaid.values():
-            module.forward = overlay.forward
+            overlay.put_on(module)
 
     @property
     def injected(self) -> dict[str, str]:
         """The modules that compute by a kernel now, by name, and what is fused in each."""
         overlaid = self._overlaid.items()
-        return {name: overlay.kind for name, (module, overlay) in overlaid if overlay.kind and _is_on(module, overlay)}
+        return {name: overlay.kind for name, (module, overlay) in overlaid if overlay.kind and overlay.is_on(module)}
 
     def remove(self) -> None:
         """Let the modules compute as before. May be called again."""
         for module, overlay in self._overlaid.values():
-            if _is_on(module, overlay):
-                del module.forward
+            overlay.take_off(module)
         self._overlaid.clear()
 
     def _share(self, pack: Pack, free: Mapping[str, nn.Module]) -> None:
@@ -54,6 +54,8 @@ class Injection:
         if pack.module not in free or len(layers) != len(names):
             return
         module, overlay = self._overlaid.get(pack.module, (free[pack.module], None))
+        if overlay is not None and overlay.method != "forward":
+            return
         plain = MethodType(type(module).forward, module) if overlay is None else overlay.forward
         shared = SharedProduct(plain, layers, pack.leaves)
         kinds = [f"{', '.join(pack.layers[:-1])} and {pack.layers[-1]} in one product"]
@@ -66,7 +68,3 @@ class Injection:
 
 def _find(module: nn.Module) -> Overlay | None:
     return next((found for find in _FINDERS if (found := find(module)) is not None), None)
-
-
-def _is_on(module: nn.Module, overlay: Overlay) -> bool:
-    return module.__dict__.get("forward") is overlay.forward
