@@ -17,14 +17,14 @@ from engines import HOMES, distinct_tokens, engine_for
 from ragged_models import FAMILIES, tiny_model
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 import zinfer
 from zinfer import LLM, SamplingParams
 from zinfer.inject.injection import Injection
+from zinfer.inject.joined import joined
 from zinfer.inject.packs import Pack, find_packs
-from zinfer.inject.shared_product import joined
 
 HEADS, GATES = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -51,12 +51,17 @@ IDS = torch.randint(2, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_se
 
 @contextmanager
 def counted_products() -> Iterator[list[int]]:
-    """The rows of each linear product that is computed inside."""
-    linear, rows = functional.linear, []
+    """The rows of each linear product that is computed inside; not of those that it consists of."""
+    linear, rows, depth = functional.linear, list[int](), 0
 
     def counted(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        rows.append(weight.shape[0])
-        return linear(input, weight, bias)
+        nonlocal depth
+        rows.extend([weight.shape[0]] * (not depth))
+        depth += 1
+        try:
+            return linear(input, weight, bias)
+        finally:
+            depth -= 1
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functional, "linear", counted)
@@ -124,15 +129,62 @@ def test_texts_in_one_batch_share_products_too(folder: Path) -> None:
     assert "rotation by halves; q_proj, k_proj and v_proj in one product" in kinds
 
 
-def test_quantized_weights_are_multiplied_apart(folder: Path) -> None:
+QUANTIZED: dict[str, dict[str, object]] = {
+    "int8": {"bits": 8},
+    "int8 asymmetric": {"bits": 8, "symmetric": False, "group_size": 32},
+    "int4": {"bits": 4, "group_size": 32},
+    "fragments": {"bits": 4, "group_size": 64},
+    "fp8": {"bits": 8, "format": "fp8"},
+    "w8a8": {"bits": 8, "activations": True},
+}
+
+
+@pytest.mark.parametrize("homes", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_weights_are_one_matrix_too(
+    name: str, homes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB_SIZE, initializer_range=0.1, head_dim=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    offload = {"device": homes} | ({"nvme_path": str(tmp_path)} if homes == "nvme" else {})
+    rules = {"zero_optimization": {"offload_param": offload}, "zinfer": {"quantization": QUANTIZED[name]}}
     found = []
-    config = {"zinfer": {"quantization": {"bits": 8, "exclude": ["gate_proj"]}}}
     for injects in (False, True):
-        engine = zinfer.init_inference(folder, config, device="cpu", replace_with_kernel_inject=injects)
-        found.append(run(engine)[1])
-        assert not any("in one product" in kind for kind in engine.injected.values())
+        if injects:  # on the CPU all matrices are dequantized
+            monkeypatch.setattr("zinfer.quantization.parameter.is_fused", lambda matrix, tokens: True)
+        engine = zinfer.init_inference(tmp_path / "model", rules, device="cpu", replace_with_kernel_inject=injects)
+        with counted_products() as rows:
+            logits = engine(input_ids=IDS).logits
+        attention = engine.module.model.layers[0].self_attn
+        assert any("in one product" in kind for kind in engine.injected.values()) == injects
+        found.append((logits, len(rows), settled(engine).streamed_bytes_per_pass, type(attention.q_proj.weight)))
         engine.destroy()
-    assert torch.equal(*found)
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-4)
+    assert found[1][1] == found[0][1] - 2 * (2 + 1)
+    assert found[1][2:] == found[0][2:]
+    assert (found[1][2] > 0) == (homes != "none")
+
+
+def test_matrices_that_would_be_dequantized_are_multiplied_apart(folder: Path) -> None:
+    found = []
+    for injects in (False, True):
+        config = {"zinfer": {"quantization": {"bits": 8}}}
+        engine = zinfer.init_inference(folder, config, device="cpu", replace_with_kernel_inject=injects)
+        found.append(run(engine)[1:])
+        engine.destroy()
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1], "the memory of the largest one is all that is planned for"
+
+
+def test_matrices_of_two_kinds_are_multiplied_apart(folder: Path) -> None:
+    config = {"zinfer": {"quantization": {"bits": 8, "activations": True, "exclude": ["gate_proj", "v_proj"]}}}
+    engine = zinfer.init_inference(folder, config, device="cpu", replace_with_kernel_inject=True)
+    assert not any("in one product" in kind for kind in engine.injected.values())
+    engine.destroy()
 
 
 def test_biases_that_lie_apart_leave_the_layers_apart() -> None:

@@ -19,7 +19,7 @@ from zinfer.errors import CheckpointError, ConfigError
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
 from zinfer.quantization.conversion import Quantizing
 from zinfer.quantization.rounding import NEAREST, Rounding
-from zinfer.quantization.slab_matrix import SlabMatrix
+from zinfer.quantization.slab_matrix import SlabMatrix, interleave
 from zinfer.quantization.stored import StoredMatrix
 from zinfer.weights import Weight
 
@@ -87,7 +87,7 @@ def cut_model(
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     bytes_of = {name: weights[name] if weights else id(value) for name, value in parameters.items()}
-    packs = {name: pack for pack in together for name in pack}
+    packs = {name: tuple(pack) for pack in together for name in pack}
     cutter = _Cutter(model, parameters, weights, bytes_of, form, rounding, quantizes_input, packs)
     blocks = [cutter.finish(index, piece) for index, piece in enumerate(cutter.pieces())]
     return [_with_checksum(block, checksums) for block in blocks]
@@ -110,7 +110,7 @@ class _Cutter:
     form: Form
     rounding: Rounding
     quantizes_input: Callable[[str], bool]
-    packs: Mapping[str, Sequence[str]]
+    packs: Mapping[str, tuple[str, ...]]
 
     def pieces(self) -> list[_Piece]:
         """Layers, and the modules that hold weights outside them; the latter joined where they share bytes."""
@@ -141,6 +141,8 @@ class _Cutter:
         names = self._packed(names)
         prefix = f"{piece.name}." if piece.is_layer else ""  # equal layers then have equal layouts
         layout = SlabLayout.place(replace(self._form_of(name), name=name.removeprefix(prefix)) for name in names)
+        packs = {self.packs[name] for name in names if name in self.packs}
+        layout = interleave(layout, ([name.removeprefix(prefix) for name in pack] for pack in packs))
         bindings = tuple(self._binding(name, target.removeprefix(prefix)) for name, target in alias.items())
         block = Block(index, piece.name, layout)
         if any(self._converts(name, tensor) for name, tensor in zip(names, layout.tensors, strict=True)):

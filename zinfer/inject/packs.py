@@ -18,6 +18,7 @@ from torch import nn
 from zinfer.cut import ModelBlock
 from zinfer.inject.overlay import probe, stand_in
 from zinfer.offload.block import SlabTensor
+from zinfer.quantization.slab_matrix import SlabMatrix, are_rows_of_one
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,12 @@ def _are_one(
 ) -> bool:
     module = model.get_submodule(pack.module)
     blocks, tensors = zip(*(places[module.get_submodule(layer), leaf] for layer in pack.layers), strict=True)
-    are_full = all(type(tensor) is SlabTensor and tensor.dtype == tensors[0].dtype for tensor in tensors)
-    follow = all(tensor.end == after.offset for tensor, after in pairwise(tensors))
-    return len(set(blocks)) == 1 and are_full and follow
+    strips = zip(*(tensor.parts() if isinstance(tensor, SlabMatrix) else [tensor] for tensor in tensors), strict=True)
+    return (
+        len(set(blocks)) == 1
+        and are_rows_of_one(tensors)
+        and all(one.end == other.offset for strip in strips for one, other in pairwise(strip))
+    )
 
 
 def _packs_of(name: str, module: nn.Module) -> Iterator[Pack]:

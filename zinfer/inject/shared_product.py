@@ -13,6 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from zinfer.inject.joined import joined_parameter, place_of
+from zinfer.quantization.parameter import QuantizedParameter
+
 
 class SharedProduct:
     """The product of one module's layers.
@@ -41,7 +44,7 @@ class SharedProduct:
 
     def _begin(self) -> None:
         self._is_open = False
-        self._places: list[int] = []
+        self._places: list[object] = []
         self._operands: list[torch.Tensor] = []
         self._forget()
 
@@ -77,16 +80,16 @@ class SharedProduct:
         if torch.is_grad_enabled() or input.is_inference():  # gradients are each weight's own; no versions are counted
             return
         operands = self._joined()
-        if operands:
+        if operands and _spares_memory(operands[0], input):
             parts = torch.split(functional.linear(input, *operands), self._widths, dim=-1)
             self._input, self._version, self._parts = input, input._version, dict(enumerate(parts))
 
     def _joined(self) -> list[torch.Tensor]:
         """The layers' weights as one, and their biases; none where they lie apart."""
         parameters = [[layer._parameters[leaf] for layer in self._layers] for leaf in self._leaves]
-        places = [parameter.data_ptr() for several in parameters for parameter in several if parameter is not None]
+        places = [place_of(parameter) for several in parameters for parameter in several]
         if places != self._places:  # what is kept keeps its memory: these places are nobody else's
-            found = [joined(several) for several in parameters]
+            found = [joined_parameter(several) for several in parameters]
             self._operands = [each for each in found if each is not None]
             self._places = places if len(self._operands) == len(found) else []
         return self._operands if self._places else []
@@ -103,17 +106,7 @@ class _Member:
         return self.product.part(self.index, input)
 
 
-def joined(parameters: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """One tensor over the memory of several, [rows of all, ...], where they lie one behind the other; else None."""
-    found = [each for each in parameters if type(each) is nn.Parameter]
-    if len(found) < len(parameters):
-        return None
-    first = found[0]
-    end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    for each in found:
-        is_next = each.is_contiguous() and each.data_ptr() == end and each.untyped_storage().data_ptr() == storage
-        if not (is_next and each.dtype == first.dtype and each.shape[1:] == first.shape[1:]):
-            return None
-        end += each.nbytes
-    shape = (sum(each.shape[0] for each in found), *first.shape[1:])
-    return first.detach().as_strided(shape, first.stride())
+def _spares_memory(weight: torch.Tensor, input: torch.Tensor) -> bool:
+    """Whether the product takes no more memory than those of the layers; dequantized, the joined matrix would."""
+    tokens = input.numel() // max(input.shape[-1], 1)
+    return not isinstance(weight, QuantizedParameter) or weight.multiplies_codes(tokens)
