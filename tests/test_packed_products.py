@@ -340,6 +340,20 @@ def test_who_is_given_the_same_is_seen_and_not_guessed() -> None:
     assert not find_packs(model)
 
 
+class Clamped(modeling_llama.LlamaMLP):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=2.0) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("intermediate_size", [96, 160])
+def test_gates_that_no_kernel_takes_share_only_narrow_products(intermediate_size: int) -> None:
+    config = LlamaConfig(hidden_size=64, intermediate_size=intermediate_size)
+    parts = nn.ModuleDict({"mlp": Clamped(config)})
+    injection = Injection(parts, find_packs(parts))
+    is_narrow = 2 * intermediate_size <= 4 * 64
+    assert injection.injected == ({"mlp": "gate_proj and up_proj in one product"} if is_narrow else {})
+
+
 def test_hooks_of_a_layer_see_what_they_saw() -> None:
     model, seen = tiny_model("llama", num_layers=1), []
     layer = model.model.layers[0].self_attn.k_proj

@@ -17,6 +17,10 @@ from zinfer.inject.shared_product import SharedProduct
 
 _FINDERS: Final = (overlay_norm, overlay_gate, overlay_experts, overlay_rotation, overlay_activation)
 
+# Of the width of what is multiplied. Heads are narrower; wider is a gate, whose product stays whole until the module's
+# end unless a kernel takes it, and activations would take more memory than is planned for.
+_MOST_WIDENING: Final = 4
+
 
 class Injection:
     """Fused kernels in a model until `remove`. Modules that somebody else has overlaid are left to him.
@@ -54,7 +58,9 @@ class Injection:
         if pack.module not in free or len(layers) != len(names):
             return
         module, overlay = self._overlaid.get(pack.module, (free[pack.module], None))
-        if overlay is not None and overlay.method != "forward":
+        width = sum(layer.out_features for layer in layers)
+        is_wide = width > _MOST_WIDENING * layers[0].in_features
+        if is_wide if overlay is None else overlay.method != "forward":
             return
         plain = MethodType(type(module).forward, module) if overlay is None else overlay.forward
         shared = SharedProduct(plain, layers, pack.leaves)
