@@ -6,7 +6,11 @@
 ``over_compiled`` the time of `torch.compile` of the reference over ours, ``over_eager`` that of the reference as it is.
 Inputs are used in turn, so that they come from memory and not from the cache where they are larger than it.
 
-A correctness gate comes first: every kernel equals its reference in float64, rounded. The last line is JSON.
+Then products of layers that share their input, one for all over each for itself: ``apart_over_packed`` is the device's
+time of those apart over that of the one, ``called_apart_over_packed`` the same as Python calls the modules.
+
+A correctness gate comes first: every kernel equals its reference in float64, rounded, and products are those of the
+layers. The last line is JSON.
 """
 
 import argparse
@@ -17,9 +21,13 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
-from device_clock import copy_bytes_per_s, graph_seconds, num_copies
+from device_clock import call_seconds, copy_bytes_per_s, graph_seconds, num_copies
 from result import publish
+from torch import nn
 
+from zinfer.inject.injection import Injection
+from zinfer.inject.packs import Pack
+from zinfer.kernels.activation import activated_kernel, activated_ref
 from zinfer.kernels.gated import gated_kernel, gated_ref
 from zinfer.kernels.norm import NormKind, norm_kernel, norm_ref
 from zinfer.kernels.rotary import rotate_kernel, rotate_ref
@@ -53,6 +61,8 @@ def cases(tokens: int, width: int, dtype: torch.dtype) -> Iterator[Case]:
     mlp = int(_MLP * width)
     kernel, ref = (partial(each, activation="silu") for each in (gated_kernel, gated_ref))
     yield "gated_silu", kernel, ref, lambda: (random(1, tokens, mlp), random(1, tokens, mlp)), 3 * tokens * mlp * size
+    kernel, ref = (partial(each, activation="gelu_tanh") for each in (activated_kernel, activated_ref))
+    yield "gelu_tanh", kernel, ref, lambda: (random(1, tokens, 4 * width),), 2 * tokens * 4 * width * size
 
 
 def is_right(kernel: Kernel, ref: Kernel, inputs: Sequence[torch.Tensor]) -> bool:
@@ -77,6 +87,42 @@ def measure(case: Case, copy_rate: float) -> dict[str, float]:
     }
 
 
+class Layers(nn.Module):
+    """Linear layers that multiply the same numbers, their weights one behind the other."""
+
+    def __init__(self, width: int, rows: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__()
+        slab = torch.randn(sum(rows), width, dtype=dtype, device="cuda") / width**0.5
+        for index, weight in enumerate(slab.split(list(rows))):
+            layer = nn.Linear(width, len(weight), bias=False, device="meta")
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+            self.add_module(str(index), layer)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [layer(x) for layer in self.children()]
+
+
+def measure_packed(tokens: int, width: int, rows: Sequence[int], dtype: torch.dtype) -> dict[str, float]:
+    parts = nn.ModuleList(
+        Layers(width, rows, dtype) for _ in range(num_copies(sum(rows) * width * dtype.itemsize))
+    ).requires_grad_(False)
+    x = torch.randn(1, tokens, width, dtype=dtype, device="cuda")
+    calls = [partial(each, x) for each in parts]
+    wanted, apart, called_apart = parts[0](x), graph_seconds(calls), call_seconds(calls)
+    names = tuple(map(str, range(len(rows))))
+    injection = Injection(parts, [Pack(str(index), names, ("weight",)) for index in range(len(parts))])
+    if not all(torch.allclose(*pair, rtol=_ALLOWED, atol=_ALLOWED) for pair in zip(parts[0](x), wanted, strict=True)):
+        raise SystemExit("gate: one product differs from those of the layers; no figure is reported")
+    packed, called = graph_seconds(calls), call_seconds(calls)
+    injection.remove()
+    return {
+        "us": round(packed * 1e6, 2),
+        "apart_over_packed": round(apart / packed, 3),
+        "called_us": round(called * 1e6, 2),
+        "called_apart_over_packed": round(called_apart / called, 3),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="1,128,8192")
@@ -91,6 +137,11 @@ def main() -> None:
             for case in cases(tokens, width, dtype):
                 key = f"{case[0]} {tokens} x {width}"
                 found[key] = figures = measure(case, copy_rate)
+                print(key, json.dumps(figures), flush=True)
+            mlp = int(_MLP * width)
+            for name, rows in {"heads": (width, width // 8, width // 8), "gates": (mlp, mlp)}.items():
+                key = f"packed {name} {tokens} x {width}"
+                found[key] = figures = measure_packed(tokens, width, rows, dtype)
                 print(key, json.dumps(figures), flush=True)
     work = {"benchmark": "injected", "dtype": args.dtype, "copy_gb_per_s": round(copy_rate / 1e9, 1)}
     publish(work | {"cases": found}, args.out)

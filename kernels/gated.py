@@ -1,17 +1,13 @@
 """The middle of a gated MLP (Shazeer 2020, arXiv 2002.05202): the activation of the gate times the other product."""
 
-import math
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
-from torch.nn import functional
 
+from zinfer.kernels.activation import Activation, activate, activated_ref
 from zinfer.kernels.dequantize import on_device
-
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu"]
-ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
 
 _BLOCK: Final = 2048
 _WARPS: Final = 4
@@ -38,21 +34,6 @@ def gated_ref(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> t
     return (activated_ref(wide, activation) * up.to(wide.dtype)).to(gate.dtype)
 
 
-def activated_ref(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The activation alone, in the dtype of x."""
-    if activation == "silu":
-        return functional.silu(x)
-    if activation == "gelu_quick":
-        return x * torch.sigmoid(1.702 * x)
-    if activation == "relu":
-        return functional.relu(x)
-    # 1 + erf and 1 + tanh would lose all places of a far negative x.
-    if activation == "gelu_tanh":
-        return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
-    tail: torch.Tensor = torch.special.erfc(-math.sqrt(0.5) * x)
-    return 0.5 * x * tail
-
-
 def gated_kernel(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """As `gated`, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter."""
     assert gate.shape == up.shape
@@ -76,21 +57,6 @@ def gated_kernel(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -
 
 
 @triton.jit
-def _erfc(z):  # type: ignore[no-untyped-def]
-    """Of numbers from 0 on, to 1.2e-7 of it (Press et al., Numerical Recipes, 6.2, erfcc)."""
-    t = 1 / (1 + 0.5 * z)
-    p = -0.82215223 + t * 0.17087277
-    p = 1.48851587 + t * p
-    p = -1.13520398 + t * p
-    p = 0.27886807 + t * p
-    p = -0.18628806 + t * p
-    p = 0.09678418 + t * p
-    p = 0.37409196 + t * p
-    p = 1.00002368 + t * p
-    return t * tl.exp(-z * z - 1.26551223 + t * p)
-
-
-@triton.jit
 def _gated_kernel(  # type: ignore[no-untyped-def]
     gate_ptr, up_ptr, out_ptr, width, gate_row, up_row, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -99,15 +65,5 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     inside = column < width
     x = tl.load(gate_ptr + row * gate_row + column, mask=inside, other=0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + column, mask=inside, other=0).to(tl.float32)
-    if ACTIVATION == "silu":
-        x = x * tl.sigmoid(x)
-    elif ACTIVATION == "gelu":
-        tail = 0.5 * _erfc(tl.abs(x) * 0.7071067811865476)
-        x *= tl.where(x < 0, tail, 1 - tail)
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
-        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif ACTIVATION == "gelu_quick":
-        x = x * tl.sigmoid(1.702 * x)
-    else:
-        x = tl.maximum(x, 0.0)
-    tl.store(out_ptr + row * width + column, (x * up).to(out_ptr.dtype.element_ty), mask=inside)
+    x = activate(x, ACTIVATION) * up
+    tl.store(out_ptr + row * width + column, x.to(out_ptr.dtype.element_ty), mask=inside)

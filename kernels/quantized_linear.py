@@ -43,7 +43,7 @@ def quantized_linear(
     x, matrix = with_plain_matrix(x, matrix)
     tokens = x.numel() // max(matrix.columns, 1)
     if way is None:
-        way = "fused" if tokens <= _most_fused_tokens(matrix) else "dequantize"
+        way = "fused" if is_fused(matrix, tokens) else "dequantize"
     if way == "fused":
         return fragment_linear(x, matrix, bias) if matrix.format.in_fragments else fused_linear(x, matrix, bias)
     return functional.linear(x, dequantize(matrix), bias)
@@ -53,6 +53,11 @@ def quantized_linear_ref(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.T
     """As `quantized_linear`, with elements and sums in float64, rounded once."""
     product = x.double() @ dequantize_ref(matrix, torch.float64).T
     return (product if bias is None else product + bias.double()).to(x.dtype)
+
+
+def is_fused(matrix: QuantizedMatrix, tokens: int) -> bool:
+    """Whether so many tokens are multiplied with the codes as they lie, and no matrix is dequantized for them."""
+    return tokens <= _most_fused_tokens(matrix)
 
 
 def _most_fused_tokens(matrix: QuantizedMatrix) -> int:

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zinfer.kernels import (
+    activation,
     decode_attention,
     dequantize,
     fragment_linear,
@@ -99,6 +100,7 @@ def main() -> None:
         norm: ["_norm_kernel"],
         rotary: ["_rotate_kernel"],
         gated: ["_gated_kernel"],
+        activation: ["_activation_kernel"],
     }
     for module, kernels in names.items():
         for name in kernels:
@@ -126,8 +128,9 @@ def main() -> None:
             x = torch.randn(5, width, dtype=dtype)
             norm.norm_kernel(x, x[0], norm.NormKind(1e-6))
             norm.norm_kernel(x, x[0], norm.NormKind(1e-6, offset=1.0, centred=True), x[1])
-        for activation in gated.ACTIVATIONS:
-            gated.gated_kernel(x, x, activation)
+        for name in activation.ACTIVATIONS:
+            gated.gated_kernel(x, x, name)
+            activation.activated_kernel(x, name)
     for case in ATTENTION:
         call = attention_call(case, "cpu")
         paged_attention.paged_attention_kernel(call.query, call.pages, call.layout, call.rule)

@@ -24,27 +24,32 @@ from zinfer.inject.rotations import overlay_rotation
 
 HALVES = "rotation by halves"
 SILU, GELU = "gated MLP, silu", "gated MLP, gelu_tanh"
+EXPERTS = "gated experts, silu"
+ACTIVATION = "activation, gelu_tanh"
 RMS, ABOUT_ONE = "RMS norm", "RMS norm of weights about 1"
 EXPECTED: dict[str, set[str]] = {
+    "bloom": {ACTIVATION},
     "cohere": {"layer norm without bias", "rotation of neighbours", SILU},
-    "deepseek_v2": {RMS, SILU},
-    "deepseek_v3": {RMS, HALVES, SILU},
+    "deepseek_v2": {RMS, SILU, EXPERTS},
+    "deepseek_v3": {RMS, HALVES, SILU, EXPERTS},
     "falcon": {HALVES},
     "gemma": {ABOUT_ONE, HALVES, GELU},
     "gemma2": {ABOUT_ONE, HALVES, GELU},
     "gemma3_text": {ABOUT_ONE, HALVES, GELU},
     "glm4": {RMS, SILU},
+    "gpt2": {ACTIVATION},
     "gpt_neox": {HALVES},
     "gpt_oss": {RMS},
+    "gptj": {ACTIVATION},
     "granite": {RMS, HALVES, SILU},
     "llama": {RMS, HALVES, SILU},
     "mistral": {RMS, HALVES, SILU},
-    "mixtral": {RMS, HALVES},
+    "mixtral": {RMS, HALVES, EXPERTS},
     "olmo2": {RMS, HALVES, SILU},
-    "phi": {HALVES},
+    "phi": {HALVES, ACTIVATION},
     "qwen2": {RMS, HALVES, SILU},
     "qwen3": {RMS, HALVES, SILU},
-    "qwen3_moe": {RMS, HALVES},
+    "qwen3_moe": {RMS, HALVES, EXPERTS},
     "stablelm": {HALVES, SILU},
     "starcoder2": {HALVES},
 }
@@ -66,7 +71,7 @@ def test_a_family_computes_as_before(family: str, device: str) -> None:
     assert all(name in dict(model.named_modules()) for name in injection.injected)
     torch.testing.assert_close(logits(model, ids), wanted, rtol=1e-4, atol=1e-4)
     injection.remove()
-    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert not any({"forward", "_apply_gate"} & set(module.__dict__) for module in model.modules())
     assert torch.equal(logits(model, ids), wanted)
 
 
@@ -93,14 +98,14 @@ def test_an_engine_says_what_it_computes_by_kernels(device: str, tmp_path: Path)
         found[injects] = engine.generate(input_ids=ids, max_new_tokens=12, do_sample=False).tolist()
         assert bool(engine.injected) == bool(injects), "off where it is not asked for"
         if injects:
-            assert engine.injected["model.layers.0.mlp"] == SILU
+            assert engine.injected["model.layers.0.mlp"] == f"{SILU}; gate_proj and up_proj in one product"
             assert engine.injected["model.norm"] == RMS
-            assert engine.injected["model.layers.1.self_attn"] == HALVES
+            assert engine.injected["model.layers.1.self_attn"] == f"{HALVES}; q_proj, k_proj and v_proj in one product"
         engine.destroy()
     assert found[None] == found[False] == found[True]
     with LLM(folder, device=device) as plain, LLM(folder, device=device, kernel_inject=True) as llm:
         assert not plain.injected
-        assert set(llm.injected.values()) == {RMS, HALVES, SILU}
+        assert {kind.split("; ")[0] for kind in llm.injected.values()} == {RMS, HALVES, SILU}
         prompts, params = [{"prompt_token_ids": ids[0].tolist()}], SamplingParams(max_new_tokens=12)
         assert llm.generate(prompts, params)[0].token_ids == plain.generate(prompts, params)[0].token_ids
 

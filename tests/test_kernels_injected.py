@@ -10,7 +10,8 @@ from transformers.activations import ACT2FN
 from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
-from zinfer.kernels.gated import ACTIVATIONS, Activation, activated_ref, gated, gated_kernel, gated_ref
+from zinfer.kernels.activation import ACTIVATIONS, Activation, activated, activated_kernel, activated_ref
+from zinfer.kernels.gated import gated, gated_kernel, gated_ref
 from zinfer.kernels.norm import NormKind, norm, norm_kernel, norm_ref
 from zinfer.kernels.rotary import rotate, rotate_kernel, rotate_ref
 
@@ -113,7 +114,7 @@ def test_rotations_are_those_of_transformers() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(rows=st.integers(1, 4), width=st.sampled_from([1, 96, 2048, 5000]), seed=st.integers(0, 1 << 20))
 @hypothesis_settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_gates(
+def test_gates_and_activations(
     activation: Activation, dtype: torch.dtype, kernel_device: str, rows: int, width: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -122,6 +123,16 @@ def test_gates(
     wanted = gated_ref(gate.double(), up.double(), activation).to(dtype)
     assert_near(gated_kernel(gate, up, activation), wanted)
     assert_near(gated(gate, up, activation), wanted)
+    wanted = activated_ref(gate.double(), activation).to(dtype)
+    assert_near(activated_kernel(gate, activation), wanted)
+    assert_near(activated(gate, activation), wanted)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_not_finite_is_seen(activation: Activation, kernel_device: str) -> None:
+    x = torch.tensor([float("nan"), float("inf"), 1.0], device=kernel_device)
+    for found in (activated_kernel(x, activation), gated_kernel(x, torch.ones_like(x), activation)):
+        assert found.isfinite().tolist() == [False, False, True]
 
 
 def test_activations_are_those_of_transformers() -> None:

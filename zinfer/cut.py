@@ -4,7 +4,7 @@
 head) are one block with several places of use.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from zinfer.errors import CheckpointError, ConfigError
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
 from zinfer.quantization.conversion import Quantizing
 from zinfer.quantization.rounding import NEAREST, Rounding
-from zinfer.quantization.slab_matrix import SlabMatrix
+from zinfer.quantization.slab_matrix import SlabMatrix, interleave
 from zinfer.quantization.stored import StoredMatrix
 from zinfer.weights import Weight
 
@@ -68,6 +68,7 @@ def cut_model(
     rounding: Rounding = NEAREST,
     checksums: Mapping[Path, str] = MappingProxyType({}),
     quantizes_input: Callable[[str], bool] = lambda name: False,
+    together: Iterable[Sequence[str]] = (),
 ) -> list[ModelBlock]:
     """The blocks of a model in its own order; every parameter is in exactly one.
 
@@ -78,6 +79,7 @@ def cut_model(
         rounding: how it becomes codes where that form quantizes it.
         checksums: of files that hold one block each.
         quantizes_input: whether products with a weight that is stored quantized quantize what it is multiplied with.
+        together: names of parameters that are to follow one another in a slab, where one block has them.
 
     Raises:
         CheckpointError: the model does not say which of its modules are layers.
@@ -85,7 +87,8 @@ def cut_model(
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     bytes_of = {name: weights[name] if weights else id(value) for name, value in parameters.items()}
-    cutter = _Cutter(model, parameters, weights, bytes_of, form, rounding, quantizes_input)
+    packs = {name: tuple(pack) for pack in together for name in pack}
+    cutter = _Cutter(model, parameters, weights, bytes_of, form, rounding, quantizes_input, packs)
     blocks = [cutter.finish(index, piece) for index, piece in enumerate(cutter.pieces())]
     return [_with_checksum(block, checksums) for block in blocks]
 
@@ -107,6 +110,7 @@ class _Cutter:
     form: Form
     rounding: Rounding
     quantizes_input: Callable[[str], bool]
+    packs: Mapping[str, tuple[str, ...]]
 
     def pieces(self) -> list[_Piece]:
         """Layers, and the modules that hold weights outside them; the latter joined where they share bytes."""
@@ -134,8 +138,11 @@ class _Cutter:
         names = list(first.values())
         if self.weights:
             names.sort(key=lambda name: (str(self.weights[name].file), self.weights[name].offset))
+        names = self._packed(names)
         prefix = f"{piece.name}." if piece.is_layer else ""  # equal layers then have equal layouts
         layout = SlabLayout.place(replace(self._form_of(name), name=name.removeprefix(prefix)) for name in names)
+        packs = {self.packs[name] for name in names if name in self.packs}
+        layout = interleave(layout, ([name.removeprefix(prefix) for name in pack] for pack in packs))
         bindings = tuple(self._binding(name, target.removeprefix(prefix)) for name, target in alias.items())
         block = Block(index, piece.name, layout)
         if any(self._converts(name, tensor) for name, tensor in zip(names, layout.tensors, strict=True)):
@@ -143,6 +150,12 @@ class _Cutter:
         elif self.weights:
             block = replace(block, extents=tuple(self._extents(layout, names)))
         return ModelBlock(block, tuple(piece.sites), bindings, piece.is_layer)
+
+    def _packed(self, names: list[str]) -> list[str]:
+        """The names, those of a pack where its first one is."""
+        followed = (each for name in names for each in self.packs.get(name, (name,)))
+        there = set(names)
+        return [name for name in dict.fromkeys(followed) if name in there]
 
     def _form_of(self, name: str) -> SlabTensor:
         module, parameter = self.model.get_submodule(name.rpartition(".")[0]), self.parameters[name]

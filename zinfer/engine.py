@@ -21,6 +21,7 @@ from zinfer.finite import checked
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.graphs.replay import Replay, open_graphs
 from zinfer.inject.injection import Injection
+from zinfer.inject.packs import find_packs, packs_in
 from zinfer.model import find_model, report_device
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, open_stream
@@ -110,6 +111,7 @@ class InferenceEngine(nn.Module):
             check_model(self.module)
         check_room(self.module, settings.min_out_tokens)
         check_patterns(settings.quantization, self.module)
+        self._packs = find_packs(self.module) if settings.kernel_inject else []
         blocks, weights = self._cut(checkpoint)
         reserve = find_reserve(self.module, blocks, free_device_bytes(limits)) if find_reserve else None
         if checkpoint and (copy := stored_copy(checkpoint, blocks, self.module.dtype, settings)):
@@ -142,7 +144,8 @@ class InferenceEngine(nn.Module):
         )
         self._runtime: Runtime | None = runtime
         self._close = weakref.finalize(self, runtime.close)
-        self._injection = Injection(self.module) if settings.kernel_inject else None
+        packs = packs_in(blocks, self._packs, self.module)
+        self._injection = Injection(self.module, packs) if settings.kernel_inject else None
         self._compiled: CompiledParts | None = None
         self._restore = weakref.finalize(self, self._injection.remove) if self._injection else None
 
@@ -289,7 +292,8 @@ class InferenceEngine(nn.Module):
         weights = match_weights(self.module, checkpoint, scheme) if checkpoint else {}
         rules, checksums = self.settings.quantization, scheme.checksums if scheme else {}
         form, rounding, quantizes_input = find_form(rules), find_rounding(rules), find_activations(rules)
-        return cut_model(self.module, weights, form, rounding, checksums, quantizes_input), weights
+        together = [names for pack in self._packs for names in pack.parameters]
+        return cut_model(self.module, weights, form, rounding, checksums, quantizes_input, together), weights
 
     @functools.cached_property
     def _work(self) -> tuple[BlockWork, ...]:

@@ -76,7 +76,7 @@ _INFERENCE: tuple[Key, ...] = (
     honoured(
         "replace_with_kernel_inject",
         values.flag,
-        "norms, rotations and gated MLPs are computed by fused kernels",
+        "norms, rotations, activations and gated MLPs are computed by fused kernels, products of one input as one",
         "kernel_inject",
         field="kernel_inject",
         default=False,

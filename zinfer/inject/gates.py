@@ -7,14 +7,15 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from zinfer.inject.activations import find_activation, numbers
 from zinfer.inject.overlay import Overlay, is_near, probe, stand_in
-from zinfer.kernels.gated import ACTIVATIONS, Activation, activated_ref, gated, gated_ref
+from zinfer.kernels.activation import Activation
+from zinfer.kernels.gated import gated, gated_ref
 
 _APART: Final = ("gate_proj", "up_proj", "down_proj")
 _JOINED: Final = ("gate_up_proj", "down_proj")
 _ACTIVATION_NAMES: Final = ("act_fn", "activation_fn")
 _WIDTH: Final = 6  # of what the stand-ins make
-_LARGE: Final = (7.0, 12.0, 30.0, 100.0, 300.0, 1000.0)  # beyond where activations might be clamped
 
 
 class _Line(nn.Module):
@@ -35,10 +36,10 @@ def overlay_gate(module: nn.Module) -> Overlay | None:
     """The kernel for a module that is ``down(activation(gate(x)) * up(x))``; None for any other."""
     names = next((names for names in (_APART, _JOINED) if all(name in module._modules for name in names)), None)
     function = next((found for name in _ACTIVATION_NAMES if (found := getattr(module, name, None)) is not None), None)
-    activation = _activation(function) if callable(function) and not _is_hooked(function) else None
+    activation = find_activation(function) if callable(function) and not is_hooked(function) else None
     if names is None or activation is None:
         return None
-    x = _numbers(3, 4 * _WIDTH).view(1, -1, _WIDTH)
+    x = numbers(3, 4 * _WIDTH).view(1, -1, _WIDTH)
     lines = {"gate_proj": (_GATE,), "up_proj": (_UP,), "gate_up_proj": (_GATE, _UP), "down_proj": (_DOWN,)}
     copy = stand_in(module, **{name: _Line(*lines[name]) for name in names})
     wanted = _Line(_DOWN)(gated_ref(_Line(_GATE)(x), _Line(_UP)(x), activation))
@@ -48,22 +49,9 @@ def overlay_gate(module: nn.Module) -> Overlay | None:
     return Overlay(f"gated MLP, {activation}", MethodType(overlaid(type(module).forward, activation), module))
 
 
-def _is_hooked(function: Any) -> bool:
+def is_hooked(function: Any) -> bool:
     """Whether somebody wants to see the module called, which the kernel does not do."""
     return isinstance(function, nn.Module) and bool(function._forward_hooks or function._forward_pre_hooks)
-
-
-def _numbers(end: float, count: int) -> torch.Tensor:
-    """So many about 0, and a few large ones of both signs."""
-    large = torch.tensor(_LARGE, dtype=torch.float32, device="cpu")
-    return torch.cat((torch.linspace(-end, end, count, dtype=torch.float32, device="cpu"), large, -large))
-
-
-def _activation(function: Any) -> Activation | None:
-    """Which one a module computes with."""
-    x = _numbers(6, 97)
-    given = probe(function, x)
-    return next((name for name in ACTIVATIONS if is_near(given, activated_ref(x, name))), None)
 
 
 def _apart(plain: Callable[..., Any], activation: Activation) -> Callable[..., Any]:

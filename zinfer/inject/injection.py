@@ -1,15 +1,25 @@
 """Overlays every module of a model that is recognised, and takes the overlays off."""
 
+from collections.abc import Iterable, Mapping
+from types import MethodType
 from typing import Final
 
 from torch import nn
 
+from zinfer.inject.activations import overlay_activation
+from zinfer.inject.experts import overlay_experts
 from zinfer.inject.gates import overlay_gate
 from zinfer.inject.norms import overlay_norm
 from zinfer.inject.overlay import Overlay
+from zinfer.inject.packs import Pack
 from zinfer.inject.rotations import overlay_rotation
+from zinfer.inject.shared_product import SharedProduct
 
-_FINDERS: Final = (overlay_norm, overlay_gate, overlay_rotation)
+_FINDERS: Final = (overlay_norm, overlay_gate, overlay_experts, overlay_rotation, overlay_activation)
+
+# Of the width of what is multiplied. Heads are narrower; wider is a gate, whose product stays whole until the module's
+# end unless a kernel takes it, and activations would take more memory than is planned for.
+_MOST_WIDENING: Final = 4
 
 
 class Injection:
@@ -17,31 +27,50 @@ class Injection:
 
     Args:
         model: its parameters need not be there.
+        packs: layers whose weights lie as one matrix, so that one product serves them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, packs: Iterable[Pack] = ()) -> None:
         free = {name: module for name, module in model.named_modules() if "forward" not in module.__dict__}
         found = {name: (module, _find(module)) for name, module in free.items()}
         self._overlaid = {name: (module, overlay) for name, (module, overlay) in found.items() if overlay is not None}
+        for pack in packs:
+            self._share(pack, free)
         for module, overlay in self._overlaid.values():
-            module.forward = overlay.forward
+            overlay.put_on(module)
 
     @property
     def injected(self) -> dict[str, str]:
         """The modules that compute by a kernel now, by name, and what is fused in each."""
-        return {name: overlay.kind for name, (module, overlay) in self._overlaid.items() if _is_on(module, overlay)}
+        overlaid = self._overlaid.items()
+        return {name: overlay.kind for name, (module, overlay) in overlaid if overlay.kind and overlay.is_on(module)}
 
     def remove(self) -> None:
         """Let the modules compute as before. May be called again."""
         for module, overlay in self._overlaid.values():
-            if _is_on(module, overlay):
-                del module.forward
+            overlay.take_off(module)
         self._overlaid.clear()
+
+    def _share(self, pack: Pack, free: Mapping[str, nn.Module]) -> None:
+        """Let the pack's layers share a product within their module's forward, whether that is overlaid or not."""
+        names = [f"{pack.module}.{layer}" for layer in pack.layers]
+        layers = [layer for name in names if isinstance(layer := free.get(name), nn.Linear)]
+        if pack.module not in free or len(layers) != len(names):
+            return
+        module, overlay = self._overlaid.get(pack.module, (free[pack.module], None))
+        width = sum(layer.out_features for layer in layers)
+        is_wide = width > _MOST_WIDENING * layers[0].in_features
+        if is_wide if overlay is None else overlay.method != "forward":
+            return
+        plain = MethodType(type(module).forward, module) if overlay is None else overlay.forward
+        shared = SharedProduct(plain, layers, pack.leaves)
+        kinds = [f"{', '.join(pack.layers[:-1])} and {pack.layers[-1]} in one product"]
+        if overlay is not None:
+            kinds.insert(0, overlay.kind)
+        self._overlaid[pack.module] = module, Overlay("; ".join(kinds), shared.forward)
+        for name, layer, forward in zip(names, layers, shared.layer_forwards(), strict=True):
+            self._overlaid[name] = layer, Overlay("", forward)
 
 
 def _find(module: nn.Module) -> Overlay | None:
     return next((found for find in _FINDERS if (found := find(module)) is not None), None)
-
-
-def _is_on(module: nn.Module, overlay: Overlay) -> bool:
-    return module.__dict__.get("forward") is overlay.forward

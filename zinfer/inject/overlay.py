@@ -1,8 +1,7 @@
-"""A module's forward, overlaid for as long as it is wanted."""
+"""A module's forward, or another method, overlaid for as long as it is wanted."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -14,12 +13,27 @@ class Overlay:
     """What a module is to compute by.
 
     Attributes:
-        kind: what is fused, in words.
+        kind: what is fused, in words; none where another module's overlay says it.
         forward: takes and gives what the module's own does; a method, so that a copy of the module has its own.
+        method: the name of what is overlaid.
     """
 
     kind: str
-    forward: MethodType
+    forward: Callable[..., Any]
+    method: str = "forward"
+
+    def put_on(self, module: nn.Module) -> None:
+        """Let the module compute by it."""
+        setattr(module, self.method, self.forward)
+
+    def is_on(self, module: nn.Module) -> bool:
+        """Whether the module does, and nobody has overlaid it since."""
+        return module.__dict__.get(self.method) is self.forward
+
+    def take_off(self, module: nn.Module) -> None:
+        """Let the module compute as before, unless somebody has overlaid it since."""
+        if self.is_on(module):
+            delattr(module, self.method)
 
 
 def probe(function: Callable[..., Any], *numbers: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from zinfer.kernels.dequantize import dequantize
 from zinfer.kernels.int8_linear import int8_linear
 from zinfer.kernels.quantized import QuantizedMatrix
-from zinfer.kernels.quantized_linear import quantized_linear
+from zinfer.kernels.quantized_linear import is_fused, quantized_linear
 
 
 class QuantizedParameter(nn.Parameter):
@@ -49,6 +49,10 @@ class QuantizedParameter(nn.Parameter):
         """``input`` [..., columns] times the transposed matrix, and ``bias``: [..., rows]."""
         product = int8_linear if self.quantizes_input else quantized_linear
         return product(input, self.matrix, bias)
+
+    def multiplies_codes(self, tokens: int) -> bool:
+        """Whether a product with so many tokens takes no memory for a dequantized matrix."""
+        return self.quantizes_input or is_fused(self.matrix, tokens)
 
     def dequantized(self) -> torch.Tensor:
         """The full weight, in a tensor of its own."""

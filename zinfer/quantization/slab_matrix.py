@@ -1,13 +1,14 @@
 """A quantized matrix as one tensor of a slab: its codes, scales and so on side by side, each aligned to 256 bytes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.nvme.aligned import align_up
-from zinfer.offload.block import SLAB_ALIGNMENT_BYTES, Block, SlabTensor
+from zinfer.offload.block import SLAB_ALIGNMENT_BYTES, Block, SlabLayout, SlabTensor
 from zinfer.quantization.parameter import QuantizedParameter
 
 
@@ -24,11 +25,13 @@ class SlabMatrix(SlabTensor):
     Args:
         transposed: the module holds the matrix's transpose, [columns, rows].
         quantizes_input: products quantize what they are multiplied with, too.
+        part_offsets: where its parts begin; by default one behind the other from ``offset`` on.
     """
 
     format: QuantFormat = field(kw_only=True)
     transposed: bool = field(default=False, kw_only=True)
     quantizes_input: bool = field(default=False, kw_only=True)
+    part_offsets: tuple[int, ...] = field(default=(), kw_only=True)
 
     @property
     def rows(self) -> int:
@@ -41,6 +44,10 @@ class SlabMatrix(SlabTensor):
     @property
     def nbytes(self) -> int:
         return sum(align_up(part.nbytes, SLAB_ALIGNMENT_BYTES) for part in self.parts())
+
+    @property
+    def end(self) -> int:
+        return align_up(max(part.end for part in self.parts()), SLAB_ALIGNMENT_BYTES)
 
     @property
     def arranged(self) -> "SlabMatrix":
@@ -59,11 +66,42 @@ class SlabMatrix(SlabTensor):
         )
 
     def parts(self) -> list[SlabTensor]:
-        """The tensors that the matrix consists of, one behind the other."""
+        """The tensors that the matrix consists of."""
         parts: list[SlabTensor] = []
         offset = self.offset
-        for name, shape in self.format.part_shapes(self.rows, self.columns).items():
+        for index, (name, shape) in enumerate(self.format.part_shapes(self.rows, self.columns).items()):
             dtype = self.format.part_dtype(name, self.dtype)
-            parts.append(SlabTensor(f"{self.name}.{name}", dtype, shape, offset))
+            begin = self.part_offsets[index] if self.part_offsets else offset
+            parts.append(SlabTensor(f"{self.name}.{name}", dtype, shape, begin))
             offset = align_up(parts[-1].end, SLAB_ALIGNMENT_BYTES)
         return parts
+
+
+def are_rows_of_one(tensors: Sequence[SlabTensor]) -> bool:
+    """Whether matrices could be rows of a single one, in full or quantized, if they lay so."""
+    first = tensors[0]
+    if not isinstance(first, SlabMatrix):
+        return all(type(each) is SlabTensor and each.dtype == first.dtype for each in tensors)
+    matrices = [each for each in tensors if isinstance(each, SlabMatrix) and len(each.shape) == 2]
+    kinds = {(each.dtype, each.format, each.columns, each.transposed, each.quantizes_input) for each in matrices}
+    are_alike = len(matrices) == len(tensors) and len(kinds) == 1
+    return are_alike and not (first.transposed or first.format.scales_columns or first.format.orders_columns)
+
+
+def interleave(layout: SlabLayout, packs: Iterable[Sequence[str]]) -> SlabLayout:
+    """The layout, in which neighbouring quantized matrices of a pack have their codes beside each other, and so on."""
+    tensors = {tensor.name: tensor for tensor in layout.tensors}
+    for names in packs:
+        matrices = [tensor for name in names if isinstance(tensor := tensors.get(name), SlabMatrix)]
+        if not matrices or len(matrices) < len(names) or not are_rows_of_one(matrices):
+            continue
+        assert all(one.end == other.offset for one, other in pairwise(matrices)), "a pack lies together"
+        offset, begins = matrices[0].offset, list[list[int]]()
+        for kind in zip(*(matrix.parts() for matrix in matrices), strict=True):
+            begins.append([])
+            for part in kind:
+                begins[-1].append(offset)
+                offset = align_up(offset + part.nbytes, SLAB_ALIGNMENT_BYTES)
+        for matrix, own in zip(matrices, zip(*begins, strict=True), strict=True):
+            tensors[matrix.name] = replace(matrix, offset=own[0], part_offsets=own)
+    return SlabLayout(tuple(tensors.values()))

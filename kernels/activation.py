@@ -1,0 +1,103 @@
+"""Activations in one pass over memory, where modules write them out as several: GELU (Hendrycks & Gimpel 2016, arXiv
+1606.08415) with erf, tanh or a sigmoid, SiLU, ReLU."""
+
+import math
+from typing import Final, Literal, TypeAlias, get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional
+
+from zinfer.kernels.dequantize import on_device
+
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu"]
+ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
+
+_BLOCK: Final = 2048
+_WARPS: Final = 4
+
+
+def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The activation of each element, in float32 and rounded once: by the Triton kernel on a GPU, else and in float64
+    by `activated_ref`.
+
+    Args:
+        x: of any shape.
+
+    Returns:
+        As x; contiguous from the kernel.
+    """
+    if x.device.type == "cuda" and x.dtype != torch.float64:
+        return activated_kernel(x, activation)
+    return activated_ref(x, activation)
+
+
+def activated_ref(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """As `activated`, in float32, or in float64 for float64."""
+    return _wide(x.to(torch.promote_types(x.dtype, torch.float32)), activation).to(x.dtype)
+
+
+def _wide(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if activation == "silu":
+        return functional.silu(x)
+    if activation == "gelu_quick":
+        return x * torch.sigmoid(1.702 * x)
+    if activation == "relu":
+        return functional.relu(x)
+    # 1 + erf and 1 + tanh would lose all places of a far negative x.
+    if activation == "gelu_tanh":
+        return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
+    tail: torch.Tensor = torch.special.erfc(-math.sqrt(0.5) * x)
+    return 0.5 * x * tail
+
+
+def activated_kernel(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """As `activated`, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter."""
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        with on_device(x):
+            _activation_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+                x, out, x.numel(), ACTIVATION=activation, BLOCK=_BLOCK, num_warps=_WARPS
+            )
+    return out
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of float32 numbers in registers."""
+    if ACTIVATION == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        tail = 0.5 * _erfc(tl.abs(x) * 0.7071067811865476)
+        x *= tl.where(x < 0, tail, 1 - tail)
+    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "gelu_quick":
+        x = x * tl.sigmoid(1.702 * x)
+    else:
+        x = tl.where(x < 0, 0.0, x)  # a maximum would hide a NaN
+    return x
+
+
+@triton.jit
+def _erfc(z):  # type: ignore[no-untyped-def]
+    """Of numbers from 0 on, to 1.2e-7 of it (Press et al., Numerical Recipes, 6.2, erfcc)."""
+    t = 1 / (1 + 0.5 * z)
+    p = -0.82215223 + t * 0.17087277
+    p = 1.48851587 + t * p
+    p = -1.13520398 + t * p
+    p = 0.27886807 + t * p
+    p = -0.18628806 + t * p
+    p = 0.09678418 + t * p
+    p = 0.37409196 + t * p
+    p = 1.00002368 + t * p
+    return t * tl.exp(-z * z - 1.26551223 + t * p)
+
+
+@triton.jit
+def _activation_kernel(x_ptr, out_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place, mask=place < count, other=0).to(tl.float32)
+    tl.store(out_ptr + place, activate(x, ACTIVATION).to(out_ptr.dtype.element_ty), mask=place < count)

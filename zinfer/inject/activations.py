@@ -1,0 +1,72 @@
+"""Activations that transformers writes out as several kernels (GPT-2's, BLOOM's), by one; and which a function is."""
+
+import inspect
+from types import MethodType
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zinfer.inject.overlay import Overlay, is_near, probe, stand_in
+from zinfer.kernels.activation import ACTIVATIONS, Activation, activated, activated_ref
+
+_LARGE: Final = (7.0, 12.0, 30.0, 100.0, 300.0, 1000.0)  # beyond where activations might be clamped
+
+
+def overlay_activation(module: nn.Module) -> Overlay | None:
+    """The kernel for a module that is an activation in several kernels of torch; None for any other."""
+    if module._parameters or module._buffers or module._modules or len(_inputs(module)) != 1:
+        return None
+    forward = MethodType(type(module).forward, stand_in(module))
+    activation = find_activation(forward)
+    if activation is None or _num_kernels(forward) < 2:
+        return None
+    return Overlay(f"activation, {activation}", _forward(module, activation))
+
+
+def find_activation(function: Any) -> Activation | None:
+    """Which one a function computes."""
+    x = numbers(6, 97)
+    given = probe(function, x)
+    return next((name for name in ACTIVATIONS if is_near(given, activated_ref(x, name))), None)
+
+
+def numbers(end: float, count: int) -> torch.Tensor:
+    """So many about 0, and a few large ones of both signs."""
+    large = torch.tensor(_LARGE, dtype=torch.float32, device="cpu")
+    return torch.cat((torch.linspace(-end, end, count, dtype=torch.float32, device="cpu"), large, -large))
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what torch is asked to compute."""
+
+    num_calls: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _num_kernels(function: Any) -> int:
+    x = numbers(6, 97)
+    counting = _Counting()  # type: ignore[no-untyped-call]
+    with counting:
+        function(x)
+    return counting.num_calls
+
+
+def _inputs(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _forward(module: nn.Module, activation: Activation) -> MethodType:
+    plain = type(module).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Under autocast the dtype of the result is torch's choice.
+        if len(args) == 1 and not kwargs and not torch.is_autocast_enabled(args[0].device.type):
+            return activated(args[0], activation)
+        return plain(self, *args, **kwargs)
+
+    return MethodType(forward, module)

@@ -1,0 +1,112 @@
+"""One product for several linear layers that are given the same numbers.
+
+The layer that a module calls first computes for all; the others take their parts of its output, as views. They do so
+only within that one call of the module, and only where they are given the very tensor that the first was given,
+unchanged since: a module that does something else after all computes layer by layer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from zinfer.inject.joined import joined_parameter, place_of
+from zinfer.quantization.parameter import QuantizedParameter
+
+
+class SharedProduct:
+    """The product of one module's layers.
+
+    Args:
+        plain: the module's forward.
+        layers: in the order in which it calls them.
+        leaves: what each of them holds; used is what lies there at each call.
+    """
+
+    def __init__(self, plain: Callable[..., Any], layers: Sequence[nn.Linear], leaves: Sequence[str]) -> None:
+        self._plain = plain
+        self._layers = tuple(layers)
+        self._leaves = tuple(leaves)
+        self._widths = [layer.out_features for layer in layers]
+        self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without views of memory: those of a copy would be of neither's weights."""
+        names = ("_plain", "_layers", "_leaves", "_widths")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._is_open = False
+        self._places: list[object] = []
+        self._operands: list[torch.Tensor] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._input: torch.Tensor | None = None
+        self._version = 0
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, within which its layers share."""
+        try:
+            self._is_open = True
+            return self._plain(*args, **kwargs)
+        finally:  # a part that nobody took must not outlive the weights that it was made of
+            self._is_open = False
+            self._forget()
+
+    def layer_forwards(self) -> list[Callable[..., Any]]:
+        """The forward of each layer; methods of what is copied with the module, so that copies have their own."""
+        return [_Member(self, index).forward for index in range(len(self._layers))]
+
+    def part(self, index: int, input: torch.Tensor) -> torch.Tensor:
+        """One layer's output: [..., in] -> [..., out]."""
+        if index == 0 and self._is_open:
+            self._compute(input)
+        if self._input is input and input._version == self._version and index in self._parts:
+            return self._parts.pop(index)
+        return nn.Linear.forward(self._layers[index], input)
+
+    def _compute(self, input: torch.Tensor) -> None:
+        """Make the parts of all layers, if their weights lie together."""
+        self._forget()
+        if torch.is_grad_enabled() or input.is_inference():  # gradients are each weight's own; no versions are counted
+            return
+        operands = self._joined()
+        if operands and _spares_memory(operands[0], input):
+            parts = torch.split(functional.linear(input, *operands), self._widths, dim=-1)
+            self._input, self._version, self._parts = input, input._version, dict(enumerate(parts))
+
+    def _joined(self) -> list[torch.Tensor]:
+        """The layers' weights as one, and their biases; none where they lie apart."""
+        parameters = [[layer._parameters[leaf] for layer in self._layers] for leaf in self._leaves]
+        places = [place_of(parameter) for several in parameters for parameter in several]
+        if places != self._places:  # what is kept keeps its memory: these places are nobody else's
+            found = [joined_parameter(several) for several in parameters]
+            self._operands = [each for each in found if each is not None]
+            self._places = places if len(self._operands) == len(found) else []
+        return self._operands if self._places else []
+
+
+@dataclass(frozen=True, eq=False)
+class _Member:
+    """One layer of a shared product."""
+
+    product: SharedProduct
+    index: int
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.product.part(self.index, input)
+
+
+def _spares_memory(weight: torch.Tensor, input: torch.Tensor) -> bool:
+    """Whether the product takes no more memory than those of the layers; dequantized, the joined matrix would."""
+    tokens = input.numel() // max(input.shape[-1], 1)
+    return not isinstance(weight, QuantizedParameter) or weight.multiplies_codes(tokens)
