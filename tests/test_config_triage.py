@@ -34,6 +34,7 @@ SECTIONS = {
     "weight_quantization": [],
     "weight_quantization.quantized_initialization": [],
     "zinfer.quantization": [],
+    "moe": [],
 }
 HONOURED = {
     "dtype": [],
@@ -79,6 +80,7 @@ HONOURED = {
     "weight_quantization.quantized_initialization.symmetric": [],
     "zinfer.quantization.bits": [],
     "replace_with_kernel_inject": ["kernel_inject"],
+    "injection_policy": ["injection_dict"],
 }
 NOT_YET = {
     "tensor_parallel.tp_size": [],
@@ -88,23 +90,22 @@ NOT_YET = {
     "mpu": [],
     "training_mp_size": [],
     "enable_cuda_graph": [],
-    "use_triton": [],
-    "triton_autotune": [],
-    "moe": [],
-    "moe.enabled": [],
     "moe.ep_size": [],
-    "moe.moe_experts": ["num_experts"],
-    "moe.type": [],
     "ep_size": [],
     "ep_group": [],
-    "moe_type": [],
     "save_mp_checkpoint_path": [],
-    "injection_policy": ["injection_dict"],
-    "injection_policy_tuple": [],
     "zero_optimization.zero_hpz_partition_size": [],
     "zero_optimization.leaf_module": [],
 }
 NO_EFFECT = {
+    "use_triton": [],
+    "triton_autotune": [],
+    "moe.enabled": [],
+    "moe.moe_experts": ["num_experts"],
+    "moe.type": [],
+    "moe_experts": [],
+    "moe_type": [],
+    "injection_policy_tuple": [],
     "zero_optimization.stage3_max_reuse_distance": ["max_reuse_distance"],
     "zero_optimization.stage3_param_persistence_threshold": ["param_persistence_threshold"],
     "zero_optimization.stage3_model_persistence_threshold": ["model_persistence_threshold"],
