@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from zinfer.engine import InferenceEngine
     from zinfer.entry import init_inference, initialize
     from zinfer.llm import LLM
+    from zinfer.on_device import OnDevice
     from zinfer.quantization.in_place import quantize_transformer
     from zinfer.quantization.rules import QuantizationConfig
 
@@ -17,6 +18,7 @@ __all__ = [
     "LLM",
     "Completion",
     "InferenceEngine",
+    "OnDevice",
     "QuantizationConfig",
     "SamplingParams",
     "__version__",
@@ -30,6 +32,7 @@ _HOMES: Final = {
     "Completion": "zinfer.batching.completion",
     "SamplingParams": "zinfer.batching.sampling_params",
     "InferenceEngine": "zinfer.engine",
+    "OnDevice": "zinfer.on_device",
     "init_inference": "zinfer.entry",
     "initialize": "zinfer.entry",
     "quantize_transformer": "zinfer.quantization.in_place",
