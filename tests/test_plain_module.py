@@ -1,16 +1,18 @@
 """A module that is none of transformers' streams too, once `injection_policy` names the class of its blocks."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engines import loaded
 from loading_support import DISK, HOST, refused
-from plain_models import NUM_BLOCKS, VOCAB_SIZE, Block, Decoder, tiny_decoder, tiny_encoder
+from plain_models import NUM_BLOCKS, VOCAB_SIZE, WIDTH, Block, Decoder, tiny_decoder, tiny_encoder
+from safetensors.torch import save_file, save_model
 from torch import nn
 
-from zinfer import LLM
-from zinfer.errors import ConfigError, LengthError, PlanError
+from zinfer import LLM, OnDevice
+from zinfer.errors import CheckpointError, ConfigError, LengthError, PlanError
 
 IDS = torch.randint(VOCAB_SIZE, (3, 11), generator=torch.Generator().manual_seed(4))
 POLICY: dict[Any, Any] = {Block: ("attn.out_proj", "mlp.fc2")}
@@ -109,9 +111,7 @@ def test_what_a_plain_module_lacks_is_said() -> None:
         LLM(tiny_decoder(), device="cpu", injection_policy=POLICY)
     with pytest.raises(PlanError, match=r"nvme.*memory"):
         refused(tiny_decoder(), DISK, injection_policy=POLICY)
-    with pytest.raises(ConfigError, match="how its weights are named in files is not known"):
-        refused(tiny_decoder(), injection_policy=POLICY, checkpoint="somewhere")
-    with pytest.raises(ConfigError, match=r"is on the meta device; load them into the module first"):
+    with pytest.raises(ConfigError, match=r"is on the meta device; say where its weights are"):
         refused(tiny_decoder().to("meta"), injection_policy=POLICY)
 
 
@@ -120,3 +120,55 @@ def test_max_out_tokens_holds() -> None:
         with pytest.raises(LengthError, match=r"11 tokens exceed max_out_tokens \(10\)"):
             engine(IDS)
         assert engine(IDS[:, :10]).shape == (3, 10, VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("plain") / "weights.safetensors"
+    save_file(tiny_decoder().state_dict(), path)
+    return {"type": "ds_model", "checkpoints": [str(path)], "version": 1.0}
+
+
+@pytest.mark.parametrize("config", [{}, HOST, DISK, DISK | SMALL], ids=["free", "host", "disk", "small"])
+def test_an_empty_plain_module_with_its_checkpoint(config: dict[str, object], listed: dict[str, Any]) -> None:
+    with OnDevice(torch.float32, device="meta"):
+        model = Decoder()
+    with loaded(model, config, injection_policy=POLICY, checkpoint=listed) as engine:
+        for _ in range(2):
+            assert torch.equal(logits_of(engine), logits_of(tiny_decoder()))
+        if "zero_optimization" in config:
+            home = "HOST" if config is HOST else "DISK"
+            assert engine.stats().blocks_by_home[home] == NUM_BLOCKS
+            weights_bytes = sum(weight.nbytes for weight in Block().parameters())
+            assert engine.stats().disk_bytes_per_pass == (NUM_BLOCKS * weights_bytes if home == "DISK" else 0)
+
+
+def test_tied_weights_of_an_empty_plain_module(tmp_path: Path) -> None:
+    def tied(model: Decoder) -> Decoder:
+        model.head = nn.Linear(WIDTH, VOCAB_SIZE, bias=False)
+        model.head.weight = model.embed.weight
+        return model
+
+    model = tied(tiny_decoder())
+    save_model(model, str(tmp_path / "weights.safetensors"))
+    members = {"type": "ds_model", "checkpoints": ["weights.safetensors"], "version": 1.0}
+    expected = logits_of(model)
+    with OnDevice(torch.float32, device="meta"):
+        model = tied(Decoder())
+    with loaded(model, DISK, injection_policy=POLICY, checkpoint=members, base_dir=tmp_path) as engine:
+        assert engine.module.head.weight is engine.module.embed.weight
+        assert torch.equal(logits_of(engine), expected)
+
+
+def test_what_a_plain_modules_checkpoint_must_hold(listed: dict[str, Any]) -> None:
+    wide = nn.Sequential(Block(), nn.Linear(4, 4))
+    with pytest.raises(CheckpointError, match=r"weights are missing: 0\.scale"):
+        refused(wide, injection_policy=POLICY, checkpoint=listed)
+    smaller = tiny_decoder()
+    smaller.blocks = smaller.blocks[:2]
+    with pytest.raises(CheckpointError, match=r"weights have no place in Decoder: blocks\.2\."):
+        refused(smaller, injection_policy=POLICY, checkpoint=listed)
+    lost = tiny_decoder()
+    lost.register_buffer("scratch", torch.empty(3, device="meta"), persistent=False)
+    with pytest.raises(ConfigError, match="the buffer scratch is on the meta device and in no checkpoint"):
+        refused(lost, injection_policy=POLICY, checkpoint=listed)

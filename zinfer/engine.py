@@ -89,7 +89,7 @@ class InferenceEngine(nn.Module):
         check_patterns(settings.quantization, self.module)
         blocks, weights = self._cut(checkpoint)
         reserve = find_reserve(self.module, blocks, free_device_bytes(limits)) if find_reserve else None
-        if checkpoint and (copy := stored_copy(checkpoint, blocks, self.module.dtype, settings)):
+        if checkpoint and (copy := stored_copy(checkpoint, blocks, find_dtype(self.module), settings)):
             checkpoint = copy
             blocks, weights = self._cut(copy)
         layers = [block.block.index for block in blocks if block.is_layer]

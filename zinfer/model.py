@@ -47,16 +47,34 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
     return model.eval().requires_grad_(False)
 
 
-def compute_buffers(model: PreTrainedModel) -> None:
-    """Replace buffers on the meta device, which no checkpoint may have, by those that the model's config computes."""
+def compute_buffers(model: nn.Module) -> None:
+    """Replace buffers on the meta device by those that the model's config computes; a checkpoint may not have them.
+
+    Of a module that is not one of transformers' the persistent ones are made room for: they are in its checkpoint.
+
+    Raises:
+        ConfigError: another buffer of such a module has no values.
+    """
     if any(buffer.is_meta for buffer in model.buffers()):
-        with init_empty_weights(include_buffers=False):
-            twin = type(model)(model.config)
-        computed = dict(twin.named_buffers())
+        computed = _computed_buffers(model)
         for prefix, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     module._buffers[name] = computed[f"{prefix}.{name}" if prefix else name]
+
+
+def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    if isinstance(model, PreTrainedModel):
+        with init_empty_weights(include_buffers=False):
+            return dict(type(model)(model.config).named_buffers())
+    stored = model.state_dict().keys()
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in stored]
+    if lost:
+        raise ConfigError(
+            f"model: the buffer {lost[0]} is on the meta device and in no checkpoint (persistent=False); build the "
+            "module with its buffers, as under accelerate's init_empty_weights()"
+        )
+    return {name: torch.empty_like(buffer, device="cpu") for name, buffer in model.named_buffers()}
 
 
 def report_device(model: nn.Module, device: torch.device) -> None:
@@ -142,11 +160,6 @@ def _check_module(model: nn.Module, settings: Settings) -> None:
             "be ()"
         )
     check_classes(model, settings.block_classes)
-    if is_plain and settings.checkpoint is not None:
-        raise ConfigError(
-            f"checkpoint: a {name} is not a transformers model, and how its weights are named in files is not known; "
-            "load them into the module first (load_state_dict), and leave checkpoint out"
-        )
     if "forward" in vars(model):
         raise ConfigError(
             "model: its forward is wrapped already, by another engine or by accelerate; destroy that engine or remove "
@@ -154,8 +167,7 @@ def _check_module(model: nn.Module, settings: Settings) -> None:
         )
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and settings.checkpoint is None:
-        remedy = "load them into the module first" if is_plain else "say where its weights are: checkpoint=FOLDER"
-        raise ConfigError(f"model: {on_meta[0]} is on the meta device; {remedy}")
+        raise ConfigError(f"model: {on_meta[0]} is on the meta device; say where its weights are: checkpoint=FOLDER")
 
 
 def _open(place: Path | CheckpointListing) -> Checkpoint:
