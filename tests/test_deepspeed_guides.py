@@ -97,7 +97,7 @@ def test_initializing_for_inference(pre_load_checkpoint: bool, bloom: Path, tmp_
         tensor_parallel={"tp_size": 1},
         dtype=torch.half,
         checkpoint=None if args.pre_load_checkpoint else args.checkpoint_json,
-        replace_with_kernel_inject=False,
+        replace_with_kernel_inject=True,
     )
     model = ds_engine.module
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)

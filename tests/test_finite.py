@@ -7,7 +7,7 @@ import pytest
 import ragged_models
 import torch
 from llm_support import by_ids, folder
-from transformers import AutoModelForCausalLM, DynamicCache, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessorList, T5Config, T5ForConditionalGeneration
 
 from zinfer import LLM, InferenceEngine, SamplingParams, init_inference
 from zinfer.errors import NonFiniteError
@@ -112,6 +112,11 @@ def test_what_comes_after_the_layers_and_what_cannot_be_repeated(folder: Path) -
     cache = DynamicCache(config=model.config)
     with pytest.raises(NonFiniteError, match=r"set zinfer\.check_finite to true"):
         engine.generate(input_ids=ids, max_new_tokens=2, past_key_values=cache)
+    assert engine.generate(input_ids=ids, max_new_tokens=2, remove_invalid_values=True).shape == (1, 5)
+    seen = []
+    processors = LogitsProcessorList([lambda ids, scores: seen.append(scores) or scores.nan_to_num()])
+    engine.generate(input_ids=ids, max_new_tokens=2, logits_processor=processors)
+    assert len(seen) == 2, "whoever chooses by himself sees to it"
     engine.destroy()
 
 

@@ -4,18 +4,19 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from zinfer.arguments import can_repeat, moved
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.cut import ModelBlock, cut_model
 from zinfer.errors import ConfigError, NotProfiledError
-from zinfer.finite import checked, choosable, explained
+from zinfer.finite import checked, choosable, explained, looks_at_logits
 from zinfer.inject.injection import Injection
 from zinfer.model import find_dtype, find_model, report_device
 from zinfer.narrow import warn_of_overflow
@@ -37,11 +38,6 @@ from zinfer.store.first_use import stored_copy
 from zinfer.weights import Weight, load_buffers, match_weights
 
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]
-# Arguments of `generate` that go on from where a first call has left them.
-_REMEMBERING: Final = frozenset(
-    {"streamer", "past_key_values", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
-    | {"assistant_model", "custom_generate", "generator"}
-)
 
 
 class InferenceEngine(nn.Module):
@@ -131,7 +127,7 @@ class InferenceEngine(nn.Module):
 
         def forward() -> Any:
             check_input(self.module, args, kwargs, self.settings.max_out_tokens)
-            return self.module(*self._moved(args), **self._moved(kwargs))
+            return self.module(*moved(args, self.device), **moved(kwargs, self.device))
 
         return self.call(self._checked(forward) if self.settings.check_finite else forward)
 
@@ -153,14 +149,14 @@ class InferenceEngine(nn.Module):
 
         def generate() -> Any:
             check_length(self.module, args, kwargs, self.settings.max_out_tokens)
-            return self.module.generate(*self._moved(args), **self._moved(kwargs))
+            return self.module.generate(*moved(args, self.device), **moved(kwargs, self.device))
 
-        work = choosable(generate, self.module)
+        is_looked_at = looks_at_logits(kwargs, args[1] if len(args) > 1 else self.module.generation_config)
+        work = choosable(generate, self.module) if is_looked_at else generate
         if self.settings.check_finite:
             return self.call(self._checked(work))
-        repeats = len(args) <= 2 and not _REMEMBERING.intersection(kwargs)
         layers, dtype = self.named_layers, find_dtype(self.module)
-        return self.call(explained(work, layers, dtype, self.device, repeats=repeats))
+        return self.call(explained(work, layers, dtype, self.device, repeats=can_repeat(args, kwargs)))
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Take the time of every forward call of the module from now on, for `model_times`.
@@ -287,8 +283,8 @@ class InferenceEngine(nn.Module):
             ConfigError: it would move or cast the weights.
         """
         dtype = find_dtype(self.module)
-        moved = fn(torch.empty(0, dtype=dtype, device=self.device))
-        if moved.device != self.device or moved.dtype != dtype:
+        after = fn(torch.empty(0, dtype=dtype, device=self.device))
+        if after.device != self.device or after.dtype != dtype:
             raise ConfigError(
                 f"the engine computes on {self.device} in {dtype}, and its weights stay where the plan has put them; "
                 "state zinfer.device and dtype in the configuration instead of moving or casting it"
@@ -310,13 +306,3 @@ class InferenceEngine(nn.Module):
 
     def _checked(self, work: Callable[[], Any]) -> Callable[[], Any]:
         return checked(work, self.named_layers, find_dtype(self.module))
-
-    def _moved(self, value: Any) -> Any:
-        """Tensors on the device, inside the containers that transformers passes around."""
-        if isinstance(value, torch.Tensor):
-            return value.to(self.device)
-        if isinstance(value, Mapping):
-            return {key: self._moved(item) for key, item in value.items()}
-        if isinstance(value, tuple):
-            return tuple(self._moved(item) for item in value)
-        return value

@@ -75,6 +75,22 @@ class _NoTokenError(Exception):
     """A pass gave logits of which no token can be chosen."""
 
 
+def looks_at_logits(kwargs: Mapping[str, Any], config: Any) -> bool:
+    """Whether the logits of a `generate` call are to be `choosable`: not where something else sees to those that are
+    NaN, transformers' `remove_invalid_values` or a logits processor that chooses itself.
+
+    Args:
+        kwargs: of the call.
+        config: the generation config by position, or the model's own.
+    """
+    config = kwargs.get("generation_config") or config
+
+    def asked(name: str) -> bool:
+        return bool(kwargs.get(name, getattr(config, name, False)))
+
+    return not asked("remove_invalid_values") and (asked("do_sample") or not kwargs.get("logits_processor"))
+
+
 def choosable(work: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:
     """The same work, which `checked` and `explained` stop once the model gives logits that are NaN or infinite.
 
