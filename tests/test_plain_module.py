@@ -172,3 +172,24 @@ def test_what_a_plain_modules_checkpoint_must_hold(listed: dict[str, Any]) -> No
     lost.register_buffer("scratch", torch.empty(3, device="meta"), persistent=False)
     with pytest.raises(ConfigError, match="the buffer scratch is on the meta device and in no checkpoint"):
         refused(lost, injection_policy=POLICY, checkpoint=listed)
+
+
+@pytest.mark.parametrize("is_empty", [False, True], ids=["memory", "checkpoint"])
+def test_a_block_that_is_used_several_times_in_a_pass(is_empty: bool, tmp_path: Path) -> None:
+    def recurrent(model: Decoder) -> Decoder:
+        first, second, *_ = model.blocks
+        model.blocks = nn.ModuleList([first, first, second, first, second])
+        return model
+
+    model = recurrent(tiny_decoder())
+    expected = logits_of(model)
+    more: dict[str, Any] = {}
+    if is_empty:
+        save_model(model, str(tmp_path / "weights.safetensors"))
+        more["checkpoint"] = {"type": "ds_model", "checkpoints": [str(tmp_path / "weights.safetensors")]}
+        with OnDevice(torch.float32, device="meta"):
+            model = recurrent(Decoder())
+    with loaded(model, DISK if is_empty else HOST, injection_policy=POLICY, **more) as engine:
+        assert len(engine.layers) == 2
+        for _ in range(3):
+            assert torch.equal(logits_of(engine), expected)
