@@ -4,7 +4,6 @@ import re
 from contextlib import suppress
 from copy import deepcopy
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,23 +280,6 @@ def test_usable_keys_are_refused_together_only_where_they_contradict(config: dic
         assert resolve_settings(config, config) == settings
         assert len({settings, resolve_settings(deepcopy(config))}) == 1
     assert config == before
-
-
-def test_the_readme_describes_keys_that_are_honoured() -> None:
-    text = (Path(__file__).resolve().parent.parent / "README.md").read_text()
-    table = text.split("## Configuration")[1].split("## ")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    names = [name.split(":")[0].lstrip(".") for row in rows for name in re.findall("`([^`]+)`", row)]
-    assert len(names) > 40
-    for name in names:
-        named = [key for path, key in BY_PATH.items() if f".{path}".endswith(f".{name}")]
-        assert Status.HONOURED in {key.status for key in named}, name
-
-
-def test_the_readme_names_what_is_refused() -> None:
-    for config in ({"tensor_parallel": {"tp_size": 2}}, {"mp_size": 2}, {"ep_size": 2}, {"moe": {"ep_size": 2}}):
-        with pytest.raises(ConfigError, match=r"is not available yet: .* over several GPUs"):
-            resolve_settings(config)
 
 
 @pytest.mark.parametrize("moe", [True, False, {"enabled": True, "ep_size": 1, "moe_experts": [8], "type": "residual"}])
