@@ -151,7 +151,8 @@ class Block:
 
     ``index`` is the block's place in the model's order. ``extents`` is empty for a module that was handed over in
     memory, and for a block with a ``conversion``: such a block has no home on disk. ``checksum`` is of what is read:
-    xxh3_128, in hexadecimal digits, over the bytes of all its extents in the file's order; None: not known.
+    xxh3_128, in hexadecimal digits, over the bytes of all its extents in the file's order; None: not known. A block
+    that ``encloses`` others is in use while those come and go: its home is the device.
     """
 
     index: int
@@ -160,6 +161,7 @@ class Block:
     extents: tuple[Extent, ...] = ()
     conversion: Conversion | None = None
     checksum: str | None = None
+    encloses: bool = False
 
     @property
     def nbytes(self) -> int:

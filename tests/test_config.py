@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from zinfer.config import Aio, Memory, Offload, Settings, resolve_settings
+from zinfer.config.listing import CheckpointListing
 from zinfer.errors import ConfigError
 
 
@@ -147,14 +148,20 @@ def test_agreeing_spellings_are_fine() -> None:
             "tensor_parallel.tp_size = 2 is not available yet: splitting layers over",
         ),
         ({"tp": {"tp_size": 2}}, "tp.tp_size = 2 is not available yet: "),
-        ({"moe": True}, "moe = true is not available yet: "),
-        ({"moe": {"enabled": True}}, 'moe = {"enabled": true} is not available yet: '),
-        ({"injection_policy": {int: ("a",)}}, "injection_policy = {<class 'int'>: ('a',)} is not available yet: "),
+        ({"moe": {"ep_size": 2}}, "moe.ep_size = 2 is not available yet: spreading experts over several GPUs"),
+        ({"ep_size": 2}, "ep_size = 2 is not available yet: "),
         (
-            {"checkpoint": {"type": "BLOOM", "checkpoints": []}},
-            'checkpoint = {"type": "BLOOM", "checkpoints": []} is not',
+            {"checkpoint": {"type": "Megatron", "checkpoints": ["mp_rank_00/a.pt", "mp_rank_01/a.pt"], "version": 0.0}},
+            'checkpoint = {"type": "Megatron", ',
         ),
-        ({"checkpoint": "ds_inference.json"}, 'checkpoint = "ds_inference.json" is not available yet: '),
+        (
+            {"checkpoint": {"type": "BLOOM", "checkpoints": {"tp": ["a.pt"], "non_tp": ["b.pt"]}}},
+            'checkpoint = {"type": "BLOOM", ',
+        ),
+        (
+            {"checkpoint": {"type": "ds_model", "checkpoints": ["a"], "mp_size": 2}},
+            'checkpoint = {"type": "ds_model", "checkpoints": ["a"], "mp_size": 2} is not available yet: weights that',
+        ),
     ],
 )
 def test_what_is_not_available_yet_is_refused(kwargs: dict[str, Any], message: str) -> None:
@@ -165,8 +172,7 @@ def test_what_is_not_available_yet_is_refused(kwargs: dict[str, Any], message: s
 
 def test_a_refused_feature_says_which_value_is_fine() -> None:
     assert _refusal(mp_size=2).endswith("; remove it or set it to 1")
-    assert _refusal(use_triton=True).endswith("; remove it or set it to false")
-    assert _refusal(moe={"enabled": True}).endswith('; remove it or set it to {"enabled": false}')
+    assert _refusal(enable_cuda_graph=True).endswith("; remove it or set it to false")
     assert _refusal(save_mp_checkpoint_path="/x").endswith("; remove it or set it to null")
 
 
@@ -177,6 +183,14 @@ def test_checkpoint_is_joined_to_its_folder() -> None:
     alone = resolve_settings({"base_dir": "/m"})
     assert alone.checkpoint is None
     assert [ignored.path for ignored in alone.without_effect] == ["base_dir"]
+    listed = {"type": "ds_model", "checkpoints": ["a.safetensors"], "version": 1.0}
+    for base_dir, found in (({"base_dir": "/m"}, "/m/a.safetensors"), ({}, "a.safetensors")):
+        checkpoint = resolve_settings({"checkpoint": listed}, base_dir).checkpoint
+        assert isinstance(checkpoint, CheckpointListing)
+        assert checkpoint.paths == (Path(found),)
+    inside = resolve_settings({"checkpoint": listed | {"base_dir": "/n"}}, {"base_dir": "/m"}).checkpoint
+    assert isinstance(inside, CheckpointListing)
+    assert inside.paths == (Path("/n/a.safetensors"),), "the list's own base_dir goes first"
     training = resolve_settings({"checkpoint": {"tag_validation": "Warn", "load_universal": False}})
     assert training.checkpoint is None
     assert [ignored.path for ignored in training.without_effect] == ["checkpoint"]

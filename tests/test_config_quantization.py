@@ -39,6 +39,7 @@ def _general(**stated: Any) -> Quantization:
         ({"quantization_setting": 16}, _general(num_groups=16)),
         ({"quantization_setting": (True, 8)}, _general(num_groups=8, mlp_extra_grouping=True)),
         ({"quantization_setting": [False, 8]}, _general(num_groups=8)),
+        ({"quantization_setting": (8, True)}, _general(num_groups=8, mlp_extra_grouping=True)),
         ({"quantization_setting": QuantizationConfig(q_bits=4, q_groups=2)}, _general(bits=4, num_groups=2)),
         ({"weight_quantization": {"num_bits": 4, "q_type": "asymmetric"}}, _general(bits=4, symmetric=False)),
         ({"weight_quantization": {"quantized_initialization": GROUPS}}, Quantization((INT4_GROUPS,))),

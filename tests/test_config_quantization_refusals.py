@@ -155,7 +155,7 @@ def test_disagreements_between_config_and_keyword_arguments() -> None:
         ({"quant": {"enabled": 1}}, "quant.enabled = 1: expected true or false"),
         *(
             ({"quantization_setting": value}, f"quantization_setting = {text}: expected a number of groups, or (mlp_")
-            for value, text in ((0, 0), (2.5, 2.5), ((8, True), "[8, true]"), ([True], "[true]"), ("8", '"8"'))
+            for value, text in ((0, 0), (2.5, 2.5), ((8, 8), "[8, 8]"), ([True], "[true]"), ("8", '"8"'))
         ),
         (
             {"zinfer": {"quantization": {"group_size": 0}}},

@@ -34,6 +34,7 @@ SECTIONS = {
     "weight_quantization": [],
     "weight_quantization.quantized_initialization": [],
     "zinfer.quantization": [],
+    "moe": [],
 }
 HONOURED = {
     "dtype": [],
@@ -80,6 +81,7 @@ HONOURED = {
     "zinfer.quantization.bits": [],
     "replace_with_kernel_inject": ["kernel_inject"],
     "enable_cuda_graph": [],
+    "injection_policy": ["injection_dict"],
 }
 NOT_YET = {
     "tensor_parallel.tp_size": [],
@@ -88,23 +90,22 @@ NOT_YET = {
     "mp_size": [],
     "mpu": [],
     "training_mp_size": [],
-    "use_triton": [],
-    "triton_autotune": [],
-    "moe": [],
-    "moe.enabled": [],
     "moe.ep_size": [],
-    "moe.moe_experts": ["num_experts"],
-    "moe.type": [],
     "ep_size": [],
     "ep_group": [],
-    "moe_type": [],
     "save_mp_checkpoint_path": [],
-    "injection_policy": ["injection_dict"],
-    "injection_policy_tuple": [],
     "zero_optimization.zero_hpz_partition_size": [],
     "zero_optimization.leaf_module": [],
 }
 NO_EFFECT = {
+    "use_triton": [],
+    "triton_autotune": [],
+    "moe.enabled": [],
+    "moe.moe_experts": ["num_experts"],
+    "moe.type": [],
+    "moe_experts": [],
+    "moe_type": [],
+    "injection_policy_tuple": [],
     "zero_optimization.stage3_max_reuse_distance": ["max_reuse_distance"],
     "zero_optimization.stage3_param_persistence_threshold": ["param_persistence_threshold"],
     "zero_optimization.stage3_model_persistence_threshold": ["model_persistence_threshold"],
@@ -279,3 +280,9 @@ def test_usable_keys_are_refused_together_only_where_they_contradict(config: dic
         assert resolve_settings(config, config) == settings
         assert len({settings, resolve_settings(deepcopy(config))}) == 1
     assert config == before
+
+
+@pytest.mark.parametrize("moe", [True, False, {"enabled": True, "ep_size": 1, "moe_experts": [8], "type": "residual"}])
+def test_a_mixture_on_one_gpu_needs_nothing(moe: object) -> None:
+    settings = resolve_settings({"moe": moe})
+    assert {ignored.path for ignored in settings.without_effect} <= {"moe.enabled", "moe.moe_experts", "moe.type"}

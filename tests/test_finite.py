@@ -1,11 +1,13 @@
 """Numbers that are not finite: which layer made them first is said, by `LLM` of itself and by an engine if asked."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ragged_models
 import torch
 from llm_support import by_ids, folder
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessorList, T5Config, T5ForConditionalGeneration
 
 from zinfer import LLM, InferenceEngine, SamplingParams, init_inference
 from zinfer.errors import NonFiniteError
@@ -49,7 +51,7 @@ def test_an_engine_names_the_layer_where_it_is_asked_to_look(folder: Path, tmp_p
     model.save_pretrained(tmp_path)
     ids = torch.tensor([[3, 4, 5]])
     quiet = init_inference(tmp_path, device="cpu")
-    quiet.generate(input_ids=ids, max_new_tokens=2)
+    assert quiet.forward(input_ids=ids).logits.isnan().any(), "a forward is looked at only if that is asked for"
     quiet.destroy()
     engine = init_inference(tmp_path, device="cpu", check_finite=True)
     for call in (lambda: engine.forward(input_ids=ids), lambda: engine.generate(input_ids=ids, max_new_tokens=2)):
@@ -61,3 +63,86 @@ def test_an_engine_names_the_layer_where_it_is_asked_to_look(folder: Path, tmp_p
     assert whole.generate(input_ids=ids, max_new_tokens=2).shape == (1, 5)
     assert num_hooks(whole) == hooks
     whole.destroy()
+
+
+CHOICES: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"do_sample": True, "temperature": 0.9, "top_k": 20},
+    {"do_sample": True, "num_beams": 2},
+    {"num_beams": 2, "do_sample": False},
+]
+
+
+@pytest.mark.parametrize("checks", [False, True], ids=["unasked", "asked"])
+@pytest.mark.parametrize("options", CHOICES, ids=lambda options: " ".join(options))
+def test_generate_names_the_layer_unasked(options: dict[str, Any], checks: bool, folder: Path) -> None:
+    """torch would say that probabilities are NaN where a token is drawn, and nothing at all where the greatest wins."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.layers[1].mlp.down_proj.weight.data[5, 5] = float("inf")
+    engine = init_inference(model, device="cpu", check_finite=checks)
+    with pytest.raises(NonFiniteError, match=r"come first from model\.layers\.1: "):
+        engine.generate(input_ids=torch.tensor([[3, 4, 5]]), max_new_tokens=3, **options)
+    assert not model._forward_hooks
+    engine.destroy()
+
+
+def test_a_token_drawn_late_breaks_the_text_the_second_time_too(folder: Path) -> None:
+    """The input is whole; of the tokens that are drawn one has an embedding of NaN."""
+    ids, options = torch.tensor([[3, 4, 5]]), {"max_new_tokens": 12, "do_sample": True}
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(7)
+    drawn = model.generate(input_ids=ids, **options)[0, 3:].tolist()
+    model.model.embed_tokens.weight.data[drawn[8]] = float("nan")
+    engine = init_inference(model, device="cpu")
+    torch.manual_seed(7)
+    passes = engine.stats().passes
+    with pytest.raises(NonFiniteError, match="come first from what comes before the first layer"):
+        engine.generate(input_ids=ids, **options)
+    assert (engine.stats().passes - passes) % 2 == 0, "as many passes the second time"
+    engine.destroy()
+
+
+def test_what_comes_after_the_layers_and_what_cannot_be_repeated(folder: Path) -> None:
+    ids = torch.tensor([[3, 4, 5]])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.norm.weight.data[0] = float("nan")
+    engine = init_inference(model, device="cpu")
+    with pytest.raises(NonFiniteError, match="come first from what comes after the last layer"):
+        engine.generate(input_ids=ids, max_new_tokens=2)
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(NonFiniteError, match=r"set zinfer\.check_finite to true"):
+        engine.generate(input_ids=ids, max_new_tokens=2, past_key_values=cache)
+    assert engine.generate(input_ids=ids, max_new_tokens=2, remove_invalid_values=True).shape == (1, 5)
+    seen = []
+    processors = LogitsProcessorList([lambda ids, scores: seen.append(scores) or scores.nan_to_num()])
+    engine.generate(input_ids=ids, max_new_tokens=2, logits_processor=processors)
+    assert len(seen) == 2, "whoever chooses by himself sees to it"
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("dtype", "warned"), [("fp16", True), ("bf16", False), (None, False)])
+def test_a_family_that_overflows_in_fp16_is_warned_of(
+    dtype: str | None, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ragged_models.tiny_model("gemma2", num_layers=2)
+    init_inference(model, device="cpu", dtype=dtype).destroy()
+    assert [("gemma2 models were trained in bfloat16" in record.getMessage()) for record in caplog.records] == (
+        [True] if warned else []
+    )
+
+
+def test_what_transformers_keeps_in_float32_stays_there(tmp_path: Path) -> None:
+    """T5's last projection of each layer: in float16 it overflows."""
+    torch.manual_seed(0)
+    shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 61}
+    model = T5ForConditionalGeneration(T5Config(**shape, initializer_factor=1.0)).eval()
+    model.save_pretrained(tmp_path)
+    ids = torch.tensor([[5, 6, 7, 1]])
+    eager = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    with torch.no_grad():
+        expected = eager(input_ids=ids, decoder_input_ids=ids).logits
+    engine = init_inference(model, device="cpu", dtype="fp16")
+    kinds = {name.split(".")[-2] for name, weight in model.named_parameters() if weight.dtype is torch.float32}
+    assert kinds == {"wo"}
+    assert torch.equal(engine(input_ids=ids, decoder_input_ids=ids).logits, expected)
+    engine.destroy()

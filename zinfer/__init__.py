@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from zinfer.batching.completion import Completion
     from zinfer.batching.sampling_params import SamplingParams
-    from zinfer.engine import InferenceEngine, init_inference
+    from zinfer.engine import InferenceEngine
+    from zinfer.entry import init_inference, initialize
     from zinfer.llm import LLM
+    from zinfer.on_device import OnDevice
     from zinfer.quantization.in_place import quantize_transformer
     from zinfer.quantization.rules import QuantizationConfig
 
@@ -16,10 +18,12 @@ __all__ = [
     "LLM",
     "Completion",
     "InferenceEngine",
+    "OnDevice",
     "QuantizationConfig",
     "SamplingParams",
     "__version__",
     "init_inference",
+    "initialize",
     "quantize_transformer",
 ]
 
@@ -28,7 +32,9 @@ _HOMES: Final = {
     "Completion": "zinfer.batching.completion",
     "SamplingParams": "zinfer.batching.sampling_params",
     "InferenceEngine": "zinfer.engine",
-    "init_inference": "zinfer.engine",
+    "OnDevice": "zinfer.on_device",
+    "init_inference": "zinfer.entry",
+    "initialize": "zinfer.entry",
     "quantize_transformer": "zinfer.quantization.in_place",
     "QuantizationConfig": "zinfer.quantization.rules",
 }

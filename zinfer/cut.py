@@ -15,7 +15,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import JoinedTensor, TensorEntry
+from zinfer.config.block_classes import BlockClass
 from zinfer.errors import CheckpointError, ConfigError
+from zinfer.layer_classes import layer_test
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
 from zinfer.quantization.conversion import Quantizing
 from zinfer.quantization.rounding import NEAREST, Rounding
@@ -69,17 +71,19 @@ def cut_model(
     checksums: Mapping[Path, str] = MappingProxyType({}),
     quantizes_input: Callable[[str], bool] = lambda name: False,
     together: Iterable[Sequence[str]] = (),
+    classes: Sequence[BlockClass] = (),
 ) -> list[ModelBlock]:
     """The blocks of a model in its own order; every parameter is in exactly one.
 
     Args:
-        model: a transformers model whose class or parts name `_no_split_modules`.
+        model: a transformers model whose class or parts name `_no_split_modules`, or one with blocks of ``classes``.
         weights: what the checkpoint holds of each parameter; empty for a model whose weights are in memory.
         form: how a parameter that is stored in full lies in its slab.
         rounding: how it becomes codes where that form quantizes it.
         checksums: of files that hold one block each.
         quantizes_input: whether products with a weight that is stored quantized quantize what it is multiplied with.
         together: names of parameters that are to follow one another in a slab, where one block has them.
+        classes: of modules that are layers too.
 
     Raises:
         CheckpointError: the model does not say which of its modules are layers.
@@ -88,7 +92,7 @@ def cut_model(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     bytes_of = {name: weights[name] if weights else id(value) for name, value in parameters.items()}
     packs = {name: tuple(pack) for pack in together for name in pack}
-    cutter = _Cutter(model, parameters, weights, bytes_of, form, rounding, quantizes_input, packs)
+    cutter = _Cutter(model, parameters, weights, bytes_of, form, rounding, quantizes_input, packs, tuple(classes))
     blocks = [cutter.finish(index, piece) for index, piece in enumerate(cutter.pieces())]
     return [_with_checksum(block, checksums) for block in blocks]
 
@@ -111,12 +115,13 @@ class _Cutter:
     rounding: Rounding
     quantizes_input: Callable[[str], bool]
     packs: Mapping[str, tuple[str, ...]]
+    classes: tuple[BlockClass, ...]
 
     def pieces(self) -> list[_Piece]:
         """Layers, and the modules that hold weights outside them; the latter joined where they share bytes."""
         pieces: list[_Piece] = []
         owner: dict[Hashable, _Piece] = {}
-        for name, module, is_layer in _holders(self.model):
+        for name, module, is_layer in _holders(self.model, self.classes):
             own = module.named_parameters(recurse=is_layer, remove_duplicate=False)
             names = [f"{name}.{leaf}" if name else leaf for leaf, _ in own]
             if not names:
@@ -144,7 +149,7 @@ class _Cutter:
         packs = {self.packs[name] for name in names if name in self.packs}
         layout = interleave(layout, ([name.removeprefix(prefix) for name in pack] for pack in packs))
         bindings = tuple(self._binding(name, target.removeprefix(prefix)) for name, target in alias.items())
-        block = Block(index, piece.name, layout)
+        block = Block(index, piece.name, layout, encloses=_encloses(piece))
         if any(self._converts(name, tensor) for name, tensor in zip(names, layout.tensors, strict=True)):
             block = replace(block, conversion=self._conversion(block, names))
         elif self.weights:
@@ -219,22 +224,27 @@ class _Cutter:
         return Binding(self.model.get_submodule(path), leaf, tensor)
 
 
-def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+def _holders(model: nn.Module, classes: Sequence[BlockClass]) -> Iterator[tuple[str, nn.Module, bool]]:
     """Modules that may hold weights: ``(name, module, whether it is a layer)``, none inside a layer."""
-    layer_classes = set(getattr(model, "_no_split_modules", None) or ())
-    if not layer_classes:
+    is_layer = layer_test(model, classes)
+    if is_layer is None:
         raise CheckpointError(
             f"{type(model).__name__} names no layer class (_no_split_modules), so it cannot be cut into blocks; "
-            f"pass a transformers model of a family that does"
+            f"name one: injection_policy={{Block: (linear layers)}}"
         )
     layers: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(layer) for layer in layers):
             continue
-        is_layer = type(module).__name__ in layer_classes
-        if is_layer:
+        if found := is_layer(module):
             layers.append(f"{name}.")
-        yield name, module, is_layer
+        yield name, module, found
+
+
+def _encloses(piece: _Piece) -> bool:
+    """Whether modules that hold weights too are called within its own."""
+    children = (child for site in piece.sites for child in site.children() if not piece.is_layer)
+    return any(next(child.parameters(), None) is not None for child in children)
 
 
 def _extents(weight: TensorEntry | JoinedTensor, tensor: SlabTensor) -> Iterator[Extent]:

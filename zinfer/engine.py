@@ -1,43 +1,40 @@
-"""`init_inference` and `InferenceEngine`: a model that runs as transformers wrote it while its weights stream."""
+"""`InferenceEngine`: a model that runs as it was written while its weights stream."""
 
-import functools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from zinfer.arguments import can_repeat, moved
 from zinfer.checkpoint import Checkpoint
 from zinfer.compiled import CompiledParts
-from zinfer.config import Settings, resolve_settings
+from zinfer.config import Settings
 from zinfer.cut import ModelBlock, cut_model
-from zinfer.finite import checked
+from zinfer.errors import ConfigError, NotProfiledError
+from zinfer.finite import checked, choosable, explained, looks_at_logits
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.graphs.replay import Replay, open_graphs
 from zinfer.inject.injection import Injection
 from zinfer.inject.packs import find_packs, packs_in
-from zinfer.model import find_model, report_device
+from zinfer.model import find_dtype, find_model, report_device
+from zinfer.narrow import warn_of_overflow
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, open_stream
 from zinfer.offload.trace import Trace
-from zinfer.planning.block_work import BlockWork, find_work
-from zinfer.planning.footprint import Footprint, find_footprint
-from zinfer.planning.forecast import beside_request
-from zinfer.planning.machine import MachineLimits, find_limits, free_device_bytes
-from zinfer.planning.model_shape import read_shape
+from zinfer.outlook import Outlook, beside_others
+from zinfer.pass_times import PassTimes
+from zinfer.planning.footprint import Footprint
+from zinfer.planning.machine import find_limits, free_device_bytes
 from zinfer.planning.planner import Plan, make_plan
-from zinfer.planning.prediction import PassTime, Prediction, disk_spares_time, pass_time, predict
-from zinfer.planning.rates import Rates
+from zinfer.planning.prediction import Prediction
 from zinfer.planning.request import Request
-from zinfer.probe.rates import known_rates
 from zinfer.quantization.forms import check_patterns, find_activations, find_form, find_rounding
-from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.runtime import Runtime, check_trace
 from zinfer.sequence_length import check_input, check_length, check_room
@@ -47,37 +44,16 @@ from zinfer.weights import Weight, load_buffers, match_weights
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]
 
 
-def init_inference(
-    model: str | os.PathLike[str] | nn.Module,
-    config: str | os.PathLike[str] | Mapping[str, object] | None = None,
-    **kwargs: object,
-) -> "InferenceEngine":
-    """Make an engine that runs ``model`` within the memory budgets.
-
-    Args:
-        model: a checkpoint folder, a Hugging Face cache folder, a hub name that is in the cache, or a transformers
-            module: one with its weights in memory (they are taken over, block by block), or one on the meta device
-            together with ``checkpoint=``.
-        config: DeepSpeed-style settings: a dict, or the path of a JSON file. Never changed.
-        kwargs: the same keys; a key given twice with different values is an error.
-
-    Raises:
-        ConfigError: a key or value cannot be used.
-        CheckpointError: the checkpoint is incomplete, damaged, or not a causal language model.
-        PlanError: a memory budget is too small.
-    """
-    settings = resolve_settings(config, kwargs)
-    return InferenceEngine(model, settings)
-
-
 class InferenceEngine(nn.Module):
-    """A model whose weights stream while it runs; made by `init_inference`.
+    """A model whose weights stream while it runs; made by `zinfer.init_inference`.
 
     Attributes:
-        module: the transformers module; its streamed parameters are absent between uses (`zinfer.absent`).
+        module: the transformers module, or the plain one that was given; its streamed parameters are absent between
+            uses (`zinfer.absent`). What the engine has not itself is looked for there: `engine.config`.
         settings: the resolved configuration.
         plan: homes, buffers and bytes.
         device: where it computes.
+        outlook: what passes take by arithmetic.
         trace: where reads, copies and computes are noted, if they are.
 
     One thread at a time: concurrent calls of `generate` and `forward` wait for each other.
@@ -92,7 +68,7 @@ class InferenceEngine(nn.Module):
         check_model: Callable[[PreTrainedModel], object] | None = None,
         find_reserve: FindReserve | None = None,
     ) -> None:
-        """As `init_inference`, with settings that are resolved already.
+        """As `zinfer.init_inference`, with settings that are resolved already.
 
         Args:
             open_stream: makes a copy stream for the device.
@@ -114,19 +90,19 @@ class InferenceEngine(nn.Module):
         self._packs = find_packs(self.module) if settings.kernel_inject else []
         blocks, weights = self._cut(checkpoint)
         reserve = find_reserve(self.module, blocks, free_device_bytes(limits)) if find_reserve else None
-        if checkpoint and (copy := stored_copy(checkpoint, blocks, self.module.dtype, settings)):
+        if checkpoint and (copy := stored_copy(checkpoint, blocks, find_dtype(self.module), settings)):
             checkpoint = copy
             blocks, weights = self._cut(copy)
         layers = [block.block.index for block in blocks if block.is_layer]
         self._blocks = tuple(blocks)
-        limits = self._beside_others(limits, reserve)
+        limits = beside_others(self.module, self._blocks, limits, settings, reserve)
         self.plan: Plan = make_plan([block.block for block in blocks], layers, limits, settings)
-        self._files = tuple(checkpoint.files) if checkpoint else None
-        self._rates: Rates | None = None
         load_buffers(self.module, weights, self.device)
         report_device(self.module, self.device)
+        warn_of_overflow(self.module, find_dtype(self.module))
         self._lock = threading.RLock()
         self._wall_s = 0.0
+        self._pass_times: PassTimes | None = None
         self.trace = trace or (Trace() if settings.trace else None)
         graphs = open_graphs(self.plan, settings, self.device)
         self._replay = Replay(self.module, graphs) if graphs else None
@@ -148,35 +124,70 @@ class InferenceEngine(nn.Module):
         self._injection = Injection(self.module, packs) if settings.kernel_inject else None
         self._compiled: CompiledParts | None = None
         self._restore = weakref.finalize(self, self._injection.remove) if self._injection else None
+        files = tuple(checkpoint.files) if checkpoint else None
+        self.outlook = Outlook(self.module, self._blocks, self.plan, self.device, files, bool(self.injected))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; tensors among the arguments are moved to the device. No gradients.
 
         Raises:
             NonFiniteError: `zinfer.check_finite` is set, and a layer gave infinities or NaN.
-            ValueError: the input, with what the cache holds, exceeds `max_out_tokens` or the model's positions.
+            LengthError: the input, with what the cache holds, exceeds `max_out_tokens` or the model's positions.
         """
 
         def forward() -> Any:
             check_input(self.module, args, kwargs, self.settings.max_out_tokens)
-            return self.module(*self._moved(args), **self._moved(kwargs))
+            return self.module(*moved(args, self.device), **moved(kwargs, self.device))
 
-        return self.call(self._checked(forward))
+        return self.call(self._checked(forward) if self.settings.check_finite else forward)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own `generate`: same arguments, same result.
+        """transformers' own `generate`: same arguments, same result; beams too.
 
         Raises:
-            ValueError: input and new tokens together exceed `max_out_tokens` or the model's positions; checked before
+            ConfigError: the module has no such method.
+            LengthError: input and new tokens together exceed `max_out_tokens` or the model's positions; checked before
                 any compute.
+            NonFiniteError: the logits of a text are NaN or infinite; names the layer that was the first to give such
+                numbers, for which the call is computed once more.
         """
+        if not hasattr(self.module, "generate"):
+            raise ConfigError(
+                f"generate: a {type(self.module).__name__} has no such method; call the engine, which is its forward, "
+                "or give a transformers model with a head that generates"
+            )
 
         def generate() -> Any:
             check_length(self.module, args, kwargs, self.settings.max_out_tokens)
             generate = self._replay.generate if self._replay else self.module.generate
-            return generate(*self._moved(args), **self._moved(kwargs))
+            return generate(*moved(args, self.device), **moved(kwargs, self.device))
 
-        return self.call(self._checked(generate))
+        is_looked_at = looks_at_logits(kwargs, args[1] if len(args) > 1 else self.module.generation_config)
+        work = choosable(generate, self.module) if is_looked_at else generate
+        if self.settings.check_finite:
+            return self.call(self._checked(work))
+        layers, dtype = self.named_layers, find_dtype(self.module)
+        return self.call(explained(work, layers, dtype, self.device, repeats=can_repeat(args, kwargs)))
+
+    def profile_model_time(self, use_cuda_events: bool = True) -> None:
+        """Take the time of every forward call of the module from now on, for `model_times`.
+
+        Args:
+            use_cuda_events: on a CUDA device, mark begin and end on its stream instead of waiting for it twice a call.
+        """
+        if self._pass_times is not None:
+            self._pass_times.remove()
+        self._pass_times = PassTimes(self.module, self.device, use_cuda_events=use_cuda_events)
+
+    def model_times(self) -> list[float]:
+        """Milliseconds of each forward call of the module since the last time that this was asked.
+
+        Raises:
+            NotProfiledError: `profile_model_time` was not called.
+        """
+        if self._pass_times is None:
+            raise NotProfiledError("model profiling is not enabled; call profile_model_time() before the model runs")
+        return self._pass_times.take()
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
         """Let `torch.compile` fuse what layers compute beside attention; the first calls after it take long.
@@ -207,7 +218,7 @@ class InferenceEngine(nn.Module):
         Args:
             other_bytes: that others have copied to the device beside it; they are in the link's share alone.
         """
-        return self._running().stats(self._wall_s, self._rates, other_bytes)
+        return self._running().stats(self._wall_s, self.outlook.known_rates, other_bytes)
 
     @property
     def injected(self) -> dict[str, str]:
@@ -231,22 +242,10 @@ class InferenceEngine(nn.Module):
             new_tokens: tokens generated after each.
 
         Raises:
-            ConfigError: a number below 1, or files that cannot be read.
+            ConfigError: a number below 1, files that cannot be read, or a module that is not one of transformers'.
             PlanError: the model keeps a state whose size is not known.
         """
-        request = Request(batch_size, prompt_len, new_tokens)
-        return predict(self.plan, self._work, self._find_rates(), request, self._footprint(request))
-
-    def pass_time(self, num_tokens: int, num_rows: int, **sizes: int) -> PassTime:
-        """What one pass takes, by resource; rates as for `predict`, arguments as for `prediction.pass_time`."""
-        return pass_time(self.plan, self._work, self._find_rates(), num_tokens, num_rows, **sizes)
-
-    def disk_spares_time(self, token_bytes: int) -> bool:
-        """As `prediction.disk_spares_time`; rates as for `predict`.
-
-        The disk is the checkpoint's; of a module with its weights in memory no disk is known, and none spares anything.
-        """
-        return self._files is not None and disk_spares_time(self._work, self._find_rates(), token_bytes)
+        return self.outlook.predict(Request(batch_size, prompt_len, new_tokens))
 
     def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
         """Whether `borrow` would spare a block the way in every pass."""
@@ -278,6 +277,8 @@ class InferenceEngine(nn.Module):
         """
         with self._lock:
             self._runtime = None
+            if self._pass_times is not None:
+                self._pass_times.remove()
             if self._restore:
                 self._restore()
             if self._compiled:
@@ -293,42 +294,38 @@ class InferenceEngine(nn.Module):
         rules, checksums = self.settings.quantization, scheme.checksums if scheme else {}
         form, rounding, quantizes_input = find_form(rules), find_rounding(rules), find_activations(rules)
         together = [names for pack in self._packs for names in pack.parameters]
-        return cut_model(self.module, weights, form, rounding, checksums, quantizes_input, together), weights
-
-    @functools.cached_property
-    def _work(self) -> tuple[BlockWork, ...]:
-        return find_work(self._blocks, replace(read_shape(self.module.config), is_fused=bool(self.injected)))
-
-    def _find_rates(self) -> Rates:
-        if self._rates is None:
-            self._rates = known_rates(self.device, self._files)
-        return self._rates
-
-    @property
-    def _dequantized_bytes(self) -> int:
-        return most_dequantized_bytes(block.block for block in self._blocks)
-
-    def _footprint(self, request: Request) -> Footprint:
-        shape, dtype = read_shape(self.module.config), self.module.dtype
-        on_cuda = self.device.type == "cuda"
-        return find_footprint(shape, dtype, request, on_cuda=on_cuda, dequantized_bytes=self._dequantized_bytes)
-
-    def _beside_others(self, limits: MachineLimits, reserve: Footprint | None) -> MachineLimits:
-        """The budgets, less what others take of the device: by default the batch that the configuration states."""
-        free_bytes = free_device_bytes(limits)
-        if reserve is not None:
-            whole = replace(reserve, activation_bytes=reserve.activation_bytes + self._dequantized_bytes)
-            return beside_request(limits, free_bytes, self.settings, whole)
-        batch = self.settings.batch
-        if batch.batch_size is None or batch.prompt_len is None or batch.new_tokens is None:
-            return limits
-        request = Request(batch.batch_size, batch.prompt_len, batch.new_tokens)
-        return beside_request(limits, free_bytes, self.settings, self._footprint(request))
+        classes = self.settings.block_classes
+        blocks = cut_model(self.module, weights, form, rounding, checksums, quantizes_input, together, classes)
+        return blocks, weights
 
     def _running(self) -> Runtime:
         if self._runtime is None:
             raise RuntimeError("this engine was destroyed; make a new one with zinfer.init_inference")
         return self._runtime
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine has not, its module may have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not there yet
+                raise
+        return getattr(self.module, name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "InferenceEngine":
+        """What `to`, `cuda`, `half` and their like do to each tensor: nothing here, or it is refused.
+
+        Raises:
+            ConfigError: it would move or cast the weights.
+        """
+        dtype = find_dtype(self.module)
+        after = fn(torch.empty(0, dtype=dtype, device=self.device))
+        if after.device != self.device or after.dtype != dtype:
+            raise ConfigError(
+                f"the engine computes on {self.device} in {dtype}, and its weights stay where the plan has put them; "
+                "state zinfer.device and dtype in the configuration instead of moving or casting it"
+            )
+        return self
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Whatever runs the module's forward: one thread at a time, no gradients, left in order however it ends."""
@@ -344,14 +341,4 @@ class InferenceEngine(nn.Module):
                 runtime.settle()
 
     def _checked(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        return checked(work, self.named_layers, self.module.dtype) if self.settings.check_finite else work
-
-    def _moved(self, value: Any) -> Any:
-        """Tensors on the device, inside the containers that transformers passes around."""
-        if isinstance(value, torch.Tensor):
-            return value.to(self.device)
-        if isinstance(value, Mapping):
-            return {key: self._moved(item) for key, item in value.items()}
-        if isinstance(value, tuple):
-            return tuple(self._moved(item) for item in value)
-        return value
+        return checked(work, self.named_layers, find_dtype(self.module))

@@ -21,5 +21,13 @@ class NonFiniteError(ZinferError, FloatingPointError):
     """A layer gave infinities or NaN; the message names the first that did."""
 
 
+class LengthError(ZinferError, ValueError, RuntimeError):
+    """Input and new tokens together are more than a limit; DeepSpeed's scripts expect a RuntimeError."""
+
+
+class NotProfiledError(ZinferError, AssertionError):
+    """Times of calls were asked for and nobody had them taken; DeepSpeed's scripts expect an AssertionError."""
+
+
 class JobError(ZinferError):
     """A batch job cannot start or go on: unusable input, or an output that belongs to another job."""

@@ -71,17 +71,64 @@ class FiniteWatch:
         self._looks[place] = look if before is None else before & look
 
 
+class _NoTokenError(Exception):
+    """A pass gave logits of which no token can be chosen."""
+
+
+def looks_at_logits(kwargs: Mapping[str, Any], config: Any) -> bool:
+    """Whether the logits of a `generate` call are to be `choosable`: not where something else sees to those that are
+    NaN, transformers' `remove_invalid_values` or a logits processor that chooses itself.
+
+    Args:
+        kwargs: of the call.
+        config: the generation config by position, or the model's own.
+    """
+    config = kwargs.get("generation_config") or config
+
+    def asked(name: str) -> bool:
+        return bool(kwargs.get(name, getattr(config, name, False)))
+
+    return not asked("remove_invalid_values") and (asked("do_sample") or not kwargs.get("logits_processor"))
+
+
+def choosable(work: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:
+    """The same work, which `checked` and `explained` stop once the model gives logits that are NaN or infinite.
+
+    Drawing from such probabilities kills the process's use of a CUDA device, and the greatest of them is a wrong token.
+    What is looked at are the greatest of each row at its last position; a text of the batch waits for its token anyway.
+    """
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        logits = getattr(output, "logits", None)
+        if isinstance(logits, torch.Tensor) and not bool(logits[:, -1].amax(-1).isfinite().all()):
+            raise _NoTokenError
+
+    def looking() -> Any:
+        handle = model.register_forward_hook(look)
+        try:
+            return work()
+        finally:
+            handle.remove()
+
+    return looking
+
+
 def checked(work: Callable[[], Any], layers: Mapping[str, nn.Module], dtype: torch.dtype) -> Callable[[], Any]:
     """The same work, which raises NonFiniteError where a layer of a model in ``dtype`` gives infinities or NaN."""
 
     def watched() -> Any:
-        watch = FiniteWatch(layers)
+        watch, found, failure = FiniteWatch(layers), None, None
         watch.start()
         try:
-            found = work()
+            try:
+                found = work()
+            except _NoTokenError as error:
+                failure = error
             where = watch.where(watch.take())
         finally:
             watch.stop()
+        if where is None and failure is not None:
+            where = "what comes after the last layer"
         if where is not None:
             raise NonFiniteError(
                 f"infinities or NaN come first from {where}: its weights may be damaged, or {dtype} too narrow for "
@@ -90,3 +137,40 @@ def checked(work: Callable[[], Any], layers: Mapping[str, nn.Module], dtype: tor
         return found
 
     return watched
+
+
+def explained(
+    work: Callable[[], Any],
+    layers: Mapping[str, nn.Module],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    repeats: bool,
+) -> Callable[[], Any]:
+    """The same work, done once more under `checked` where it came to logits of which no token can be chosen.
+
+    Layers are not looked at while all goes well. The second time draws the same tokens.
+
+    Args:
+        device: where tokens are drawn.
+        repeats: whether doing the work twice is doing it once: nothing that it is given remembers the first time.
+    """
+
+    def again() -> Any:
+        on_cuda = device.type == "cuda"
+        state, device_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
+        try:
+            return work()
+        except _NoTokenError:
+            pass
+        if repeats:
+            torch.set_rng_state(state)
+            if device_state is not None:
+                torch.cuda.set_rng_state(device_state, device)
+            checked(work, layers, dtype)()
+        raise NonFiniteError(
+            "the model gave logits that are NaN or infinite; set zinfer.check_finite to true to learn which layer gave "
+            "the first"
+        )
+
+    return again

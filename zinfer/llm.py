@@ -99,7 +99,7 @@ class LLM:
         device = self._engine.device
         shape, folder = read_kv_shape(module.config), settings.offload.nvme_path
         if folder is not None and parks_on_disk is None:
-            parks_on_disk = self._engine.disk_spares_time(shape.token_bytes(budget.kv_dtype))
+            parks_on_disk = self._engine.outlook.disk_spares_time(shape.token_bytes(budget.kv_dtype))
         budget = replace(budget, parks_on_disk=folder is not None and bool(parks_on_disk))
         self._cache = open_pages(self._engine, shape, budget)
         self._budget, self._window = budget, common_window(module.config)
@@ -158,7 +158,7 @@ class LLM:
 
     def _predict(self, sizes: Sequence[PassSize]) -> JobPrediction:
         token_bytes = read_kv_shape(self._engine.module.config).token_bytes(self._budget.kv_dtype)
-        return predict_job(sizes, token_bytes, self._budget, self._engine.pass_time)
+        return predict_job(sizes, token_bytes, self._budget, self._engine.outlook.pass_time)
 
     @property
     def batching(self) -> BatchingBudget:

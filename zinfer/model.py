@@ -1,6 +1,8 @@
 """The module tree of a model: given with its weights, or built without them, parameters on the meta device."""
 
 import os
+from pathlib import Path
+from typing import cast
 
 import torch
 import transformers
@@ -8,9 +10,12 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from zinfer import narrow
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
+from zinfer.config.listing import CheckpointListing
 from zinfer.errors import CheckpointError, ConfigError
+from zinfer.layer_classes import check_classes, layer_test
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -36,26 +41,47 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
             f"{checkpoint.config_path}: transformers {transformers.__version__} builds no causal language model from "
             f"it: {_brief(error)}"
         ) from error
+    narrow.widen(model, config.dtype)
     _load_generation_config(model, checkpoint)
     model.name_or_path = str(checkpoint.folder)
     return model.eval().requires_grad_(False)
 
 
-def compute_buffers(model: PreTrainedModel) -> None:
-    """Replace buffers on the meta device, which no checkpoint may have, by those that the model's config computes."""
+def compute_buffers(model: nn.Module) -> None:
+    """Replace buffers on the meta device by those that the model's config computes; a checkpoint may not have them.
+
+    Of a module that is not one of transformers' the persistent ones are made room for: they are in its checkpoint.
+
+    Raises:
+        ConfigError: another buffer of such a module has no values.
+    """
     if any(buffer.is_meta for buffer in model.buffers()):
-        with init_empty_weights(include_buffers=False):
-            twin = type(model)(model.config)
-        computed = dict(twin.named_buffers())
+        computed = _computed_buffers(model)
         for prefix, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     module._buffers[name] = computed[f"{prefix}.{name}" if prefix else name]
 
 
-def report_device(model: PreTrainedModel, device: torch.device) -> None:
+def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    if isinstance(model, PreTrainedModel):
+        with init_empty_weights(include_buffers=False):
+            return dict(type(model)(model.config).named_buffers())
+    stored = model.state_dict().keys()
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in stored]
+    if lost:
+        raise ConfigError(
+            f"model: the buffer {lost[0]} is on the meta device and in no checkpoint (persistent=False); build the "
+            "module with its buffers, as under accelerate's init_empty_weights()"
+        )
+    return {name: torch.empty_like(buffer, device="cpu") for name, buffer in model.named_buffers()}
+
+
+def report_device(model: nn.Module, device: torch.device) -> None:
     """Let ``model.device`` say where it computes; transformers would name the meta device of a streamed parameter."""
     original = type(model)
+    if not hasattr(original, "device"):
+        return
     model.__class__ = type(original.__name__, (original,), {"device": property(lambda self: device)})
 
 
@@ -100,19 +126,40 @@ def find_model(
 ) -> tuple[PreTrainedModel, Checkpoint | None]:
     """The module tree, and the checkpoint that holds its weights unless they are in memory.
 
+    A module that is not one of transformers' is given back as if it were: what it lacks is asked for with care.
+
     Raises:
         ConfigError: what is given is no model that can be run, or does not say where its weights are.
         CheckpointError: as `Checkpoint.open`.
     """
     if not isinstance(model, str | os.PathLike | nn.Module):
-        raise ConfigError(f"model: expected a folder, a hub name or a transformers module, not {type(model).__name__}")
+        raise ConfigError(f"model: expected a folder, a hub name or a module, not {type(model).__name__}")
     if not isinstance(model, nn.Module):
         if settings.checkpoint is not None:
             raise ConfigError(f"checkpoint: the model is given as a folder ({model}) already; remove one of the two")
         checkpoint = Checkpoint.open(model)
-        return build_meta_model(checkpoint, settings.dtype), checkpoint
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(f"model: a {type(model).__name__} is not a transformers model; pass one, or a folder")
+        tree = build_meta_model(checkpoint, settings.dtype)
+        check_classes(tree, settings.block_classes)
+        return tree, checkpoint
+    _check_module(model, settings)
+    module = cast(PreTrainedModel, model.eval().requires_grad_(False))
+    if settings.dtype is not None:
+        narrow.cast(module, settings.dtype)
+    if settings.checkpoint is None:
+        return module, None
+    compute_buffers(module)
+    return module, _open(settings.checkpoint)
+
+
+def _check_module(model: nn.Module, settings: Settings) -> None:
+    name, is_plain = type(model).__name__, not isinstance(model, PreTrainedModel)
+    if is_plain and layer_test(model, settings.block_classes) is None:
+        raise ConfigError(
+            f"model: a {name} is not a transformers model, and nothing says which modules in it are the blocks that "
+            'stream; name their class: injection_policy={Block: ("attn.out_proj", "mlp.fc2")}, whose second part may '
+            "be ()"
+        )
+    check_classes(model, settings.block_classes)
     if "forward" in vars(model):
         raise ConfigError(
             "model: its forward is wrapped already, by another engine or by accelerate; destroy that engine or remove "
@@ -121,11 +168,15 @@ def find_model(
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and settings.checkpoint is None:
         raise ConfigError(f"model: {on_meta[0]} is on the meta device; say where its weights are: checkpoint=FOLDER")
-    module = model.eval().requires_grad_(False)
-    for parameter in module.parameters():  # not module.to: rotary frequencies stay in their own dtype
-        if settings.dtype not in (None, parameter.dtype):
-            parameter.data = parameter.data.to(settings.dtype)
-    if settings.checkpoint is None:
-        return module, None
-    compute_buffers(module)
-    return module, Checkpoint.open(settings.checkpoint)
+
+
+def _open(place: Path | CheckpointListing) -> Checkpoint:
+    return (
+        Checkpoint.listed(place.paths, place.label) if isinstance(place, CheckpointListing) else Checkpoint.open(place)
+    )
+
+
+def find_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of a model's floating-point parameters, which it computes in: that of the first."""
+    own = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
+    return model.dtype if isinstance(model, PreTrainedModel) else own

@@ -5,8 +5,9 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
-from zinfer.errors import ConfigError
+from zinfer.errors import ConfigError, LengthError
 
 # GenerationMixin's own, where neither max_new_tokens nor max_length is set (transformers, generation/utils.py).
 _DEFAULT_NUM_NEW_TOKENS: Final = 20
@@ -15,7 +16,7 @@ _DEFAULT_NUM_NEW_TOKENS: Final = 20
 def max_positions(model: nn.Module) -> int | None:
     """Tokens that the model has positions for; None where its config states no such limit."""
     config = getattr(model, "config", None)
-    if config is None:
+    if not isinstance(config, PretrainedConfig):
         return None
     text = config.get_text_config()
     value = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
@@ -47,7 +48,7 @@ def check_input(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         num_tokens = tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
     for name, limit in _limits(model, max_out_tokens):
         if num_tokens > limit:
-            raise ValueError(f"{num_tokens} tokens exceed {name} ({limit}); shorten the input")
+            raise LengthError(f"{num_tokens} tokens exceed {name} ({limit}); shorten the input")
 
 
 def check_length(
@@ -62,7 +63,7 @@ def check_length(
         max_out_tokens: the configuration's limit, or None.
 
     Raises:
-        ValueError: names both numbers and the limit.
+        LengthError: names both numbers and the limit.
     """
     tokens = _tokens(args, kwargs)
     if tokens is None:
@@ -74,7 +75,7 @@ def check_length(
         num_new = max(1, min(_DEFAULT_NUM_NEW_TOKENS, (max_positions(model) or 2**31) - num_input))
     for name, limit in _limits(model, max_out_tokens):
         if num_input + num_new > limit:
-            raise ValueError(
+            raise LengthError(
                 f"{num_input} input tokens and {num_new} new ones exceed {name} ({limit}); shorten the input or lower "
                 f"max_new_tokens"
             )
@@ -90,7 +91,7 @@ def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | 
     """Ids [rows, tokens] or embeddings [rows, tokens, width] of a call."""
     tokens = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-    return tokens if isinstance(tokens, torch.Tensor) else None
+    return tokens if isinstance(tokens, torch.Tensor) and tokens.dim() in (2, 3) else None
 
 
 def _longest_row(tokens: torch.Tensor, attention_mask: Any) -> int:

@@ -7,6 +7,7 @@ from typing import Final, TypeAlias
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -28,7 +29,7 @@ _SPARE_PATTERNS: Final = (
 )
 
 
-def match_weights(model: PreTrainedModel, checkpoint: Checkpoint, scheme: Scheme | None = None) -> dict[str, Weight]:
+def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None = None) -> dict[str, Weight]:
     """What the checkpoint holds of each parameter and persistent buffer, by the module's name for it.
 
     Args:
@@ -46,7 +47,7 @@ def match_weights(model: PreTrainedModel, checkpoint: Checkpoint, scheme: Scheme
     spare: list[str] = []
     unplaced: dict[str, TensorEntry] = {}
     for name, entry in _stored_weights(checkpoint, scheme).items():
-        target = _module_name(name, wanted, model.base_model_prefix)
+        target = _module_name(name, wanted, getattr(model, "base_model_prefix", ""))
         if target is None:
             if isinstance(entry, StoredMatrix):
                 spare += [part.name for _, part in entry.parts]
@@ -58,13 +59,15 @@ def match_weights(model: PreTrainedModel, checkpoint: Checkpoint, scheme: Scheme
             )
         else:
             found[target], holders[target] = entry, name
-    converted = CheckpointMapping(
-        model, unplaced, {name: shape for name, (shape, _) in wanted.items() if name not in found}
-    )
-    found |= converted.found
-    placed = {piece.name for weight in converted.found.values() for piece in weight.pieces}
-    spare += [name for name in unplaced if name not in placed]
-    _refuse_unconverted(checkpoint, converted.refused)
+    if isinstance(model, PreTrainedModel):
+        shapes = {name: shape for name, (shape, _) in wanted.items() if name not in found}
+        converted = CheckpointMapping(model, unplaced, shapes)
+        found |= converted.found
+        for made in converted.found.values():
+            for piece in made.pieces:
+                unplaced.pop(piece.name)
+        _refuse_unconverted(checkpoint, converted.refused)
+    spare += list(unplaced)
     _share_tied(model, found)
     _refuse_missing(checkpoint, [name for name in wanted if name not in found])
     _refuse_spare(checkpoint, spare, model)
@@ -76,7 +79,7 @@ def match_weights(model: PreTrainedModel, checkpoint: Checkpoint, scheme: Scheme
     return found
 
 
-def load_buffers(model: PreTrainedModel, weights: Mapping[str, Weight], device: torch.device) -> None:
+def load_buffers(model: nn.Module, weights: Mapping[str, Weight], device: torch.device) -> None:
     """Copy the persistent buffers out of the checkpoint, and take all to the device; they are small and stay there."""
     for name, buffer in model.named_buffers():
         entry = weights.get(name)
@@ -85,8 +88,8 @@ def load_buffers(model: PreTrainedModel, weights: Mapping[str, Weight], device: 
                 buffer.copy_(file.get_tensor(entry.name))
     moved = {buffer: buffer.to(device) for buffer in model.buffers()}  # one that several modules have stays one
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else moved[buffer]
+        for name, held in module._buffers.items():
+            module._buffers[name] = None if held is None else moved[held]
 
 
 def _stored_weights(checkpoint: Checkpoint, scheme: Scheme | None) -> dict[str, TensorEntry | StoredMatrix]:
@@ -103,7 +106,7 @@ def _stored_weights(checkpoint: Checkpoint, scheme: Scheme | None) -> dict[str, 
     return {name: entry for name, entry in checkpoint.tensors.items() if name not in taken} | joined
 
 
-def _wanted(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], bool]]:
+def _wanted(model: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
     """Shape and floating-pointness of all that must come from the checkpoint."""
     state = model.state_dict(keep_vars=True)
     return {name: (tuple(value.shape), value.is_floating_point()) for name, value in state.items()}
@@ -111,17 +114,24 @@ def _wanted(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], bool]]:
 
 def _module_name(name: str, wanted: Mapping[str, object], prefix: str) -> str | None:
     """The module's name for a checkpoint tensor: base models are saved without the prefix, and the other way round."""
-    candidates = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
+    candidates = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")] if prefix else [name]
     return next((candidate for candidate in candidates if candidate in wanted), None)
 
 
-def _share_tied(model: PreTrainedModel, found: dict[str, Weight]) -> None:
-    ties: Mapping[str, str] = model.all_tied_weights_keys
+def _share_tied(model: nn.Module, found: dict[str, Weight]) -> None:
+    ties = model.all_tied_weights_keys if isinstance(model, PreTrainedModel) else _same_parameters(model)
     for _ in range(2):  # a second round reaches parameters tied to one that was itself absent
         for target, source in ties.items():
             for absent, present in ((target, source), (source, target)):
                 if absent not in found and present in found:
                     found[absent] = found[present]
+
+
+def _same_parameters(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that are one object with another, each with that one's first name."""
+    first: dict[int, str] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: own for name, each in parameters if (own := first.setdefault(id(each), name)) != name}
 
 
 def _refuse_missing(checkpoint: Checkpoint, missing: list[str]) -> None:
@@ -138,8 +148,8 @@ def _refuse_unconverted(checkpoint: Checkpoint, refused: Mapping[str, str]) -> N
         raise CheckpointError(f"{checkpoint.tensors[name].file}: {name}: {reason} ({len(refused)} tensors are like it)")
 
 
-def _refuse_spare(checkpoint: Checkpoint, spare: list[str], model: PreTrainedModel) -> None:
-    known = [*_SPARE_PATTERNS, *(model._keys_to_ignore_on_load_unexpected or ())]
+def _refuse_spare(checkpoint: Checkpoint, spare: list[str], model: nn.Module) -> None:
+    known: list[str] = [*_SPARE_PATTERNS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     extra = [name for name in spare if not any(re.search(pattern, name) for pattern in known)]
     if extra:
         files = sorted({checkpoint.tensors[name].file.name for name in extra})
@@ -163,7 +173,7 @@ def _check_form(name: str, entry: TensorEntry | JoinedTensor, wanted: tuple[tupl
         )
 
 
-def _check_stored(name: str, matrix: StoredMatrix, model: PreTrainedModel) -> None:
+def _check_stored(name: str, matrix: StoredMatrix, model: nn.Module) -> None:
     module = model.get_submodule(name.rpartition(".")[0])
     wanted = tuple(model.get_parameter(name).shape)
     shape = (matrix.columns, matrix.rows) if isinstance(module, Conv1D) else (matrix.rows, matrix.columns)

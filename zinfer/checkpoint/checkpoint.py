@@ -7,12 +7,12 @@ the union of its model*.safetensors, or of every *.safetensors unless that would
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from zinfer.checkpoint.faults import listed, shorten, unreadable
-from zinfer.checkpoint.folder import CONFIG_NAME, INDEX_SUFFIX, resolve_folder
+from zinfer.checkpoint.folder import CONFIG_NAME, INDEX_SUFFIX, check_weights_file, resolve_folder
 from zinfer.checkpoint.header import Header, TensorEntry, read_header
 from zinfer.checkpoint.json_text import JsonFault, parse_object
 from zinfer.checkpoint.shards import loose_files
@@ -38,6 +38,8 @@ class Checkpoint:
     files: Mapping[Path, FileIdentity]
     nbytes: int
     _fingerprint: str = field(repr=False)
+    is_listed: bool = False
+    """Whether it is a list of files, with no config.json that speaks of them."""
 
     @property
     def config_path(self) -> Path:
@@ -66,9 +68,42 @@ class Checkpoint:
             raise unreadable(error.filename or folder, error) from error
         if not tensors:
             raise CheckpointError(f"{folder}: its safetensors hold no tensor: download the weights again")
+        return cls._of(folder, headers, tensors, _fingerprint(folder, config, headers))
+
+    @classmethod
+    def listed(cls, files: Sequence[Path], label: str) -> "Checkpoint":
+        """Reads the headers of these files, which together hold a model.
+
+        Args:
+            files: safetensors files, or one folder as for `open`.
+            label: what names the list in messages.
+
+        Raises:
+            CheckpointError: as `open`, and files in another format.
+        """
+        paths = [file.expanduser().absolute() for file in files]
+        if len(paths) == 1 and paths[0].is_dir():
+            return cls.open(paths[0])
+        for path in paths:
+            check_weights_file(path, label)
+        folder = Path(os.path.commonpath([path.parent for path in paths]))
+        headers, tensors = _union(paths)
+        if not tensors:
+            raise CheckpointError(f"{label}: the files hold no tensor: download the weights again")
+        return cls._of(folder, headers, tensors, _fingerprint(folder, b"", headers), is_listed=True)
+
+    @classmethod
+    def _of(
+        cls,
+        folder: Path,
+        headers: list[Header],
+        tensors: dict[str, TensorEntry],
+        fingerprint: str,
+        *,
+        is_listed: bool = False,
+    ) -> "Checkpoint":
         files = {header.file: header.identity for header in headers}
-        nbytes = sum(entry.nbytes for entry in tensors.values())
-        return cls(folder, tensors, files, nbytes, _fingerprint(folder, config, headers))
+        return cls(folder, tensors, files, sum(entry.nbytes for entry in tensors.values()), fingerprint, is_listed)
 
 
 def _gathered(folder: Path, config: bytes) -> tuple[list[Header], dict[str, TensorEntry]]:

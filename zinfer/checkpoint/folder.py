@@ -49,6 +49,26 @@ def resolve_folder(model: str | os.PathLike[str]) -> Path:
         raise unreadable(error.filename or name, error) from error
 
 
+def check_weights_file(path: Path, label: str) -> None:
+    """Refuse a file that is named as one with weights and is none, or not in this format.
+
+    Args:
+        label: who names it.
+
+    Raises:
+        CheckpointError: names the file, and what to do.
+    """
+    if path.name.endswith(OTHER_WEIGHT_SUFFIXES):
+        raise CheckpointError(
+            f"{label} names {path}, a file in another format: convert the model to safetensors, with transformers' "
+            "`from_pretrained(folder).save_pretrained(new_folder)`, and name those files"
+        )
+    if not path.name.endswith(SAFETENSORS_SUFFIX):
+        raise CheckpointError(f"{label} names {path}, which is no *{SAFETENSORS_SUFFIX}: name the files with weights")
+    if not path.is_file():
+        raise CheckpointError(f"{label} names {path}, which is not there: correct it, or state base_dir")
+
+
 def _is_cached_repo(path: Path) -> bool:
     return (path / "snapshots").is_dir() and not (path / CONFIG_NAME).exists()
 

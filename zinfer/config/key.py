@@ -24,7 +24,7 @@ class Key:
     `reason` says what an honoured key does, which feature a key that is not available yet would need, or why a key
     changes nothing. `field` is the place in `Settings` that takes the parsed value, dotted. `same_as` is the path of
     the key of which this one is another way to say the same. `idle` are the values, beside null, false and empty
-    ones, with which a key that is not available yet asks for nothing.
+    ones, with which a key that is not available yet, or a section, asks for nothing.
     """
 
     path: str
@@ -49,9 +49,9 @@ class Key:
         return self.path.rpartition(".")[2]
 
 
-def section(path: str, reason: str, *aliases: str) -> Key:
+def section(path: str, reason: str, *aliases: str, idle: tuple[object, ...] = ()) -> Key:
     """A section that is looked into."""
-    return Key(path, Status.HONOURED, reason, aliases=aliases, is_section=True)
+    return Key(path, Status.HONOURED, reason, aliases=aliases, is_section=True, idle=idle)
 
 
 def honoured(

@@ -107,7 +107,8 @@ def post_init_quant(value: object) -> tuple[tuple[str, Part], ...] | None:
 
 def quantization_setting(value: object) -> Part:
     """A number of groups, with extra grouping for the MLP or without, as `_init_quantization_setting` of DeepSpeed's
-    `inference/engine.py` unpacks it; also a `QuantizationConfig`."""
+    `inference/engine.py` unpacks it, or the other way round, as its inference tutorial writes it; also a
+    `QuantizationConfig`."""
     if isinstance(value, QuantizationConfig):
         stated = {name: part for name, part in value.as_section().items() if part is not None}
         return _merged("", stated, _OLDER_KEYS)
@@ -115,6 +116,8 @@ def quantization_setting(value: object) -> Part:
     groups = value
     if isinstance(value, (tuple, list)):
         extra, groups = value if len(value) == 2 else (None, None)
+        if isinstance(groups, bool):
+            extra, groups = groups, extra
     try:
         return Part(grouping=Grouping(num_groups=_positive(groups), mlp_extra_grouping=flag(extra)))
     except Unusable:

@@ -66,7 +66,7 @@ class Reading:
             self.section(value, key.path, written)
         elif isinstance(value, QuantizationConfig):
             self.section(value.as_section(), key.path, written)
-        elif value is not False:
+        elif value is not False and value not in key.idle:
             raise self._unusable(written, value, "an object {...}")
 
     def _value(self, key: Key, written: str, raw: object) -> None:

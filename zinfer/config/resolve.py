@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zinfer.config.listing import CheckpointListing
 from zinfer.config.quantization import resolve_quantization
 from zinfer.config.reading import Given, Reading, merge, read
 from zinfer.config.settings import Aio, Batch, Batching, Ignored, Memory, Offload, Settings, Streaming
@@ -116,11 +118,16 @@ def _dtype(given: Mapping[str, Given]) -> torch.dtype | None:
     return stated[0][1] if stated else None
 
 
-def _checkpoint(given: Mapping[str, Given]) -> Path | None:
+def _checkpoint(given: Mapping[str, Given]) -> Path | CheckpointListing | None:
     if "checkpoint" not in given:
         return None
-    checkpoint: Path = given["checkpoint"].value
-    return given["base_dir"].value / checkpoint if "base_dir" in given else checkpoint
+    checkpoint: Path | CheckpointListing = given["checkpoint"].value
+    if "base_dir" not in given:
+        return checkpoint
+    base_dir: Path = given["base_dir"].value
+    if isinstance(checkpoint, CheckpointListing):
+        return replace(checkpoint, base_dir=checkpoint.base_dir or base_dir)
+    return base_dir / checkpoint
 
 
 def _without_effect(reading: Reading) -> tuple[Ignored, ...]:

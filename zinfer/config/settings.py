@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from zinfer.config.block_classes import BlockClass
+from zinfer.config.listing import CheckpointListing
 from zinfer.quantization.rules import Quantization
 
 
@@ -110,7 +112,9 @@ class Settings:
     cuda_graph: bool = False
     """Whether forwards over weights on the device are replayed as CUDA graphs."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    checkpoint: Path | None = None
+    checkpoint: Path | CheckpointListing | None = None
+    block_classes: tuple[BlockClass, ...] = ()
+    """What of a model is a block, beside what its own class says."""
     trace: Path | None = None
     """Where a trace of reads, copies and computes is written when the engine is destroyed."""
     offload: Offload = field(default_factory=Offload)

@@ -44,7 +44,8 @@ def config_source(config: str | os.PathLike[str] | Mapping[str, object] | None) 
     if isinstance(config, Mapping):
         return Source("config", config)
     if isinstance(config, (str, os.PathLike)):
-        return _read_file(Path(config))
+        file = Path(config)
+        return Source(str(file), read_json(file, "config"), file)
     raise ConfigError(f"config: expected a dict or the path of a JSON file, got {type(config).__name__}")
 
 
@@ -53,15 +54,21 @@ def kwargs_source(kwargs: Mapping[str, object] | None) -> Source:
     return Source("keyword arguments", kwargs or {}, is_kwargs=True)
 
 
-def _read_file(file: Path) -> Source:
+def read_json(file: Path, what: str) -> Mapping[str, object]:
+    """The one object in a strict JSON file; `what` is the argument that names it.
+
+    Raises:
+        ConfigError: the file cannot be read or holds something else.
+    """
+    remedy = f"{what} must be a dict or the path of a JSON file"
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file; config must be a dict or the path of a JSON file") from None
+        raise ConfigError(f"{file}: no such file; {remedy}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{file}: is a folder; config must be a dict or the path of a JSON file") from None
+        raise ConfigError(f"{file}: is a folder; {remedy}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start}); config must be JSON") from error
+        raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start}); {what} must be JSON") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     document = _parse(file, text)
@@ -69,7 +76,7 @@ def _read_file(file: Path) -> Source:
         raise ConfigError(f"{file}: expected one JSON object {{...}} at the top, got {type(document).__name__}")
     for path, fault in _faults(document, ""):
         raise ConfigError(f"{file}: {path}: {fault}")
-    return Source(str(file), document, file)
+    return document
 
 
 def _parse(file: Path, text: str) -> object:

@@ -7,13 +7,16 @@ Read off DeepSpeed 0.19: `inference/config.py`, `runtime/config.py`, `runtime/ze
 from __future__ import annotations
 
 from zinfer.config import values
+from zinfer.config.block_classes import block_classes
 from zinfer.config.key import Key, honoured, no_effect, not_yet, parts, section
+from zinfer.config.listing import checkpoint, checkpoint_path
 from zinfer.config.own_keys import OWN_KEYS
 from zinfer.config.quantization_keys import QUANTIZATION_KEYS
 
 SEVERAL_GPUS = "splitting layers over several GPUs"
 EXPERT_PARALLEL = "spreading experts over several GPUs"
-KERNELS = "replacing modules by fused kernels"
+EXPERTS = "the model's own config says how many experts it has, and of what kind"
+TRITON = "all fused kernels here are Triton's, with tiles chosen by size; replace_with_kernel_inject asks for them"
 ONE_GPU = "says how several GPUs share or exchange parameters; one GPU runs here"
 TRAINING = "steers training; nothing is trained here"
 GRADIENTS = "concerns gradients; inference has none"
@@ -54,12 +57,10 @@ _INFERENCE: tuple[Key, ...] = (
         field="min_out_tokens",
         default=1,
     ),
-    honoured("checkpoint", values.checkpoint, "folder of the checkpoint", field="checkpoint"),
-    honoured("base_dir", values.folder_or_empty, "folder that a relative checkpoint is joined to"),
+    honoured("checkpoint", checkpoint, "folder of the checkpoint, or a list of its files", field="checkpoint"),
+    honoured("base_dir", values.folder_or_empty, "folder that a relative checkpoint, or its files, are joined to"),
     section("checkpoint_config", "the checkpoint, as a section", "ckpt_config"),
-    honoured(
-        "checkpoint_config.checkpoint_dir", values.checkpoint_folder, "folder of the checkpoint", same_as="checkpoint"
-    ),
+    honoured("checkpoint_config.checkpoint_dir", checkpoint_path, "the same as checkpoint", same_as="checkpoint"),
     honoured("checkpoint_config.base_dir", values.folder_or_empty, "folder that it is joined to", same_as="base_dir"),
     not_yet("checkpoint_config.save_mp_checkpoint_path", "saving a split checkpoint"),
     not_yet("save_mp_checkpoint_path", "saving a split checkpoint"),
@@ -81,8 +82,15 @@ _INFERENCE: tuple[Key, ...] = (
         field="kernel_inject",
         default=False,
     ),
-    not_yet("injection_policy", KERNELS, "injection_dict"),
-    not_yet("injection_policy_tuple", KERNELS),
+    honoured(
+        "injection_policy",
+        block_classes,
+        "classes of modules that are blocks, as {Block: (linear layers whose results GPUs would add up)}",
+        "injection_dict",
+        field="block_classes",
+        default=(),
+    ),
+    *no_effect("", "written by DeepSpeed itself, out of injection_policy", "injection_policy_tuple"),
     honoured(
         "enable_cuda_graph",
         values.flag,
@@ -90,19 +98,16 @@ _INFERENCE: tuple[Key, ...] = (
         field="cuda_graph",
         default=False,
     ),
-    not_yet("use_triton", "Triton kernels", idle=(False,)),
-    not_yet("triton_autotune", "Triton kernels", idle=(False,)),
-    not_yet("moe", EXPERT_PARALLEL, idle=({"enabled": False},), is_section=True),
-    *parts("moe", EXPERT_PARALLEL, "enabled", "ep_mp_group"),
+    *no_effect("", TRITON, "use_triton", "triton_autotune"),
+    section("moe", "mixtures of experts", idle=(True,)),
+    *no_effect("moe", EXPERTS, "enabled", "moe_experts|num_experts", "type"),
     not_yet("moe.ep_size", EXPERT_PARALLEL, idle=(1,)),
-    not_yet("moe.moe_experts", EXPERT_PARALLEL, "num_experts", idle=([1], (1,), 1)),
-    not_yet("moe.type", EXPERT_PARALLEL, idle=("standard",)),
     not_yet("moe.ep_group", EXPERT_PARALLEL, "expert_group"),
+    not_yet("moe.ep_mp_group", EXPERT_PARALLEL, "expert_mp_group"),
     not_yet("ep_size", EXPERT_PARALLEL, idle=(1,)),
     not_yet("ep_group", EXPERT_PARALLEL, "expert_group"),
     not_yet("ep_mp_group", EXPERT_PARALLEL, "expert_mp_group"),
-    not_yet("moe_experts", EXPERT_PARALLEL, idle=([1], (1,), 1)),
-    not_yet("moe_type", EXPERT_PARALLEL, idle=("standard",)),
+    *no_effect("", EXPERTS, "moe_experts", "moe_type"),
     *no_effect("", "chose among ways to replace layers of which DeepSpeed kept one", "replace_method"),
     *no_effect("", MODULES_KEPT, "return_tuple", "transposed_mode"),
     *no_effect("", "the model's own attention knows its mask", "triangular_masking|tm"),

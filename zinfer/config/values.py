@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
@@ -32,7 +32,6 @@ DTYPES = {
     **dict.fromkeys(("fp32", "float", "float32", "torch.float32", "torch.float"), torch.float32),
     **dict.fromkeys(("int8", "torch.int8"), torch.int8),
 }
-TRAINING_CHECKPOINT_KEYS = {"tag_validation", "load_universal", "use_node_local_storage", "parallel_write", "writer"}
 
 
 class Unusable(ValueError):
@@ -153,23 +152,6 @@ def dtype(value: object) -> torch.dtype:
     if name not in DTYPES:
         raise Unusable('a torch dtype, "fp16", "bf16", "fp32" or "int8"')
     return DTYPES[name]
-
-
-def checkpoint_folder(value: object) -> Path:
-    """The folder of a checkpoint."""
-    folder = path(value)
-    if folder.suffix == ".json":
-        raise NotAvailable("a file that describes checkpoint files", "the path of the checkpoint's folder")
-    return folder
-
-
-def checkpoint(value: object) -> Path | NoEffect:
-    """The folder of a checkpoint; also the section of the same name with which DeepSpeed steers training."""
-    if not isinstance(value, Mapping):
-        return checkpoint_folder(value)
-    if set(value) <= TRAINING_CHECKPOINT_KEYS:
-        return NoEffect("says how training checkpoints are written and validated; none is written here")
-    raise NotAvailable("a description of checkpoint files", "the path of the checkpoint's folder")
 
 
 def cpu_if_true(value: object) -> str | None:

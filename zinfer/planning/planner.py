@@ -151,11 +151,14 @@ class _Planner:
 
     def _resident_choices(self) -> list[frozenset[int]]:
         """Sets of resident blocks, the most bytes first."""
-        outer = sorted(set(range(len(self.blocks))) - self.layers, key=lambda index: self.blocks[index].nbytes)
+        enclosing = [block.index for block in self.blocks if block.encloses]
+        outer = sorted(
+            set(range(len(self.blocks))) - self.layers - set(enclosing), key=lambda index: self.blocks[index].nbytes
+        )
         layers = sorted(self.layers)
         most_layers = len(layers) if self.settings.offload.device in (None, "none") else 0
         choices = [
-            frozenset([*outer[:num_outer], *spread(layers, num_layers)])
+            frozenset([*enclosing, *outer[:num_outer], *spread(layers, num_layers)])
             for num_outer in range(len(outer), -1, -1)
             for num_layers in range(most_layers, -1, -1)
         ]

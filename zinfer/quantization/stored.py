@@ -16,11 +16,13 @@ from zinfer.store.scheme import StoreScheme
 
 
 def find_stored_scheme(checkpoint: Checkpoint) -> Scheme | None:
-    """How the checkpoint stores quantized weights, None if it holds them in full.
+    """How the checkpoint stores quantized weights, None if it holds them in full; a list of files does not say how.
 
     Raises:
         CheckpointError: in a way that is not supported.
     """
+    if checkpoint.is_listed:
+        return None
     config = parse_object(checkpoint.config_path.read_bytes(), lenient=True)
     section = config.get("quantization_config")
     if isinstance(section, dict) and section.get("quant_method") == METHOD:

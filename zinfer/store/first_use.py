@@ -59,6 +59,11 @@ def stored_copy(
     is_convertible = any(block.block.conversion for block in blocks)
     if nvme_path is None or settings.offload.device != "nvme" or not is_convertible:
         return None
+    if checkpoint.is_listed:
+        raise ConfigError(
+            f"{_KEY}: weights are converted for the disk out of a model's folder, not out of a list of files; give the "
+            "folder with config.json as the checkpoint"
+        )
     identity = Identity.of(checkpoint, rules, dtype)
     name = f"{_model_name(checkpoint.folder)}-{identity.digest()[:_NUM_DIGITS]}"
     folder = nvme_path.expanduser().absolute() / name

@@ -87,6 +87,11 @@ def check_family(model: PreTrainedModel) -> str:
     Raises:
         ConfigError: the family is not known here, or an option of the model's is not.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"a {type(model).__name__} is not a transformers model, whose attention ragged batches need; use "
+            "zinfer.init_inference for it"
+        )
     config: Any = model.config.get_text_config(decoder=True)
     model_type: str = config.model_type
     if (oddity := _oddity(config)) is not None:

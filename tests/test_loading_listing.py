@@ -1,0 +1,119 @@
+"""A checkpoint that is given as a list of files, as a DeepSpeed checkpoint JSON has it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import loaded
+from loading_support import DISK, HOST, Tensors, batch, eager_logits, llama, refused, sharded
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import zinfer
+from zinfer.errors import CheckpointError, ConfigError
+
+__all__ = ["batch", "llama", "sharded"]  # fixtures
+
+
+def twin(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    with zinfer.OnDevice(dtype=dtype, device="meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    assert torch.get_default_dtype() is torch.float32
+    assert {weight.dtype for weight in model.parameters()} == {dtype}
+    return model
+
+
+def listing(files: Any, **members: object) -> dict[str, Any]:
+    return {"type": "ds_model", "checkpoints": files, "version": 1.0} | members
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.safetensors"))
+
+
+def write(path: Path, members: object) -> Path:
+    path.write_text(members if isinstance(members, str) else json.dumps(members))
+    return path
+
+
+@pytest.mark.parametrize("config", [{}, HOST, DISK], ids=["free", "host", "disk"])
+def test_a_json_file_of_files(
+    sharded: Path, batch: Tensors, tmp_path: Path, config: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights lie where no config.json is; from there they stream."""
+    for name in names(sharded):
+        shutil.copy(sharded / name, tmp_path / name)
+    expected = eager_logits(sharded, batch)
+    absolute = write(tmp_path / "absolute.json", listing([str(tmp_path / name) for name in names(sharded)]))
+    relative = write(tmp_path / "relative.json", listing(names(sharded), type="BLOOM"))
+    inside = write(tmp_path / "inside.json", listing(names(sharded), base_dir=str(tmp_path)))
+    for path, more in ((absolute, {}), (relative, {"base_dir": str(tmp_path)}), (inside, {"base_dir": "/nowhere"})):
+        with loaded(twin(sharded), config, checkpoint=str(path), **more) as engine:
+            assert torch.equal(engine(**batch).logits, expected)
+            assert engine.stats().bytes_read_disk > 0
+    monkeypatch.chdir(tmp_path)
+    with loaded(twin(sharded), config | {"checkpoint": "relative.json"}) as engine:
+        assert torch.equal(engine(**batch).logits, expected)
+
+
+def test_an_object_in_place_of_the_file(sharded: Path, batch: Tensors) -> None:
+    expected = eager_logits(sharded, batch)
+    for members in (listing(names(sharded)), listing(str(sharded)), listing([sharded], version=0)):
+        with loaded(twin(sharded), HOST, checkpoint=members, base_dir=sharded) as engine:
+            assert torch.equal(engine(**batch).logits, expected)
+
+
+def test_a_narrower_dtype(llama: Path, batch: Tensors) -> None:
+    expected = eager_logits(llama, batch, dtype=torch.bfloat16)
+    model = twin(llama, torch.bfloat16)
+    with loaded(model, HOST, checkpoint=listing(names(llama)), base_dir=llama, dtype=torch.bfloat16) as engine:
+        assert torch.equal(engine(**batch).logits, expected)
+
+
+def test_pickled_files_are_refused_with_the_remedy(llama: Path, tmp_path: Path) -> None:
+    torch.save({"lm_head.weight": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"list\.json names .*pytorch_model\.bin.*convert .*save_pretrained"):
+        refused(
+            twin(llama),
+            checkpoint=str(write(tmp_path / "list.json", listing(["pytorch_model.bin"], base_dir=str(tmp_path)))),
+        )
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["absent.safetensors"], r"checkpoint names .*absent\.safetensors, which is not there: .*base_dir"),
+        (["config.json"], r"config\.json, which is no \*\.safetensors"),
+        (None, "weights are missing"),
+    ],
+)
+def test_files_that_cannot_be_used(sharded: Path, files: list[str] | None, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        refused(twin(sharded), checkpoint=listing(files or names(sharded)[:1]), base_dir=sharded)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"list\.json: not JSON at line 1"),
+        ("[]", r"list\.json: expected one JSON object"),
+        ("{}", r"list\.json: type = null: expected an object like"),
+        (listing([]), r"list\.json: checkpoints = \[\]: expected the names of files"),
+        (listing([3]), r"list\.json: checkpoints = \[3\]: expected names of files"),
+        (listing(["a"], pieces=3), r'list\.json: expected an object like .*the member "pieces" is not known'),
+        (listing(["a"], base_dir=3), r"list\.json: base_dir = 3: expected a path"),
+        (listing(["a"], type="Megatron"), r"list\.json: weights that .* split over GPUs are not available yet; give"),
+        (listing({"tp": ["a"], "non_tp": ["b"]}, parallelization="tp"), "split over GPUs"),
+    ],
+)
+def test_a_list_that_cannot_be_read(text: object, message: str, llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        refused(twin(llama), checkpoint=write(tmp_path / "list.json", text))
+
+
+def test_a_list_is_not_written_as_a_store(llama: Path, tmp_path: Path) -> None:
+    config = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    with pytest.raises(ConfigError, match=r"nvme_path: .*give the folder with config\.json"):
+        refused(twin(llama), config, checkpoint=listing(names(llama)), base_dir=llama, dtype="int8")

@@ -1,0 +1,96 @@
+"""A checkpoint given as a list of its files, in DeepSpeed's form: {"type", "checkpoints", "version", "base_dir"}."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from zinfer.config.source import read_json
+from zinfer.config.values import NoEffect, NotAvailable, Unusable, path, show
+from zinfer.errors import ConfigError
+
+_MEMBERS: Final = {"type", "checkpoints", "version", "base_dir", "parallelization", "mp_size", "tp_size", "dtype"}
+_EXPECTED: Final = 'an object like {"type": "ds_model", "checkpoints": ["model.safetensors"], "version": 1.0}'
+_TRAINING_MEMBERS: Final = {"tag_validation", "load_universal", "use_node_local_storage", "parallel_write", "writer"}
+_FOLDER: Final = "the path of a folder with config.json and *.safetensors"
+
+
+@dataclass(frozen=True)
+class CheckpointListing:
+    """Files that together hold a model's weights, as they were listed; relative ones go by ``base_dir``.
+
+    Attributes:
+        label: what names the list in messages: its file, or the key.
+        files: as they were written, or the one folder that stands in their place.
+        base_dir: None: relative names go by the folder that the process runs in, as in DeepSpeed.
+    """
+
+    label: str
+    files: tuple[Path, ...]
+    base_dir: Path | None = None
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Where the files are."""
+        return tuple((self.base_dir or Path()) / file for file in self.files)
+
+    @classmethod
+    def of(cls, members: Mapping[str, object], label: str) -> CheckpointListing:
+        """Read the object.
+
+        Raises:
+            Unusable: a member is missing, unknown, or not what it should be.
+            NotAvailable: the list is of parts that layers were split into.
+        """
+        unknown = [name for name in members if name not in _MEMBERS]
+        if unknown:
+            raise Unusable(f"{_EXPECTED}; the member {show(unknown[0])} is not known")
+        kind, sizes = members.get("type"), [members.get(name, 1) for name in ("mp_size", "tp_size")]
+        if not isinstance(kind, str):
+            raise Unusable(_EXPECTED, "type", kind)
+        listed = members.get("checkpoints")
+        if kind.lower() == "megatron" or isinstance(listed, Mapping) or any(size not in (0, 1) for size in sizes):
+            raise NotAvailable("weights that training or another run has split over GPUs", _FOLDER)
+        base_dir = members.get("base_dir") or None
+        if base_dir is not None and not isinstance(base_dir, str | os.PathLike):
+            raise Unusable("a path, as text", "base_dir", base_dir)
+        return cls(label, _files(listed), None if base_dir is None else Path(base_dir))
+
+
+def checkpoint(value: object) -> Path | CheckpointListing | NoEffect:
+    """The folder of a checkpoint, or a list of its files: an object, or the path of a JSON file that holds one; also
+    the section of the same name with which DeepSpeed steers training."""
+    if isinstance(value, Mapping):
+        if set(value) <= _TRAINING_MEMBERS:
+            return NoEffect("says how training checkpoints are written and validated; none is written here")
+        return CheckpointListing.of(value, "checkpoint")
+    return checkpoint_path(value)
+
+
+def checkpoint_path(value: object) -> Path | CheckpointListing:
+    """As `checkpoint`, of a path."""
+    place = path(value)
+    return _read(place) if place.suffix == ".json" else place
+
+
+def _read(file: Path) -> CheckpointListing:
+    try:
+        return CheckpointListing.of(read_json(file, "checkpoint"), str(file))
+    except Unusable as expected:
+        found = f"{expected.inside} = {show(expected.value)}: " if expected.inside else ""
+        raise ConfigError(f"{file}: {found}expected {expected}") from None
+    except NotAvailable as missing:
+        raise ConfigError(f"{file}: {missing} are not available yet; give {missing.instead}") from None
+
+
+def _files(listed: object) -> tuple[Path, ...]:
+    names = [listed] if isinstance(listed, str | os.PathLike) else listed
+    if not isinstance(names, list | tuple) or not names:
+        raise Unusable("the names of files, one at least", "checkpoints", listed)
+    for name in names:
+        if not isinstance(name, str | os.PathLike) or not os.fspath(name):
+            raise Unusable("names of files", "checkpoints", listed)
+    return tuple(Path(name) for name in names)

@@ -1,0 +1,123 @@
+"""What work takes on this machine: memory before a model's blocks have their homes, seconds after."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from zinfer.config import Settings
+from zinfer.cut import ModelBlock
+from zinfer.errors import ConfigError
+from zinfer.model import find_dtype
+from zinfer.planning.block_work import BlockWork, find_work
+from zinfer.planning.footprint import Footprint, find_footprint
+from zinfer.planning.forecast import beside_request
+from zinfer.planning.machine import MachineLimits, free_device_bytes
+from zinfer.planning.model_shape import ModelShape, read_shape
+from zinfer.planning.planner import Plan
+from zinfer.planning.prediction import PassTime, Prediction, disk_spares_time, pass_time, predict
+from zinfer.planning.rates import Rates
+from zinfer.planning.request import Request
+from zinfer.probe.rates import known_rates
+from zinfer.quantization.slab_matrix import most_dequantized_bytes
+
+
+def beside_others(
+    module: nn.Module,
+    blocks: Sequence[ModelBlock],
+    limits: MachineLimits,
+    settings: Settings,
+    reserve: Footprint | None,
+) -> MachineLimits:
+    """The budgets, less what others take of the device: by default the batch that the configuration states.
+
+    Raises:
+        ConfigError: it states one, and the module does not say how wide its activations are.
+        PlanError: too little is left.
+    """
+    if reserve is not None:
+        dequantized_bytes = most_dequantized_bytes(block.block for block in blocks)
+        whole = replace(reserve, activation_bytes=reserve.activation_bytes + dequantized_bytes)
+        return beside_request(limits, free_device_bytes(limits), settings, whole)
+    batch = settings.batch
+    if batch.batch_size is None or batch.prompt_len is None or batch.new_tokens is None:
+        return limits
+    request = Request(batch.batch_size, batch.prompt_len, batch.new_tokens)
+    footprint = _footprint(module, blocks, request, "zinfer.batch_size", limits.on_cuda)
+    return beside_request(limits, free_device_bytes(limits), settings, footprint)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Seconds, of one model under one plan.
+
+    The rates are those of `zinfer probe` if it has run here, else measured in a hurry at the first question, which
+    takes about a second.
+
+    Attributes:
+        files: of the checkpoint; None for weights that were in memory.
+        is_fused: whether fused kernels compute norms, rotations and gates.
+    """
+
+    module: nn.Module
+    blocks: tuple[ModelBlock, ...]
+    plan: Plan
+    device: torch.device
+    files: tuple[Path, ...] | None
+    is_fused: bool
+
+    def predict(self, request: Request) -> Prediction:
+        """What a `generate` of this shape takes.
+
+        Raises:
+            ConfigError: files that cannot be read, or a module that does not say of what shape it is.
+            PlanError: the model keeps a state whose size is not known.
+        """
+        footprint = _footprint(self.module, self.blocks, request, "predict", self.device.type == "cuda")
+        return predict(self.plan, self._work, self.rates, request, footprint)
+
+    def pass_time(self, num_tokens: int, num_rows: int, **sizes: int) -> PassTime:
+        """What one pass takes, by resource; arguments as for `prediction.pass_time`."""
+        return pass_time(self.plan, self._work, self.rates, num_tokens, num_rows, **sizes)
+
+    def disk_spares_time(self, token_bytes: int) -> bool:
+        """As `prediction.disk_spares_time`.
+
+        The disk is the checkpoint's; of a module with its weights in memory no disk is known, and none spares anything.
+        """
+        return self.files is not None and disk_spares_time(self._work, self.rates, token_bytes)
+
+    @functools.cached_property
+    def rates(self) -> Rates:
+        return known_rates(self.device, self.files)
+
+    @property
+    def known_rates(self) -> Rates | None:
+        """The rates, if anything has asked for them."""
+        return self.__dict__.get("rates")
+
+    @functools.cached_property
+    def _work(self) -> tuple[BlockWork, ...]:
+        return find_work(self.blocks, replace(_shape(self.module, "predict"), is_fused=self.is_fused))
+
+
+def _footprint(
+    module: nn.Module, blocks: Sequence[ModelBlock], request: Request, asker: str, on_cuda: bool
+) -> Footprint:
+    dequantized_bytes = most_dequantized_bytes(block.block for block in blocks)
+    shape = _shape(module, asker)
+    return find_footprint(shape, find_dtype(module), request, on_cuda=on_cuda, dequantized_bytes=dequantized_bytes)
+
+
+def _shape(module: nn.Module, asker: str) -> ModelShape:
+    config = getattr(module, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        raise ConfigError(
+            f"{asker}: a {type(module).__name__} has no transformers config to tell widths and layers from; "
+            "only transformers' models can be predicted"
+        )
+    return read_shape(config)
