@@ -172,7 +172,6 @@ def test_what_is_not_available_yet_is_refused(kwargs: dict[str, Any], message: s
 
 def test_a_refused_feature_says_which_value_is_fine() -> None:
     assert _refusal(mp_size=2).endswith("; remove it or set it to 1")
-    assert _refusal(enable_cuda_graph=True).endswith("; remove it or set it to false")
     assert _refusal(save_mp_checkpoint_path="/x").endswith("; remove it or set it to null")
 
 
