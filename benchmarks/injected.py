@@ -25,12 +25,15 @@ from device_clock import call_seconds, copy_bytes_per_s, graph_seconds, num_copi
 from result import publish
 from torch import nn
 
-from zinfer.inject.injection import Injection
-from zinfer.inject.packs import Pack
+from zinfer.inject.shared_product import SharedProduct
 from zinfer.kernels.activation import activated_kernel, activated_ref
+from zinfer.kernels.cases import random_matrix
 from zinfer.kernels.gated import gated_kernel, gated_ref
 from zinfer.kernels.norm import NormKind, norm_kernel, norm_ref
+from zinfer.kernels.quantized import QuantFormat
+from zinfer.kernels.quantized_linear import MOST_FRAGMENT_TOKENS
 from zinfer.kernels.rotary import rotate_kernel, rotate_ref
+from zinfer.quantization.parameter import QuantizedParameter
 
 _HEAD: Final = 128
 _EPS: Final = 1e-6
@@ -90,37 +93,65 @@ def measure(case: Case, copy_rate: float) -> dict[str, float]:
 class Layers(nn.Module):
     """Linear layers that multiply the same numbers, their weights one behind the other."""
 
-    def __init__(self, width: int, rows: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, width: int, rows: Sequence[int], dtype: torch.dtype, format: QuantFormat | None) -> None:
         super().__init__()
-        slab = torch.randn(sum(rows), width, dtype=dtype, device="cuda") / width**0.5
-        for index, weight in enumerate(slab.split(list(rows))):
-            layer = nn.Linear(width, len(weight), bias=False, device="meta")
-            layer.weight = nn.Parameter(weight, requires_grad=False)
+        begin = 0
+        matrix = None if format is None else random_matrix(format, sum(rows), width, dtype, "cuda")
+        slab = torch.randn(sum(rows), width, dtype=dtype, device="cuda") / width**0.5 if matrix is None else None
+        for index, count in enumerate(rows):
+            there, begin = slice(begin, begin + count), begin + count
+            layer = nn.Linear(width, count, bias=False, device="meta")
+            if matrix is not None:
+                layer.weight = QuantizedParameter.make(matrix.part(there), (count, width))
+            elif slab is not None:
+                layer.weight = nn.Parameter(slab[there], requires_grad=False)
             self.add_module(str(index), layer)
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         return [layer(x) for layer in self.children()]
 
+    def share(self) -> None:
+        """Compute by one product from now on."""
+        layers = [layer for layer in self.children() if isinstance(layer, nn.Linear)]
+        shared = SharedProduct(self.forward, layers, ("weight",))
+        for module, forward in zip((self, *layers), (shared.forward, *shared.layer_forwards()), strict=True):
+            module.forward = forward  # type: ignore[assignment]
 
-def measure_packed(tokens: int, width: int, rows: Sequence[int], dtype: torch.dtype) -> dict[str, float]:
-    parts = nn.ModuleList(
-        Layers(width, rows, dtype) for _ in range(num_copies(sum(rows) * width * dtype.itemsize))
-    ).requires_grad_(False)
+
+def measure_packed(
+    tokens: int, width: int, rows: Sequence[int], dtype: torch.dtype, format: QuantFormat | None
+) -> dict[str, float]:
+    nbytes = sum(rows) * width * dtype.itemsize * (1 if format is None else format.bits / 8 / dtype.itemsize)
+    parts = [Layers(width, rows, dtype, format) for _ in range(num_copies(int(nbytes)))]
     x = torch.randn(1, tokens, width, dtype=dtype, device="cuda")
-    calls = [partial(each, x) for each in parts]
-    wanted, apart, called_apart = parts[0](x), graph_seconds(calls), call_seconds(calls)
-    names = tuple(map(str, range(len(rows))))
-    injection = Injection(parts, [Pack(str(index), names, ("weight",)) for index in range(len(parts))])
-    if not all(torch.allclose(*pair, rtol=_ALLOWED, atol=_ALLOWED) for pair in zip(parts[0](x), wanted, strict=True)):
-        raise SystemExit("gate: one product differs from those of the layers; no figure is reported")
-    packed, called = graph_seconds(calls), call_seconds(calls)
-    injection.remove()
+    wanted = parts[0](x)
+    apart, called_apart = (clock([partial(each, x) for each in parts]) for clock in (graph_seconds, call_seconds))
+    for each in parts:
+        each.share()
+    found = parts[0](x)
+    is_near = all(
+        bool(((ours - theirs).abs() <= _ALLOWED * theirs.abs().max()).all())
+        for ours, theirs in zip(found, wanted, strict=True)
+    )
+    if not is_near or found[0].untyped_storage().data_ptr() != found[-1].untyped_storage().data_ptr():
+        raise SystemExit("gate: one product differs from those of the layers, or is not one; no figure is reported")
+    packed, called = (clock([partial(each, x) for each in parts]) for clock in (graph_seconds, call_seconds))
     return {
         "us": round(packed * 1e6, 2),
         "apart_over_packed": round(apart / packed, 3),
         "called_us": round(called * 1e6, 2),
         "called_apart_over_packed": round(called_apart / called, 3),
     }
+
+
+def packed_cases(tokens: int, width: int) -> Iterator[tuple[str, tuple[int, ...], QuantFormat | None]]:
+    """Name, the layers' rows, and how they are stored; quantized ones share only what no product dequantizes."""
+    mlp = int(_MLP * width)
+    formats = {"": None, " INT8": QuantFormat(8), " INT4": QuantFormat(4, 128).arranged(mlp, width)}
+    for name, rows in {"heads": (width, width // 8, width // 8), "gates": (mlp, mlp)}.items():
+        for stored, format in formats.items():
+            if format is None or tokens <= MOST_FRAGMENT_TOKENS:
+                yield f"packed {name}{stored}", rows, format
 
 
 def main() -> None:
@@ -130,6 +161,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    torch.set_grad_enabled(False)
     dtype, copy_rate = getattr(torch, args.dtype), copy_bytes_per_s()
     found: dict[str, object] = {}
     for width in map(int, args.widths.split(",")):
@@ -138,10 +170,9 @@ def main() -> None:
                 key = f"{case[0]} {tokens} x {width}"
                 found[key] = figures = measure(case, copy_rate)
                 print(key, json.dumps(figures), flush=True)
-            mlp = int(_MLP * width)
-            for name, rows in {"heads": (width, width // 8, width // 8), "gates": (mlp, mlp)}.items():
-                key = f"packed {name} {tokens} x {width}"
-                found[key] = figures = measure_packed(tokens, width, rows, dtype)
+            for name, rows, format in packed_cases(tokens, width):
+                key = f"{name} {tokens} x {width}"
+                found[key] = figures = measure_packed(tokens, width, rows, dtype, format)
                 print(key, json.dumps(figures), flush=True)
     work = {"benchmark": "injected", "dtype": args.dtype, "copy_gb_per_s": round(copy_rate / 1e9, 1)}
     publish(work | {"cases": found}, args.out)

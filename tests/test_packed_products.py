@@ -1,6 +1,7 @@
 """One product for layers that multiply the same numbers: who shares, where weights lie, and what stays as it was."""
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +46,33 @@ IDS = torch.randint(2, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_se
 
 def run(model: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Logits, greedy tokens, and the products of one pass."""
+    ids = IDS.to(model.device)
     with torch.no_grad(), counted_products() as rows:
-        logits = model(input_ids=IDS).logits
-    return logits, model.generate(input_ids=IDS, max_new_tokens=8, do_sample=False, pad_token_id=1), len(rows)
+        logits = model(input_ids=ids).logits
+    return logits, model.generate(input_ids=ids, max_new_tokens=8, do_sample=False, pad_token_id=1), len(rows)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_computes_as_before_in_fewer_products(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_computes_as_before_in_fewer_products(
+    family: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Biases of two heads take 128 bytes, and would not lie side by side.
     if "num_key_value_heads" not in FAMILIES[family]:
         monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | {"num_key_value_heads": 4})
-    model = tiny_model(family)
+    model = tiny_model(family).to(device)
     wanted, tokens, num_products = run(model)
     assert distinct_tokens(tokens) > 3
     packs = find_packs(model)
     assert {pack.layers for pack in packs} == EXPECTED.get(family.split("-")[0], {HEADS, GATES})
-    engine = zinfer.init_inference(model, device="cpu", replace_with_kernel_inject=True)
+    engine = zinfer.init_inference(model, device=device, replace_with_kernel_inject=True)
     found, found_tokens, num_now = run(engine)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert torch.equal(found_tokens, tokens)
     assert num_now == num_products - sum(len(pack.layers) - 1 for pack in packs)
     assert sum("in one product" in kind for kind in engine.injected.values()) == len(packs)
+    products = [weakref.ref(model.get_submodule(pack.module).forward.__self__) for pack in packs]
     engine.destroy()
+    assert not any(product() for product in products), "nor is a view left of the memory that is given back"
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
@@ -117,28 +123,30 @@ QUANTIZED: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("homes", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_weights_are_one_matrix_too(
-    name: str, homes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, homes: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    on_cuda = device == "cuda"
     config = LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCAB_SIZE, initializer_range=0.1, head_dim=64,
     )  # fmt: skip
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    LlamaForCausalLM(config).to(torch.float16 if on_cuda else torch.float32).save_pretrained(tmp_path / "model")
     offload = {"device": homes} | ({"nvme_path": str(tmp_path)} if homes == "nvme" else {})
     rules = {"zero_optimization": {"offload_param": offload}, "zinfer": {"quantization": QUANTIZED[name]}}
     found = []
     for injects in (False, True):
-        if injects:  # on the CPU all matrices are dequantized
+        if injects and not on_cuda:  # where all matrices are dequantized
             monkeypatch.setattr("zinfer.quantization.parameter.is_fused", lambda matrix, tokens: True)
-        engine = zinfer.init_inference(tmp_path / "model", rules, device="cpu", replace_with_kernel_inject=injects)
+        engine = zinfer.init_inference(tmp_path / "model", rules, device=device, replace_with_kernel_inject=injects)
         with counted_products() as rows:
             logits = engine(input_ids=IDS).logits
         attention = engine.module.model.layers[0].self_attn
         assert any("in one product" in kind for kind in engine.injected.values()) == injects
         found.append((logits, len(rows), settled(engine).streamed_bytes_per_pass, type(attention.q_proj.weight)))
         engine.destroy()
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-4)
+    allowed = (5e-2 if on_cuda else 1e-4) * found[0][0].abs().max().item()
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=allowed)
     assert found[1][1] == found[0][1] - 2 * (2 + 1)
     assert found[1][2:] == found[0][2:]
     assert (found[1][2] > 0) == (homes != "none")

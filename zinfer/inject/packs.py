@@ -89,7 +89,11 @@ def _are_one(
 
 
 def _packs_of(name: str, module: nn.Module) -> Iterator[Pack]:
-    linear = {child: part for child, part in module._modules.items() if type(part) is nn.Linear}
+    linear = {
+        child: part
+        for child, part in module._modules.items()
+        if type(part) is nn.Linear and part._parameters.get("weight") is not None  # not made by weight_norm's hook
+    }
     if not name or len(linear) < 2 or any("forward" in part.__dict__ for part in (module, *linear.values())):
         return
     inputs: list[tuple[str, torch.Tensor]] = []
