@@ -1,0 +1,146 @@
+"""The guide: what its pages show runs and gives what they say, its links and its navigation lead somewhere."""
+
+import re
+import unicodedata
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from guide_blocks import FENCE, GUIDE, HIDDEN, ROOT, blocks_of, pages
+from guide_runner import PageRunner
+
+from zinfer.config import table
+from zinfer.config.key import Status
+from zinfer.config.triage import KEYS
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder beside the examples, on a machine without a GPU and without figures of an earlier probe."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "96")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+def test_what_a_page_shows_is_so(page: Path, folder: Path) -> None:
+    runner = PageRunner()
+    for block in blocks_of(page):
+        runner.run(block)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "```python\nprint(1 + 1)  # -> 3\n```",
+        "```python\nprint(2)\nassert True\n```",
+        "```python\nvalue = 2\n```",
+        "```python\nassert 1 == 2\n```",
+        "<!-- deepspeed -->\n\n```python\nmodel = (\n```",
+        "```console\n$ echo 2\n3\n```",
+        "```console\n$ false\n```",
+        "```console\n$ zinfer --version\nzinfer 0\n```",
+        "<!-- slow -->\n\n```console\n$ zinfer plan --modle x\n```",
+        "```sh\n./scripts/nothing\n```",
+        "```sh\nzinfer walk\n```",
+        '```json\n{"train_bach_size": 1}\n```',
+        "```jsonl\n{\n```",
+        "```fish\nls\n```",
+    ],
+)
+def test_a_block_that_is_not_so_fails(block: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("guide_blocks.ROOT", folder)
+    page = folder / "page.md"
+    page.write_text(f"# Page\n\n{block}\n")
+    [found] = blocks_of(page)
+    with pytest.raises((AssertionError, AttributeError, ValueError, SyntaxError)):
+        PageRunner().run(found)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+def test_every_block_of_a_page_is_found(page: Path) -> None:
+    content = page.read_text(encoding="utf-8")
+    found = [block.language for block in blocks_of(page)]
+    assert content.count("```") == 2 * len(FENCE.findall(content))
+    assert len(found) == len(FENCE.findall(content)) + content.count(HIDDEN)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as Markdown's table of contents makes them."""
+    headings = re.findall(r"(?m)^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")))
+    plain = [unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode() for heading in headings]
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in plain}
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = GUIDE / name if name else page
+        assert target in pages(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert ROOT / site["docs_dir"] == GUIDE
+    named = [page for entry in site["nav"] for page in entry.values()]
+    assert sorted(named) == [page.name for page in pages()]
+    assert f"/{site['site_dir']}/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+
+
+def words_of(page: Path) -> str:
+    """Without code, on one line."""
+    return " ".join(FENCE.sub("", page.read_text(encoding="utf-8")).split())
+
+
+def test_the_readme_links_the_guide() -> None:
+    assert "(docs/guide/index.md)" in words_of(ROOT / "README.md")
+
+
+def test_the_guide_knows_the_families_of_the_readme() -> None:
+    families = re.search(r"Families: (.*?)\.", words_of(ROOT / "README.md"))
+    assert families is not None
+    assert f": {families[1]}." in words_of(GUIDE / "index.md")
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+def test_measured_figures_are_those_of_the_readme(page: Path) -> None:
+    readme = words_of(ROOT / "README.md")
+    for figure in re.findall(r"\d+\.\d{4}|[\d.]+ s a pass|[\d.]+ GB/s", words_of(page)):
+        assert figure in readme, figure
+    for row in re.findall(r"\| [^|]+ \| [\d.]+ \| 0\.\d{4} \| [\d.]+ % \|", words_of(page)):
+        assert row in readme, row
+
+
+def test_the_table_of_keys_is_the_present_one() -> None:
+    assert table.main(["--check", str(GUIDE / "configuration.md")]) == 0, "run python -m zinfer.config.table"
+
+
+def test_the_table_of_keys_has_every_key_once() -> None:
+    rows = re.findall(r"(?m)^\| `([^`]+)`.*? \| (\w[\w ]*) \|", table.key_table())
+    assert sorted(path for path, _ in rows) == sorted(key.path for key in KEYS)
+    fates = dict(rows)
+    assert all(fates[key.path] == "without effect" for key in KEYS if key.status is Status.NO_EFFECT)
+    assert all(fates[key.path] == "not yet" for key in KEYS if key.status is Status.NOT_YET)
+
+
+def test_a_page_whose_table_is_old_is_told_and_mended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Keys\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    assert table.main(["--check", str(page)]) == 1
+    assert f"run python -m zinfer.config.table {page}" in capsys.readouterr().out
+    assert table.main([str(page)]) == table.main(["--check", str(page)]) == 0
+    assert page.read_text().startswith(f"# Keys\n{table.BEGIN}\n\n### ")
+    assert page.read_text().endswith("after\n")
+    with pytest.raises(ValueError, match="once each"):
+        table.with_table("no markers")
+    assert table.main([]) == 2

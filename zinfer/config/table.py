@@ -1,0 +1,102 @@
+"""The table of all keys as Markdown, for the guide: `python -m zinfer.config.table docs/guide/configuration.md` writes
+it into the page between two markers, and `--check` only says whether the page has it already."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from zinfer.config.key import Key, Status
+from zinfer.config.triage import KEYS
+from zinfer.config.values import show
+
+BEGIN: Final = "<!-- keys: written by python -m zinfer.config.table -->"
+END: Final = "<!-- end of keys -->"
+
+_TITLES: Final = {
+    "": "Inference and training keys at the top",
+    "zero_optimization": "ZeRO-Inference: `zero_optimization`",
+    "zinfer": "zinfer's own keys: `zinfer`",
+}
+_WORDS: Final = {
+    Status.HONOURED: "honoured",
+    Status.NO_EFFECT: "without effect",
+    Status.NOT_YET: "not yet",
+}
+
+
+def key_table() -> str:
+    """A table for each section at the top, the keys in the order of `KEYS`."""
+    sections: dict[str, list[Key]] = {"": []}
+    for key in KEYS:
+        top = key.path.partition(".")[0]
+        named = key.is_section or "." in key.path
+        sections.setdefault(top if named else "", []).append(key)
+    return "\n".join(line for name, keys in sections.items() for line in _section(name, keys))
+
+
+def with_table(page: str) -> str:
+    """The page with the present table between its markers.
+
+    Raises:
+        ValueError: the page does not have both markers, once each and in their order.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _former, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in after:
+        raise ValueError(f"the page must have {BEGIN} and then {END}, once each")
+    return f"{before}{BEGIN}\n\n{key_table()}\n{END}{after}"
+
+
+def _section(name: str, keys: Sequence[Key]) -> Iterator[str]:
+    yield f"### {_TITLES.get(name, f'`{name}`')}"
+    yield ""
+    yield "| key | what becomes of it | what it does, or why not |"
+    yield "|---|---|---|"
+    for key in keys:
+        yield f"| {_names(key)} | {_fate(key)} | {_reason(key)} |"
+    yield ""
+
+
+def _names(key: Key) -> str:
+    aliases = ", ".join(f"`{alias}`" for alias in key.aliases)
+    return f"`{key.path}`" + (f" (also {aliases})" if aliases else "")
+
+
+def _fate(key: Key) -> str:
+    return "section" if key.is_section and key.status is Status.HONOURED else _WORDS[key.status]
+
+
+def _reason(key: Key) -> str:
+    text = key.reason.replace("|", "\\|")
+    if key.same_as is not None:
+        text += f"; means `{key.same_as}`"
+    if key.status is Status.NOT_YET and key.idle:
+        text += "; accepted: " + ", ".join(dict.fromkeys(f"`{show(value)}`" for value in key.idle))
+    elif key.status is Status.HONOURED and key.default is not None:
+        text += f" (default `{show(key.default)}`)"
+    return text
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0: the page has the present table; 1: it does not, with `--check`; 2: called in another way."""
+    paths = [Path(argument) for argument in arguments if argument != "--check"]
+    if len(paths) != 1:
+        print("usage: python -m zinfer.config.table [--check] PAGE.md", file=sys.stderr)
+        return 2
+    [path] = paths
+    page = path.read_text(encoding="utf-8")
+    wanted = with_table(page)
+    if page == wanted:
+        return 0
+    if "--check" in arguments:
+        print(f"{path}: the table of keys is not the present one; run python -m zinfer.config.table {path}")
+        return 1
+    path.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
