@@ -1,10 +1,10 @@
 """Cuts a module tree into blocks: each transformer layer is one, and so is each module that holds weights outside them.
 
-`_no_split_modules` names a family's layer class. Weights that are tied to each other outside the layers (embedding and
-head) are one block with several places of use.
+Weights that are tied to each other outside the layers (embedding and head) are one block with several places of use.
+What several layers share is a block of its own, used inside theirs.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +15,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import JoinedTensor, TensorEntry
-from zinfer.errors import CheckpointError, ConfigError
+from zinfer.errors import ConfigError
+from zinfer.layers import find_layers, find_shared
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
 from zinfer.quantization.conversion import Quantizing
 from zinfer.quantization.rounding import NEAREST, Rounding
@@ -72,7 +73,7 @@ def cut_model(
     """The blocks of a model in its own order; every parameter is in exactly one.
 
     Args:
-        model: a transformers model whose class or parts name `_no_split_modules`.
+        model: a transformers model.
         weights: what the checkpoint holds of each parameter; empty for a model whose weights are in memory.
         form: how a parameter that is stored in full lies in its slab.
         rounding: how it becomes codes where that form quantizes it.
@@ -112,19 +113,20 @@ class _Cutter:
         """Layers, and the modules that hold weights outside them; the latter joined where they share bytes."""
         pieces: list[_Piece] = []
         owner: dict[Hashable, _Piece] = {}
-        for name, module, is_layer in _holders(self.model):
-            own = module.named_parameters(recurse=is_layer, remove_duplicate=False)
-            names = [f"{name}.{leaf}" if name else leaf for leaf, _ in own]
+        layers = find_layers(self.model)
+        shared = find_shared(self.model, layers)
+        for holder in _holders(self.model, layers, shared):
+            names = list(_own_parameters(holder, shared))
             if not names:
                 continue
             keys = [self.bytes_of[full] for full in names]
-            joined = None if is_layer else next((owner[key] for key in keys if key in owner), None)
+            joined = None if holder.is_layer else next((owner[key] for key in keys if key in owner), None)
             if joined is None:
-                joined = _Piece(name, [], [], is_layer)
+                joined = _Piece(holder.name or type(self.model).__name__, [], [], holder.is_layer)
                 pieces.append(joined)
-            joined.sites.append(module)
+            joined.sites.append(holder.module)
             joined.parameters += names
-            if not is_layer:
+            if not holder.is_layer:
                 owner.update(dict.fromkeys(keys, joined))
         return pieces
 
@@ -206,22 +208,48 @@ class _Cutter:
         return Binding(self.model.get_submodule(path), leaf, tensor)
 
 
-def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Modules that may hold weights: ``(name, module, whether it is a layer)``, none inside a layer."""
-    layer_classes = set(getattr(model, "_no_split_modules", None) or ())
-    if not layer_classes:
-        raise CheckpointError(
-            f"{type(model).__name__} names no layer class (_no_split_modules), so it cannot be cut into blocks; "
-            f"pass a transformers model of a family that does"
-        )
-    layers: list[str] = []
+@dataclass(frozen=True)
+class _Holder:
+    """A module that may hold weights; ``whole`` with those of its parts."""
+
+    name: str
+    module: nn.Module
+    whole: bool
+    is_layer: bool
+
+
+def _holders(model: nn.Module, layers: Mapping[str, nn.Module], shared: Container[nn.Module]) -> Iterator[_Holder]:
+    """All modules that may hold weights of their own, none inside a whole one unless it is shared.
+
+    A module that has parameters beside its parts, or that the family names as one, may read its parts' weights itself;
+    it is whole unless layers lie within.
+    """
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    whole: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(layer) for layer in layers):
+        if module not in shared and any(name.startswith(outer) for outer in whole):
             continue
-        is_layer = type(module).__name__ in layer_classes
-        if is_layer:
-            layers.append(f"{name}.")
-        yield name, module, is_layer
+        is_one = type(module).__name__ in classes or any(True for _ in module.parameters(recurse=False))
+        is_block = name in layers or module in shared
+        if is_block or (is_one and not any(layer.startswith(f"{name}.") or not name for layer in layers)):
+            whole.append(f"{name}.")
+        yield _Holder(name, module, f"{name}." in whole, name in layers)
+
+
+def _own_parameters(holder: _Holder, shared: Container[nn.Module]) -> Iterator[str]:
+    """Names of what a holder's block consists of."""
+    for path, part in _parts(holder.name, holder.module, shared) if holder.whole else [(holder.name, holder.module)]:
+        for leaf, parameter in part._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{leaf}" if path else leaf
+
+
+def _parts(path: str, module: nn.Module, shared: Container[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """A module and all within it but for what has a block of its own."""
+    yield path, module
+    for name, child in module.named_children():
+        if child not in shared:
+            yield from _parts(f"{path}.{name}", child, shared)
 
 
 def _extents(weight: TensorEntry | JoinedTensor, tensor: SlabTensor) -> Iterator[Extent]:

@@ -26,7 +26,7 @@ from zinfer.planning.block_work import BlockWork, find_work
 from zinfer.planning.footprint import Footprint, find_footprint
 from zinfer.planning.forecast import beside_request
 from zinfer.planning.machine import MachineLimits, find_limits, free_device_bytes
-from zinfer.planning.model_shape import read_shape
+from zinfer.planning.model_shape import shape_of
 from zinfer.planning.planner import Plan, make_plan
 from zinfer.planning.prediction import PassTime, Prediction, disk_spares_time, pass_time, predict
 from zinfer.planning.rates import Rates
@@ -59,7 +59,7 @@ def init_inference(
 
     Raises:
         ConfigError: a key or value cannot be used.
-        CheckpointError: the checkpoint is incomplete, damaged, or not a causal language model.
+        CheckpointError: the checkpoint is incomplete, damaged, or of no model that transformers builds.
         PlanError: a memory budget is too small.
     """
     settings = resolve_settings(config, kwargs)
@@ -157,9 +157,12 @@ class InferenceEngine(nn.Module):
         """transformers' own `generate`: same arguments, same result.
 
         Raises:
+            TypeError: the model generates nothing.
             ValueError: input and new tokens together exceed `max_out_tokens` or the model's positions; checked before
                 any compute.
         """
+        if not self.module.can_generate():
+            raise TypeError(f"a {type(self.module).__name__} does not generate; call the engine itself for its outputs")
 
         def generate() -> Any:
             check_length(self.module, args, kwargs, self.settings.max_out_tokens)
@@ -193,7 +196,7 @@ class InferenceEngine(nn.Module):
 
         Raises:
             ConfigError: a number below 1, or files that cannot be read.
-            PlanError: the model keeps a state whose size is not known.
+            PlanError: the model is no decoder that generates, or keeps a state whose size is not known.
         """
         request = Request(batch_size, prompt_len, new_tokens)
         return predict(self.plan, self._work, self._find_rates(), request, self._footprint(request))
@@ -253,7 +256,7 @@ class InferenceEngine(nn.Module):
 
     @functools.cached_property
     def _work(self) -> tuple[BlockWork, ...]:
-        return find_work(self._blocks, replace(read_shape(self.module.config), is_fused=bool(self.injected)))
+        return find_work(self._blocks, replace(shape_of(self.module), is_fused=bool(self.injected)))
 
     def _find_rates(self) -> Rates:
         if self._rates is None:
@@ -265,7 +268,7 @@ class InferenceEngine(nn.Module):
         return most_dequantized_bytes(block.block for block in self._blocks)
 
     def _footprint(self, request: Request) -> Footprint:
-        shape, dtype = read_shape(self.module.config), self.module.dtype
+        shape, dtype = shape_of(self.module), self.module.dtype
         on_cuda = self.device.type == "cuda"
         return find_footprint(shape, dtype, request, on_cuda=on_cuda, dequantized_bytes=self._dequantized_bytes)
 

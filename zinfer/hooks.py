@@ -47,6 +47,8 @@ class StreamingHooks:
         self._handles: list[RemovableHandle] = []
         self._in_pass = False
         self.passes = 0
+        # What the model itself holds is there for the whole pass: torch runs hooks outside of the wrapped forward.
+        self._around: list[ModelBlock] = []
         model.forward = self._one_pass(model.forward)
         for block in blocks:
             if block.block.index in resident:
@@ -54,6 +56,9 @@ class StreamingHooks:
             else:
                 self._unbind(block)
                 for site in block.sites:
+                    if site is model:
+                        self._around.append(block)
+                        continue
                     self._handles.append(site.register_forward_pre_hook(self._before(block)))
                     self._handles.append(site.register_forward_hook(self._after(block), always_call=True))
 
@@ -83,6 +88,8 @@ class StreamingHooks:
                 self._in_pass = True
                 self.settle()
                 self.passes += 1
+                for block in self._around:
+                    self._before(block)(self._model, args)
                 return forward(*args, **kwargs)
             finally:
                 self._in_pass = False

@@ -1,20 +1,22 @@
 """The module tree of a model: given with its weights, or built without them, parameters on the meta device."""
 
 import os
+import re
 
 import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.errors import CheckpointError, ConfigError
+from zinfer.model_class import find_class
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The causal language model that the checkpoint's config.json describes, in evaluation mode.
+    """The model that the checkpoint's config.json describes, in evaluation mode.
 
     Args:
         checkpoint: an opened checkpoint.
@@ -24,19 +26,22 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
     that a checkpoint brings along is never run.
 
     Raises:
-        CheckpointError: config.json names no causal language model that transformers knows.
+        CheckpointError: config.json describes no model that transformers builds.
     """
     config = _load_config(checkpoint)
     try:
         config.dtype = dtype or config.dtype or _commonest_dtype(checkpoint)
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=False)
+            model: PreTrainedModel = find_class(config)._from_config(config, dtype=config.dtype)
     except Exception as error:  # a constructor fails in any way over what a file may say
         raise CheckpointError(
-            f"{checkpoint.config_path}: transformers {transformers.__version__} builds no causal language model from "
-            f"it: {_brief(error)}"
+            f"{checkpoint.config_path}: transformers {transformers.__version__} builds no model from it: "
+            f"{_brief(error)}"
         ) from error
-    _load_generation_config(model, checkpoint)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(_dtype_of(name, model, parameter.dtype))
+    if model.can_generate():
+        _load_generation_config(model, checkpoint)
     model.name_or_path = str(checkpoint.folder)
     return model.eval().requires_grad_(False)
 
@@ -76,6 +81,14 @@ def _load_generation_config(model: PreTrainedModel, checkpoint: Checkpoint) -> N
             model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
         except Exception as error:  # as above
             raise CheckpointError(f"{path}: not a generation config: {_brief(error)}") from error
+
+
+def _dtype_of(name: str, model: PreTrainedModel, dtype: torch.dtype) -> torch.dtype:
+    """What a parameter of a model in ``dtype`` has: some overflow in 16 bits, and families name those (T5's `wo`)."""
+    wide = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
+    if dtype == torch.float16:
+        wide |= set(model._keep_in_fp32_modules or ())
+    return torch.float32 if any(re.search(rf"(^|\.){part}($|\.)", name) for part in wide) else dtype
 
 
 def _brief(error: Exception) -> str:
@@ -122,9 +135,9 @@ def find_model(
     if on_meta and settings.checkpoint is None:
         raise ConfigError(f"model: {on_meta[0]} is on the meta device; say where its weights are: checkpoint=FOLDER")
     module = model.eval().requires_grad_(False)
-    for parameter in module.parameters():  # not module.to: rotary frequencies stay in their own dtype
-        if settings.dtype not in (None, parameter.dtype):
-            parameter.data = parameter.data.to(settings.dtype)
+    for name, parameter in module.named_parameters():  # not module.to: rotary frequencies stay in their own dtype
+        if settings.dtype is not None:
+            parameter.data = parameter.data.to(_dtype_of(name, module, settings.dtype))
     if settings.checkpoint is None:
         return module, None
     compute_buffers(module)

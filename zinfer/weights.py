@@ -1,7 +1,7 @@
 """Finds a checkpoint tensor for every parameter of a module: prefixes, ties, missing, spare and misshapen ones."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Final, TypeAlias
 
@@ -25,6 +25,9 @@ _SPARE_PATTERNS: Final = (
     r"rotary_emb\.inv_freq$",
     r"(^|\.)attn\.(masked_)?bias$",
     r"(^|\.)position_ids$",
+    # What a family was trained with beside the head that config.json names: BERT's poolers and next-sentence heads.
+    r"(^|\.)pooler\.",
+    r"^cls\.seq_relationship\.",
 )
 
 
@@ -116,12 +119,20 @@ def _module_name(name: str, wanted: Mapping[str, object], prefix: str) -> str | 
 
 
 def _share_tied(model: PreTrainedModel, found: dict[str, Weight]) -> None:
-    ties: Mapping[str, str] = model.all_tied_weights_keys
+    ties = [*model.all_tied_weights_keys.items(), *_other_names(model)]
     for _ in range(2):  # a second round reaches parameters tied to one that was itself absent
-        for target, source in ties.items():
+        for target, source in ties:
             for absent, present in ((target, source), (source, target)):
                 if absent not in found and present in found:
                     found[absent] = found[present]
+
+
+def _other_names(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """Names of a parameter or buffer beyond its first; a module in several places has as many."""
+    first: dict[torch.Tensor, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if first.setdefault(value, name) != name:
+            yield name, first[value]
 
 
 def _refuse_missing(checkpoint: Checkpoint, missing: list[str]) -> None:
