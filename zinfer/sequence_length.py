@@ -18,7 +18,8 @@ def max_positions(model: nn.Module) -> int | None:
     return _positions(model, "max_decoder_position_embeddings", "max_position_embeddings", "max_target_positions")
 
 
-def _encoder_positions(model: nn.Module) -> int | None:
+def encoder_positions(model: nn.Module) -> int | None:
+    """The same of an encoder-decoder's encoder."""
     return _positions(model, "max_encoder_position_embeddings", "max_position_embeddings")
 
 
@@ -57,7 +58,7 @@ def check_input(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     """Refuse a forward call whose longest row, with what the cache holds, exceeds a limit; as `check_length`."""
     tokens, cache = _tokens(model, args, kwargs), kwargs.get("past_key_values")
     num_cached = 0 if cache is None else cache.get_seq_length()
-    if _is_encoder_decoder(model):
+    if is_encoder_decoder(model):
         decoded = _first_tensor(kwargs, "decoder_input_ids", "decoder_inputs_embeds", "labels")
         _check_pair(model, _width(tokens), num_cached + _width(decoded), max_out_tokens)
         return
@@ -91,7 +92,7 @@ def check_length(
     """
     tokens = _tokens(model, args, kwargs)
     config = kwargs.get("generation_config", args[1] if len(args) > 1 else None) or model.generation_config
-    if _is_encoder_decoder(model):
+    if is_encoder_decoder(model):
         begin = _width(_first_tensor(kwargs, "decoder_input_ids")) or 1
         num_decoded = begin + (_num_new_tokens(config, kwargs, begin) or _DEFAULT_NUM_NEW_TOKENS)
         _check_pair(model, _width(tokens), num_decoded, max_out_tokens)
@@ -113,7 +114,7 @@ def check_length(
 def _check_pair(model: nn.Module, num_input: int, num_decoded: int, max_out_tokens: int | None) -> None:
     """Tokens of an encoder's rows, none where it takes sound or pictures, and of its decoder's."""
     sums = (
-        (num_input, "input tokens exceed the encoder's positions", _encoder_positions(model), "shorten the input"),
+        (num_input, "input tokens exceed the encoder's positions", encoder_positions(model), "shorten the input"),
         (num_decoded, "output tokens exceed the decoder's positions", max_positions(model), "lower max_new_tokens"),
         (num_input + num_decoded, "tokens of input and output exceed max_out_tokens", max_out_tokens, "raise it"),
     )
@@ -122,7 +123,7 @@ def _check_pair(model: nn.Module, num_input: int, num_decoded: int, max_out_toke
             raise ValueError(f"{num_tokens} {exceed} ({limit}); {remedy}")
 
 
-def _is_encoder_decoder(model: nn.Module) -> bool:
+def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 

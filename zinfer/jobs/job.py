@@ -38,7 +38,6 @@ from zinfer.jobs.summary import JobSummary
 from zinfer.jobs.timeline import Timeline
 from zinfer.jobs.writer import RowWriter
 from zinfer.model import build_meta_model
-from zinfer.sequence_length import max_positions
 from zinfer.units import name_values
 
 
@@ -115,7 +114,7 @@ class _Job:
         checkpoint = Checkpoint.open(request.model)
         model = build_meta_model(checkpoint, settings.dtype)
         method = self._method = Method(request, settings, model, self._engine_factory, self._meter)
-        room = Room.least(max_positions(model), settings.max_out_tokens)
+        room = Room.of(model, settings.max_out_tokens)
         vocab_size = model.config.get_text_config().vocab_size
         maker = self._maker = PromptMaker.from_folder(checkpoint.folder, room, vocab_size, request.max_new_tokens)
         # Rows are encoded by another thread, which must not share its tokenizer.

@@ -17,6 +17,7 @@ from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt, Room
 from zinfer.jobs.ragged import RaggedCompleter
 from zinfer.jobs.request import JobRequest
+from zinfer.planning.model_shape import is_generating_decoder
 
 EngineFactory = Callable[..., Engine]
 
@@ -30,6 +31,9 @@ class Method:
         model: on the meta device.
         engine_factory: makes an engine for padded batches, whatever the family; None: only where it takes no other.
         meter: told where a family has to be padded.
+
+    Raises:
+        ConfigError: the model does not generate text after text.
 
     Attributes:
         batch_size: rows that share passes.
@@ -47,6 +51,9 @@ class Method:
         self._settings = settings
         self._factory = engine_factory or _init_inference
         self._meter = meter
+        if not model.can_generate() or model.main_input_name != "input_ids":
+            raise ConfigError(f"a {type(model).__name__} does not go on with texts; give a model that does")
+        self._is_predictable = is_generating_decoder(model)
         self._is_padded = engine_factory is not None
         if not self._is_padded:
             try:
@@ -76,10 +83,12 @@ class Method:
         if not self._is_padded:
             return RaggedCompleter(request, settings.batching, sizes, self._meter)
         options: dict[str, object] = {} if request.trace is None else {"trace": str(request.trace)}
-        if settings.batch == BatchSettings() and settings.memory.max_device_memory is None:
+        states_room = settings.batch != BatchSettings() or settings.memory.max_device_memory is not None
+        if self._is_predictable and not states_room:
             options |= batch_shape(prompts)
         engine = self._factory(request.model, config=request.config, device=request.device, **options)
-        return PaddedCompleter(engine, tokenizer, None if room is None else room.max_tokens, self._meter)
+        most_tokens = None if room is None or room.is_each else room.max_tokens
+        return PaddedCompleter(engine, tokenizer, most_tokens, self._meter)
 
 
 def _init_inference(*args: Any, **kwargs: Any) -> Engine:

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import AutoTokenizer
 
 from zinfer.batching.prompt_encoder import encode_chat, encode_text
@@ -22,6 +23,7 @@ from zinfer.errors import ConfigError
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.rows import BadRow, Line, Row, RowId, id_key, parse_line, row_of
+from zinfer.sequence_length import encoder_positions, is_encoder_decoder, max_positions
 
 _STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
@@ -48,10 +50,22 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Room:
-    """How many tokens a prompt and its new tokens may take together, and what says so."""
+    """How many tokens a prompt and its new tokens may take together, or each of the two, and what says so."""
 
     max_tokens: int
     source: str
+    is_each: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module, max_out_tokens: int | None) -> "Room | None":
+        """The model's, whose encoder and decoder have positions each where it has both."""
+        positions = max_positions(model)
+        if not is_encoder_decoder(model):
+            return cls.least(positions, max_out_tokens)
+        both = [limit for limit in (positions, encoder_positions(model)) if limit is not None]
+        if max_out_tokens is not None or not both:
+            return cls.least(min(both, default=None), max_out_tokens)
+        return cls(min(both) - 1, "the model's positions", is_each=True)  # a decoder begins with a token of its own
 
     @classmethod
     def least(cls, positions: int | None, max_out_tokens: int | None) -> "Room | None":
@@ -149,7 +163,17 @@ class PromptMaker:
         )
 
     def _length_problem(self, num_prompt: int, num_new: int) -> str | None:
-        if self.room is None or num_prompt + num_new <= self.room.max_tokens:
+        if self.room is None:
+            return None
+        if self.room.is_each:
+            excess = max(num_prompt, num_new)
+            limit = f"{self.room.max_tokens} ({self.room.source}) each"
+            return (
+                None
+                if excess <= self.room.max_tokens
+                else (f"the prompt's {num_prompt} tokens or its {num_new} new ones are more than {limit}; shorten it")
+            )
+        if num_prompt + num_new <= self.room.max_tokens:
             return None
         limit = f"{self.room.max_tokens} ({self.room.source})"
         if num_prompt >= self.room.max_tokens:

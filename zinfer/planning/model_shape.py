@@ -72,13 +72,18 @@ class ModelShape:
     is_fused: bool = False
 
 
+def is_generating_decoder(model: PreTrainedModel) -> bool:
+    """Whether it is of the one kind whose memory and seconds beside the weights are known here."""
+    return bool(model.can_generate()) and not model.config.is_encoder_decoder
+
+
 def shape_of(model: PreTrainedModel) -> ModelShape:
     """The shape of a model that generates with a decoder alone.
 
     Raises:
         PlanError: it is another kind of model, or as `read_shape`.
     """
-    if model.config.is_encoder_decoder or not model.can_generate():
+    if not is_generating_decoder(model):
         raise PlanError(
             f"what a {type(model).__name__} takes beside its weights is not known here, only what decoders take that "
             f"generate; state zinfer.max_device_memory in place of a batch, and time a run"
