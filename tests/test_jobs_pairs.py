@@ -67,10 +67,16 @@ def test_prompt_and_answer_have_positions_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "class_name"), [("bert", "BertModel"), ("whisper", "WhisperForConditionalGeneration")]
+    ("model_type", "class_name", "message"),
+    [
+        ("bert", "BertModel", "a BertModel does not go on with texts"),
+        ("whisper", "WhisperForConditionalGeneration", "a WhisperForConditionalGeneration takes no text"),
+    ],
 )
-def test_models_that_do_not_go_on_with_texts_are_refused(model_type: str, class_name: str, tmp_path: Path) -> None:
+def test_models_that_do_not_go_on_with_texts_are_refused(
+    model_type: str, class_name: str, message: str, tmp_path: Path
+) -> None:
     saved(model_type, class_name, tmp_path / "model")
     write_rows(tmp_path / "in.jsonl", prompt_rows(2))
-    with pytest.raises(ConfigError, match=f"a {class_name} does not go on with texts"):
+    with pytest.raises(ConfigError, match=message):
         run_job(tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl", device="cpu")
