@@ -21,6 +21,7 @@ from zinfer.errors import ConfigError, PlanError
 from zinfer.families import FAMILIES, Family
 from zinfer.families_table import families_markdown
 from zinfer.planning.outline import read_outline
+from zinfer.quantization.slab_matrix import SlabMatrix
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 NUM_NEW_TOKENS = 8
@@ -147,6 +148,35 @@ def test_t5_in_float16_keeps_what_overflows_wide(tmp_path: Path) -> None:
         torch.testing.assert_close(engine(**inputs).logits, wanted, rtol=1e-3, atol=1e-2)
     with loaded(tmp_path, DISK, dtype=torch.float16) as engine:
         torch.testing.assert_close(engine(**inputs).logits, wanted, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "class_name",
+    [
+        "AlbertForMaskedLM",
+        "BertForSequenceClassification",
+        "CLIPModel",
+        "DistilBertForMaskedLM",
+        "ElectraForMaskedLM",
+        "T5ForConditionalGeneration",
+        "WhisperForConditionalGeneration",
+    ],
+)
+def test_quantized_layers_stream_as_they_compute_resident(class_name: str, tmp_path: Path) -> None:
+    [family] = [family for family in FAMILIES if class_name in family.classes]
+    model = family_model(family.model_type, class_name)
+    model.save_pretrained(tmp_path / "model")
+    case = Case(family, tmp_path / "model", model, family_inputs(model))
+    disk = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    with loaded(case.folder, {"zinfer": {"quantization": {"bits": 8}}}) as engine:
+        for block in engine._blocks:
+            held = {tensor.name for tensor in block.block.layout.tensors if isinstance(tensor, SlabMatrix)}
+            assert bool(held) == block.is_layer, (block.block.name, held)
+        wanted = case.outputs(engine)
+    with loaded(case.folder, disk | {"zinfer": {"quantization": {"bits": 8}}}) as engine:
+        assert engine.stats().disk_bytes_per_pass > 0
+        found = case.outputs(engine)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 @pytest.mark.parametrize(
