@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 import zinfer
+from zinfer.calibration import measure_squares
 from zinfer.cli import app
+from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError, PlanError
 from zinfer.families import FAMILIES, Family
 from zinfer.families_table import families_markdown
@@ -194,6 +196,8 @@ def test_what_is_not_known_of_other_models_than_decoders_is_said(class_name: str
         read_outline(tmp_path)
     with pytest.raises(ConfigError, match="cannot run in ragged batches"):
         zinfer.LLM(tmp_path, device="cpu")
+    with pytest.raises(ConfigError, match=f"only decoders that generate are measured on prompts, and a {class_name}"):
+        measure_squares(tmp_path, tmp_path / "prompts.jsonl", resolve_settings({"zinfer": {"device": "cpu"}}))
 
 
 def test_the_table() -> None:

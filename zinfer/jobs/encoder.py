@@ -7,11 +7,11 @@ import torch
 
 from zinfer.engine import InferenceEngine
 from zinfer.jobs.encoding import Encoding, embeddings, labels
-from zinfer.jobs.padded import right_padded
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.task import Pooling, Task
 from zinfer.jobs.timeline import Load
+from zinfer.jobs.token_rows import right_padded
 from zinfer.offload.stats import RunStats
 
 TOKENS_PER_PASS: Final = 16384

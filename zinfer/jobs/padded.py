@@ -22,6 +22,7 @@ from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.text import Text, TextSampler, TextStops
 from zinfer.jobs.timeline import Load
+from zinfer.jobs.token_rows import right_padded
 from zinfer.offload.stats import RunStats
 from zinfer.planning.prediction import Prediction
 from zinfer.sequence_length import is_encoder_decoder
@@ -177,12 +178,6 @@ def left_padded(token_ids: Sequence[Sequence[int]], pad_token_id: int) -> tuple[
         input_ids[i, width - len(ids) :] = torch.tensor(ids)
         attention_mask[i, width - len(ids) :] = 1
     return input_ids, attention_mask
-
-
-def right_padded(token_ids: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for encoders, whose positions count from the left, padding or not."""
-    input_ids, attention_mask = left_padded([ids[::-1] for ids in token_ids], pad_token_id)
-    return input_ids.flip(1), attention_mask.flip(1)
 
 
 def _pad_token_id(generation_config: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> int:
