@@ -126,3 +126,25 @@ def test_layers_that_are_dropped(tmp_path: Path) -> None:
     with loaded(tmp_path, {"zero_optimization": {"offload_param": {"device": "nvme"}}}) as engine:
         for found, each in zip(run(engine, engine.module), wanted, strict=True):
             torch.testing.assert_close(found, each, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", ["encoder", "decoder"])
+def test_a_failure_within_a_stack_leaves_the_engine_in_order(place: str, tmp_path: Path) -> None:
+    """`generate` calls the encoder outside of the model's own forward."""
+    model = family_model("t5", "T5ForConditionalGeneration")
+    model.save_pretrained(tmp_path)
+    inputs = family_inputs(model)
+    wanted = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    with engine_for(tmp_path, "disk", 2) as engine:
+        part = engine.module.get_submodule(f"{place}.block.1.layer.0")
+
+        def fail(*_: object) -> None:
+            raise ArithmeticError("a hook of the caller's")
+
+        for _ in range(2):
+            handle = part.register_forward_pre_hook(fail)
+            with pytest.raises(ArithmeticError):
+                engine.generate(**inputs, max_new_tokens=6, do_sample=False)
+            assert not engine._runtime._streamer.held()
+            handle.remove()
+            assert torch.equal(engine.generate(**inputs, max_new_tokens=6, do_sample=False), wanted)
