@@ -10,7 +10,8 @@ class RunStats:
     Attributes:
         bytes_read_disk: bytes that reads delivered, alignment margins and the loading of homes included.
         bytes_to_device: bytes copied into device slots and resident slabs.
-        streamed_bytes_per_pass: bytes that one walk over all blocks copies to the device.
+        streamed_bytes_per_pass: bytes that one walk over all blocks copies to the device; where a pass leaves some out
+            (an encoder's, once its output is there) it copies less.
         disk_bytes_per_pass: the part of them whose home is the disk.
         pinned_bytes: host memory registered with CUDA, now.
         host_bytes: host memory of slabs and staging slots, pinned or not, now.
@@ -26,7 +27,7 @@ class RunStats:
         kv_bytes_to_host: of those, copied back.
         parked_bytes_written: of keys and values of texts that had to make room, written to the disk.
         parked_bytes_read: of those, read again.
-        passes: walks over all blocks.
+        passes: forwards of the whole model.
         wall_s: seconds inside forward and generate calls.
     """
 

@@ -34,7 +34,8 @@ def config_for(folder: Path, homes: str, num_slots: int, device: str) -> dict[st
     budgets: dict[str, object] = {"device": device, "num_slots": num_slots}
     offload = {"resident": "none", "host": "cpu", "disk": "nvme", "mixed": "none"}[homes]
     if homes != "resident":
-        budgets["max_device_memory"] = num_slots * largest
+        always = sum(block.nbytes for block in blocks if block.encloses)
+        budgets["max_device_memory"] = num_slots * largest + always
     if homes == "mixed":
         small = sum(block.nbytes for block in blocks if block.nbytes < largest / 2)
         budgets["max_device_memory"] = num_slots * largest + small

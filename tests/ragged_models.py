@@ -1,4 +1,4 @@
-"""Tiny random models of every family that runs in ragged batches, and prompts computed by them chunk by chunk."""
+"""Tiny random causal models, of every family that runs in ragged batches, and prompts computed by them in chunks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -73,6 +73,13 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "starcoder2": _WINDOW,
 }
 
+# Those that only transformers' own forward runs.
+PADDED_FAMILIES: Final[dict[str, dict[str, Any]]] = {
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 16}
+    | _ALONE,
+    "phi3": {},
+}
+
 
 def tiny_model(family: str, num_layers: int = 2) -> PreTrainedModel:
     """A float32 model, loud enough that its tokens differ."""
@@ -86,9 +93,8 @@ def tiny_model(family: str, num_layers: int = 2) -> PreTrainedModel:
         "max_position_embeddings": 512,
     }
     special = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 1}
-    keys = {
-        key: value for key, value in (shape | special | FAMILIES[family]).items() if value is not None or key in special
-    }
+    own = (FAMILIES | PADDED_FAMILIES)[family]
+    keys = {key: value for key, value in (shape | special | own).items() if value is not None or key in special}
     keys |= {name: num_layers for name in ("num_hidden_layers", "n_layer", "n_layers") if name in keys}
     if "layer_types" in keys:
         keys["layer_types"] = (keys["layer_types"] * num_layers)[:num_layers]
@@ -96,15 +102,20 @@ def tiny_model(family: str, num_layers: int = 2) -> PreTrainedModel:
     # Eager attention adds Falcon's ALiBi twice, to the mask and to the products; sdpa adds it once.
     config._attn_implementation = "sdpa" if family == "falcon-alibi" else "eager"
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    make_loud(model)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def make_loud(model: PreTrainedModel) -> None:
+    """Draw the parameters."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or ".ln" in name:
+            if "norm" in name.lower() or ".ln" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
             else:
                 parameter.normal_(0, 0.1 if name.endswith("bias") else MATRIX_STD)
-    model.generation_config.eos_token_id = None
-    return model
 
 
 def spoil(cache: PageCache) -> None:

@@ -16,44 +16,15 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 import zinfer
-from zinfer import LLM, SamplingParams
+from zinfer import LLM, SamplingParams, families
 from zinfer.inject.gates import overlay_gate
 from zinfer.inject.injection import Injection
 from zinfer.inject.norms import overlay_norm
 from zinfer.inject.rotations import overlay_rotation
 
 HALVES = "rotation by halves"
-SILU, GELU = "gated MLP, silu", "gated MLP, gelu_tanh"
-EXPERTS = "gated experts, silu"
-ACTIVATION = "activation, gelu_tanh"
-RMS, ABOUT_ONE = "RMS norm", "RMS norm of weights about 1"
-EXPECTED: dict[str, set[str]] = {
-    "bloom": {ACTIVATION},
-    "cohere": {"layer norm without bias", "rotation of neighbours", SILU},
-    "deepseek_v2": {RMS, SILU, EXPERTS},
-    "deepseek_v3": {RMS, HALVES, SILU, EXPERTS},
-    "falcon": {HALVES},
-    "gemma": {ABOUT_ONE, HALVES, GELU},
-    "gemma2": {ABOUT_ONE, HALVES, GELU},
-    "gemma3_text": {ABOUT_ONE, HALVES, GELU},
-    "glm4": {RMS, SILU},
-    "gpt2": {ACTIVATION},
-    "gpt_neox": {HALVES},
-    "gpt_oss": {RMS},
-    "gptj": {ACTIVATION},
-    "granite": {RMS, HALVES, SILU},
-    "llama": {RMS, HALVES, SILU},
-    "mistral": {RMS, HALVES, SILU},
-    "mixtral": {RMS, HALVES, EXPERTS},
-    "olmo2": {RMS, HALVES, SILU},
-    "phi": {HALVES, ACTIVATION},
-    "qwen2": {RMS, HALVES, SILU},
-    "qwen3": {RMS, HALVES, SILU},
-    "qwen3_moe": {RMS, HALVES, EXPERTS},
-    "stablelm": {HALVES, SILU},
-    "starcoder2": {HALVES},
-}
-"""What transformers writes out and a kernel computes; the other families' norms and activations are torch's own."""
+SILU, RMS = "gated MLP, silu", "RMS norm"
+EXPECTED = {family.model_type: set(family.fused) for family in families.FAMILIES}
 
 
 def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -67,7 +38,7 @@ def test_a_family_computes_as_before(family: str, device: str) -> None:
     ids = torch.randint(2, VOCAB_SIZE, (2, 33), generator=torch.Generator().manual_seed(4)).to(device)
     wanted = logits(model, ids)
     injection = Injection(model)
-    assert set(injection.injected.values()) == EXPECTED.get(family.split("-")[0], set())
+    assert set(injection.injected.values()) == EXPECTED[family.split("-")[0]]
     assert all(name in dict(model.named_modules()) for name in injection.injected)
     torch.testing.assert_close(logits(model, ids), wanted, rtol=1e-4, atol=1e-4)
     injection.remove()

@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import tiny_checkpoint
+from engines import loaded
 from loading_support import DISK, Tensors, batch, changed, check_logits, eager_logits, keep, llama, refused, renamed
 from safetensors.torch import load_file
+from transformers import LlamaModel
 
-from zinfer.errors import CheckpointError
+import zinfer
+from zinfer.errors import CheckpointError, ConfigError
 
 __all__ = ["batch", "llama"]  # fixtures
 
@@ -56,13 +59,25 @@ def test_llama_with_rotary_frequencies(llama: Path, tmp_path: Path, batch: Tenso
     check_logits(changed(llama, tmp_path / "old", age), eager_logits(llama, batch), batch)
 
 
-def test_a_base_model_alone_lacks_its_head(llama: Path, tmp_path: Path) -> None:
+def test_a_base_model_alone_lacks_its_head_unless_config_json_names_it(
+    llama: Path, tmp_path: Path, batch: Tensors
+) -> None:
     def strip(tensors: Tensors) -> None:
         del tensors["lm_head.weight"]
         renamed("model.", "")(tensors)
 
+    base = changed(llama, tmp_path / "base", strip)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
-        refused(changed(llama, tmp_path / "base", strip, architectures=["LlamaModel"]))
+        refused(base)
+    named = changed(base, tmp_path / "named", keep, architectures=["LlamaModel"])
+    with torch.no_grad():
+        expected = LlamaModel.from_pretrained(named).eval()(**batch).last_hidden_state
+    with loaded(named, DISK) as engine:
+        assert torch.equal(engine(**batch).last_hidden_state, expected)
+        with pytest.raises(TypeError, match="a LlamaModel does not generate"):
+            engine.generate(**batch)
+    with pytest.raises(ConfigError, match="a LlamaModel does not generate"):
+        zinfer.LLM(named, device="cpu")
 
 
 def test_a_base_model_with_a_tied_head_is_whole(tmp_path: Path, batch: Tensors) -> None:

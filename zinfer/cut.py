@@ -1,10 +1,10 @@
 """Cuts a module tree into blocks: each transformer layer is one, and so is each module that holds weights outside them.
 
-`_no_split_modules` names a family's layer class. Weights that are tied to each other outside the layers (embedding and
-head) are one block with several places of use.
+Weights that are tied to each other outside the layers (embedding and head) are one block with several places of use.
+What several layers share is a block of its own, used inside theirs.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import JoinedTensor, TensorEntry
 from zinfer.config.block_classes import BlockClass
-from zinfer.errors import CheckpointError, ConfigError
-from zinfer.layer_classes import layer_test
+from zinfer.errors import ConfigError
+from zinfer.layers import find_layers, find_shared
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
 from zinfer.quantization.conversion import Quantizing
 from zinfer.quantization.rounding import NEAREST, Rounding
@@ -61,6 +61,7 @@ class _Piece:
     sites: list[nn.Module]
     parameters: list[str]
     is_layer: bool
+    encloses: bool = False
 
 
 def cut_model(
@@ -121,19 +122,21 @@ class _Cutter:
         """Layers, and the modules that hold weights outside them; the latter joined where they share bytes."""
         pieces: list[_Piece] = []
         owner: dict[Hashable, _Piece] = {}
-        for name, module, is_layer in _holders(self.model, self.classes):
-            own = module.named_parameters(recurse=is_layer, remove_duplicate=False)
-            names = [f"{name}.{leaf}" if name else leaf for leaf, _ in own]
+        layers = find_layers(self.model, self.classes)
+        shared = find_shared(self.model, layers)
+        for holder in _holders(self.model, layers, shared):
+            names = list(_own_parameters(holder, shared))
             if not names:
                 continue
             keys = [self.bytes_of[full] for full in names]
-            joined = None if is_layer else next((owner[key] for key in keys if key in owner), None)
+            joined = None if holder.is_layer else next((owner[key] for key in keys if key in owner), None)
             if joined is None:
-                joined = _Piece(name, [], [], is_layer)
+                joined = _Piece(holder.name or type(self.model).__name__, [], [], holder.is_layer)
                 pieces.append(joined)
-            joined.sites.append(module)
+            joined.encloses |= holder.encloses
+            joined.sites.append(holder.module)
             joined.parameters += names
-            if not is_layer:
+            if not holder.is_layer:
                 owner.update(dict.fromkeys(keys, joined))
         return pieces
 
@@ -149,7 +152,7 @@ class _Cutter:
         packs = {self.packs[name] for name in names if name in self.packs}
         layout = interleave(layout, ([name.removeprefix(prefix) for name in pack] for pack in packs))
         bindings = tuple(self._binding(name, target.removeprefix(prefix)) for name, target in alias.items())
-        block = Block(index, piece.name, layout, encloses=_encloses(piece))
+        block = Block(index, piece.name, layout, encloses=piece.encloses)
         if any(self._converts(name, tensor) for name, tensor in zip(names, layout.tensors, strict=True)):
             block = replace(block, conversion=self._conversion(block, names))
         elif self.weights:
@@ -224,27 +227,54 @@ class _Cutter:
         return Binding(self.model.get_submodule(path), leaf, tensor)
 
 
-def _holders(model: nn.Module, classes: Sequence[BlockClass]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Modules that may hold weights: ``(name, module, whether it is a layer)``, none inside a layer."""
-    is_layer = layer_test(model, classes)
-    if is_layer is None:
-        raise CheckpointError(
-            f"{type(model).__name__} names no layer class (_no_split_modules), so it cannot be cut into blocks; "
-            f"name one: injection_policy={{Block: (linear layers)}}"
-        )
-    layers: list[str] = []
+@dataclass(frozen=True)
+class _Holder:
+    """A module that may hold weights; ``whole`` with those of its parts."""
+
+    name: str
+    module: nn.Module
+    whole: bool
+    is_layer: bool
+
+    @property
+    def encloses(self) -> bool:
+        """Whether modules that hold weights of other blocks are called within it."""
+        children = self.module.children() if not self.whole else ()
+        return any(next(child.parameters(), None) is not None for child in children)
+
+
+def _holders(model: nn.Module, layers: Mapping[str, nn.Module], shared: Container[nn.Module]) -> Iterator[_Holder]:
+    """All modules that may hold weights of their own, none inside a whole one unless it is shared.
+
+    A module that has parameters beside its parts, or that the family names as one, may read its parts' weights itself;
+    it is whole unless layers lie within.
+    """
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    whole: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(layer) for layer in layers):
+        if module not in shared and any(name.startswith(outer) for outer in whole):
             continue
-        if found := is_layer(module):
-            layers.append(f"{name}.")
-        yield name, module, found
+        is_one = type(module).__name__ in classes or any(True for _ in module.parameters(recurse=False))
+        is_block = name in layers or module in shared
+        if is_block or (is_one and not any(layer.startswith(f"{name}.") or not name for layer in layers)):
+            whole.append(f"{name}.")
+        yield _Holder(name, module, f"{name}." in whole, name in layers)
 
 
-def _encloses(piece: _Piece) -> bool:
-    """Whether modules that hold weights too are called within its own."""
-    children = (child for site in piece.sites for child in site.children() if not piece.is_layer)
-    return any(next(child.parameters(), None) is not None for child in children)
+def _own_parameters(holder: _Holder, shared: Container[nn.Module]) -> Iterator[str]:
+    """Names of what a holder's block consists of."""
+    for path, part in _parts(holder.name, holder.module, shared) if holder.whole else [(holder.name, holder.module)]:
+        for leaf, parameter in part._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{leaf}" if path else leaf
+
+
+def _parts(path: str, module: nn.Module, shared: Container[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """A module and all within it but for what has a block of its own."""
+    yield path, module
+    for name, child in module.named_children():
+        if child not in shared:
+            yield from _parts(f"{path}.{name}", child, shared)
 
 
 def _extents(weight: TensorEntry | JoinedTensor, tensor: SlabTensor) -> Iterator[Extent]:

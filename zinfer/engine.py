@@ -151,7 +151,7 @@ class InferenceEngine(nn.Module):
             NonFiniteError: the logits of a text are NaN or infinite; names the layer that was the first to give such
                 numbers, for which the call is computed once more.
         """
-        if not hasattr(self.module, "generate"):
+        if not getattr(self.module, "can_generate", bool)():
             raise ConfigError(
                 f"generate: a {type(self.module).__name__} has no such method; call the engine, which is its forward, "
                 "or give a transformers model with a head that generates"
@@ -243,7 +243,7 @@ class InferenceEngine(nn.Module):
 
         Raises:
             ConfigError: a number below 1, files that cannot be read, or a module that is not one of transformers'.
-            PlanError: the model keeps a state whose size is not known.
+            PlanError: the model is no decoder that generates, or keeps a state whose size is not known.
         """
         return self.outlook.predict(Request(batch_size, prompt_len, new_tokens))
 

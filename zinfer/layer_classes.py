@@ -1,6 +1,6 @@
-"""Which modules of a model are its layers: what its class says, and what the configuration names beside it."""
+"""Checks the classes of layers that the configuration names."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -8,19 +8,6 @@ from zinfer.config.block_classes import BlockClass
 from zinfer.errors import ConfigError
 
 KEY = "injection_policy"
-
-
-def layer_test(model: nn.Module, classes: Sequence[BlockClass] = ()) -> Callable[[nn.Module], bool] | None:
-    """Tells of a module whether it is a layer; None where nothing says what of this model is one.
-
-    Args:
-        model: `_no_split_modules`, as transformers' models have it, names its layers' classes.
-        classes: further ones.
-    """
-    names = frozenset(getattr(model, "_no_split_modules", None) or ())
-    if not names and not classes:
-        return None
-    return lambda module: type(module).__name__ in names or any(each.is_class_of(module) for each in classes)
 
 
 def check_classes(model: nn.Module, classes: Sequence[BlockClass]) -> None:

@@ -8,18 +8,19 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from zinfer import narrow
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.config.listing import CheckpointListing
 from zinfer.errors import CheckpointError, ConfigError
-from zinfer.layer_classes import check_classes, layer_test
+from zinfer.layer_classes import check_classes
+from zinfer.model_class import find_class
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The causal language model that the checkpoint's config.json describes, in evaluation mode.
+    """The model that the checkpoint's config.json describes, in evaluation mode.
 
     Args:
         checkpoint: an opened checkpoint.
@@ -29,20 +30,21 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
     that a checkpoint brings along is never run.
 
     Raises:
-        CheckpointError: config.json names no causal language model that transformers knows.
+        CheckpointError: config.json describes no model that transformers builds.
     """
     config = _load_config(checkpoint)
     try:
         config.dtype = dtype or config.dtype or _commonest_dtype(checkpoint)
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=False)
+            model: PreTrainedModel = find_class(config)._from_config(config, dtype=config.dtype)
     except Exception as error:  # a constructor fails in any way over what a file may say
         raise CheckpointError(
-            f"{checkpoint.config_path}: transformers {transformers.__version__} builds no causal language model from "
-            f"it: {_brief(error)}"
+            f"{checkpoint.config_path}: transformers {transformers.__version__} builds no model from it: "
+            f"{_brief(error)}"
         ) from error
     narrow.widen(model, config.dtype)
-    _load_generation_config(model, checkpoint)
+    if model.can_generate():
+        _load_generation_config(model, checkpoint)
     model.name_or_path = str(checkpoint.folder)
     return model.eval().requires_grad_(False)
 
@@ -153,7 +155,8 @@ def find_model(
 
 def _check_module(model: nn.Module, settings: Settings) -> None:
     name, is_plain = type(model).__name__, not isinstance(model, PreTrainedModel)
-    if is_plain and layer_test(model, settings.block_classes) is None:
+    names_layers = settings.block_classes or getattr(model, "_no_split_modules", None)
+    if is_plain and not names_layers:
         raise ConfigError(
             f"model: a {name} is not a transformers model, and nothing says which modules in it are the blocks that "
             'stream; name their class: injection_policy={Block: ("attn.out_proj", "mlp.fc2")}, whose second part may '

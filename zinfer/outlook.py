@@ -4,10 +4,11 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from zinfer.config import Settings
 from zinfer.cut import ModelBlock
@@ -17,7 +18,7 @@ from zinfer.planning.block_work import BlockWork, find_work
 from zinfer.planning.footprint import Footprint, find_footprint
 from zinfer.planning.forecast import beside_request
 from zinfer.planning.machine import MachineLimits, free_device_bytes
-from zinfer.planning.model_shape import ModelShape, read_shape
+from zinfer.planning.model_shape import ModelShape, shape_of
 from zinfer.planning.planner import Plan
 from zinfer.planning.prediction import PassTime, Prediction, disk_spares_time, pass_time, predict
 from zinfer.planning.rates import Rates
@@ -75,7 +76,7 @@ class Outlook:
 
         Raises:
             ConfigError: files that cannot be read, or a module that does not say of what shape it is.
-            PlanError: the model keeps a state whose size is not known.
+            PlanError: the model is no decoder that generates, or keeps a state whose size is not known.
         """
         footprint = _footprint(self.module, self.blocks, request, "predict", self.device.type == "cuda")
         return predict(self.plan, self._work, self.rates, request, footprint)
@@ -120,4 +121,4 @@ def _shape(module: nn.Module, asker: str) -> ModelShape:
             f"{asker}: a {type(module).__name__} has no transformers config to tell widths and layers from; "
             "only transformers' models can be predicted"
         )
-    return read_shape(config)
+    return shape_of(cast(PreTrainedModel, module))

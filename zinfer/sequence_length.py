@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from zinfer.errors import ConfigError, LengthError
 
@@ -14,13 +14,31 @@ _DEFAULT_NUM_NEW_TOKENS: Final = 20
 
 
 def max_positions(model: nn.Module) -> int | None:
-    """Tokens that the model has positions for; None where its config states no such limit."""
+    """Tokens that the model has positions for, an encoder-decoder's decoder; None where no such limit is stated."""
+    return _positions(model, "max_decoder_position_embeddings", "max_position_embeddings", "max_target_positions")
+
+
+def encoder_positions(model: nn.Module) -> int | None:
+    """The same of an encoder-decoder's encoder."""
+    return _positions(model, "max_encoder_position_embeddings", "max_position_embeddings")
+
+
+def _positions(model: nn.Module, *names: str) -> int | None:
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         return None
     text = config.get_text_config()
-    value = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    return int(value) if value else None
+    stated = next((value for name in names if (value := getattr(text, name, None))), None)
+    if stated is None and not getattr(text, "relative_attention_num_buckets", None):  # T5 states some and has none
+        stated = getattr(text, "n_positions", None)
+    return int(stated) - _num_skipped(model) if stated else None
+
+
+def _num_skipped(model: nn.Module) -> int:
+    """Positions that no token has: RoBERTa counts from behind the padding token's id."""
+    embeddings = getattr(getattr(model, "base_model", None), "embeddings", None)
+    padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
+    return 0 if padding is None else int(padding) + 1
 
 
 def check_room(model: nn.Module, min_out_tokens: int) -> None:
@@ -38,14 +56,19 @@ def check_room(model: nn.Module, min_out_tokens: int) -> None:
 
 def check_input(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_out_tokens: int | None) -> None:
     """Refuse a forward call whose longest row, with what the cache holds, exceeds a limit; as `check_length`."""
-    tokens = _tokens(args, kwargs)
+    tokens, cache = _tokens(model, args, kwargs), kwargs.get("past_key_values")
+    num_cached = 0 if cache is None else cache.get_seq_length()
+    if is_encoder_decoder(model):
+        decoded = _first_tensor(kwargs, "decoder_input_ids", "decoder_inputs_embeds", "labels")
+        _check_pair(model, _width(tokens), num_cached + _width(decoded), max_out_tokens)
+        return
     if tokens is None:
         return
-    mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] >= tokens.shape[1]:
+    mask = kwargs.get("attention_mask")
+    if _skips_padding(model) and isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] >= _width(tokens):
         num_tokens = int(mask.sum(dim=-1).max())
     else:
-        num_tokens = tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
+        num_tokens = _width(tokens) + num_cached
     for name, limit in _limits(model, max_out_tokens):
         if num_tokens > limit:
             raise LengthError(f"{num_tokens} tokens exceed {name} ({limit}); shorten the input")
@@ -56,6 +79,8 @@ def check_length(
 ) -> None:
     """Refuse a `generate` call whose longest row, padding not counted, has no room for its new tokens.
 
+    An encoder-decoder has positions for input and output each, and padding takes some; ``max_out_tokens`` is of both.
+
     Args:
         model: with transformers' ``config`` and ``generation_config``.
         args: positional arguments of the call: the ids [rows, tokens], a generation config.
@@ -65,11 +90,16 @@ def check_length(
     Raises:
         LengthError: names both numbers and the limit.
     """
-    tokens = _tokens(args, kwargs)
+    tokens = _tokens(model, args, kwargs)
+    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None) or model.generation_config
+    if is_encoder_decoder(model):
+        begin = _width(_first_tensor(kwargs, "decoder_input_ids")) or 1
+        num_decoded = begin + (_num_new_tokens(config, kwargs, begin) or _DEFAULT_NUM_NEW_TOKENS)
+        _check_pair(model, _width(tokens), num_decoded, max_out_tokens)
+        return
     if tokens is None:
         return
     num_input = _longest_row(tokens, kwargs.get("attention_mask"))
-    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None) or model.generation_config
     num_new = _num_new_tokens(config, kwargs, tokens.shape[1])
     if num_new is None:  # transformers' own default stops at the positions
         num_new = max(1, min(_DEFAULT_NUM_NEW_TOKENS, (max_positions(model) or 2**31) - num_input))
@@ -81,17 +111,48 @@ def check_length(
             )
 
 
+def _check_pair(model: nn.Module, num_input: int, num_decoded: int, max_out_tokens: int | None) -> None:
+    """Tokens of an encoder's rows, none where it takes sound or pictures, and of its decoder's."""
+    sums = (
+        (num_input, "input tokens exceed the encoder's positions", encoder_positions(model), "shorten the input"),
+        (num_decoded, "output tokens exceed the decoder's positions", max_positions(model), "lower max_new_tokens"),
+        (num_input + num_decoded, "tokens of input and output exceed max_out_tokens", max_out_tokens, "raise it"),
+    )
+    for num_tokens, exceed, limit, remedy in sums:
+        if limit is not None and num_tokens > limit:
+            raise LengthError(f"{num_tokens} {exceed} ({limit}); {remedy}")
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _skips_padding(model: nn.Module) -> bool:
+    """Whether padding takes no positions. `generate` counts without it, and so does RoBERTa."""
+    return bool(_num_skipped(model)) or not isinstance(model, PreTrainedModel) or model.can_generate()
+
+
 def _limits(model: nn.Module, max_out_tokens: int | None) -> Iterator[tuple[str, int]]:
     for name, limit in (("max_out_tokens", max_out_tokens), ("the model's positions", max_positions(model))):
         if limit is not None:
             yield name, limit
 
 
-def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Ids [rows, tokens] or embeddings [rows, tokens, width] of a call."""
-    tokens = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-    return tokens if isinstance(tokens, torch.Tensor) and tokens.dim() in (2, 3) else None
+def _tokens(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Ids [rows, tokens] or embeddings [rows, tokens, width] of a call; of pictures and sound none."""
+    tokens = _first_tensor(kwargs, "input_ids", "inputs_embeds")
+    if tokens is not None or getattr(model, "main_input_name", "input_ids") != "input_ids":
+        return tokens
+    first = kwargs.get("inputs", args[0] if args else None)
+    return first if isinstance(first, torch.Tensor) else None
+
+
+def _first_tensor(kwargs: Mapping[str, Any], *names: str) -> torch.Tensor | None:
+    return next((kwargs[name] for name in names if isinstance(kwargs.get(name), torch.Tensor)), None)
+
+
+def _width(tokens: torch.Tensor | None) -> int:
+    return 0 if tokens is None else int(tokens.shape[1])
 
 
 def _longest_row(tokens: torch.Tensor, attention_mask: Any) -> int:

@@ -1,7 +1,7 @@
 """Finds a checkpoint tensor for every parameter of a module: prefixes, ties, missing, spare and misshapen ones."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Final, TypeAlias
 
@@ -26,6 +26,9 @@ _SPARE_PATTERNS: Final = (
     r"rotary_emb\.inv_freq$",
     r"(^|\.)attn\.(masked_)?bias$",
     r"(^|\.)position_ids$",
+    # What a family was trained with beside the head that config.json names: BERT's poolers and next-sentence heads.
+    r"(^|\.)pooler\.",
+    r"^cls\.seq_relationship\.",
 )
 
 
@@ -119,19 +122,21 @@ def _module_name(name: str, wanted: Mapping[str, object], prefix: str) -> str | 
 
 
 def _share_tied(model: nn.Module, found: dict[str, Weight]) -> None:
-    ties = model.all_tied_weights_keys if isinstance(model, PreTrainedModel) else _same_parameters(model)
+    tied = model.all_tied_weights_keys if isinstance(model, PreTrainedModel) else {}
+    ties = [*tied.items(), *_other_names(model)]
     for _ in range(2):  # a second round reaches parameters tied to one that was itself absent
-        for target, source in ties.items():
+        for target, source in ties:
             for absent, present in ((target, source), (source, target)):
                 if absent not in found and present in found:
                     found[absent] = found[present]
 
 
-def _same_parameters(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that are one object with another, each with that one's first name."""
-    first: dict[int, str] = {}
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {name: own for name, each in parameters if (own := first.setdefault(id(each), name)) != name}
+def _other_names(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of a parameter or buffer beyond its first; a module in several places has as many."""
+    first: dict[torch.Tensor, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if first.setdefault(value, name) != name:
+            yield name, first[value]
 
 
 def _refuse_missing(checkpoint: Checkpoint, missing: list[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from zinfer import __version__
+from zinfer.cli.families import families
 from zinfer.cli.plan import plan
 from zinfer.cli.probe import probe
 from zinfer.cli.quantize import quantize
@@ -23,6 +24,7 @@ app.command()(run)
 app.command()(probe)
 app.command()(plan)
 app.command()(quantize)
+app.command()(families)
 
 
 def _print_version(wanted: bool) -> None:

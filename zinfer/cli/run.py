@@ -20,6 +20,7 @@ from zinfer.cli.ending import (
 )
 from zinfer.errors import JobError
 from zinfer.jobs.failure import UnusableInput
+from zinfer.jobs.task import Pooling, Task
 
 
 def run(
@@ -36,9 +37,13 @@ def run(
         Path | None, typer.Option(help="Write a trace of reads, copies and computes for ui.perfetto.dev.")
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page of what the job did over time.")] = None,
+    task: Annotated[Task, typer.Option(help="What to make of each row.")] = Task.GENERATE,
+    pooling: Annotated[Pooling, typer.Option(help="Over tokens, of embeddings.")] = Pooling.MEAN,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of the output's earlier job.")] = False,
 ) -> None:
     """Complete every row of a JSONL file; run again after any interruption, it goes on where it stopped.
+
+    With --task embed each row gets a vector of length 1 from an encoder, with classify a label and scores.
 
     Rows with a 'custom_id' are those of an OpenAI batch file, for /v1/chat/completions or /v1/completions, and are
     answered in that form. Without a temperature they draw at 1; other rows are greedy.
@@ -61,6 +66,8 @@ def run(
             restart=restart,
             trace=trace,
             report=report,
+            task=task.value,
+            pooling=pooling.value,
             console=Console(stderr=True),
         )
     Console().print(summary_table(summary))

@@ -1,12 +1,16 @@
-"""What a job completes its prompts with: continuous batching where the family allows it, padded batches elsewhere."""
+"""What a job completes its prompts with: continuous batching where the family allows it, padded batches elsewhere; and
+what encodes them."""
 
 from collections.abc import Collection, Generator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from zinfer.batching.completion import Completion
+from zinfer.jobs.encoding import Encoding
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.timeline import Load
 from zinfer.offload.stats import RunStats
+
+Answer: TypeAlias = tuple[Completion, ...] | Encoding
 
 
 class Completer(Protocol):
@@ -31,8 +35,8 @@ class Completer(Protocol):
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
-    ) -> Generator[tuple[Prompt, tuple[Completion, ...]], None, None]:
-        """Each prompt's completions as soon as all of them are there.
+    ) -> Generator[tuple[Prompt, Answer], None, None]:
+        """Each prompt's completions as soon as all of them are there, or its encoding.
 
         Args:
             wanted: identities of the prompts that are needed; others may be left out where that changes nothing.

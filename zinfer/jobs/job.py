@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from zinfer.batching.completion import Completion
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
 from zinfer.display import shown
 from zinfer.errors import JobError
 from zinfer.jobs.ahead import ahead
 from zinfer.jobs.batches import Batch, BatchCutter, input_changed
-from zinfer.jobs.completer import Completer
+from zinfer.jobs.completer import Answer, Completer
+from zinfer.jobs.encoding import Encoding
 from zinfer.jobs.index import RowIndex, scan_input
 from zinfer.jobs.manifest import Manifest, model_identity, result_settings, versions
 from zinfer.jobs.method import EngineFactory, Method
@@ -35,10 +35,10 @@ from zinfer.jobs.request import JobRequest, PathLike
 from zinfer.jobs.rows import BadRow
 from zinfer.jobs.run_page import write_run_page
 from zinfer.jobs.summary import JobSummary
+from zinfer.jobs.task import Pooling, Task
 from zinfer.jobs.timeline import Timeline
 from zinfer.jobs.writer import RowWriter
 from zinfer.model import build_meta_model
-from zinfer.sequence_length import max_positions
 from zinfer.units import name_values
 
 
@@ -54,6 +54,8 @@ def run_job(
     restart: bool = False,
     trace: PathLike | None = None,
     report: PathLike | None = None,
+    task: str = "generate",
+    pooling: str = "mean",
     console: Console | None = None,
     engine_factory: EngineFactory | None = None,
 ) -> JobSummary:
@@ -75,6 +77,9 @@ def run_job(
         restart: discard the rows of an earlier job in `output`, whatever its settings were.
         trace: a file for a Perfetto trace of reads, copies and computes, written when the job ends.
         report: an HTML page of what the job did over time, written when it ends.
+        task: "generate", or of models that need not generate "embed" (a vector of length 1 a row, from the encoder) or
+            "classify" (a label, and the scores of all). Rows then have a source and an id alone.
+        pooling: of "embed": "mean" over a text's tokens, or "cls", the first one's.
         console: shows progress there; None shows nothing.
         engine_factory: makes an engine for padded batches, called as `zinfer.init_inference` is; by default that is
             made where the family of models takes no other batches.
@@ -86,7 +91,18 @@ def run_job(
     traced = None if trace is None else Path(trace)
     page = None if report is None else Path(report)
     request = JobRequest(
-        model, Path(input), Path(output), config, device, max_new_tokens, batch_size, restart, traced, page
+        model,
+        Path(input),
+        Path(output),
+        config,
+        device,
+        max_new_tokens,
+        batch_size,
+        restart,
+        traced,
+        page,
+        Task(task),
+        Pooling(pooling),
     )
     request.check()
     with shown(Meter(console)) as meter:
@@ -115,9 +131,12 @@ class _Job:
         checkpoint = Checkpoint.open(request.model)
         model = build_meta_model(checkpoint, settings.dtype)
         method = self._method = Method(request, settings, model, self._engine_factory, self._meter)
-        room = Room.least(max_positions(model), settings.max_out_tokens)
+        generates = request.task is Task.GENERATE
+        room = Room.of(model, settings.max_out_tokens, generates=generates)
         vocab_size = model.config.get_text_config().vocab_size
-        maker = self._maker = PromptMaker.from_folder(checkpoint.folder, room, vocab_size, request.max_new_tokens)
+        maker = self._maker = PromptMaker.from_folder(
+            checkpoint.folder, room, vocab_size, request.max_new_tokens, generates=generates
+        )
         # Rows are encoded by another thread, which must not share its tokenizer.
         self._tokenizer = deepcopy(maker.tokenizer)
         index = scan_input(request.input)
@@ -203,17 +222,18 @@ class _Job:
         begin_s = time.monotonic()
         rows = f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}"
         with _stopping(rows, self._request.output), closing(completer.complete(prompts, ordinals.keys())) as completed:
-            for prompt, completions in completed:
+            for prompt, answer in completed:
                 if (ordinal := ordinals.get(id(prompt))) is not None:
-                    states[ordinal] = self._write(prompt, completions, writer)
+                    states[ordinal] = self._write(prompt, answer, writer)
         self._computing_s += time.monotonic() - begin_s
 
-    def _write(self, prompt: Prompt, completions: Sequence[Completion], writer: RowWriter) -> RowState:
-        writer.put(self._records.completed(prompt, completions))
-        if first_error(completions) is not None:
+    def _write(self, prompt: Prompt, answer: Answer, writer: RowWriter) -> RowState:
+        writer.put(self._records.completed(prompt, answer))
+        if first_error(answer) is not None:
             return RowState.FAILED
         self._num_prompt_tokens += len(prompt.token_ids)
-        self._num_output_tokens += sum(len(each.token_ids) for each in completions)
+        if not isinstance(answer, Encoding):
+            self._num_output_tokens += sum(len(each.token_ids) for each in answer)
         return RowState.DONE
 
     def _loaded(self, prompts: Sequence[Prompt]) -> Completer:

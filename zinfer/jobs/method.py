@@ -10,17 +10,22 @@ from zinfer.batching.adapters import check_family
 from zinfer.batching.job_plan import ROWS_TOGETHER
 from zinfer.config import Settings
 from zinfer.config.settings import Batch as BatchSettings
+from zinfer.entry import init_inference
 from zinfer.errors import ConfigError
 from zinfer.jobs.completer import Completer
+from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter
 from zinfer.jobs.padded import Engine, PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt, Room
 from zinfer.jobs.ragged import RaggedCompleter
 from zinfer.jobs.request import JobRequest
+from zinfer.jobs.task import Task
+from zinfer.planning.model_shape import is_generating_decoder
 
 EngineFactory = Callable[..., Engine]
 
 _PADDED_ROWS: Final = 32
+_CLASSIFIER: Final = "ForSequenceClassification"
 
 
 class Method:
@@ -30,6 +35,9 @@ class Method:
         model: on the meta device.
         engine_factory: makes an engine for padded batches, whatever the family; None: only where it takes no other.
         meter: told where a family has to be padded.
+
+    Raises:
+        ConfigError: the model has not what the task needs.
 
     Attributes:
         batch_size: rows that share passes.
@@ -45,10 +53,13 @@ class Method:
     ) -> None:
         self._request = request
         self._settings = settings
-        self._factory = engine_factory or _init_inference
+        self._factory: EngineFactory = engine_factory or init_inference
         self._meter = meter
+        _check_task(model, request.task)
+        self._encodes = request.task is not Task.GENERATE
+        self._is_predictable = is_generating_decoder(model)
         self._is_padded = engine_factory is not None
-        if not self._is_padded:
+        if not self._is_padded and not self._encodes:
             try:
                 check_family(model)
             except ConfigError as error:
@@ -58,6 +69,10 @@ class Method:
 
     def settings(self) -> dict[str, str | int]:
         """The settings of passes on which rows' bytes depend."""
+        if self._encodes:
+            task: dict[str, str | int] = {"task": self._request.task, "tokens_per_pass": self._tokens_per_pass}
+            pooling = {"pooling": str(self._request.pooling)} if self._request.task is Task.EMBED else {}
+            return {"batch_size": self.batch_size, **task, **pooling}
         if self._is_padded:
             return {"batch_size": self.batch_size, "batching": "padded"}
         stated = {name: value for name, value in asdict(self._settings.batching).items() if value is not None}
@@ -73,17 +88,41 @@ class Method:
             room: of a padded row.
         """
         request, settings = self._request, self._settings
+        if self._encodes:
+            return self._open_encoder(tokenizer)
         if not self._is_padded:
             return RaggedCompleter(request, settings.batching, sizes, self._meter)
-        options: dict[str, object] = {} if request.trace is None else {"trace": str(request.trace)}
-        if settings.batch == BatchSettings() and settings.memory.max_device_memory is None:
+        options = self._options()
+        states_room = settings.batch != BatchSettings() or settings.memory.max_device_memory is not None
+        if self._is_predictable and not states_room:
             options |= batch_shape(prompts)
         engine = self._factory(request.model, config=request.config, device=request.device, **options)
-        return PaddedCompleter(engine, tokenizer, None if room is None else room.max_tokens, self._meter)
+        most_tokens = room.max_tokens if room is not None and room.counts == "both" else None
+        return PaddedCompleter(engine, tokenizer, most_tokens, self._meter)
+
+    def _open_encoder(self, tokenizer: Any) -> Completer:
+        request = self._request
+        engine = init_inference(request.model, request.config, device=request.device, **self._options())
+        pad_token_id = engine.module.config.pad_token_id
+        pad_token_id = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
+        return EncodingCompleter(
+            engine, request.task, request.pooling, pad_token_id or 0, self._tokens_per_pass, self._meter
+        )
+
+    def _options(self) -> dict[str, object]:
+        return {} if self._request.trace is None else {"trace": str(self._request.trace)}
+
+    @property
+    def _tokens_per_pass(self) -> int:
+        """Of an encoder."""
+        return self._settings.batching.tokens_per_pass or TOKENS_PER_PASS
 
 
-def _init_inference(*args: Any, **kwargs: Any) -> Engine:
-    import zinfer  # here, for the package's own names are made from modules like this one
-
-    engine: Engine = zinfer.init_inference(*args, **kwargs)
-    return engine
+def _check_task(model: PreTrainedModel, task: Task) -> None:
+    name = type(model).__name__
+    if model.main_input_name != "input_ids":
+        raise ConfigError(f"a {name} takes no text; give a model that does")
+    if task is Task.GENERATE and not model.can_generate():
+        raise ConfigError(f"a {name} does not go on with texts; use the task embed or classify, or another model")
+    if task is Task.CLASSIFY and not name.endswith(_CLASSIFIER):
+        raise ConfigError(f"a {name} gives no labels; the task classify takes a *{_CLASSIFIER}")

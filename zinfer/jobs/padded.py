@@ -1,12 +1,14 @@
-"""Completes prompts in left-padded batches with transformers' own `generate`, for families that know no other way.
+"""Completes prompts in padded batches with transformers' own `generate`, for families that know no other way.
 
 End tokens and the padding token come from the model's generation config, else from the tokenizer. The config's
 defaults for sampling and repetition (do_sample, temperature, top_k, top_p, repetition_penalty, no_repeat_ngram_size) do
 not: a row is greedy unless it asks for a temperature itself, so that a file means the same for every model, and what is
-penalised would depend on a row's padding.
+penalised would depend on a row's padding. Nor is an end forced (forced_eos_token_id, BART's): it would come where the
+longest of a batch ends.
 """
 
 from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +17,15 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from zinfer.batching.completion import Completion
 from zinfer.batching.ending import find_end_token_ids
 from zinfer.batching.sampler import Sampler
+from zinfer.errors import PlanError
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.text import Text, TextSampler, TextStops
 from zinfer.jobs.timeline import Load
+from zinfer.jobs.token_rows import right_padded
 from zinfer.offload.stats import RunStats
 from zinfer.planning.prediction import Prediction
+from zinfer.sequence_length import is_encoder_decoder
 
 
 class Engine(Protocol):
@@ -66,7 +71,10 @@ class PaddedCompleter:
         return self._engine.plan
 
     def forecast(self, prompts: Sequence[Prompt]) -> tuple[str, float]:
-        predicted = self._engine.predict(**batch_shape(prompts))
+        try:
+            predicted = self._engine.predict(**batch_shape(prompts))
+        except PlanError as error:
+            return f"nothing: {error}", 0.0
         return f"{predicted} (rates: {predicted.origin})", predicted.tokens_per_s
 
     def complete(
@@ -84,9 +92,10 @@ class PaddedCompleter:
 
         for part in parts:
             completions = complete(self._engine, part, self._tokenizer, on_step)
-            shape = batch_shape(part)
             num_passes = max(1, *(len(each.token_ids) for own in completions for each in own))
-            self.predicted_s += self._engine.predict(shape["batch_size"], shape["prompt_len"], num_passes).seconds
+            with suppress(PlanError):  # said in the forecast
+                shape = batch_shape(part) | {"new_tokens": num_passes}
+                self.predicted_s += self._engine.predict(**shape).seconds
             yield from zip(part, completions, strict=True)
         meter.batch_rows = 0
 
@@ -119,7 +128,8 @@ def complete(
     pad_token_id = _pad_token_id(engine.module.generation_config, tokenizer, end_token_ids)
     vocab_size = engine.module.config.get_text_config().vocab_size
     texts = [Text.of(each, sample, end_token_ids, tokenizer) for each in prompts for sample in range(each.params.n)]
-    input_ids, attention_mask = left_padded([text.prompt.token_ids for text in texts], pad_token_id)
+    padded = right_padded if is_encoder_decoder(engine.module) else left_padded
+    input_ids, attention_mask = padded([text.prompt.token_ids for text in texts], pad_token_id)
     engine.generate(
         input_ids=input_ids.to(engine.device),
         attention_mask=attention_mask.to(engine.device),
@@ -135,6 +145,7 @@ def complete(
         top_p=1.0,
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
+        forced_eos_token_id=None,
     )
     found = iter(texts)
     return [tuple(next(found).completion() for _ in range(prompt.params.n)) for prompt in prompts]

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from torch import nn
 from transformers import AutoTokenizer
 
 from zinfer.batching.prompt_encoder import encode_chat, encode_text
@@ -22,6 +23,7 @@ from zinfer.errors import ConfigError
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.rows import BadRow, Line, Row, RowId, id_key, parse_line, row_of
+from zinfer.sequence_length import encoder_positions, is_encoder_decoder, max_positions
 
 _STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
@@ -48,10 +50,27 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Room:
-    """How many tokens a prompt and its new tokens may take together, and what says so."""
+    """How many tokens a prompt and its new tokens may take together, each of the two, or the prompt where nothing comes
+    after it; and what says so."""
 
     max_tokens: int
     source: str
+    counts: Literal["both", "each", "prompt"] = "both"
+
+    @classmethod
+    def of(cls, model: nn.Module, max_out_tokens: int | None, *, generates: bool = True) -> "Room | None":
+        """The model's, whose encoder and decoder have positions each where it has both."""
+        positions = max_positions(model)
+        if not generates:
+            positions = encoder_positions(model) if is_encoder_decoder(model) else positions
+            room = cls.least(positions, max_out_tokens)
+            return room and replace(room, counts="prompt")
+        if not is_encoder_decoder(model):
+            return cls.least(positions, max_out_tokens)
+        both = [limit for limit in (positions, encoder_positions(model)) if limit is not None]
+        if max_out_tokens is not None or not both:
+            return cls.least(min(both, default=None), max_out_tokens)
+        return cls(min(both) - 1, "the model's positions", "each")  # a decoder begins with a token of its own
 
     @classmethod
     def least(cls, positions: int | None, max_out_tokens: int | None) -> "Room | None":
@@ -65,20 +84,26 @@ class PromptMaker:
     """Makes prompts for one model.
 
     room: None if nothing limits a row's length.
+    generates: whether anything comes after prompts.
     now: what a chat template takes for the present, with its time zone; it must stay the same for a whole job, on
         whatever day it ends. Only templates that call `strftime_now` with a format computed at run time still see the
         clock.
     """
 
-    def __init__(self, tokenizer: Any, room: Room | None, vocab_size: int, max_new_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: Any, room: Room | None, vocab_size: int, max_new_tokens: int, *, generates: bool = True
+    ) -> None:
         self.tokenizer = tokenizer
         self.room = room
         self.vocab_size = vocab_size
         self.max_new_tokens = max_new_tokens
+        self.generates = generates
         self.now = datetime.now().astimezone()
 
     @classmethod
-    def from_folder(cls, folder: Path, room: Room | None, vocab_size: int, max_new_tokens: int) -> "PromptMaker":
+    def from_folder(
+        cls, folder: Path, room: Room | None, vocab_size: int, max_new_tokens: int, *, generates: bool = True
+    ) -> "PromptMaker":
         """Loads the tokenizer that lies in the model's folder; nothing is downloaded.
 
         Raises:
@@ -91,7 +116,7 @@ class PromptMaker:
                 f"model {folder} has no tokenizer that loads ({(str(error) or repr(error)).splitlines()[0]}); "
                 "put the model's tokenizer files into the folder"
             ) from error
-        return cls(tokenizer, room, vocab_size, max_new_tokens)
+        return cls(tokenizer, room, vocab_size, max_new_tokens, generates=generates)
 
     @property
     def template_hash(self) -> str:
@@ -114,6 +139,8 @@ class PromptMaker:
         except (ConfigError, ValueError, TypeError) as error:
             return row.bad(line_number, str(error))
         num_new = row.params.max_new_tokens
+        if not self.generates and (row.openai or row.params != SamplingParams(max_new_tokens=self.max_new_tokens)):
+            return row.bad(line_number, "nothing is generated in this job; give a source and an id alone")
         if problem := self._token_problem(row, token_ids) or self._length_problem(len(token_ids), num_new):
             return row.bad(line_number, problem)
         return Prompt(row, tuple(token_ids), line_number)
@@ -149,9 +176,23 @@ class PromptMaker:
         )
 
     def _length_problem(self, num_prompt: int, num_new: int) -> str | None:
-        if self.room is None or num_prompt + num_new <= self.room.max_tokens:
+        if self.room is None:
+            return None
+        if self.room.counts == "prompt":
+            num_new = 0
+        if self.room.counts == "each":
+            excess = max(num_prompt, num_new)
+            limit = f"{self.room.max_tokens} ({self.room.source}) each"
+            return (
+                None
+                if excess <= self.room.max_tokens
+                else (f"the prompt's {num_prompt} tokens or its {num_new} new ones are more than {limit}; shorten it")
+            )
+        if num_prompt + num_new <= self.room.max_tokens:
             return None
         limit = f"{self.room.max_tokens} ({self.room.source})"
+        if self.room.counts == "prompt":
+            return f"the prompt's {num_prompt} tokens are more than {limit}; shorten it"
         if num_prompt >= self.room.max_tokens:
             return f"the prompt has {num_prompt} tokens, which leaves no room for new ones within {limit}; shorten it"
         return (

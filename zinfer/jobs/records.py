@@ -5,13 +5,16 @@ Rows are written in the form in which they were asked: the job's own, or OpenAI'
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from zinfer.batching.completion import Completion
 from zinfer.batching.sampler import Logprobs
+from zinfer.jobs.encoding import Encoding
 from zinfer.jobs.openai_response import OpenAIResponses, read_response
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import BadRow, RowId
+
+_RESULTS: Final = ("token_ids", "outputs", "embedding", "scores")
 
 
 class Records:
@@ -20,22 +23,26 @@ class Records:
     def __init__(self, responses: OpenAIResponses) -> None:
         self._responses = responses
 
-    def completed(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The row of a prompt that was completed; an error row where a completion is one."""
+    def completed(self, prompt: Prompt, answer: Sequence[Completion] | Encoding) -> dict[str, Any]:
+        """The row of a prompt that was completed or encoded; an error row where that failed."""
+        if isinstance(answer, Encoding):
+            return encoded_record(prompt, answer)
         if prompt.row.openai is None:
-            return completed_record(prompt, completions)
-        error = first_error(completions)
+            return completed_record(prompt, answer)
+        error = first_error(answer)
         if error is not None:
             return self._responses.failed(prompt.row.id, f"line {prompt.line}: {error}")
-        return self._responses.completed(prompt, prompt.row.openai, completions)
+        return self._responses.completed(prompt, prompt.row.openai, answer)
 
     def refused(self, bad: BadRow) -> dict[str, Any]:
         """The row of a line that cannot be used."""
         return self._responses.refused(bad) if bad.is_openai else {"id": bad.id, "error": bad.message}
 
 
-def first_error(completions: Sequence[Completion]) -> str | None:
+def first_error(completions: Sequence[Completion] | Encoding) -> str | None:
     """Why a row has no completions; None where it has all of them."""
+    if isinstance(completions, Encoding):
+        return completions.error
     return next((each.error for each in completions if each.error is not None), None)
 
 
@@ -57,6 +64,13 @@ def completed_record(prompt: Prompt, completions: Sequence[Completion]) -> dict[
     return {"id": prompt.row.id, "text": output.pop("text"), "token_ids": output.pop("token_ids"), **sizes, **output}
 
 
+def encoded_record(prompt: Prompt, encoding: Encoding) -> dict[str, Any]:
+    """A row with an embedding, or a label and scores."""
+    if encoding.error is not None:
+        return {"id": prompt.row.id, "error": f"line {prompt.line}: {encoding.error}"}
+    return {"id": prompt.row.id, **encoding.fields, "num_prompt_tokens": len(prompt.token_ids)}
+
+
 def read_record(record: object) -> tuple[RowId, bool]:
     """A written row's id, and whether the row says what went wrong.
 
@@ -67,7 +81,7 @@ def read_record(record: object) -> tuple[RowId, bool]:
         return read_response(record)
     if not isinstance(record, dict) or not isinstance(record.get("id"), str | int):
         raise ValueError("no row with an id")
-    if ("error" in record) == ("token_ids" in record or "outputs" in record):
+    if ("error" in record) == any(name in record for name in _RESULTS):
         raise ValueError("neither a completion nor an error")
     return record["id"], "error" in record
 

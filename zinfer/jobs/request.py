@@ -7,6 +7,7 @@ from pathlib import Path
 
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.paths import manifest_path
+from zinfer.jobs.task import Pooling, Task
 
 PathLike = str | os.PathLike[str]
 
@@ -25,6 +26,8 @@ class JobRequest:
     restart: bool
     trace: Path | None
     report: Path | None
+    task: Task = Task.GENERATE
+    pooling: Pooling = Pooling.MEAN
 
     def check(self) -> None:
         """Raises UnusableInput for numbers and paths that no job can use."""

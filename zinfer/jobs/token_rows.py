@@ -10,6 +10,7 @@ from zinfer.errors import ConfigError
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.prompts import PromptMaker, Room
 from zinfer.jobs.rows import BadRow, read_lines
+from zinfer.planning.model_shape import is_generating_decoder
 from zinfer.sequence_length import max_positions
 
 
@@ -25,8 +26,13 @@ def read_token_rows(
         num_new_tokens: that are to fit behind each row.
 
     Raises:
-        ConfigError: a row is no prompt, or does not fit; names its line.
+        ConfigError: a row is no prompt, or does not fit; names its line. Or the model is no decoder that generates.
     """
+    if not is_generating_decoder(model):
+        raise ConfigError(
+            f"{prompts}: only decoders that generate are measured on prompts, and a {type(model).__name__} is none; "
+            "leave the prompts out"
+        )
     room = Room.least(max_positions(model), most_tokens)
     vocab_size = model.config.get_text_config().vocab_size
     maker = PromptMaker.from_folder(tokenizer, room, vocab_size, num_new_tokens)
@@ -40,9 +46,10 @@ def read_token_rows(
     return found
 
 
-def right_padded(rows: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask [rows, longest]; what comes behind a row changes none of its logits."""
+def right_padded(rows: Sequence[Sequence[int]], pad_token_id: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask [rows, longest]; what comes behind a row changes none of a decoder's logits, and positions that are
+    counted from the left stay as they are."""
     longest = max(map(len, rows))
-    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+    ids = torch.tensor([[*row, *[pad_token_id] * (longest - len(row))] for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
     return ids, mask

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from transformers import DynamicCache, PretrainedConfig
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from zinfer.errors import PlanError
@@ -70,6 +70,25 @@ class ModelShape:
     rotated: int = 0
     has_rms_norms: bool = False
     is_fused: bool = False
+
+
+def is_generating_decoder(model: PreTrainedModel) -> bool:
+    """Whether it is of the one kind whose memory and seconds beside the weights are known here."""
+    return bool(model.can_generate()) and not model.config.is_encoder_decoder
+
+
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    """The shape of a model that generates with a decoder alone.
+
+    Raises:
+        PlanError: it is another kind of model, or as `read_shape`.
+    """
+    if not is_generating_decoder(model):
+        raise PlanError(
+            f"what a {type(model).__name__} takes beside its weights is not known here, only what decoders take that "
+            f"generate; state zinfer.max_device_memory in place of a batch, and time a run"
+        )
+    return read_shape(model.config)
 
 
 def read_shape(config: PretrainedConfig) -> ModelShape:

@@ -19,7 +19,7 @@ from zinfer.cut import ModelBlock, cut_model
 from zinfer.errors import CheckpointError
 from zinfer.model import build_meta_model
 from zinfer.offload.block import Extent
-from zinfer.planning.model_shape import ModelShape, read_shape
+from zinfer.planning.model_shape import ModelShape, shape_of
 from zinfer.quantization.forms import find_form
 from zinfer.quantization.rules import Quantization
 from zinfer.quantization.stored import find_stored_scheme
@@ -76,9 +76,9 @@ def read_outline(
         quantization: which matrices are stored quantized; they are planned for as if a store of them was on disk.
 
     Raises:
-        CheckpointError: no config.json, one that describes no causal language model or states no dtype, or a damaged
+        CheckpointError: no config.json, one that describes no model or states no dtype, or a damaged
             checkpoint.
-        PlanError: the model keeps a state other than keys and values.
+        PlanError: the model is no decoder that generates, or keeps a state other than keys and values.
     """
     folder = Path(model).expanduser().absolute()
     weights: Mapping[str, Weight]
@@ -94,7 +94,7 @@ def read_outline(
     return Outline(
         name=os.fspath(model),
         blocks=tuple(_as_in_store(block, folder) for block in cut_model(tree, weights, find_form(quantization))),
-        shape=read_shape(tree.config),
+        shape=shape_of(tree),
         dtype=tree.config.dtype,
         max_positions=max_positions(tree),
         files=tuple(checkpoint.files),

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.cut import Form, full_form
@@ -47,7 +48,7 @@ class QuantizedForms:
     """Gives each parameter its place in a slab: matrices that the rules name as codes and scales, the others in full.
 
     Matrices are the weights of linear layers (transformers' Conv1D holds them transposed) and those that experts hold
-    one below the other; tables that are looked up and not multiplied with stay as they are.
+    one below the other; tables that are looked up and not multiplied with stay as they are, and convolutions.
 
     Args:
         scales_columns: the weights of linear layers, whose inputs a calibration can see, have scales of columns.
@@ -65,7 +66,7 @@ class QuantizedForms:
         """
         shape = tuple(parameter.shape)
         plain = SlabTensor(name, parameter.dtype, shape)
-        if len(shape) not in (2, 3) or not parameter.is_floating_point() or isinstance(module, nn.Embedding):
+        if len(shape) not in (2, 3) or not parameter.is_floating_point() or isinstance(module, nn.Embedding | _ConvNd):
             return plain
         transposed = isinstance(module, Conv1D)
         columns = shape[0] if transposed else shape[-1]

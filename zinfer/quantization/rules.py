@@ -25,13 +25,16 @@ from zinfer.kernels.quantized import QuantFormat
 
 _EMBEDDING: Final = r"\w*embed\w*|wte|wpe"
 _NORM: Final = r"\w*norm\w*|ln(_\w+|\d+)?"
-_HEAD: Final = r"lm_head|embed_out|score|classifier|qa_outputs|lm_loss|output_projection|cls"
+_HEAD: Final = (
+    r"lm_head|embed_out|score|classifier|qa_outputs|lm_loss|output_projection|cls|pooler|(text|visual)_projection|"
+    r"vocab_transform|(\w+_)?predictions"
+)
 _ROUTER: Final = r"router|gate|shared_expert_gate"
 _FULL_PRECISION: Final = re.compile("|".join((_EMBEDDING, _NORM, _HEAD, _ROUTER)))
 """A component of a parameter's name that keeps what lies below it in full precision."""
 
 _QKV: Final = re.compile(
-    r"[qkv]_proj|qkv|qkv_proj|query_key_value|query|key|value|c_attn|Wqkv|q_[ab]_proj|kv_[ab]_proj(_with_mqa)?"
+    r"[qkv](_proj|_lin)?|qkv|qkv_proj|query_key_value|query|key|value|c_attn|Wqkv|q_[ab]_proj|kv_[ab]_proj(_with_mqa)?"
 )
 """The last component of the name of a projection to queries, keys or values."""
 

@@ -55,7 +55,8 @@ class Source:
 
         Raises:
             ConfigError: the settings quantize nothing, or cannot be applied to this model.
-            CheckpointError: the checkpoint is incomplete, damaged, a store itself, or no causal language model.
+            CheckpointError: the checkpoint is incomplete, damaged, a store itself, or of no model that transformers
+                builds.
         """
         _refuse_store(Path(model).expanduser())
         rules = settings.quantization

@@ -99,6 +99,8 @@ def check_family(model: PreTrainedModel) -> str:
     if not is_known(model_type):
         known = ", ".join(sorted(INTERFACED | set(_OWN)))
         raise ConfigError(f"a {model_type} model cannot run in ragged batches yet; known are {known}")
+    if not model.can_generate():
+        raise ConfigError(f"a {type(model).__name__} does not generate; use zinfer.init_inference for its outputs")
     return model_type
 
 

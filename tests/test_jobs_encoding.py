@@ -1,0 +1,158 @@
+"""Jobs that embed and classify: rows equal to each text alone in transformers, streamed, and resumable."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import family_model
+from jobs_support import letters_tokenizer, read_rows, write_rows
+from torch import nn
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
+
+from zinfer.cli import app
+from zinfer.errors import ConfigError
+from zinfer.jobs.job import run_job
+
+DISK = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
+TEXTS = ["a", "hello you", "zinfer streams", "the quick brown fox jumps", "b", "again and again"]
+
+
+def saved(model_type: str, class_name: str, folder: Path, **config: Any) -> PreTrainedModel:
+    model = family_model(model_type, class_name)
+    for name, value in config.items():
+        setattr(model.config, name, value)
+    model.save_pretrained(folder)
+    letters_tokenizer().save_pretrained(folder)
+    return model
+
+
+def encoded(
+    tmp_path: Path, task: str, rows: list[dict[str, Any]] | None = None, **options: Any
+) -> list[dict[str, Any]]:
+    write_rows(tmp_path / "in.jsonl", rows or [{"id": text, "prompt": text} for text in TEXTS])
+    config = DISK | {"zinfer": {"tokens_per_pass": 48}}
+    summary = run_job(
+        tmp_path / "model",
+        tmp_path / "in.jsonl",
+        tmp_path / "out.jsonl",
+        config=config,
+        device="cpu",
+        task=task,
+        **options,
+    )
+    assert summary.stats is None or summary.stats.disk_bytes_per_pass > 0
+    return read_rows(tmp_path / "out.jsonl")
+
+
+def ids_of(text: str) -> torch.Tensor:
+    return torch.tensor([letters_tokenizer()(text).input_ids])
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize(
+    ("model_type", "class_name"),
+    [
+        ("bert", "BertModel"),
+        ("bert", "BertForMaskedLM"),
+        ("roberta", "RobertaModel"),
+        ("distilbert", "DistilBertModel"),
+        ("t5", "T5EncoderModel"),
+        ("t5", "T5ForConditionalGeneration"),
+        ("llama", "LlamaForCausalLM"),
+    ],
+)
+def test_embeddings_are_those_of_each_text_alone(
+    model_type: str, class_name: str, pooling: str, tmp_path: Path
+) -> None:
+    model = saved(model_type, class_name, tmp_path / "model")
+    encoder = model.get_encoder() if model_type == "t5" else model.base_model
+    rows = {row["id"]: row for row in encoded(tmp_path, "embed", pooling=pooling)}
+    assert rows.keys() == set(TEXTS)
+    for text in TEXTS:
+        with torch.no_grad():
+            hidden = encoder(input_ids=ids_of(text)).last_hidden_state[0]
+        wanted = nn.functional.normalize(hidden.mean(dim=0) if pooling == "mean" else hidden[0], dim=0)
+        torch.testing.assert_close(torch.tensor(rows[text]["embedding"]), wanted, rtol=1e-4, atol=1e-5)
+        assert rows[text]["num_prompt_tokens"] == len(text)
+
+
+@pytest.mark.parametrize("problem", [None, "multi_label_classification"])
+@pytest.mark.parametrize(
+    ("model_type", "class_name"),
+    [("bert", "BertForSequenceClassification"), ("roberta", "RobertaForSequenceClassification")],
+)
+def test_labels_are_those_of_each_text_alone(
+    model_type: str, class_name: str, problem: str | None, tmp_path: Path
+) -> None:
+    model = saved(model_type, class_name, tmp_path / "model", problem_type=problem, id2label={0: "bad", 1: "good"})
+    rows = {row["id"]: row for row in encoded(tmp_path, "classify")}
+    for text in TEXTS:
+        with torch.no_grad():
+            logits = model(input_ids=ids_of(text)).logits[0]
+        scores = logits.softmax(dim=0) if problem is None else logits.sigmoid()
+        assert list(rows[text]["scores"]) == ["bad", "good"]
+        torch.testing.assert_close(torch.tensor(list(rows[text]["scores"].values())), scores, rtol=1e-4, atol=1e-5)
+        assert rows[text]["label"] == ("good" if logits[1] > logits[0] else "bad")
+
+
+def test_a_job_goes_on_where_it_stopped_with_the_same_bytes(tmp_path: Path) -> None:
+    saved("bert", "BertModel", tmp_path / "model")
+    whole = encoded(tmp_path, "embed", batch_size=4)
+    out = tmp_path / "out.jsonl"
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:2]) + lines[2][:30])
+    assert sorted(map(json.dumps, encoded(tmp_path, "embed", batch_size=4))) == sorted(map(json.dumps, whole))
+    with pytest.raises(Exception, match="pooling"):
+        encoded(tmp_path, "embed", batch_size=4, pooling="cls")
+
+
+def test_rows_that_cannot_be_encoded(tmp_path: Path) -> None:
+    saved("bert", "BertModel", tmp_path / "model")
+    rows: list[dict[str, Any]] = [
+        {"id": "long", "prompt": "a" * 65},
+        {"id": "fits", "prompt": "a" * 64},
+        {"id": "hot", "prompt": "a", "temperature": 1.0},
+        {"custom_id": "openai", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "a"}},
+    ]
+    found = {row.get("custom_id", row["id"]): row for row in encoded(tmp_path, "embed", rows)}
+    assert "the prompt's 65 tokens are more than 64 (the model's positions); shorten it" in found["long"]["error"]
+    assert len(found["fits"]["embedding"]) == 64
+    assert "nothing is generated in this job" in found["hot"]["error"]
+    assert "nothing is generated in this job" in json.dumps(found["openai"])
+
+
+def test_numbers_that_are_not_finite_are_an_error_of_the_row(tmp_path: Path) -> None:
+    model = saved("bert", "BertModel", tmp_path / "model")
+    model.embeddings.word_embeddings.weight.data[ids_of("z")[0, 0]] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    rows = {row["id"]: row for row in encoded(tmp_path, "embed")}
+    assert "not finite numbers" in rows["zinfer streams"]["error"]
+    assert "embedding" in rows["hello you"]
+
+
+@pytest.mark.parametrize(
+    ("class_name", "task", "message"),
+    [
+        ("BertModel", "generate", "a BertModel does not go on with texts; use the task embed"),
+        ("BertModel", "classify", r"a BertModel gives no labels; the task classify takes a \*ForSequenceClass"),
+    ],
+)
+def test_a_model_that_has_not_what_the_task_needs(class_name: str, task: str, message: str, tmp_path: Path) -> None:
+    saved("bert", class_name, tmp_path / "model")
+    with pytest.raises(ConfigError, match=message):
+        encoded(tmp_path, task)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    saved("bert", "BertModel", tmp_path / "model")
+    write_rows(tmp_path / "in.jsonl", [{"prompt": text} for text in TEXTS])
+    paths = ["--model", str(tmp_path / "model"), "--input", str(tmp_path / "in.jsonl")]
+    output = ["--output", str(tmp_path / "out.jsonl"), "--report", str(tmp_path / "page.html")]
+    result = CliRunner().invoke(app, ["run", *paths, *output, "--device", "cpu", "--task", "embed", "--pooling", "cls"])
+    assert result.exit_code == 0, result.output
+    assert "6 done, 0 failed" in result.stdout
+    assert "plan: blocks" in result.stderr
+    assert len(read_rows(tmp_path / "out.jsonl")) == 6

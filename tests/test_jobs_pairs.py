@@ -1,0 +1,82 @@
+"""Jobs of encoder-decoders: padded batches, rows as transformers' `generate` gives them for each prompt alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from family_models import family_model
+from jobs_support import letters_tokenizer, prompt_rows, read_rows, write_rows
+from transformers import PreTrainedModel
+
+from zinfer.errors import ConfigError
+from zinfer.jobs.job import run_job
+
+DISK = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
+
+
+def saved(model_type: str, class_name: str, folder: Path) -> PreTrainedModel:
+    model = family_model(model_type, class_name)
+    model.save_pretrained(folder)
+    letters_tokenizer().save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model_type", "class_name"),
+    [("t5", "T5ForConditionalGeneration"), ("bart", "BartForConditionalGeneration")],
+)
+@pytest.mark.parametrize("forced_end", [None, 2])
+def test_rows_equal_transformers_own(model_type: str, class_name: str, forced_end: int | None, tmp_path: Path) -> None:
+    model = saved(model_type, class_name, tmp_path / "model")
+    model.generation_config.forced_eos_token_id = forced_end
+    model.generation_config.save_pretrained(tmp_path / "model")
+    rows = [row for row in prompt_rows(13) if "temperature" not in row]
+    write_rows(tmp_path / "in.jsonl", rows)
+    summary = run_job(
+        tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl", config=DISK, device="cpu", batch_size=5
+    )
+    assert (summary.num_done, summary.num_failed) == (len(rows), 0)
+    assert summary.stats is not None
+    assert summary.stats.disk_bytes_per_pass > 0
+    assert any("padded batches" in note for note in summary.notes)
+    assert any(f"predicted: nothing: what a {class_name} takes" in note for note in summary.notes)
+    tokenizer, found = letters_tokenizer(), {row["id"]: row["token_ids"] for row in read_rows(tmp_path / "out.jsonl")}
+    model.generation_config.forced_eos_token_id = None
+    for row in rows:
+        ids = torch.tensor([tokenizer(row["prompt"]).input_ids])
+        wanted = model.generate(ids, max_new_tokens=row["max_new_tokens"], do_sample=False, eos_token_id=2)[0, 1:]
+        assert found[row["id"]] == wanted.tolist()
+    assert len({token for tokens in found.values() for token in tokens}) > 6
+
+
+def test_prompt_and_answer_have_positions_each(tmp_path: Path) -> None:
+    saved("bart", "BartForConditionalGeneration", tmp_path / "model")
+    rows = [
+        {"id": "fits", "prompt": "a" * 63, "max_new_tokens": 4},
+        {"id": "too long", "prompt": "a" * 64, "max_new_tokens": 4},
+        {"id": "too many", "prompt": "ab", "max_new_tokens": 64},
+        {"id": "many", "prompt": "ab", "max_new_tokens": 63},
+    ]
+    write_rows(tmp_path / "in.jsonl", rows)
+    run_job(tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl", device="cpu")
+    found = {row["id"]: row for row in read_rows(tmp_path / "out.jsonl")}
+    assert len(found["fits"]["token_ids"]) == 4
+    assert "token_ids" in found["many"]
+    assert "the prompt's 64 tokens or its 4 new ones are more than 63" in found["too long"]["error"]
+    assert "64 new ones are more than 63 (the model's positions) each" in found["too many"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "class_name", "message"),
+    [
+        ("bert", "BertModel", "a BertModel does not go on with texts"),
+        ("whisper", "WhisperForConditionalGeneration", "a WhisperForConditionalGeneration takes no text"),
+    ],
+)
+def test_models_that_do_not_go_on_with_texts_are_refused(
+    model_type: str, class_name: str, message: str, tmp_path: Path
+) -> None:
+    saved(model_type, class_name, tmp_path / "model")
+    write_rows(tmp_path / "in.jsonl", prompt_rows(2))
+    with pytest.raises(ConfigError, match=message):
+        run_job(tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl", device="cpu")

@@ -1,0 +1,84 @@
+"""The families of models that are tested, and what of zinfer each can use; other families may well run too."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from zinfer.batching.adapters import is_known
+
+_RMS: Final = "RMS norm"
+_HALVES: Final = "rotation by halves"
+_SILU, _GELU = "gated MLP, silu", "gated MLP, gelu_tanh"
+_EXPERTS: Final = "gated experts, silu"
+_ACTIVATION: Final = "activation, gelu_tanh"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family. All of them stream under `zinfer.init_inference`.
+
+    Attributes:
+        name: as people know it.
+        model_type: as config.json has it, of the first class.
+        classes: of transformers that `architectures` may name, all tested; the first is an example of the others.
+        fused: what fused kernels compute in its modules, as `InferenceEngine.injected` tells, products left out.
+        is_tensor_parallel: whether its layers can be cut over several devices.
+    """
+
+    name: str
+    model_type: str
+    classes: tuple[str, ...]
+    fused: tuple[str, ...] = ()
+    is_tensor_parallel: bool = False
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether `zinfer.LLM` and jobs run it by continuous batching."""
+        return is_known(self.model_type)
+
+
+def _causal(name: str, model_type: str, model_class: str, *fused: str) -> Family:
+    return Family(name, model_type, (f"{model_class}ForCausalLM",), fused)
+
+
+FAMILIES: Final = (
+    Family("ALBERT", "albert", ("AlbertModel", "AlbertForMaskedLM", "AlbertForSequenceClassification"), (_ACTIVATION,)),
+    Family("BART", "bart", ("BartForConditionalGeneration", "BartModel")),
+    Family("BERT", "bert", ("BertModel", "BertForMaskedLM", "BertForSequenceClassification")),
+    _causal("BLOOM", "bloom", "Bloom", _ACTIVATION),
+    Family("CLIP", "clip", ("CLIPModel", "CLIPTextModel", "CLIPVisionModel"), ("activation, gelu_quick",)),
+    _causal("Cohere", "cohere", "Cohere", "layer norm without bias", "rotation of neighbours", _SILU),
+    _causal("DeepSeek-V2", "deepseek_v2", "DeepseekV2", _RMS, _SILU, _EXPERTS),
+    _causal("DeepSeek-V3", "deepseek_v3", "DeepseekV3", _RMS, _HALVES, _SILU, _EXPERTS),
+    Family(
+        "DistilBERT", "distilbert", ("DistilBertModel", "DistilBertForMaskedLM", "DistilBertForSequenceClassification")
+    ),
+    Family("ELECTRA", "electra", ("ElectraModel", "ElectraForMaskedLM", "ElectraForSequenceClassification")),
+    _causal("Falcon", "falcon", "Falcon", _HALVES),
+    _causal("Gemma", "gemma", "Gemma", "RMS norm of weights about 1", _HALVES, _GELU),
+    _causal("Gemma 2", "gemma2", "Gemma2", "RMS norm of weights about 1", _HALVES, _GELU),
+    _causal("Gemma 3 (text)", "gemma3_text", "Gemma3", "RMS norm of weights about 1", _HALVES, _GELU),
+    _causal("GLM-4", "glm4", "Glm4", _RMS, _SILU),
+    Family("GPT-2", "gpt2", ("GPT2LMHeadModel",), (_ACTIVATION,)),
+    _causal("GPT-J", "gptj", "GPTJ", _ACTIVATION),
+    _causal("GPT-Neo", "gpt_neo", "GPTNeo", _ACTIVATION),
+    _causal("GPT-NeoX", "gpt_neox", "GPTNeoX", _HALVES),
+    _causal("gpt-oss", "gpt_oss", "GptOss", _RMS),
+    _causal("Granite", "granite", "Granite", _RMS, _HALVES, _SILU),
+    _causal("LLaMA", "llama", "Llama", _RMS, _HALVES, _SILU),
+    _causal("Mistral", "mistral", "Mistral", _RMS, _HALVES, _SILU),
+    _causal("Mixtral", "mixtral", "Mixtral", _RMS, _HALVES, _EXPERTS),
+    _causal("MPT", "mpt", "Mpt"),
+    Family("mT5", "mt5", ("MT5ForConditionalGeneration", "MT5EncoderModel"), (_RMS, _ACTIVATION)),
+    _causal("OLMo-2", "olmo2", "Olmo2", _RMS, _HALVES, _SILU),
+    _causal("OPT", "opt", "OPT"),
+    _causal("Phi", "phi", "Phi", _HALVES, _ACTIVATION),
+    _causal("Phi-3", "phi3", "Phi3", _RMS, _HALVES, _SILU),
+    _causal("Qwen2", "qwen2", "Qwen2", _RMS, _HALVES, _SILU),
+    _causal("Qwen3", "qwen3", "Qwen3", _RMS, _HALVES, _SILU),
+    _causal("Qwen3-MoE", "qwen3_moe", "Qwen3Moe", _RMS, _HALVES, _EXPERTS),
+    Family("RoBERTa", "roberta", ("RobertaModel", "RobertaForMaskedLM", "RobertaForSequenceClassification")),
+    _causal("StableLM", "stablelm", "StableLm", _HALVES, _SILU),
+    _causal("StarCoder2", "starcoder2", "Starcoder2", _HALVES),
+    Family("T5, FLAN-T5", "t5", ("T5ForConditionalGeneration", "T5EncoderModel"), (_RMS,)),
+    Family("Whisper", "whisper", ("WhisperForConditionalGeneration",)),
+)

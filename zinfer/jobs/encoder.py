@@ -1,0 +1,94 @@
+"""Encodes the rows of a batch sorted by length, so that little is padded and few passes stream the weights."""
+
+from collections.abc import Collection, Generator, Sequence
+from typing import Any, Final
+
+import torch
+
+from zinfer.engine import InferenceEngine
+from zinfer.jobs.encoding import Encoding, embeddings, labels
+from zinfer.jobs.progress import Meter
+from zinfer.jobs.prompts import Prompt
+from zinfer.jobs.task import Pooling, Task
+from zinfer.jobs.timeline import Load
+from zinfer.jobs.token_rows import right_padded
+from zinfer.offload.stats import RunStats
+
+TOKENS_PER_PASS: Final = 16384
+
+
+class EncodingCompleter:
+    """An engine's passes, as a `Completer`.
+
+    Args:
+        pad_token_id: which token pads; the mask hides it.
+        tokens_per_pass: the most, padding included, unless one row has more.
+        meter: told of every pass.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        task: Task,
+        pooling: Pooling,
+        pad_token_id: int,
+        tokens_per_pass: int,
+        meter: Meter,
+    ) -> None:
+        self._engine = engine
+        self._task = task
+        self._pooling = pooling
+        self._pad_token_id = pad_token_id
+        self._tokens_per_pass = tokens_per_pass
+        self._meter = meter
+        self.sizes: dict[str, int] = {}
+        self.predicted_s = 0.0
+
+    @property
+    def plan(self) -> Any:
+        return self._engine.plan
+
+    def forecast(self, prompts: Sequence[Prompt]) -> tuple[str, float]:
+        """How many passes; what one takes is not known."""
+        return f"{len(parts_by_length(prompts, self._tokens_per_pass))} passes for {len(prompts)} rows", 0.0
+
+    def complete(
+        self, prompts: Sequence[Prompt], wanted: Collection[int]
+    ) -> Generator[tuple[Prompt, Encoding], None, None]:
+        """As `Completer.complete`."""
+        meter = self._meter
+        parts = parts_by_length(prompts, self._tokens_per_pass)
+        parts = [part for part in parts if any(id(prompt) in wanted for prompt in part)]
+        for part in parts:
+            yield from zip(part, self._encode(part), strict=True)
+            meter.num_tokens += sum(len(prompt.token_ids) for prompt in part)
+
+    def stats(self) -> RunStats:
+        return self._engine.stats()
+
+    def load(self) -> Load:
+        return Load(self._meter.num_tokens, 0, 0)
+
+    def close(self) -> None:
+        self._engine.destroy()
+
+    def _encode(self, prompts: Sequence[Prompt]) -> list[Encoding]:
+        ids, mask = right_padded([prompt.token_ids for prompt in prompts], self._pad_token_id)
+        device, module = self._engine.device, self._engine.module
+        inputs: dict[str, torch.Tensor] = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+        def work() -> list[Encoding]:
+            return labels(module, inputs) if self._task is Task.CLASSIFY else embeddings(module, inputs, self._pooling)
+
+        found: list[Encoding] = self._engine.call(work)
+        return found
+
+
+def parts_by_length(prompts: Sequence[Prompt], tokens_per_pass: int) -> list[list[Prompt]]:
+    """The prompts, shortest first, cut where a pass would have more tokens, padding included."""
+    parts: list[list[Prompt]] = []
+    for prompt in sorted(prompts, key=lambda prompt: len(prompt.token_ids)):
+        if not parts or (len(parts[-1]) + 1) * len(prompt.token_ids) > tokens_per_pass:
+            parts.append([])
+        parts[-1].append(prompt)
+    return parts

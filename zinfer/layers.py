@@ -1,0 +1,81 @@
+"""Finds the layers of a module tree, and the modules that several of them share."""
+
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from zinfer.config.block_classes import BlockClass
+from zinfer.errors import CheckpointError
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[str, nn.Module]:
+    """Layers by name, in the model's order, none inside another.
+
+    `_no_split_modules` names a family's layer classes, and embeddings and heads too: layers are those that lie in a
+    list. Of a family that names none, they are the members of the outermost lists of modules of one class.
+
+    Args:
+        classes: of modules that are layers wherever they lie.
+
+    Raises:
+        CheckpointError: nothing in the tree is one.
+    """
+    modules = dict(model.named_modules())
+    chosen = {name for name, module in modules.items() if any(each.is_class_of(module) for each in classes)}
+    family = set(getattr(model, "_no_split_modules", None) or ())
+    named = {name for name, module in modules.items() if type(module).__name__ in family}
+    listed = {name for name in named if _is_listed(model, name)}
+    found = chosen | (listed or named) or _alike(model)
+    layers = _outermost({name: module for name, module in modules.items() if name in found})
+    if not layers:
+        raise CheckpointError(
+            f"{type(model).__name__} names no layer class (_no_split_modules) and holds no list of layers, so it "
+            "cannot be cut into blocks; name one: injection_policy={Block: (linear layers)}"
+        )
+    return layers
+
+
+def find_shared(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[nn.Module]:
+    """Modules with weights that more than one layer holds, or a layer and what lies outside; none for being a part of
+    another."""
+    holders: dict[nn.Module, set[nn.Module | None]] = defaultdict(set)
+    for module in _outside(model, set(layers.values())):
+        holders[module].add(None)
+    for layer in layers.values():
+        for module in layer.modules():
+            holders[module].add(layer)
+    shared = {each for each, found in holders.items() if len(found) > 1 and any(True for _ in each.parameters())}
+    parts = {(part, each) for each in shared for part in each.modules() if part is not each}
+    return shared - {part for part, each in parts if holders[part] == holders[each]}
+
+
+def _outside(module: nn.Module, layers: Container[nn.Module]) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if child not in layers:
+            yield from _outside(child, layers)
+
+
+def _is_listed(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), _LISTS)
+
+
+def _alike(model: nn.Module) -> set[str]:
+    """Members of lists whose modules are of one class and have parts."""
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        members = list(module.children()) if isinstance(module, nn.ModuleList) else []
+        if len({type(member) for member in members}) == 1 and any(True for _ in members[0].children()):
+            found |= {f"{name}.{key}" for key, _ in module.named_children()}
+    return found
+
+
+def _outermost(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    return {name: module for name, module in modules.items() if not _is_inside(name, modules)}
+
+
+def _is_inside(name: str, others: Iterable[str]) -> bool:
+    return any(name.startswith(f"{other}.") for other in others)
