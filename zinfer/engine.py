@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zinfer.arguments import can_repeat, moved
+from zinfer.around_module import AroundModule
 from zinfer.checkpoint import Checkpoint
 from zinfer.compiled import CompiledParts
 from zinfer.config import Settings
@@ -44,7 +45,7 @@ from zinfer.weights import Weight, load_buffers, match_weights
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]
 
 
-class InferenceEngine(nn.Module):
+class InferenceEngine(AroundModule):
     """A model whose weights stream while it runs; made by `zinfer.init_inference`.
 
     Attributes:
@@ -302,30 +303,6 @@ class InferenceEngine(nn.Module):
         if self._runtime is None:
             raise RuntimeError("this engine was destroyed; make a new one with zinfer.init_inference")
         return self._runtime
-
-    def __getattr__(self, name: str) -> Any:
-        """What the engine has not, its module may have."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":  # not there yet
-                raise
-        return getattr(self.module, name)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "InferenceEngine":
-        """What `to`, `cuda`, `half` and their like do to each tensor: nothing here, or it is refused.
-
-        Raises:
-            ConfigError: it would move or cast the weights.
-        """
-        dtype = find_dtype(self.module)
-        after = fn(torch.empty(0, dtype=dtype, device=self.device))
-        if after.device != self.device or after.dtype != dtype:
-            raise ConfigError(
-                f"the engine computes on {self.device} in {dtype}, and its weights stay where the plan has put them; "
-                "state zinfer.device and dtype in the configuration instead of moving or casting it"
-            )
-        return self
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Whatever runs the module's forward: one thread at a time, no gradients, left in order however it ends."""
