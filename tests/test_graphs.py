@@ -131,6 +131,13 @@ def test_what_one_replay_gave_is_not_changed_by_the_next(engine: zinfer.Inferenc
     engine.destroy()
 
 
+def test_many_tokens_are_launched_by_python(engine: zinfer.InferenceEngine) -> None:
+    for _ in range(3):
+        engine(input_ids=ids_of(1, rows=65, tokens=64), use_cache=False)
+    assert engine.graphs.eager == {"more than 4096 tokens": 3}
+    engine.destroy()
+
+
 def test_what_cannot_be_recorded_is_launched_by_python(
     engine: zinfer.InferenceEngine, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

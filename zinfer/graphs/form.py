@@ -10,6 +10,9 @@ from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, St
 
 CONSTANTS: Final = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
+_MOST_TOKENS: Final = 4096
+"""Beyond it a forward computes for longer than Python takes to launch it, and a graph would keep its activations."""
+
 
 class Unrecordable(Exception):
     """A call that no graph can replay; the message says why."""
@@ -36,6 +39,9 @@ class Call:
         Raises:
             Unrecordable: something among the arguments cannot be there again in the same form.
         """
+        ids = kwargs.get("input_ids")
+        if isinstance(ids, torch.Tensor) and ids.numel() > _MOST_TOKENS:
+            raise Unrecordable(f"more than {_MOST_TOKENS} tokens")
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         return cls((spec, tuple(_form(leaf, device) for leaf in leaves)), tuple(leaves), spec)
 
