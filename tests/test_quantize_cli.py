@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from zinfer.cli import app
 
+DEMO = Path(__file__).parent.parent / "examples" / "demo" / "model"
 NUM_LAYERS = 24
 NUM_BLOCKS = NUM_LAYERS + 2
 # Searching for ranges takes a while, so that a signal comes before the end.
@@ -207,7 +208,11 @@ def test_the_report_is_written_and_its_options_are_checked_first(tmp_path: Path)
     model = tiny_checkpoint("llama", tmp_path / "model", num_layers=2)
     store, page = tmp_path / "store", tmp_path / "report.html"
     arguments = ["--model", str(model), "--output", str(store), "--bits", "4", "--group-size", "32", "--device", "cpu"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt_token_ids": [5, 6]}\n{"prompt_token_ids": [5, 999]}\n')
     for wrong, message in (
+        (["--report", str(page), "--prompts", str(rows)], "has no tokenizer that loads"),
+        (["--report", str(page), "--prompts", str(rows), "--model", str(DEMO)], "line 2"),
         (["--prompts", str(model / "config.json")], "--report FILE.html"),
         (["--report", str(tmp_path / "no" / "report.html")], "is no folder"),
         (["--report", str(page), "--prompts", str(tmp_path / "none.jsonl")], "no such file"),

@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 import typer
 
 from zinfer.errors import CheckpointError, ConfigError, PlanError
-from zinfer.jobs.failure import Interrupted
+from zinfer.jobs.failure import Interrupted, UnusableInput
 
 EXIT_STOPPED: Final = 1
 EXIT_UNUSABLE: Final = 2
@@ -27,10 +27,10 @@ class Device(StrEnum):
 
 @contextmanager
 def unusable_input_explained() -> Iterator[None]:
-    """Turns what is wrong with a checkpoint, configuration or budget into a message and exit code 2."""
+    """Turns what is wrong with a checkpoint, configuration, budget or file of rows into a message and exit code 2."""
     try:
         yield
-    except (ConfigError, CheckpointError, PlanError) as error:
+    except (ConfigError, CheckpointError, PlanError, UnusableInput) as error:
         say(f"error: {error}")
         raise typer.Exit(EXIT_UNUSABLE) from None
 

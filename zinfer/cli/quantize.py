@@ -76,7 +76,7 @@ def quantize(
 
         stated = {key: value for key, value in section.items() if value is not None}
         settings = _settings(config, stated, device)
-        _check_report(report, prompts)
+        _check_report(model, report, prompts, settings)
         calibration = _calibration(model, calibrate, settings) if calibrate else None
         summary = write_store(model, output, settings, calibration=calibration, console=Console(stderr=True))
         Console().print(summary_table(summary))
@@ -95,9 +95,10 @@ def _calibration(model: Path, prompts: Path, settings: "Settings") -> "Calibrati
     return Calibration(scan_input(prompts).sha256, lambda: measure_squares(model, prompts, settings))
 
 
-def _check_report(report: Path | None, prompts: Path | None) -> None:
+def _check_report(model: Path, report: Path | None, prompts: Path | None, settings: "Settings") -> None:
     """Said now, not when the store is written."""
     from zinfer.errors import ConfigError
+    from zinfer.report.agreement import check_prompts
 
     if report is None and prompts is not None:
         raise ConfigError(f"--prompts {prompts} is for the report; say where to write that: --report FILE.html")
@@ -105,6 +106,8 @@ def _check_report(report: Path | None, prompts: Path | None) -> None:
         raise ConfigError(f"--report {report}: {report.parent} is no folder; make it first")
     if prompts is not None and not prompts.is_file():
         raise ConfigError(f"--prompts {prompts}: no such file")
+    if prompts is not None:
+        check_prompts(model, prompts, settings)
 
 
 def _write_report(model: Path, store: Path, report: Path, prompts: Path | None, settings: "Settings") -> None:

@@ -7,11 +7,14 @@ from typing import Final
 
 import torch
 
+from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine import InferenceEngine
 from zinfer.jobs.token_rows import read_token_rows, right_padded
+from zinfer.model import build_meta_model
 
 _BATCH_SIZE: Final = 16
+_NUM_NEW_TOKENS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,18 @@ class _Sayings:
     new_tokens: list[list[int]]
 
 
+def check_prompts(source: Path, prompts: Path, settings: Settings) -> None:
+    """Refuse now what `compare_models` would refuse once the store is written.
+
+    Raises:
+        ConfigError, CheckpointError: as `compare_models`.
+    """
+    tree = build_meta_model(Checkpoint.open(source), settings.dtype)
+    read_token_rows(prompts, source, tree, settings.max_out_tokens, _NUM_NEW_TOKENS)
+
+
 def compare_models(
-    source: Path, store: Path, prompts: Path, settings: Settings, *, num_new_tokens: int = 16
+    source: Path, store: Path, prompts: Path, settings: Settings, *, num_new_tokens: int = _NUM_NEW_TOKENS
 ) -> Agreement:
     """Run both models over a JSONL of prompts, one model after the other.
 
