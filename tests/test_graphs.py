@@ -12,6 +12,7 @@ from ragged_models import VOCAB_SIZE, tiny_model
 from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
 
 import zinfer
+from zinfer.errors import NonFiniteError
 from zinfer.graphs import replay
 from zinfer.graphs.forward_graphs import FIRST, ForwardGraphs
 from zinfer.graphs.recorder import CudaRecorder
@@ -128,6 +129,17 @@ def test_what_one_replay_gave_is_not_changed_by_the_next(engine: zinfer.Inferenc
     assert (engine.graphs.recorded, engine.graphs.replayed) == (1, 3)
     for found, wanted in zip([*kept, *once], plain * 3, strict=True):
         torch.testing.assert_close(found, wanted)
+    engine.destroy()
+
+
+def test_a_layer_that_breaks_in_a_replayed_pass_is_named(engine: zinfer.InferenceEngine) -> None:
+    for seed in range(3):
+        greedy(engine.generate, ids_of(seed))
+    assert engine.graphs.recorded == 2, "prompts and tokens"
+    engine.module.model.layers[1].mlp.down_proj.weight.data.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match=r"come first from model\.layers\.1"):
+        greedy(engine.generate, ids_of(4))
+    assert engine.graphs.eager["its layers are looked at"] == 1
     engine.destroy()
 
 

@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,8 +168,9 @@ class InferenceEngine(AroundModule):
         work = choosable(generate, self.module) if is_looked_at else generate
         if self.settings.check_finite:
             return self.call(self._checked(work))
-        layers, dtype = self.named_layers, find_dtype(self.module)
-        return self.call(explained(work, layers, dtype, self.device, repeats=can_repeat(args, kwargs)))
+        layers, dtype, repeats = self.named_layers, find_dtype(self.module), can_repeat(args, kwargs)
+        second = partial(self._replay.eagerly, work) if self._replay else None
+        return self.call(explained(work, layers, dtype, self.device, repeats=repeats, second=second))
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Take the time of every forward call of the module from now on, for `model_times`.

@@ -146,6 +146,7 @@ def explained(
     device: torch.device,
     *,
     repeats: bool,
+    second: Callable[[], Any] | None = None,
 ) -> Callable[[], Any]:
     """The same work, done once more under `checked` where it came to logits of which no token can be chosen.
 
@@ -154,6 +155,7 @@ def explained(
     Args:
         device: where tokens are drawn.
         repeats: whether doing the work twice is doing it once: nothing that it is given remembers the first time.
+        second: the work in a way that layers can be looked at, if the first is in none.
     """
 
     def again() -> Any:
@@ -167,7 +169,7 @@ def explained(
             torch.set_rng_state(state)
             if device_state is not None:
                 torch.cuda.set_rng_state(device_state, device)
-            checked(work, layers, dtype)()
+            checked(second or work, layers, dtype)()
         raise NonFiniteError(
             "the model gave logits that are NaN or infinite; set zinfer.check_finite to true to learn which layer gave "
             "the first"

@@ -48,7 +48,16 @@ class ForwardGraphs:
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._seen: OrderedDict[Hashable, str] = OrderedDict()
         """Why forms are not replayed: for their first time, or because they could not be recorded."""
+        self._is_off = False
         self.counts = GraphCounts()
+
+    def eagerly(self, work: Callable[[], Any]) -> Any:
+        """Do work whose forwards Python launches, so that hooks in them are called."""
+        self._is_off = True
+        try:
+            return work()
+        finally:
+            self._is_off = False
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The same forward, replayed where it can be.
@@ -60,6 +69,8 @@ class ForwardGraphs:
         @functools.wraps(forward)
         def replayed(*args: Any, **kwargs: Any) -> Any:
             try:
+                if self._is_off:
+                    raise Unrecordable("its layers are looked at")
                 call = Call.of(args, kwargs, self._device)
                 graph = self._find(call, forward)
             except Unrecordable as error:

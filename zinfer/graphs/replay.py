@@ -36,6 +36,10 @@ class Replay:
         """As `ForwardGraphs.wrap`."""
         return self._graphs.wrap(forward)
 
+    def eagerly(self, work: Callable[[], Any]) -> Any:
+        """As `ForwardGraphs.eagerly`."""
+        return self._graphs.eagerly(work)
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As `StaticCaches.generate`."""
         return self._caches.generate(*args, **kwargs)
