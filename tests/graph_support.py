@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from zinfer.graphs import replay
+from zinfer.graphs import open_graphs
 from zinfer.graphs.recorder import CudaRecorder, Recorder
 from zinfer.graphs.static_caches import StaticCaches
 
@@ -69,6 +69,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
         found.caches.append(plain(self, **kwargs))
         return found.caches[-1]
 
-    monkeypatch.setattr(replay, "recorder_for", recorder_for)
+    monkeypatch.setattr(open_graphs, "recorder_for", recorder_for)
     monkeypatch.setattr(StaticCaches, "_take", take)
     return found

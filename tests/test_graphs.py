@@ -13,10 +13,10 @@ from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
 
 import zinfer
 from zinfer.errors import NonFiniteError
-from zinfer.graphs import replay
+from zinfer.graphs import open_graphs
 from zinfer.graphs.forward_graphs import FIRST, ForwardGraphs
 from zinfer.graphs.recorder import CudaRecorder
-from zinfer.graphs.replay import Replay
+from zinfer.graphs.static_caches import StaticCaches
 
 __all__ = ["stand_in"]  # a fixture
 
@@ -85,7 +85,7 @@ def test_lengths_of_many_kinds(engine: zinfer.InferenceEngine, tmp_path: Path) -
         ids = ids_of(rows, rows)
         assert greedy(engine.generate, ids, 5) == greedy(plain.generate, ids, 5)
     assert engine.graphs.recorded == 8
-    assert len(engine._replay._caches._caches) == 4
+    assert len(engine._caches._caches) == 4
     plain.destroy()
     engine.destroy()
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_recorded_is_launched_by_python(
     wanted = greedy(engine.generate, ids_of(1))
     for recorder in (StandIn, CudaRecorder):
         monkeypatch.setattr(recorder, "record", refuse)
-    engine._replay.close()
+    engine._caches.close()
     assert greedy(engine.generate, ids_of(1)) == wanted
     reason = "cannot be recorded: operation not permitted when stream is capturing"
     assert engine.graphs.eager[reason] > NEW // 2, engine.graphs
@@ -196,7 +196,7 @@ def test_the_model_is_left_as_it_was(engine: zinfer.InferenceEngine) -> None:
     assert "_prepare_static_cache" not in vars(module)
     engine.destroy()
     assert "forward" not in vars(module)
-    assert not engine._replay._caches._caches
+    assert not engine._caches._caches
 
 
 def test_an_encoder_decoder(stand_in: StandIn, device: str) -> None:
@@ -208,14 +208,15 @@ def test_an_encoder_decoder(stand_in: StandIn, device: str) -> None:
     wanted = [greedy(model.generate, ids_of(seed)) for seed in range(3)]
     model.to(device)  # type: ignore[arg-type]
     where = torch.device(device)
-    recorder = replay.recorder_for(where)
+    recorder = open_graphs.recorder_for(where)
     assert recorder is not None
-    found = Replay(model, ForwardGraphs(recorder, where))
-    model.forward = found.wrap(model.forward)
+    graphs = ForwardGraphs(recorder, where)
+    found = StaticCaches(model, graphs)
+    model.forward = graphs.wrap(model.forward)
     with torch.no_grad():
         for seed in range(3):
             assert greedy(found.generate, ids_of(seed).to(device)) == wanted[seed]
     # The first pass over what the encoder made fills the keys and values of the decoder's look at it.
-    assert found.counts.eager["the first pass over an encoder's output"] == 3
-    assert (found.counts.recorded, found.counts.replayed) == (1, 3 * (NEW - 1) - 1)
-    assert found.counts.eager[FIRST] == 1
+    assert graphs.counts.eager["the first pass over an encoder's output"] == 3
+    assert (graphs.counts.recorded, graphs.counts.replayed) == (1, 3 * (NEW - 1) - 1)
+    assert graphs.counts.eager[FIRST] == 1

@@ -21,7 +21,8 @@ from zinfer.cut import ModelBlock, cut_model
 from zinfer.errors import ConfigError, NotProfiledError
 from zinfer.finite import checked, choosable, explained, looks_at_logits
 from zinfer.graphs.forward_graphs import GraphCounts
-from zinfer.graphs.replay import Replay, open_graphs
+from zinfer.graphs.open_graphs import open_graphs
+from zinfer.graphs.static_caches import StaticCaches
 from zinfer.inject.injection import Injection
 from zinfer.inject.packs import find_packs, packs_in
 from zinfer.model import find_dtype, find_model, report_device
@@ -106,8 +107,8 @@ class InferenceEngine(AroundModule):
         self._wall_s = 0.0
         self._pass_times: PassTimes | None = None
         self.trace = trace or (Trace() if settings.trace else None)
-        graphs = open_graphs(self.plan, settings, self.device)
-        self._replay = Replay(self.module, graphs) if graphs else None
+        self._graphs = open_graphs(self.plan, settings, self.device)
+        self._caches = StaticCaches(self.module, self._graphs) if self._graphs else None
         runtime = Runtime(
             self.module,
             blocks,
@@ -118,7 +119,7 @@ class InferenceEngine(AroundModule):
             synchronous=settings.synchronous,
             trace=self.trace,
             trace_path=settings.trace,
-            wrap=self._replay.wrap if self._replay else None,
+            wrap=self._graphs.wrap if self._graphs else None,
         )
         self._runtime: Runtime | None = runtime
         self._close = weakref.finalize(self, runtime.close)
@@ -161,7 +162,7 @@ class InferenceEngine(AroundModule):
 
         def generate() -> Any:
             check_length(self.module, args, kwargs, self.settings.max_out_tokens)
-            generate = self._replay.generate if self._replay else self.module.generate
+            generate = self._caches.generate if self._caches else self.module.generate
             return generate(*moved(args, self.device), **moved(kwargs, self.device))
 
         is_looked_at = looks_at_logits(kwargs, args[1] if len(args) > 1 else self.module.generation_config)
@@ -169,7 +170,7 @@ class InferenceEngine(AroundModule):
         if self.settings.check_finite:
             return self.call(self._checked(work))
         layers, dtype, repeats = self.named_layers, find_dtype(self.module), can_repeat(args, kwargs)
-        second = partial(self._replay.eagerly, work) if self._replay else None
+        second = partial(self._graphs.eagerly, work) if self._graphs else None
         return self.call(explained(work, layers, dtype, self.device, repeats=repeats, second=second))
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
@@ -207,8 +208,8 @@ class InferenceEngine(AroundModule):
             if self._compiled is not None:
                 raise RuntimeError("this engine is compiled already")
             self._compiled = CompiledParts(self.layers, backend, compile_kwargs or {})
-            if self._replay:
-                self._replay.close()  # what was recorded is not compiled
+            if self._graphs:
+                self._graphs.close()  # what was recorded is not compiled
 
     @property
     def is_compiled(self) -> bool:
@@ -231,7 +232,7 @@ class InferenceEngine(AroundModule):
     @property
     def graphs(self) -> GraphCounts:
         """What has become of the forwards under `enable_cuda_graph`; all zero without it, or where it has no effect."""
-        return self._replay.counts if self._replay else GraphCounts()
+        return self._graphs.counts if self._graphs else GraphCounts()
 
     def predict(self, batch_size: int, prompt_len: int, new_tokens: int) -> Prediction:
         """What a `generate` of this shape takes on this machine: seconds a pass, tokens a second, the bottleneck.
@@ -286,8 +287,8 @@ class InferenceEngine(AroundModule):
                 self._restore()
             if self._compiled:
                 self._compiled.remove()
-            if self._replay:
-                self._replay.close()
+            if self._caches:
+                self._caches.close()
             self._close()
 
     def _cut(self, checkpoint: Checkpoint | None) -> tuple[list[ModelBlock], dict[str, Weight]]:

@@ -29,7 +29,7 @@ from zinfer.cut import ModelBlock
 from zinfer.engine import InferenceEngine
 from zinfer.errors import ConfigError, PlanError
 from zinfer.graphs.forward_graphs import GraphCounts
-from zinfer.graphs.replay import open_graphs
+from zinfer.graphs.open_graphs import open_graphs
 from zinfer.offload.stats import RunStats
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import find_limits

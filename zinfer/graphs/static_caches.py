@@ -46,8 +46,9 @@ class StaticCaches:
             del self._model.__dict__[_MAKE]
 
     def close(self) -> None:
-        """Let go of all keys and values. May be called again."""
+        """Let go of all keys and values, and of the graphs that use them. May be called again."""
         self._caches.clear()
+        self._graphs.close()
 
     def _unsuited(self, kwargs: Mapping[str, Any]) -> str:
         config = kwargs.get("generation_config") or self._model.generation_config

@@ -1,0 +1,36 @@
+"""Graphs where settings, plan and device go with them, or the reason why not."""
+
+import logging
+
+import torch
+
+from zinfer.config import Settings
+from zinfer.graphs.forward_graphs import ForwardGraphs
+from zinfer.graphs.recorder import CudaRecorder, Recorder
+from zinfer.planning.planner import Plan
+
+log = logging.getLogger(__name__)
+
+
+def open_graphs(plan: Plan, settings: Settings, device: torch.device) -> ForwardGraphs | None:
+    """What the settings ask for; None where they do not, or where nothing can be replayed, which is logged."""
+    if not settings.cuda_graph:
+        return None
+    recorder = recorder_for(device)
+    if recorder is None:
+        hindrance = "graphs need a CUDA device"
+    elif plan.num_slots:
+        hindrance = "weights stream, so that their places change; give the device room for all of them"
+    elif settings.check_finite:
+        hindrance = "zinfer.check_finite looks at every layer"
+    elif settings.batching.kv_cache_tier == "host":
+        hindrance = "the places of keys and values in host memory change"
+    else:
+        return ForwardGraphs(recorder, device)
+    log.warning("enable_cuda_graph: %s; Python launches every forward", hindrance)
+    return None
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """What records on a device."""
+    return CudaRecorder() if device.type == "cuda" else None
