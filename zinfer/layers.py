@@ -2,13 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from torch import nn
 
 from zinfer.config.block_classes import BlockClass
-from zinfer.errors import CheckpointError
+from zinfer.errors import CheckpointError, ConfigError
 
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_KEY: Final = "injection_policy"
+_LISTS: Final = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[str, nn.Module]:
@@ -36,6 +38,30 @@ def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[st
             "cannot be cut into blocks; name one: injection_policy={Block: (linear layers)}"
         )
     return layers
+
+
+def check_classes(model: nn.Module, classes: Sequence[BlockClass]) -> None:
+    """Refuse a policy that was written for another model.
+
+    Raises:
+        ConfigError: names the class, or the linear layer, that the model has not.
+    """
+    modules = dict(model.named_modules())
+    for each in classes:
+        if each.is_class_of(model):
+            raise ConfigError(f"{_KEY}: {each.name} is the model itself; name the class of the blocks in it")
+        blocks = [name for name, module in modules.items() if each.is_class_of(module)]
+        if not blocks:
+            kinds = sorted({type(module).__name__ for module in modules.values()})
+            raise ConfigError(
+                f"{_KEY}: no module of {type(model).__name__} is a {each.name}; its modules are {', '.join(kinds)}"
+            )
+        for linear in each.linears:
+            if not any(name.endswith(linear) for name in modules):
+                raise ConfigError(
+                    f"{_KEY}.{each.name}: {linear!r} is the end of no module's name in {type(model).__name__}; those "
+                    f"of {blocks[0]} are {', '.join(name for name, _ in modules[blocks[0]].named_modules() if name)}"
+                )
 
 
 def find_shared(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[nn.Module]:

@@ -15,7 +15,7 @@ from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.config.listing import CheckpointListing
 from zinfer.errors import CheckpointError, ConfigError
-from zinfer.layer_classes import check_classes
+from zinfer.layers import check_classes
 from zinfer.model_class import find_class
 
 
