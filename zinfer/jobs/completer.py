@@ -2,10 +2,11 @@
 what encodes them."""
 
 from collections.abc import Collection, Generator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from zinfer.batching.completion import Completion
 from zinfer.jobs.encoding import Encoding
+from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.timeline import Load
 from zinfer.offload.stats import RunStats
@@ -48,3 +49,42 @@ class Completer(Protocol):
     def load(self) -> Load: ...
 
     def close(self) -> None: ...
+
+
+class PlannedEngine(Protocol):
+    """What every completer over one engine needs of it."""
+
+    @property
+    def plan(self) -> Any: ...
+
+    def stats(self) -> Any: ...
+
+    def destroy(self) -> None: ...
+
+
+EngineT = TypeVar("EngineT", bound=PlannedEngine)
+
+
+class EngineCompleter(Generic[EngineT]):
+    """What completers over one engine have in common.
+
+    Args:
+        meter: told of what is computed.
+    """
+
+    def __init__(self, engine: EngineT, meter: Meter) -> None:
+        self._engine = engine
+        self._meter = meter
+        self.sizes: dict[str, int] = {}
+        self.predicted_s = 0.0
+
+    @property
+    def plan(self) -> Any:
+        return self._engine.plan
+
+    def stats(self) -> RunStats:
+        found: RunStats = self._engine.stats()
+        return found
+
+    def close(self) -> None:
+        self._engine.destroy()

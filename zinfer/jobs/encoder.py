@@ -1,23 +1,23 @@
 """Encodes the rows of a batch sorted by length, so that little is padded and few passes stream the weights."""
 
 from collections.abc import Collection, Generator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from zinfer.engine import InferenceEngine
+from zinfer.jobs.completer import EngineCompleter
 from zinfer.jobs.encoding import Encoding, embeddings, labels
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.task import Pooling, Task
 from zinfer.jobs.timeline import Load
 from zinfer.jobs.token_rows import right_padded
-from zinfer.offload.stats import RunStats
 
 TOKENS_PER_PASS: Final = 16384
 
 
-class EncodingCompleter:
+class EncodingCompleter(EngineCompleter[InferenceEngine]):
     """An engine's passes, as a `Completer`.
 
     Args:
@@ -35,18 +35,11 @@ class EncodingCompleter:
         tokens_per_pass: int,
         meter: Meter,
     ) -> None:
-        self._engine = engine
+        super().__init__(engine, meter)
         self._task = task
         self._pooling = pooling
         self._pad_token_id = pad_token_id
         self._tokens_per_pass = tokens_per_pass
-        self._meter = meter
-        self.sizes: dict[str, int] = {}
-        self.predicted_s = 0.0
-
-    @property
-    def plan(self) -> Any:
-        return self._engine.plan
 
     def forecast(self, prompts: Sequence[Prompt]) -> tuple[str, float]:
         """How many passes; what one takes is not known."""
@@ -63,14 +56,8 @@ class EncodingCompleter:
             yield from zip(part, self._encode(part), strict=True)
             meter.num_tokens += sum(len(prompt.token_ids) for prompt in part)
 
-    def stats(self) -> RunStats:
-        return self._engine.stats()
-
     def load(self) -> Load:
         return Load(self._meter.num_tokens, 0, 0)
-
-    def close(self) -> None:
-        self._engine.destroy()
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[Encoding]:
         ids, mask = right_padded([prompt.token_ids for prompt in prompts], self._pad_token_id)

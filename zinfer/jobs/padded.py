@@ -18,18 +18,18 @@ from zinfer.batching.completion import Completion
 from zinfer.batching.ending import find_end_token_ids
 from zinfer.batching.sampler import Sampler
 from zinfer.errors import PlanError
+from zinfer.jobs.completer import EngineCompleter, PlannedEngine
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.text import Text, TextSampler, TextStops
 from zinfer.jobs.timeline import Load
 from zinfer.jobs.token_rows import right_padded
-from zinfer.offload.stats import RunStats
 from zinfer.planning.prediction import Prediction
 from zinfer.sequence_length import is_encoder_decoder
 
 
-class Engine(Protocol):
-    """What padded batches need of an engine."""
+class Engine(PlannedEngine, Protocol):
+    """What padded batches need of an engine beside that."""
 
     @property
     def module(self) -> Any: ...
@@ -37,19 +37,12 @@ class Engine(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    @property
-    def plan(self) -> Any: ...
-
     def generate(self, **kwargs: Any) -> Any: ...
-
-    def stats(self) -> Any: ...
 
     def predict(self, batch_size: int, prompt_len: int, new_tokens: int) -> Prediction: ...
 
-    def destroy(self) -> None: ...
 
-
-class PaddedCompleter:
+class PaddedCompleter(EngineCompleter[Engine]):
     """An engine's batches.
 
     Args:
@@ -59,16 +52,9 @@ class PaddedCompleter:
     """
 
     def __init__(self, engine: Engine, tokenizer: Any, max_tokens: int | None, meter: Meter) -> None:
-        self._engine = engine
+        super().__init__(engine, meter)
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
-        self._meter = meter
-        self.sizes: dict[str, int] = {}
-        self.predicted_s = 0.0
-
-    @property
-    def plan(self) -> Any:
-        return self._engine.plan
 
     def forecast(self, prompts: Sequence[Prompt]) -> tuple[str, float]:
         try:
@@ -99,16 +85,9 @@ class PaddedCompleter:
             yield from zip(part, completions, strict=True)
         meter.batch_rows = 0
 
-    def stats(self) -> RunStats:
-        found: RunStats = self._engine.stats()
-        return found
-
     def load(self) -> Load:
         """Tokens of prompts are not counted here."""
         return Load(self._meter.num_tokens, self._meter.num_tokens, self._meter.batch_rows)
-
-    def close(self) -> None:
-        self._engine.destroy()
 
 
 def batch_shape(prompts: Sequence[Prompt]) -> dict[str, int]:
