@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from zinfer import LLM
 
 NUM_NEW = 12
+SIZES = [(1, 80, 1), (7, 10, 8), (64, 9, 8), (1000, 64, 16), (50, 1, 128)]
+"""Tokens of a pass, pages, tokens of a page: each of them as few as can be somewhere."""
 
 
 @pytest.fixture(scope="module")

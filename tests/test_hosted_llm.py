@@ -10,7 +10,7 @@ import pytest
 from checkpoints import tiny_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from llm_support import NUM_NEW, alone, by_ids, folder, prompts, token_bytes
+from llm_support import NUM_NEW, SIZES, alone, by_ids, folder, prompts, token_bytes
 
 from zinfer import LLM, SamplingParams
 
@@ -26,9 +26,7 @@ def hosted(folder: Path, device: str = "cpu", *, home: str = "none", **options: 
 
 @pytest.mark.parametrize("home", ["none", "nvme"])
 @pytest.mark.parametrize("synchronous", [False, True])
-@pytest.mark.parametrize(
-    ("tokens_per_pass", "num_pages", "page_size"), [(1, 80, 1), (7, 10, 8), (64, 9, 8), (1000, 64, 16), (50, 1, 128)]
-)
+@pytest.mark.parametrize(("tokens_per_pass", "num_pages", "page_size"), SIZES)
 def test_greedy_tokens_are_those_alone(
     folder: Path,
     prompts: list[list[int]],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import random_prompts, tiny_checkpoint
-from llm_support import NUM_NEW, alone, by_ids, folder, llm, prompts, token_bytes
+from llm_support import NUM_NEW, SIZES, alone, by_ids, folder, llm, prompts, token_bytes
 from transformers import AutoModelForCausalLM
 
 from zinfer import LLM, Completion, SamplingParams
@@ -19,9 +19,7 @@ __all__ = ["alone", "folder", "llm", "prompts"]  # fixtures
 
 
 @pytest.mark.parametrize("home", ["none", "nvme"])
-@pytest.mark.parametrize(
-    ("tokens_per_pass", "num_pages", "page_size"), [(1, 80, 1), (7, 10, 8), (64, 9, 8), (1000, 64, 16), (50, 1, 128)]
-)
+@pytest.mark.parametrize(("tokens_per_pass", "num_pages", "page_size"), SIZES)
 def test_greedy_tokens_are_those_alone(
     folder: Path,
     prompts: list[list[int]],
