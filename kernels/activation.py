@@ -10,6 +10,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from zinfer.kernels.dequantize import on_device
+from zinfer.kernels.launch import is_dependent, wait_for_others
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu"]
 ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
@@ -57,9 +58,17 @@ def activated_kernel(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
+        dependent = is_dependent(x.device)
         with on_device(x):
             _activation_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
-                x, out, x.numel(), ACTIVATION=activation, BLOCK=_BLOCK, num_warps=_WARPS
+                x,
+                out,
+                x.numel(),
+                ACTIVATION=activation,
+                BLOCK=_BLOCK,
+                IS_DEPENDENT=dependent,
+                launch_pdl=dependent,
+                num_warps=_WARPS,
             )
     return out
 
@@ -97,7 +106,10 @@ def _erfc(z):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _activation_kernel(x_ptr, out_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _activation_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr
+):
+    wait_for_others(IS_DEPENDENT)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + place, mask=place < count, other=0).to(tl.float32)
     tl.store(out_ptr + place, activate(x, ACTIVATION).to(out_ptr.dtype.element_ty), mask=place < count)

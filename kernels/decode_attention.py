@@ -16,6 +16,7 @@ from zinfer.kernels.attention_rule import AttentionRule
 from zinfer.kernels.attention_tile import attend, first_state, load_rows, whole_sums
 from zinfer.kernels.dequantize import on_device
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
+from zinfer.kernels.launch import is_dependent, wait_for_others
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ def _launch(
         "MOST_SPLITS": _MOST_SPLITS,
         "SKIP_OTHERS": layout.num_decodes is None,
         "BLOCK_KEYS": tiles.keys,
+        "IS_DEPENDENT": is_dependent(query.device),
+        "launch_pdl": is_dependent(query.device),
     }
     with on_device(query):
         _decode_kernel[(kv_heads * triton.cdiv(shared, rows) * len(segments), splits)](
@@ -167,9 +170,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     SPLIT_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     SKIP_OTHERS: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
-    COMPILED: tl.constexpr,
+    COMPILED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One split of a segment's keys for the heads of a tile; heads that share keys' sectors run beside each other."""
+    wait_for_others(IS_DEPENDENT)
     head_tiles: tl.constexpr = KV_HEADS * ((SHARED + ROWS - 1) // ROWS)
     heads: tl.constexpr = KV_HEADS * SHARED
     local, split = tl.program_id(0) // head_tiles, tl.program_id(1)
@@ -227,9 +231,10 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     out, sums_in, parts_in, starts, lengths, window, first_segment, splits,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    SKIP_OTHERS: tl.constexpr,
+    SKIP_OTHERS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One head of a segment that has several splits: a tile of as many as there may be, so that the order is fixed."""
+    wait_for_others(IS_DEPENDENT)
     head, local = tl.program_id(0), tl.program_id(1)
     segment = first_segment + local
     token = tl.load(starts + segment)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from zinfer.kernels.activation import Activation, activate, activated_ref
 from zinfer.kernels.dequantize import on_device
+from zinfer.kernels.launch import is_dependent, wait_for_others
 
 _BLOCK: Final = 2048
 _WARPS: Final = 4
@@ -42,6 +43,7 @@ def gated_kernel(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -
     rows = [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
+        dependent = is_dependent(gate.device)
         with on_device(gate):
             _gated_kernel[(rows[0].shape[0], triton.cdiv(width, _BLOCK))](
                 *rows,
@@ -51,6 +53,8 @@ def gated_kernel(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -
                 rows[1].stride(0),
                 ACTIVATION=activation,
                 BLOCK=_BLOCK,
+                IS_DEPENDENT=dependent,
+                launch_pdl=dependent,
                 num_warps=_WARPS,
             )
     return out
@@ -58,8 +62,10 @@ def gated_kernel(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -
 
 @triton.jit
 def _gated_kernel(  # type: ignore[no-untyped-def]
-    gate_ptr, up_ptr, out_ptr, width, gate_row, up_row, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
-):
+    gate_ptr, up_ptr, out_ptr, width, gate_row, up_row,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    wait_for_others(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.dequantize import on_device
+from zinfer.kernels.launch import is_dependent, wait_for_others
 
 _MOST_WIDTH: Final = 1 << 15  # of a row, which a program holds in registers
 _TILE_ELEMENTS: Final = 4096
@@ -72,6 +73,7 @@ def norm_kernel(
     columns = triton.next_power_of_2(width)
     rows = max(1, _TILE_ELEMENTS // columns)
     if out.numel():
+        dependent = is_dependent(x.device)
         with on_device(x):
             _norm_kernel[(triton.cdiv(flat.shape[0], rows),)](
                 flat,
@@ -86,6 +88,8 @@ def norm_kernel(
                 COLUMNS=columns,
                 ROWS=rows,
                 CENTRED=kind.centred,
+                IS_DEPENDENT=dependent,
+                launch_pdl=dependent,
                 num_warps=max(1, min(16, rows * columns // _ELEMENTS_PER_WARP)),
             )
     return out.view(x.shape)
@@ -95,7 +99,9 @@ def norm_kernel(
 def _norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, out_ptr, rows, row_stride, eps, offset,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_others(IS_DEPENDENT)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.dequantize import on_device
+from zinfer.kernels.launch import is_dependent, wait_for_others
 
 _HEADS: Final = 64  # of a token, that a program holds at once
 _WARPS: Final = 4
@@ -60,6 +61,7 @@ def rotate_kernel(
     cos, sin = cos.expand(batch, tokens, dim), sin.expand(batch, tokens, dim)
     found = [torch.empty((batch, tokens, x.shape[1], dim), dtype=x.dtype, device=x.device) for x in (queries, keys)]
     if tokens * batch:
+        dependent = is_dependent(queries.device)
         with on_device(queries):
             _rotate_kernel[(tokens, batch)](
                 queries,
@@ -78,6 +80,8 @@ def rotate_kernel(
                 QUERY_BLOCK=min(_HEADS, triton.next_power_of_2(queries.shape[1])),
                 KEY_BLOCK=min(_HEADS, triton.next_power_of_2(keys.shape[1])),
                 INTERLEAVED=interleaved,
+                IS_DEPENDENT=dependent,
+                launch_pdl=dependent,
                 num_warps=_WARPS,
             )
     rotated_queries, rotated_keys = (x.transpose(1, 2) for x in found)
@@ -107,8 +111,10 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     cos_batch, cos_token, cos_column, sin_batch, sin_token, sin_column,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
     QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program turns all heads of one token."""
+    wait_for_others(IS_DEPENDENT)
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     place = batch * tl.num_programs(0) + token
     column = tl.arange(0, COLUMNS)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from zinfer.kernels.dequantize import INTERPRETED, on_device
 from zinfer.kernels.kv_pages import KVPages, takes_kernels, write_pages_ref
+from zinfer.kernels.launch import is_dependent, wait_for_others
 
 _TILE_ELEMENTS: Final = 4096
 _WARPS: Final = 4
@@ -37,6 +38,7 @@ def write_pages_kernel(pages: KVPages, keys: torch.Tensor, values: torch.Tensor,
         return
     columns = triton.next_power_of_2(max(head_dim, value_dim))
     rows = max(1, _TILE_ELEMENTS // columns)
+    dependent = is_dependent(keys.device)
     with on_device(keys):
         _write_kernel[(triton.cdiv(tokens * kv_heads, rows),)](
             keys,
@@ -59,6 +61,8 @@ def write_pages_kernel(pages: KVPages, keys: torch.Tensor, values: torch.Tensor,
             VALUE_COLUMNS=triton.next_power_of_2(value_dim),
             ROWS=rows,
             COMPILED=not INTERPRETED,
+            IS_DEPENDENT=dependent,
+            launch_pdl=dependent,
             num_warps=_WARPS,
         )
 
@@ -110,9 +114,10 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     key_place, key_place_head, value_place, value_place_head,
     KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    COMPILED: tl.constexpr,
+    COMPILED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A row is one head of one token."""
+    wait_for_others(IS_DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // KV_HEADS, row % KV_HEADS
     inside = token < tokens

@@ -21,6 +21,7 @@ from zinfer.kernels import (
     fragment_linear,
     fused_linear,
     gated,
+    gemv,
     int8_linear,
     norm,
     paged_attention,
@@ -101,6 +102,7 @@ def main() -> None:
         rotary: ["_rotate_kernel"],
         gated: ["_gated_kernel"],
         activation: ["_activation_kernel"],
+        gemv: ["_gemv_kernel"],
     }
     for module, kernels in names.items():
         for name in kernels:
@@ -124,6 +126,9 @@ def main() -> None:
             int8_linear.int8_linear_kernel(x, matrix, bias)
         heads = torch.randn(1, 5, 9, 128, dtype=dtype).transpose(1, 2)
         rotary.rotate_kernel(heads, heads[:, :2], heads[:, 0], heads[:, 1])
+        for tokens in (1, 2):
+            x, weight = torch.randn(tokens, 1600, dtype=dtype), torch.randn(64, 1600, dtype=dtype)
+            gemv.gemv(x, weight, weight[:, 0])
         for width in (128, 8192):
             x = torch.randn(5, width, dtype=dtype)
             norm.norm_kernel(x, x[0], norm.NormKind(1e-6))

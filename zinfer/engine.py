@@ -124,7 +124,8 @@ class InferenceEngine(AroundModule):
         self._runtime: Runtime | None = runtime
         self._close = weakref.finalize(self, runtime.close)
         packs = packs_in(blocks, self._packs, self.module)
-        self._injection = Injection(self.module, packs) if settings.kernel_inject else None
+        replayed = self._graphs is not None
+        self._injection = Injection(self.module, packs, replayed=replayed) if settings.kernel_inject else None
         self._compiled: CompiledParts | None = None
         self._restore = weakref.finalize(self, self._injection.remove) if self._injection else None
         files = tuple(checkpoint.files) if checkpoint else None

@@ -8,6 +8,8 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, StaticLayer
 
+from zinfer.graphs.whole_masks import hides_nothing
+
 CONSTANTS: Final = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 _MOST_TOKENS: Final = 4096
@@ -26,11 +28,13 @@ class Call:
         form: equal for calls that a graph for one of them can replay.
         leaves: of the arguments, in order.
         spec: how they are put together again.
+        hides_nothing: whether masks can be left out.
     """
 
     form: Hashable
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
+    hides_nothing: bool
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> "Call":
@@ -43,7 +47,9 @@ class Call:
         if isinstance(ids, torch.Tensor) and ids.numel() > _MOST_TOKENS:
             raise Unrecordable(f"more than {_MOST_TOKENS} tokens")
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        return cls((spec, tuple(_form(leaf, device) for leaf in leaves)), tuple(leaves), spec)
+        forms = tuple(_form(leaf, device) for leaf in leaves)
+        whole = hides_nothing(kwargs)
+        return cls((spec, forms, whole), tuple(leaves), spec, whole)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

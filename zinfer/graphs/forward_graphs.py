@@ -3,6 +3,7 @@
 import functools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from zinfer.graphs.form import CONSTANTS, Call, Unrecordable
 from zinfer.graphs.recorder import Recorder
+from zinfer.graphs.whole_masks import spared
 
 _MOST_GRAPHS: Final = 32
 _MOST_FORMS: Final = 1024
@@ -131,7 +133,8 @@ class _Graph:
         self.leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves]
         self._places = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         args, kwargs = pytree.tree_unflatten(self.leaves, call.spec)
-        given, self._replay = recorder.record(lambda: forward(*args, **kwargs))
+        with spared() if call.hides_nothing else nullcontext():
+            given, self._replay = recorder.record(lambda: forward(*args, **kwargs))
         self._given, self._spec = pytree.tree_flatten(given)
         known = [id(leaf) for leaf in self.leaves]
         for leaf in self._given:

@@ -1,6 +1,6 @@
 """Overlays every module of a model that is recognised, and takes the overlays off."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Final
 
@@ -9,13 +9,16 @@ from torch import nn
 from zinfer.inject.activations import overlay_activation
 from zinfer.inject.experts import overlay_experts
 from zinfer.inject.gates import overlay_gate
-from zinfer.inject.norms import overlay_norm
+from zinfer.inject.norms import overlay_layer_norm, overlay_norm
 from zinfer.inject.overlay import Overlay
 from zinfer.inject.packs import Pack
+from zinfer.inject.products import overlay_product, product, turn_rows
 from zinfer.inject.rotations import overlay_rotation
 from zinfer.inject.shared_product import SharedProduct
 
 _FINDERS: Final = (overlay_norm, overlay_gate, overlay_experts, overlay_rotation, overlay_activation)
+_FINDERS_REPLAYED: Final = (*_FINDERS, overlay_layer_norm, overlay_product)
+"""Also what is worth it only where Python need not launch it."""
 
 # Of the width of what is multiplied. Heads are narrower; wider is a gate, whose product stays whole until the module's
 # end unless a kernel takes it, and activations would take more memory than is planned for.
@@ -28,12 +31,17 @@ class Injection:
     Args:
         model: its parameters need not be there.
         packs: layers whose weights lie as one matrix, so that one product serves them.
+        replayed: whether forwards are replayed as graphs, over weights that stay where they are.
     """
 
-    def __init__(self, model: nn.Module, packs: Iterable[Pack] = ()) -> None:
+    def __init__(self, model: nn.Module, packs: Iterable[Pack] = (), *, replayed: bool = False) -> None:
         free = {name: module for name, module in model.named_modules() if "forward" not in module.__dict__}
-        found = {name: (module, _find(module)) for name, module in free.items()}
+        finders = _FINDERS_REPLAYED if replayed else _FINDERS
+        found = {name: (module, _find(module, finders)) for name, module in free.items()}
         self._overlaid = {name: (module, overlay) for name, (module, overlay) in found.items() if overlay is not None}
+        self._replayed = replayed
+        if replayed:
+            turn_rows(model)
         for pack in packs:
             self._share(pack, free)
         for module, overlay in self._overlaid.values():
@@ -63,7 +71,7 @@ class Injection:
         if is_wide if overlay is None else overlay.method != "forward":
             return
         plain = MethodType(type(module).forward, module) if overlay is None else overlay.forward
-        shared = SharedProduct(plain, layers, pack.leaves)
+        shared = SharedProduct(plain, layers, pack.leaves, product if self._replayed else None)
         kinds = [f"{', '.join(pack.layers[:-1])} and {pack.layers[-1]} in one product"]
         if overlay is not None:
             kinds.insert(0, overlay.kind)
@@ -72,5 +80,5 @@ class Injection:
             self._overlaid[name] = layer, Overlay("", forward)
 
 
-def _find(module: nn.Module) -> Overlay | None:
-    return next((found for find in _FINDERS if (found := find(module)) is not None), None)
+def _find(module: nn.Module, finders: Iterable[Callable[[nn.Module], Overlay | None]]) -> Overlay | None:
+    return next((found for find in finders if (found := find(module)) is not None), None)

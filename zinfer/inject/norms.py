@@ -18,7 +18,7 @@ _LARGE: Final = 1000.0  # beyond where values might be clamped
 def overlay_norm(module: nn.Module) -> Overlay | None:
     """The kernel for a module that computes a norm with a weight and no bias; None for any other.
 
-    torch's own `nn.LayerNorm` is one kernel already.
+    torch's own `nn.LayerNorm` is one kernel already (`overlay_layer_norm`).
     """
     weight = module._parameters.get("weight")
     eps = next((value for name in _EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None)
@@ -41,6 +41,16 @@ def overlay_norm(module: nn.Module) -> Overlay | None:
     return None if name is None else Overlay(name, _forward(module, kinds[name]))
 
 
+def overlay_layer_norm(module: nn.Module) -> Overlay | None:
+    """The kernel for torch's own layer norm with a weight; None for any other module.
+
+    torch has one kernel for it, whose few programs take longer for few tokens; Python takes longer to launch ours.
+    """
+    if type(module) is not nn.LayerNorm or len(module.normalized_shape) != 1 or module.weight is None:
+        return None
+    return Overlay("layer norm", _forward(module, NormKind(module.eps, centred=True)))
+
+
 def _num_inputs(module: nn.Module) -> int:
     return len(inspect.signature(type(module).forward).parameters) - 1
 
@@ -52,7 +62,7 @@ def _forward(module: nn.Module, kind: NormKind) -> MethodType:
         weight = self.weight
         # With a weight of another dtype the result of transformers has that one's: not for the kernel to imitate.
         if len(args) == 1 and not kwargs and args[0].dtype == weight.dtype and args[0].shape[-1:] == weight.shape:
-            return norm(args[0], weight, kind)
+            return norm(args[0], weight, kind, self._parameters.get("bias"))
         return plain(self, *args, **kwargs)
 
     return MethodType(forward, module)

@@ -24,10 +24,18 @@ class SharedProduct:
         plain: the module's forward.
         layers: in the order in which it calls them.
         leaves: what each of them holds; used is what lies there at each call.
+        multiply: computes x, weight and perhaps a bias to ``x @ weight.T + bias``; by default torch does.
     """
 
-    def __init__(self, plain: Callable[..., Any], layers: Sequence[nn.Linear], leaves: Sequence[str]) -> None:
+    def __init__(
+        self,
+        plain: Callable[..., Any],
+        layers: Sequence[nn.Linear],
+        leaves: Sequence[str],
+        multiply: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
         self._plain = plain
+        self._multiply = multiply
         self._layers = tuple(layers)
         self._leaves = tuple(leaves)
         self._widths = [layer.out_features for layer in layers]
@@ -35,7 +43,7 @@ class SharedProduct:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without views of memory: those of a copy would be of neither's weights."""
-        names = ("_plain", "_layers", "_leaves", "_widths")
+        names = ("_plain", "_multiply", "_layers", "_leaves", "_widths")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -72,7 +80,8 @@ class SharedProduct:
             self._compute(input)
         if self._input is input and input._version == self._version and index in self._parts:
             return self._parts.pop(index)
-        return nn.Linear.forward(self._layers[index], input)
+        layer = self._layers[index]
+        return self._product(input, layer.weight, layer.bias)
 
     def _compute(self, input: torch.Tensor) -> None:
         """Make the parts of all layers, if their weights lie together."""
@@ -81,8 +90,11 @@ class SharedProduct:
             return
         operands = self._joined()
         if operands and _spares_memory(operands[0], input):
-            parts = torch.split(functional.linear(input, *operands), self._widths, dim=-1)
+            parts = torch.split(self._product(input, *operands), self._widths, dim=-1)
             self._input, self._version, self._parts = input, input._version, dict(enumerate(parts))
+
+    def _product(self, *operands: torch.Tensor | None) -> torch.Tensor:
+        return (self._multiply or functional.linear)(*operands)  # type: ignore[arg-type]
 
     def _joined(self) -> list[torch.Tensor]:
         """The layers' weights as one, and their biases; none where they lie apart."""

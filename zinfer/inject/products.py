@@ -1,0 +1,60 @@
+"""Products of one or two tokens, by a kernel that reads a matrix as fast as memory gives it.
+
+Python takes longer to launch it than a library's product, so it is for forwards that are replayed as graphs.
+"""
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from zinfer.inject.overlay import Overlay
+from zinfer.kernels.gemv import can_multiply, gemv
+
+
+def overlay_product(module: nn.Module) -> Overlay | None:
+    """The kernel for a linear layer, be it torch's or GPT-2's; None for any other module."""
+    if type(module) not in (nn.Linear, Conv1D):
+        return None
+    return Overlay("product of few tokens", _forward(module))
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T + bias``: by the kernel where it takes them, else as torch does."""
+    return gemv(x, weight, bias) if _takes(x, weight) else functional.linear(x, weight, bias)
+
+
+def turn_rows(model: nn.Module) -> None:
+    """Lay the weights of GPT-2's linear layers out in rows, in their own memory; what modules see of them is the same.
+
+    Nothing may read that memory by another layout afterwards, as a slab that is copied from would be.
+    """
+    layers = (module for module in model.modules() if isinstance(module, Conv1D) and _is_full(module.weight))
+    for weight in {id(layer.weight): layer.weight for layer in layers}.values():
+        if weight.is_contiguous():
+            rows = weight.detach().t().contiguous()
+            weight.data = weight.data.view(rows.shape).copy_(rows).t()
+
+
+def _forward(module: nn.Module) -> MethodType:
+    transposed = type(module) is Conv1D
+    plain = type(module).forward
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        weight = self.weight
+        rows = weight.T if transposed and _is_full(weight) else weight
+        return gemv(x, rows, self.bias) if _takes(x, rows) else plain(self, x)
+
+    return MethodType(forward, module)
+
+
+def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return _is_full(weight) and can_multiply(x, weight) and not torch.is_autocast_enabled(x.device.type)
+
+
+def _is_full(weight: torch.Tensor) -> bool:
+    """Whether its elements lie there as they are: not as codes."""
+    return type(weight) in (nn.Parameter, torch.Tensor)
