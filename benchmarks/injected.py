@@ -1,13 +1,16 @@
 """Times the kernels that `replace_with_kernel_inject` puts in: over a device copy's rate, and over torch.compile.
 
-    python benchmarks/injected.py [--tokens 1,128,8192] [--widths 4096,8192] [--dtype float16] [--out FILE]
+    python benchmarks/injected.py [--tokens 1,128,8192] [--widths 4096,8192] [--dtype float16] [--no-packed]
+                                  [--out FILE]
 
 ``of_copy`` is what has to be read and written over the time taken, as a share of a copy's rate in the same run;
 ``over_compiled`` the time of `torch.compile` of the reference over ours, ``over_eager`` that of the reference as it is.
-Inputs are used in turn, so that they come from memory and not from the cache where they are larger than it.
+Inputs are used in turn, so that large ones come from memory.
 
-Then products of layers that share their input, one for all over each for itself: ``apart_over_packed`` is the device's
-time of those apart over that of the one, ``called_apart_over_packed`` the same as Python calls the modules.
+Then the product of one or two tokens with a square matrix, and with one as wide as a gated MLP: ``of_copy`` as above,
+of the matrix; ``over_torch`` the time of torch's own product over ours. Then products of layers that share their input,
+one for all over each for itself: ``apart_over_packed`` is the device's time of those apart over that of the one,
+``called_apart_over_packed`` the same as Python calls the modules.
 
 A correctness gate comes first: every kernel equals its reference in float64, rounded, and products are those of the
 layers. The last line is JSON.
@@ -24,11 +27,13 @@ import torch
 from device_clock import call_seconds, copy_bytes_per_s, graph_seconds, num_copies
 from result import publish
 from torch import nn
+from torch.nn.functional import linear
 
 from zinfer.inject.shared_product import SharedProduct
 from zinfer.kernels.activation import activated_kernel, activated_ref
 from zinfer.kernels.cases import random_matrix
 from zinfer.kernels.gated import gated_kernel, gated_ref
+from zinfer.kernels.gemv import MOST_TOKENS, gemv, gemv_ref
 from zinfer.kernels.norm import NormKind, norm_kernel, norm_ref
 from zinfer.kernels.quantized import QuantFormat
 from zinfer.kernels.quantized_linear import MOST_FRAGMENT_TOKENS
@@ -39,6 +44,7 @@ _HEAD: Final = 128
 _EPS: Final = 1e-6
 _MLP: Final = 3.5  # times the width, as in Llama 3
 _ALLOWED: Final = 2e-2  # of the largest value
+_MOST_COPIES: Final = 64  # what few tokens read is in the cache anyway: the kernel before has written it
 
 Kernel: TypeAlias = Callable[..., Any]
 Case: TypeAlias = tuple[str, Kernel, Kernel, Callable[[], tuple[torch.Tensor, ...]], int]
@@ -76,7 +82,7 @@ def is_right(kernel: Kernel, ref: Kernel, inputs: Sequence[torch.Tensor]) -> boo
 
 def measure(case: Case, copy_rate: float) -> dict[str, float]:
     name, kernel, ref, make, moved_bytes = case
-    inputs = [make() for _ in range(num_copies(moved_bytes))]
+    inputs = [make() for _ in range(min(num_copies(moved_bytes), _MOST_COPIES))]
     if not is_right(kernel, ref, inputs[0]):
         raise SystemExit(f"gate: {name}: the kernel differs from its reference; no figure is reported")
     torch.compiler.reset()  # or the next shapes of one function run as they are
@@ -87,6 +93,20 @@ def measure(case: Case, copy_rate: float) -> dict[str, float]:
         "of_copy": round(moved_bytes / times[0] / copy_rate, 3),
         "over_compiled": round(times[1] / times[0], 3),
         "over_eager": round(times[2] / times[0], 2),
+    }
+
+
+def measure_product(tokens: int, rows: int, columns: int, dtype: torch.dtype, copy_rate: float) -> dict[str, float]:
+    nbytes = rows * columns * dtype.itemsize
+    weights = [torch.randn(rows, columns, dtype=dtype, device="cuda") for _ in range(num_copies(nbytes))]
+    x = torch.randn(1, tokens, columns, dtype=dtype, device="cuda")
+    if not is_right(gemv, gemv_ref, (x, weights[0])):
+        raise SystemExit("gate: the product of few tokens differs from its reference; no figure is reported")
+    own, torchs = (graph_seconds([partial(each, x, weight) for weight in weights]) for each in (gemv, linear))
+    return {
+        "us": round(own * 1e6, 2),
+        "of_copy": round(nbytes / own / copy_rate, 3),
+        "over_torch": round(torchs / own, 3),
     }
 
 
@@ -159,6 +179,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,128,8192")
     parser.add_argument("--widths", default="4096,8192")
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument("--no-packed", dest="packed", action="store_false")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -170,7 +191,11 @@ def main() -> None:
                 key = f"{case[0]} {tokens} x {width}"
                 found[key] = figures = measure(case, copy_rate)
                 print(key, json.dumps(figures), flush=True)
-            for name, rows, format in packed_cases(tokens, width):
+            for rows in (width, int(_MLP * width)) if tokens <= MOST_TOKENS else ():
+                key = f"product {tokens} x {width} -> {rows}"
+                found[key] = figures = measure_product(tokens, rows, width, dtype, copy_rate)
+                print(key, json.dumps(figures), flush=True)
+            for name, rows, format in packed_cases(tokens, width) if args.packed else ():
                 key = f"{name} {tokens} x {width}"
                 found[key] = figures = measure_packed(tokens, width, rows, dtype, format)
                 print(key, json.dumps(figures), flush=True)

@@ -10,13 +10,10 @@ import triton.language as tl
 from torch.nn import functional
 
 from zinfer.kernels.dequantize import on_device
-from zinfer.kernels.launch import is_dependent, wait_for_others
+from zinfer.kernels.launch import is_dependent, tile_for, wait_for_others
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu"]
 ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
-
-_BLOCK: Final = 2048
-_WARPS: Final = 4
 
 
 def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -59,16 +56,17 @@ def activated_kernel(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         dependent = is_dependent(x.device)
+        block, warps = tile_for(x.numel())
         with on_device(x):
-            _activation_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+            _activation_kernel[(triton.cdiv(x.numel(), block),)](
                 x,
                 out,
                 x.numel(),
                 ACTIVATION=activation,
-                BLOCK=_BLOCK,
+                BLOCK=block,
                 IS_DEPENDENT=dependent,
                 launch_pdl=dependent,
-                num_warps=_WARPS,
+                num_warps=warps,
             )
     return out
 

@@ -1,17 +1,12 @@
 """The middle of a gated MLP (Shazeer 2020, arXiv 2002.05202): the activation of the gate times the other product."""
 
-from typing import Final
-
 import torch
 import triton
 import triton.language as tl
 
 from zinfer.kernels.activation import Activation, activate, activated_ref
 from zinfer.kernels.dequantize import on_device
-from zinfer.kernels.launch import is_dependent, wait_for_others
-
-_BLOCK: Final = 2048
-_WARPS: Final = 4
+from zinfer.kernels.launch import is_dependent, tile_for, wait_for_others
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -44,18 +39,19 @@ def gated_kernel(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
         dependent = is_dependent(gate.device)
+        block, warps = tile_for(out.numel())
         with on_device(gate):
-            _gated_kernel[(rows[0].shape[0], triton.cdiv(width, _BLOCK))](
+            _gated_kernel[(rows[0].shape[0], triton.cdiv(width, block))](
                 *rows,
                 out,
                 width,
                 rows[0].stride(0),
                 rows[1].stride(0),
                 ACTIVATION=activation,
-                BLOCK=_BLOCK,
+                BLOCK=block,
                 IS_DEPENDENT=dependent,
                 launch_pdl=dependent,
-                num_warps=_WARPS,
+                num_warps=warps,
             )
     return out
 

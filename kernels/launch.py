@@ -1,4 +1,5 @@
-"""Launches that begin before the kernel ahead has ended (programmatic dependent ones, compute capability 9.0)."""
+"""How kernels are launched: in what tiles, and before the kernel ahead has ended (programmatic dependent launches, from
+compute capability 9.0 on)."""
 
 from functools import cache
 from typing import Final
@@ -9,12 +10,18 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _DEPENDENT_CAPABILITY: Final = (9, 0)
+_FEW_ELEMENTS: Final = 1 << 19
 
 
 @cache
 def is_dependent(device: torch.device) -> bool:
     """Whether kernels on the device are launched so: each then says where it needs what those before have written."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_CAPABILITY
+
+
+def tile_for(count: int) -> tuple[int, int]:
+    """Elements and warps of a program that passes over ``count`` elements: fewer where there are few programs."""
+    return (2048, 4) if count > _FEW_ELEMENTS else (512, 2)
 
 
 @triton.jit

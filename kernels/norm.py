@@ -17,6 +17,9 @@ from zinfer.kernels.launch import is_dependent, wait_for_others
 _MOST_WIDTH: Final = 1 << 15  # of a row, which a program holds in registers
 _TILE_ELEMENTS: Final = 4096
 _ELEMENTS_PER_WARP: Final = 1024
+# Few rows fill no GPU: each then is spread over as many threads as load 16 bytes of it.
+_FEW_ROWS: Final = 512
+_FEW_ELEMENTS_PER_WARP: Final = 256
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,9 @@ def norm_kernel(
         flat = flat.contiguous()
     out = torch.empty((flat.shape[0], width), dtype=x.dtype, device=x.device)
     columns = triton.next_power_of_2(width)
-    rows = max(1, _TILE_ELEMENTS // columns)
+    is_few = flat.shape[0] <= _FEW_ROWS
+    rows = 1 if is_few else max(1, _TILE_ELEMENTS // columns)
+    per_warp = _FEW_ELEMENTS_PER_WARP if is_few else _ELEMENTS_PER_WARP
     if out.numel():
         dependent = is_dependent(x.device)
         with on_device(x):
@@ -90,7 +95,7 @@ def norm_kernel(
                 CENTRED=kind.centred,
                 IS_DEPENDENT=dependent,
                 launch_pdl=dependent,
-                num_warps=max(1, min(16, rows * columns // _ELEMENTS_PER_WARP)),
+                num_warps=max(1, min(16, rows * columns // per_warp)),
             )
     return out.view(x.shape)
 
