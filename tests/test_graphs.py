@@ -25,6 +25,9 @@ NEW = 12
 COPYING = ("bloom", "falcon")
 """Whose code makes small tensors on the CPU in each forward; no graph can replay such copies."""
 REFUSED = "cannot be recorded"
+ALLOWED = 100
+"""Steps of float32 at the largest logit: a capture writes masks out, so that another kernel sums up attention, and what
+it rounds differently passes through all layers. On an H200 that were 25 steps."""
 
 
 @pytest.fixture
@@ -39,6 +42,18 @@ def ids_of(seed: int, rows: int = 1, tokens: int = 9) -> torch.Tensor:
 def greedy(generate: Callable[..., Any], ids: torch.Tensor, new: int = NEW, **options: Any) -> list[list[int]]:
     options = {"do_sample": False, "max_new_tokens": new, "pad_token_id": 1, **options}
     return generate(input_ids=ids, **options).tolist()  # type: ignore[no-any-return]
+
+
+def rounding_between(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference, in steps of float32 at the largest number."""
+    step = torch.finfo(torch.float32).eps * wanted.abs().max()
+    return float((found - wanted).abs().max() / step)
+
+
+def assert_rounded_alike(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert found.shape == wanted.shape
+    assert found.dtype == wanted.dtype == torch.float32
+    assert rounding_between(found, wanted) <= ALLOWED
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -128,7 +143,8 @@ def test_what_one_replay_gave_is_not_changed_by_the_next(engine: zinfer.Inferenc
     once = [engine(input_ids=ids_of(seed), use_cache=False).logits for seed in (1, 2, 1, 2)]
     assert (engine.graphs.recorded, engine.graphs.replayed) == (1, 3)
     for found, wanted in zip([*kept, *once], plain * 3, strict=True):
-        torch.testing.assert_close(found, wanted)
+        assert_rounded_alike(found, wanted)
+    assert rounding_between(*plain) > 1000 * ALLOWED, "what one overwrote would not be seen"
     engine.destroy()
 
 
