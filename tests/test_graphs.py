@@ -9,14 +9,16 @@ import torch
 from checkpoints import left_padded, random_prompts, tiny_checkpoint
 from graph_support import StandIn, stand_in
 from ragged_models import VOCAB_SIZE, tiny_model
-from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
+from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
+from transformers.cache_utils import StaticLayer
 
 import zinfer
 from zinfer.errors import NonFiniteError
-from zinfer.graphs import open_graphs
+from zinfer.graphs import open_graphs, static_layer
 from zinfer.graphs.forward_graphs import FIRST, ForwardGraphs
 from zinfer.graphs.recorder import CudaRecorder
 from zinfer.graphs.static_caches import StaticCaches
+from zinfer.kernels.write_static import write_static_kernel
 
 __all__ = ["stand_in"]  # a fixture
 
@@ -77,6 +79,46 @@ def test_tokens_are_those_of_transformers(family: str, device: str, tmp_path: Pa
         # Keys and values had no place yet; then came the first pass of one token, and the second was recorded. In the
         # third text its prompt's pass has come for the second time with keys and values in place.
         assert seen == [(1, NEW - 2), (1, NEW - 2 + NEW - 1), (2, NEW - 2 + NEW - 1 + NEW)], counts
+    engine.destroy()
+
+
+def test_keys_and_values_are_written_by_one_kernel(engine: zinfer.InferenceEngine) -> None:
+    for seed in range(3):
+        greedy(engine.generate, ids_of(seed))
+    ((_, cache),) = engine._caches._caches
+    assert {type(layer) for layer in cache.layers} == {static_layer.FusedStaticLayer}
+    for layer in cache.layers:
+        assert (layer.cumulative_length, layer.arrivals) == (9 + NEW - 1, 0)
+        assert (layer.keys[:, :, : 9 + NEW - 1] != 0).any(-1).all()
+        assert not layer.keys[:, :, 9 + NEW - 1 :].any()
+    engine.destroy()
+
+
+def test_a_layer_keeps_what_transformers_own_keeps(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static_layer, "write_static", write_static_kernel)
+    torch.manual_seed(0)
+    mine, other = static_layer.FusedStaticLayer(16), StaticLayer(16)
+    for _ in range(2):
+        for tokens in (9, 1, 1):
+            states = torch.randn(2, tokens, 3, 24, device=kernel_device).bfloat16().transpose(1, 2)
+            for found, wanted in zip(mine.update(states, -states), other.update(states, -states), strict=True):
+                assert torch.equal(found, wanted)
+            assert mine.get_seq_length() == other.get_seq_length()
+        mine.reset()
+        other.reset()
+
+
+def test_keys_and_values_of_transformers_own(engine: zinfer.InferenceEngine, stand_in: StandIn) -> None:
+    """Those that a caller made are replayed as well."""
+    cache = StaticCache(config=engine.module.config, max_cache_len=16)
+    stand_in.caches.append(cache)
+    found = []
+    for _ in range(3):
+        given = engine(input_ids=ids_of(1), past_key_values=cache, attention_mask=torch.ones(1, 9, dtype=torch.long))
+        found.append(given.logits)
+        cache.reset()
+    assert (engine.graphs.recorded, engine.graphs.replayed) == (1, 1)
+    assert_rounded_alike(found[2], found[0])
     engine.destroy()
 
 
@@ -232,6 +274,11 @@ def test_an_encoder_decoder(stand_in: StandIn, device: str) -> None:
     with torch.no_grad():
         for seed in range(3):
             assert greedy(found.generate, ids_of(seed).to(device)) == wanted[seed]
+    ((_, cache),) = found._caches
+    kinds = [
+        {type(layer) for layer in part.layers} for part in (cache.self_attention_cache, cache.cross_attention_cache)
+    ]
+    assert kinds == [{static_layer.FusedStaticLayer}, {StaticLayer}], "an encoder's are written once"
     # The first pass over what the encoder made fills the keys and values of the decoder's look at it.
     assert graphs.counts.eager["the first pass over an encoder's output"] == 3
     assert (graphs.counts.recorded, graphs.counts.replayed) == (1, 3 * (NEW - 1) - 1)
