@@ -208,19 +208,43 @@ def test_many_tokens_are_launched_by_python(engine: zinfer.InferenceEngine) -> N
     engine.destroy()
 
 
-def test_what_cannot_be_recorded_is_launched_by_python(
-    engine: zinfer.InferenceEngine, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: object, function: Callable[[], Any]) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+def refuse(self: object, function: Callable[[], Any]) -> None:
+    raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
+
+def break_off(self: object, function: Callable[[], Any]) -> None:
+    """As torch does: the end of a capture finds it broken off, and raises that in the place of what broke it."""
+    try:
+        refuse(self, function)
+    finally:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def say_nothing(self: object, function: Callable[[], Any]) -> None:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (refuse, "operation not permitted when stream is capturing"),
+        (break_off, "operation not permitted when stream is capturing"),
+        (say_nothing, "NotImplementedError"),
+    ],
+)
+@pytest.mark.usefixtures("stand_in")
+def test_what_cannot_be_recorded_is_launched_by_python(
+    engine: zinfer.InferenceEngine, monkeypatch: pytest.MonkeyPatch, record: Callable[..., None], reason: str
+) -> None:
     wanted = greedy(engine.generate, ids_of(1))
     for recorder in (StandIn, CudaRecorder):
-        monkeypatch.setattr(recorder, "record", refuse)
+        monkeypatch.setattr(recorder, "record", record)
     engine._caches.close()
-    assert greedy(engine.generate, ids_of(1)) == wanted
-    reason = "cannot be recorded: operation not permitted when stream is capturing"
-    assert engine.graphs.eager[reason] > NEW // 2, engine.graphs
+    try:
+        raise ValueError("what the caller was busy with")
+    except ValueError:
+        assert greedy(engine.generate, ids_of(1)) == wanted
+    assert engine.graphs.eager[f"cannot be recorded: {reason}"] > NEW // 2, engine.graphs
     engine.destroy()
 
 

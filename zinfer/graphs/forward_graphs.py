@@ -1,6 +1,7 @@
 """Replays a module's forward."""
 
 import functools
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -106,10 +107,13 @@ class ForwardGraphs:
 
     def _record(self, call: Call, forward: Callable[..., Any]) -> "_Graph":
         # Where this fails nothing was computed: Python launches it anew, and what is really wrong is raised there.
+        handled = sys.exception()
         try:
             return _Graph(forward, self._recorder, call)
         except (RuntimeError, Unrecordable) as error:
-            self._seen[call.form] = f"cannot be recorded: {str(error).splitlines()[0]}"
+            first = _first_cause(error, handled)
+            reason = next(iter(str(first).splitlines()), type(first).__name__)
+            self._seen[call.form] = f"cannot be recorded: {reason}"
             raise Unrecordable(self._seen[call.form]) from error
 
     def _expect_again(self, form: Hashable) -> None:
@@ -122,6 +126,19 @@ class ForwardGraphs:
             raise Unrecordable(FIRST)
         if reason:
             raise Unrecordable(reason)
+
+
+def _first_cause(error: BaseException, handled: BaseException | None) -> BaseException:
+    """What stands at the top of a traceback: the end of a capture that broke off raises an error that says only that.
+
+    Args:
+        handled: what the caller was busy with before, which is no cause.
+    """
+    while True:
+        before = error.__cause__ if error.__suppress_context__ else error.__context__
+        if before is None or before is handled:
+            return error
+        error = before
 
 
 class _Graph:
