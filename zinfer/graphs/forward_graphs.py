@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
+from zinfer.graphs.float_masks import float_masks
 from zinfer.graphs.form import CONSTANTS, Call, Unrecordable
 from zinfer.graphs.recorder import Recorder
 
@@ -148,7 +149,12 @@ class _Graph:
         self.leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves]
         self._places = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         args, kwargs = pytree.tree_unflatten(self.leaves, call.spec)
-        given, self._replay = recorder.record(lambda: forward(*args, **kwargs))
+
+        def compute() -> Any:
+            with float_masks():
+                return forward(*args, **kwargs)
+
+        given, self._replay = recorder.record(compute)
         self._given, self._spec = pytree.tree_flatten(given)
         known = [id(leaf) for leaf in self.leaves]
         for leaf in self._given:
