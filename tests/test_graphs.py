@@ -18,7 +18,6 @@ from zinfer.graphs import open_graphs, static_layer
 from zinfer.graphs.forward_graphs import FIRST, ForwardGraphs
 from zinfer.graphs.recorder import CudaRecorder
 from zinfer.graphs.static_caches import StaticCaches
-from zinfer.kernels.write_static import write_static_kernel
 
 __all__ = ["stand_in"]  # a fixture
 
@@ -97,20 +96,6 @@ def test_keys_and_values_are_written_by_one_kernel(engine: zinfer.InferenceEngin
         assert (layer.keys[:, :, : 9 + NEW - 1] != 0).any(-1).all()
         assert not layer.keys[:, :, 9 + NEW - 1 :].any()
     engine.destroy()
-
-
-def test_a_layer_keeps_what_transformers_own_keeps(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_layer, "write_static", write_static_kernel)
-    torch.manual_seed(0)
-    mine, other = static_layer.FusedStaticLayer(16), StaticLayer(16)
-    for _ in range(2):
-        for tokens in (9, 1, 1):
-            states = torch.randn(2, tokens, 3, 24, device=kernel_device).bfloat16().transpose(1, 2)
-            for found, wanted in zip(mine.update(states, -states), other.update(states, -states), strict=True):
-                assert torch.equal(found, wanted)
-            assert mine.get_seq_length() == other.get_seq_length()
-        mine.reset()
-        other.reset()
 
 
 def test_keys_and_values_of_transformers_own(engine: zinfer.InferenceEngine, stand_in: StandIn) -> None:
