@@ -1,16 +1,20 @@
 """A stand-in for CUDA graphs on the CPU.
 
 It undoes what computing has left in keys and values, as a capture computes nothing, spoils what was given, and computes
-anew in the same memory when it is replayed.
+anew in the same memory when it is replayed. What would wait for the device fails, and transformers takes it for a
+capture, in which it asks tensors for nothing.
 """
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.utils import import_utils
 
 from zinfer.graphs import open_graphs
 from zinfer.graphs.recorder import CudaRecorder, Recorder
@@ -31,7 +35,7 @@ class StandIn:
     def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         places = [*self.pages, *(part for cache in self.caches for part in parts_of(cache))]
         before = [part.clone() for part in places]
-        given = function()
+        given = captured(function)
         for place, value in zip(places, before, strict=True):
             place.copy_(value)
         kept = tensors_of(given)
@@ -39,10 +43,24 @@ class StandIn:
             tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
 
         def again() -> None:
-            for tensor, value in zip(kept, tensors_of(function()), strict=True):
+            for tensor, value in zip(kept, tensors_of(captured(function)), strict=True):
                 tensor.copy_(value)
 
         return given, again
+
+
+class _Waiting(TorchDispatchMode):
+    """Lets nothing pass that brings a number to the host."""
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default or func is torch.ops.aten.nonzero.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return func(*args, **(kwargs or {}))
+
+
+def captured(function: Callable[[], Any]) -> Any:
+    with mock.patch.object(import_utils, "is_cuda_stream_capturing", return_value=True), _Waiting():
+        return function()
 
 
 def tensors_of(given: Any) -> list[torch.Tensor]:

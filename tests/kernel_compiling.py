@@ -28,6 +28,7 @@ from zinfer.kernels import (
     prompt_attention,
     rotary,
     write_pages,
+    write_static,
 )
 from zinfer.kernels.attention_cases import AttentionCase, attention_call
 from zinfer.kernels.cases import FRAGMENTS, HALVES, TYPICAL, Shape, random_input, random_matrix
@@ -103,6 +104,7 @@ def main() -> None:
         gated: ["_gated_kernel"],
         activation: ["_activation_kernel"],
         gemv: ["_gemv_kernel"],
+        write_static: ["_write_static_kernel"],
     }
     for module, kernels in names.items():
         for name in kernels:
@@ -131,6 +133,11 @@ def main() -> None:
         for tokens in (1, 2):
             x, weight = torch.randn(tokens, 1600, dtype=dtype), torch.randn(64, 1600, dtype=dtype)
             gemv.gemv(x, weight, weight[:, 0])
+        length, arrivals = torch.tensor(5), torch.tensor(0, dtype=torch.int32)
+        for tokens in (1, 300):
+            new = torch.randn(2, tokens, 8, 128, dtype=dtype).transpose(1, 2)
+            keys, values = torch.zeros(2, 8, 512, 128, dtype=dtype), torch.zeros(2, 8, 512, 80, dtype=dtype)
+            write_static.write_static_kernel(keys, values, length, arrivals, new, new[..., :80])
         for width in (128, 8192):
             x = torch.randn(5, width, dtype=dtype)
             norm.norm_kernel(x, x[0], norm.NormKind(1e-6))

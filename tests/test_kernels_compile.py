@@ -31,6 +31,7 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
         "_gated_kernel",
         "_activation_kernel",
         "_gemv_kernel",
+        "_write_static_kernel",
     }
     assert kernels == on_tensor_cores | others
     for name, _, *products in lines:

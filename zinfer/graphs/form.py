@@ -8,12 +8,14 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, StaticLayer
 
+from zinfer.graphs.static_layer import FusedStaticLayer
 from zinfer.graphs.whole_masks import hides_nothing
 
 CONSTANTS: Final = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 _MOST_TOKENS: Final = 4096
 """Beyond it a forward computes for longer than Python takes to launch it, and a graph would keep its activations."""
+_KNOWN: Final = (StaticLayer, FusedStaticLayer)
 
 
 class Unrecordable(Exception):
@@ -76,7 +78,8 @@ def _addresses(cache: Cache) -> tuple[int, ...]:
         if not all(cache.is_updated.get(layer) for layer in range(len(both[1].layers))):
             raise Unrecordable("the first pass over an encoder's output")
         return _addresses(both[0]) + _addresses(both[1])
-    if not isinstance(cache, StaticCache) or any(type(layer) is not StaticLayer for layer in cache.layers):
+    # Other kinds of static layers keep more, or count on the host.
+    if not isinstance(cache, StaticCache) or any(type(layer) not in _KNOWN for layer in cache.layers):
         raise Unrecordable(f"keys and values in a {type(cache).__name__} that grows or slides")
     if not all(layer.is_initialized for layer in cache.layers):
         raise Unrecordable("keys and values without a place yet")

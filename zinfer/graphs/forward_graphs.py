@@ -1,6 +1,7 @@
 """Replays a module's forward."""
 
 import functools
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
+from zinfer.graphs.float_masks import float_masks
 from zinfer.graphs.form import CONSTANTS, Call, Unrecordable
 from zinfer.graphs.recorder import Recorder
 from zinfer.graphs.whole_masks import spared
@@ -108,10 +110,13 @@ class ForwardGraphs:
 
     def _record(self, call: Call, forward: Callable[..., Any]) -> "_Graph":
         # Where this fails nothing was computed: Python launches it anew, and what is really wrong is raised there.
+        handled = sys.exception()
         try:
             return _Graph(forward, self._recorder, call)
         except (RuntimeError, Unrecordable) as error:
-            self._seen[call.form] = f"cannot be recorded: {str(error).splitlines()[0]}"
+            first = _first_cause(error, handled)
+            reason = next(iter(str(first).splitlines()), type(first).__name__)
+            self._seen[call.form] = f"cannot be recorded: {reason}"
             raise Unrecordable(self._seen[call.form]) from error
 
     def _expect_again(self, form: Hashable) -> None:
@@ -126,6 +131,19 @@ class ForwardGraphs:
             raise Unrecordable(reason)
 
 
+def _first_cause(error: BaseException, handled: BaseException | None) -> BaseException:
+    """What stands at the top of a traceback: the end of a capture that broke off raises an error that says only that.
+
+    Args:
+        handled: what the caller was busy with before, which is no cause.
+    """
+    while True:
+        before = error.__cause__ if error.__suppress_context__ else error.__context__
+        if before is None or before is handled:
+            return error
+        error = before
+
+
 class _Graph:
     """One graph, with the places that it reads and what it leaves."""
 
@@ -133,8 +151,12 @@ class _Graph:
         self.leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves]
         self._places = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         args, kwargs = pytree.tree_unflatten(self.leaves, call.spec)
-        with spared() if call.hides_nothing else nullcontext():
-            given, self._replay = recorder.record(lambda: forward(*args, **kwargs))
+
+        def compute() -> Any:
+            with float_masks(), spared() if call.hides_nothing else nullcontext():
+                return forward(*args, **kwargs)
+
+        given, self._replay = recorder.record(compute)
         self._given, self._spec = pytree.tree_flatten(given)
         known = [id(leaf) for leaf in self.leaves]
         for leaf in self._given:

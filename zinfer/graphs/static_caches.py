@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, StaticLayer
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from zinfer.graphs.forward_graphs import ForwardGraphs
+from zinfer.graphs.static_layer import FusedStaticLayer
 
 _MOST_CACHES: Final = 4
 _LENGTH_STEP: Final = 256
@@ -81,11 +82,15 @@ class StaticCaches:
 
 
 def _lay_out(cache: Cache, length: int) -> None:
-    """Let windows see their part of keys and values that are all kept: those that slide are moved by Python."""
+    """Let one kernel write what every pass adds to; those for a look at an encoder are written once.
+
+    Windows see their part of keys and values that are all kept: those that slide are moved by Python.
+    """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     assert isinstance(cache, StaticCache)
-    cache.layers = [StaticLayer(length) if layer.is_sliding else layer for layer in cache.layers]
+    plain = (StaticLayer, StaticSlidingWindowLayer)
+    cache.layers = [FusedStaticLayer(length) if type(layer) in plain else layer for layer in cache.layers]
 
 
 def _lengths(cache: Cache) -> list[int]:
