@@ -277,6 +277,8 @@ class InferenceEngine(AroundModule):
     def destroy(self) -> None:
         """Stop the threads and give back memory and files; the engine cannot be used after. May be called again.
 
+        The memory is free when this returns, also where the engine or its module is still referred to.
+
         An engine that is dropped without it is cleaned up when it is collected, or at the end of the process.
         """
         with self._lock:

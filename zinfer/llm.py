@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -50,7 +51,8 @@ class LLM:
             its share of them; None: where a path is stated and that takes less than computing them again.
         kwargs: the same keys as in ``config``.
 
-    One thread at a time. It is a context manager, and `close` gives memory, threads and files back.
+    One thread at a time. It is a context manager, and `close` gives memory, threads and files back; what was counted,
+    planned and predicted can be asked for after it.
 
     Raises:
         ConfigError, CheckpointError, PlanError: as `zinfer.init_inference`; also for a family of models whose attention
@@ -123,7 +125,11 @@ class LLM:
         return self._graphs.counts if self._graphs else GraphCounts()
 
     def stats(self) -> RunStats:
-        """Bytes moved, memory taken and stalls so far."""
+        """Bytes moved, memory taken and stalls so far.
+
+        Raises:
+            RuntimeError: the LLM was closed.
+        """
         self._check_open()
         found = self._cache.add_to(self._engine.stats(self._cache.bytes_to_device))
         return replace(found, passes=self._runner.num_passes)
@@ -201,8 +207,9 @@ class LLM:
         """Find no page of an earlier call again: what follows is computed as in a new LLM.
 
         Raises:
-            RuntimeError: a call is under way.
+            RuntimeError: a call is under way, or the LLM was closed.
         """
+        self._check_open()
         if self._is_streaming:
             raise RuntimeError("a call of this LLM is under way; take all of its completions, or leave it, first")
         self._batcher.forget_prefixes()
@@ -222,7 +229,7 @@ class LLM:
 
         Raises:
             ConfigError: not as many params as prompts.
-            RuntimeError: another call is under way.
+            RuntimeError: another call is under way, or the LLM was closed.
         """
         return sorted(
             self.stream(prompts, params), key=lambda completion: (completion.prompt_index, completion.sample_index)
@@ -266,15 +273,14 @@ class LLM:
                 self._is_streaming = False
 
     def close(self) -> None:
-        """Give memory, threads and files back. May be called again."""
+        """Give memory, threads and files back, also where the object is still referred to. May be called again."""
         if not self._closed:
             self._closed = True
-            try:
-                self._runner.close()
-            finally:
-                self._engine.destroy()
-                self._cache.close()
-                del self._runner, self._batcher, self._cache
+            with ExitStack() as owned:  # the last first: weights may be on their way into pages that were lent
+                owned.callback(self._cache.close)
+                owned.callback(self._engine.destroy)
+                owned.callback(self._batcher.close)
+                owned.callback(self._runner.close)
 
     def __enter__(self) -> Self:
         return self

@@ -202,6 +202,14 @@ class Batcher:
         assert not self._writing
         self._scheduler = self._new_scheduler()
 
+    def close(self) -> None:
+        """Give everything up for good, whatever state a pass is in; the counters stay."""
+        self._watch.stop()
+        self._drawn = None
+        self._writing.clear()
+        self._suspects.clear()
+        self._scheduler = self._budget.scheduler(self._window)
+
     def _new_scheduler(self) -> Scheduler:
         if self._loan is not None:
             self._loan.take_back()
