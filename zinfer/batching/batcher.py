@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.completion import not_finite
+from zinfer.batching.completion import Finished, not_finite
 from zinfer.batching.decode_form import find_form
 from zinfer.batching.delivery import send
 from zinfer.batching.ending import Ending
@@ -24,27 +24,6 @@ from zinfer.batching.sequence import Sequence as Text
 from zinfer.batching.sequence import SequenceState
 from zinfer.errors import PlanError
 from zinfer.finite import FiniteWatch
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A text that is complete.
-
-    Attributes:
-        number: which text.
-        token_ids: what was generated, the token that ended it included.
-        finish_reason: "stop", "length" or "error".
-        text: of these tokens, without end and special tokens, cut before the first stop string.
-        logprobs: of each token, where they were asked for.
-        error: what went wrong; None where nothing did.
-    """
-
-    number: int
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    text: str
-    logprobs: tuple[Logprobs, ...] | None = None
-    error: str | None = None
 
 
 @dataclass
