@@ -27,6 +27,7 @@ from zinfer.batching.runner import PassRunner
 from zinfer.batching.sampler import Sampler
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.config import Settings, resolve_settings
+from zinfer.config.without_effect import say_without_effect
 from zinfer.cut import ModelBlock
 from zinfer.engine import InferenceEngine
 from zinfer.graphs.forward_graphs import GraphCounts
@@ -69,6 +70,7 @@ class LLM:
         **kwargs: object,
     ) -> None:
         settings = resolve_settings(config, kwargs)
+        say_without_effect(settings)
         budget: BatchingBudget | None = None
 
         def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
