@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.dequantize import on_device
+from zinfer.kernels.launching import on_device
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu"]
 ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.activation import Activation, activate, activated_ref
-from zinfer.kernels.dequantize import on_device
+from zinfer.kernels.launching import on_device
 
 _BLOCK: Final = 2048
 _WARPS: Final = 4

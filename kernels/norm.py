@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.dequantize import on_device
+from zinfer.kernels.launching import on_device
 
 _MOST_WIDTH: Final = 1 << 15  # of a row, which a program holds in registers
 _TILE_ELEMENTS: Final = 4096

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.dequantize import on_device
+from zinfer.kernels.launching import on_device
 
 _HEADS: Final = 64  # of a token, that a program holds at once
 _WARPS: Final = 4
