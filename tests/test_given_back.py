@@ -149,6 +149,25 @@ def test_of_an_llm_whose_pass_failed(
     assert failure.value.__traceback__ is not None
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("replays", [False, True])
+def test_the_device_has_what_an_llm_had_on_it(folder: Path, prompts: list[list[int]], replays: bool) -> None:
+    """But for what libraries keep for themselves."""
+
+    def taken() -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    before = taken()
+    llm = LLM(folder, device="cuda", enable_cuda_graph=replays, kv_cache_memory="1GB")
+    llm.generate(by_ids(prompts), PARAMS)
+    assert taken() - before > 9e8
+    assert (llm.graphs.replayed > 0) == replays
+    llm.close()
+    assert taken() - before < 1e8
+    assert llm.plan is not None
+
+
 def test_a_closed_llm_tells_what_was(folder: Path, prompts: list[list[int]]) -> None:
     with LLM(folder, device="cpu", kv_cache_memory="1MB") as llm:
         llm.generate(by_ids(prompts[:5]), PARAMS)
