@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.dequantize import on_device
-from zinfer.kernels.launch import is_dependent, tile_for, wait_for_others
+from zinfer.kernels.launching import is_dependent, on_device, tile_for, wait_for_others
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu"]
 ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)

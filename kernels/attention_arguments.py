@@ -6,8 +6,8 @@ import torch
 import triton
 
 from zinfer.kernels.attention_rule import AttentionRule
-from zinfer.kernels.dequantize import INTERPRETED
 from zinfer.kernels.kv_pages import KV_CODES, KVPages, PagedLayout
+from zinfer.kernels.launching import INTERPRETED
 
 _LOG2_E: Final = 1.4426950408889634
 _LEAST_DIM: Final = 16  # of a tensor core's operand

@@ -14,9 +14,8 @@ import triton.language as tl
 from zinfer.kernels.attention_arguments import tile_arguments, words_fit
 from zinfer.kernels.attention_rule import AttentionRule
 from zinfer.kernels.attention_tile import attend, first_state, load_rows, whole_sums
-from zinfer.kernels.dequantize import on_device
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
-from zinfer.kernels.launch import is_dependent, wait_for_others
+from zinfer.kernels.launching import is_dependent, on_device, wait_for_others
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,17 @@
 """Turns a quantized matrix back into one that any product takes."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
 from zinfer.kernels.fragments import in_rows
+from zinfer.kernels.launching import INTERPRETED, on_device
 from zinfer.kernels.quantized import FRAGMENT_ROWS, SYMMETRIC_INT4_ZERO, QuantizedMatrix
 from zinfer.kernels.widening import widen_bytes, widen_nibbles
 
-INTERPRETED: Final = bool(triton.knobs.runtime.interpret)  # fixed when the kernels below are decorated
 _SLICE_ELEMENTS: Final = 4 << 20  # 16 MiB in float32, of which the reference holds at most four at a time
 _TILE_ELEMENTS: Final = 4096
 _WARPS: Final = 4
@@ -136,11 +135,6 @@ def kernel_codes(matrix: QuantizedMatrix) -> torch.Tensor:
     """The codes as the kernels take them: e4m3 numbers as their bits, for which a masked load has a zero."""
     codes = matrix.codes.contiguous()
     return codes.view(torch.uint8) if matrix.format.is_float else codes
-
-
-def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, whatever the tensors' own."""
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
 def _target(matrix: QuantizedMatrix, out: torch.Tensor | None) -> torch.Tensor:

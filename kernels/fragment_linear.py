@@ -20,8 +20,9 @@ from typing import Final
 
 import torch
 
-from zinfer.kernels.dequantize import INTERPRETED, has_kernels, on_device
+from zinfer.kernels.dequantize import has_kernels
 from zinfer.kernels.fragment_kernel import fragment_kernel
+from zinfer.kernels.launching import INTERPRETED, on_device
 from zinfer.kernels.quantized import FRAGMENT_COLUMNS, QuantizedMatrix
 
 _TILE_TOKENS: Final = 16

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.dequantize import INTERPRETED, has_kernels, kernel_codes, on_device
+from zinfer.kernels.dequantize import has_kernels, kernel_codes
+from zinfer.kernels.launching import INTERPRETED, on_device
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.tiles import Cut, Tiles, most_block, tiles_for
 from zinfer.kernels.widening import widen_bytes, widen_nibbles

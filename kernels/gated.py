@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.activation import Activation, activate, activated_ref
-from zinfer.kernels.dequantize import on_device
-from zinfer.kernels.launch import is_dependent, tile_for, wait_for_others
+from zinfer.kernels.launching import is_dependent, on_device, tile_for, wait_for_others
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:

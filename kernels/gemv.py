@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.dequantize import INTERPRETED, on_device
-from zinfer.kernels.launch import is_dependent, wait_for_others
+from zinfer.kernels.launching import INTERPRETED, is_dependent, on_device, wait_for_others
 
 MOST_TOKENS: Final = 2
 _DTYPES: Final = (torch.float16, torch.bfloat16)

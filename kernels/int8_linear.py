@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from zinfer.kernels.dequantize import on_device
+from zinfer.kernels.launching import on_device
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.quantized_linear import check_operands, with_plain_matrix
 

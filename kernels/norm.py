@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.dequantize import on_device
-from zinfer.kernels.launch import is_dependent, wait_for_others
+from zinfer.kernels.launching import is_dependent, on_device, wait_for_others
 
 _MOST_WIDTH: Final = 1 << 15  # of a row, which a program holds in registers
 _TILE_ELEMENTS: Final = 4096

@@ -15,8 +15,8 @@ import triton.language as tl
 from zinfer.kernels.attention_arguments import tile_arguments
 from zinfer.kernels.attention_rule import AttentionRule
 from zinfer.kernels.attention_tile import attend, first_state, load_rows, whole_sums
-from zinfer.kernels.dequantize import on_device
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
+from zinfer.kernels.launching import on_device
 
 
 @dataclass(frozen=True)

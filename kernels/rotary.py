@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.dequantize import on_device
-from zinfer.kernels.launch import is_dependent, wait_for_others
+from zinfer.kernels.launching import is_dependent, on_device, wait_for_others
 
 _HEADS: Final = 64  # of a token, that a program holds at once
 _WARPS: Final = 4

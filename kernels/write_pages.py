@@ -6,9 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.dequantize import INTERPRETED, on_device
 from zinfer.kernels.kv_pages import KVPages, takes_kernels, write_pages_ref
-from zinfer.kernels.launch import is_dependent, wait_for_others
+from zinfer.kernels.launching import INTERPRETED, is_dependent, on_device, wait_for_others
 
 _TILE_ELEMENTS: Final = 4096
 _WARPS: Final = 4

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.dequantize import on_device
+from zinfer.kernels.launching import on_device
 
 _TILE_ELEMENTS: Final = 4096
 _WARPS: Final = 8

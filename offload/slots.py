@@ -73,6 +73,11 @@ class DeviceSlots:
         busy = [*used, *self._free]
         self._free += [slot for slot in self.slots if slot not in busy]
 
+    def close(self) -> None:
+        """Let go of all of them; nothing may be copying or computing any more."""
+        self.slots.clear()
+        self._free.clear()
+
     def put(self, slot: Slot) -> None:
         assert slot not in self._free, "a slot was released twice"
         self._free.append(slot)

@@ -186,14 +186,15 @@ class Streamer:
         return stall_s
 
     def close(self) -> None:
-        """Stop the lanes and wait for what is under way; the slots may be freed after."""
+        """Stop the lanes, wait for what is under way, and let go of the slots."""
         for lane in self._lanes.values():
             lane.close()
         for lane in self._lanes.values():
             lane.stream.mark().synchronize()
-        self._moving.clear()
-        self._staying.clear()
+        for uses in (self._moving, self._held, self._staying):
+            uses.clear()
         self._borrowed.clear()
+        self._slots.close()
 
     def _moved_bytes(self) -> int:
         return sum(lane.bytes_moved for lane in self._lanes.values())

@@ -25,7 +25,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def kernel_device(device: str) -> str:
     """As `device`, for tests that run Triton kernels: compiled ones on cuda, interpreted ones on the CPU."""
-    from zinfer.kernels.dequantize import INTERPRETED
+    from zinfer.kernels.launching import INTERPRETED
 
     if (device == "cuda") is INTERPRETED:
         pytest.skip("with a GPU the kernels are compiled" if device == "cpu" else "TRITON_INTERPRET is set")

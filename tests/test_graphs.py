@@ -132,7 +132,7 @@ def test_lengths_of_many_kinds(engine: zinfer.InferenceEngine, tmp_path: Path) -
         ids = ids_of(rows, rows)
         assert greedy(engine.generate, ids, 5) == greedy(plain.generate, ids, 5)
     assert engine.graphs.recorded == 8
-    assert len(engine._caches._caches) == 4
+    assert len(engine._fittings.caches._caches) == 4
     plain.destroy()
     engine.destroy()
 
@@ -229,7 +229,7 @@ def test_what_cannot_be_recorded_is_launched_by_python(
     wanted = greedy(engine.generate, ids_of(1))
     for recorder in (StandIn, CudaRecorder):
         monkeypatch.setattr(recorder, "record", record)
-    engine._caches.close()
+    engine._fittings.caches.close()
     try:
         raise ValueError("what the caller was busy with")
     except ValueError:
@@ -268,7 +268,7 @@ def test_the_model_is_left_as_it_was(engine: zinfer.InferenceEngine) -> None:
     assert "_prepare_static_cache" not in vars(module)
     engine.destroy()
     assert "forward" not in vars(module)
-    assert not engine._caches._caches
+    assert not engine._fittings.caches._caches
 
 
 def test_an_encoder_decoder(stand_in: StandIn, device: str) -> None:

@@ -19,7 +19,8 @@ from zinfer.kernels.cases import (
     fits,
     random_matrix,
 )
-from zinfer.kernels.dequantize import INTERPRETED, dequantize, dequantize_kernel, dequantize_ref
+from zinfer.kernels.dequantize import dequantize, dequantize_kernel, dequantize_ref
+from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 
 

@@ -15,8 +15,9 @@ from zinfer.kernels import fragment_linear as module
 from zinfer.kernels import fragment_ptx
 from zinfer.kernels import quantized_linear as dispatcher
 from zinfer.kernels.cases import FRAGMENTS, HALVES, SMALL_FRAGMENTS, Shape, random_input, random_matrix
-from zinfer.kernels.dequantize import INTERPRETED, dequantize, dequantize_ref
+from zinfer.kernels.dequantize import dequantize, dequantize_ref
 from zinfer.kernels.fragment_linear import FragmentCut, fragment_linear
+from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import FRAGMENT_COLUMNS, QuantFormat, QuantizedMatrix
 from zinfer.kernels.quantized_linear import MOST_FRAGMENT_TOKENS, quantized_linear
 

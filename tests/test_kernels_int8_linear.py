@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_strategies
 
 from zinfer.kernels.cases import DTYPES, HALVES, LARGE, SMALL, Shape, random_input, random_matrix
-from zinfer.kernels.dequantize import INTERPRETED, dequantize_ref
+from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.int8_linear import (
     CANDIDATES,
     Int8Tiles,
@@ -18,6 +18,7 @@ from zinfer.kernels.int8_linear import (
     quantize_tokens_kernel,
     quantize_tokens_ref,
 )
+from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 
 INT8 = QuantFormat(8)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from zinfer.kernels.attention_cases import LARGE, SMALL, AttentionCall, AttentionCase, attention_call
 from zinfer.kernels.decode_attention import DecodeTiles, decode_attention
-from zinfer.kernels.dequantize import INTERPRETED
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
+from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.paged_attention import paged_attention, paged_attention_kernel, paged_attention_ref
 from zinfer.kernels.prompt_attention import PromptTiles, prompt_attention
 

@@ -25,8 +25,9 @@ from zinfer.kernels.cases import (
     random_input,
     random_matrix,
 )
-from zinfer.kernels.dequantize import INTERPRETED, dequantize, dequantize_ref
+from zinfer.kernels.dequantize import dequantize, dequantize_ref
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
+from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.kernels.quantized_linear import Way, quantized_linear, quantized_linear_ref
 from zinfer.kernels.tiles import Cut, Tiles, block_tokens_for, candidates, most_block, tiles_for

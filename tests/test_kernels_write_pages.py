@@ -6,8 +6,8 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from zinfer.kernels.dequantize import INTERPRETED
 from zinfer.kernels.kv_pages import KV_CODES, KVPages, read_pages_ref, write_pages_ref
+from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.write_pages import write_pages, write_pages_kernel
 
 CODES = (torch.int8, torch.float8_e4m3fn)

@@ -5,7 +5,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,35 +13,26 @@ from transformers import PreTrainedModel
 
 from zinfer.arguments import can_repeat, moved
 from zinfer.around_module import AroundModule
-from zinfer.checkpoint import Checkpoint
-from zinfer.compiled import CompiledParts
 from zinfer.config import Settings
-from zinfer.cut import ModelBlock, cut_model
-from zinfer.errors import ConfigError, NotProfiledError
+from zinfer.cut import ModelBlock
+from zinfer.cut_model import CutModel
+from zinfer.errors import ConfigError
 from zinfer.finite import checked, choosable, explained, looks_at_logits
+from zinfer.fittings import Fittings
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.graphs.open_graphs import open_graphs
-from zinfer.graphs.static_caches import StaticCaches
-from zinfer.inject.injection import Injection
-from zinfer.inject.packs import find_packs, packs_in
-from zinfer.model import find_dtype, find_model, report_device
-from zinfer.narrow import warn_of_overflow
+from zinfer.model import find_dtype, find_model
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, open_stream
 from zinfer.offload.trace import Trace
-from zinfer.outlook import Outlook, beside_others
-from zinfer.pass_times import PassTimes
+from zinfer.outlook import Outlook
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import find_limits, free_device_bytes
-from zinfer.planning.planner import Plan, make_plan
+from zinfer.planning.planner import Plan
 from zinfer.planning.prediction import Prediction
 from zinfer.planning.request import Request
-from zinfer.quantization.forms import check_patterns, find_activations, find_form, find_rounding
-from zinfer.quantization.stored import find_stored_scheme
 from zinfer.runtime import Runtime, check_trace
 from zinfer.sequence_length import check_input, check_length, check_room
-from zinfer.store.first_use import stored_copy
-from zinfer.weights import Weight, load_buffers, match_weights
 
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]
 
@@ -89,46 +79,32 @@ class InferenceEngine(AroundModule):
         if check_model:
             check_model(self.module)
         check_room(self.module, settings.min_out_tokens)
-        check_patterns(settings.quantization, self.module)
-        self._packs = find_packs(self.module) if settings.kernel_inject else []
-        blocks, weights = self._cut(checkpoint)
-        reserve = find_reserve(self.module, blocks, free_device_bytes(limits)) if find_reserve else None
-        if checkpoint and (copy := stored_copy(checkpoint, blocks, find_dtype(self.module), settings)):
-            checkpoint = copy
-            blocks, weights = self._cut(copy)
-        layers = [block.block.index for block in blocks if block.is_layer]
-        self._blocks = tuple(blocks)
-        limits = beside_others(self.module, self._blocks, limits, settings, reserve)
-        self.plan: Plan = make_plan([block.block for block in blocks], layers, limits, settings)
-        load_buffers(self.module, weights, self.device)
-        report_device(self.module, self.device)
-        warn_of_overflow(self.module, find_dtype(self.module))
+        cut = CutModel.of(self.module, checkpoint, settings)
+        reserve = find_reserve(self.module, cut.blocks, free_device_bytes(limits)) if find_reserve else None
+        cut = cut.as_stored()
+        self._blocks = cut.blocks
+        self.plan: Plan = cut.plan(limits, reserve)
+        cut.take_to(self.device)
         self._lock = threading.RLock()
         self._wall_s = 0.0
-        self._pass_times: PassTimes | None = None
         self.trace = trace or (Trace() if settings.trace else None)
-        self._graphs = open_graphs(self.plan, settings, self.device)
-        self._caches = StaticCaches(self.module, self._graphs) if self._graphs else None
+        self._fittings = Fittings(self.module, self.device, open_graphs(self.plan, settings, self.device))
         runtime = Runtime(
             self.module,
-            blocks,
+            cut.blocks,
             self.plan,
             lambda: open_stream(self.device),
-            settings.aio,
-            checkpoint.files if checkpoint else {},
-            synchronous=settings.synchronous,
+            settings,
+            cut.files,
             trace=self.trace,
-            trace_path=settings.trace,
-            wrap=self._graphs.wrap if self._graphs else None,
+            wrap=self._fittings.wrap,
         )
         self._runtime: Runtime | None = runtime
         self._close = weakref.finalize(self, runtime.close)
-        packs = packs_in(blocks, self._packs, self.module)
-        replayed = self._graphs is not None
-        self._injection = Injection(self.module, packs, replayed=replayed) if settings.kernel_inject else None
-        self._compiled: CompiledParts | None = None
-        self._restore = weakref.finalize(self, self._injection.remove) if self._injection else None
-        files = tuple(checkpoint.files) if checkpoint else None
+        if settings.kernel_inject:
+            self._fittings.inject(cut.packs)
+        weakref.finalize(self, self._fittings.remove)
+        files = tuple(cut.files) if cut.checkpoint else None
         self.outlook = Outlook(self.module, self._blocks, self.plan, self.device, files, bool(self.injected))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,15 +139,14 @@ class InferenceEngine(AroundModule):
 
         def generate() -> Any:
             check_length(self.module, args, kwargs, self.settings.max_out_tokens)
-            generate = self._caches.generate if self._caches else self.module.generate
-            return generate(*moved(args, self.device), **moved(kwargs, self.device))
+            return self._fittings.generate(*moved(args, self.device), **moved(kwargs, self.device))
 
         is_looked_at = looks_at_logits(kwargs, args[1] if len(args) > 1 else self.module.generation_config)
         work = choosable(generate, self.module) if is_looked_at else generate
         if self.settings.check_finite:
             return self.call(self._checked(work))
         layers, dtype, repeats = self.named_layers, find_dtype(self.module), can_repeat(args, kwargs)
-        second = partial(self._graphs.eagerly, work) if self._graphs else None
+        second = self._fittings.eagerly(work)
         return self.call(explained(work, layers, dtype, self.device, repeats=repeats, second=second))
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
@@ -180,9 +155,7 @@ class InferenceEngine(AroundModule):
         Args:
             use_cuda_events: on a CUDA device, mark begin and end on its stream instead of waiting for it twice a call.
         """
-        if self._pass_times is not None:
-            self._pass_times.remove()
-        self._pass_times = PassTimes(self.module, self.device, use_cuda_events=use_cuda_events)
+        self._fittings.time_passes(use_cuda_events=use_cuda_events)
 
     def model_times(self) -> list[float]:
         """Milliseconds of each forward call of the module since the last time that this was asked.
@@ -190,9 +163,7 @@ class InferenceEngine(AroundModule):
         Raises:
             NotProfiledError: `profile_model_time` was not called.
         """
-        if self._pass_times is None:
-            raise NotProfiledError("model profiling is not enabled; call profile_model_time() before the model runs")
-        return self._pass_times.take()
+        return self._fittings.take_times()
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
         """Let `torch.compile` fuse what layers compute beside attention; the first calls after it take long.
@@ -206,16 +177,12 @@ class InferenceEngine(AroundModule):
         """
         with self._lock:
             self._running()
-            if self._compiled is not None:
-                raise RuntimeError("this engine is compiled already")
-            self._compiled = CompiledParts(self.layers, backend, compile_kwargs or {})
-            if self._graphs:
-                self._graphs.close()  # what was recorded is not compiled
+            self._fittings.compile(self.layers, backend, compile_kwargs or {})
 
     @property
     def is_compiled(self) -> bool:
         """Whether `compile` was called."""
-        return self._compiled is not None
+        return self._fittings.is_compiled
 
     def stats(self, other_bytes: int = 0) -> RunStats:
         """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs.
@@ -228,12 +195,12 @@ class InferenceEngine(AroundModule):
     @property
     def injected(self) -> dict[str, str]:
         """What is computed by fused kernels: names of modules, and what is fused in each."""
-        return self._injection.injected if self._injection else {}
+        return self._fittings.injected
 
     @property
     def graphs(self) -> GraphCounts:
         """What has become of the forwards under `enable_cuda_graph`; all zero without it, or where it has no effect."""
-        return self._graphs.counts if self._graphs else GraphCounts()
+        return self._fittings.counts
 
     def predict(self, batch_size: int, prompt_len: int, new_tokens: int) -> Prediction:
         """What a `generate` of this shape takes on this machine: seconds a pass, tokens a second, the bottleneck.
@@ -278,30 +245,14 @@ class InferenceEngine(AroundModule):
     def destroy(self) -> None:
         """Stop the threads and give back memory and files; the engine cannot be used after. May be called again.
 
+        The memory is free when this returns, also where the engine or its module is still referred to.
+
         An engine that is dropped without it is cleaned up when it is collected, or at the end of the process.
         """
         with self._lock:
             self._runtime = None
-            if self._pass_times is not None:
-                self._pass_times.remove()
-            if self._restore:
-                self._restore()
-            if self._compiled:
-                self._compiled.remove()
-            if self._caches:
-                self._caches.close()
+            self._fittings.remove()
             self._close()
-
-    def _cut(self, checkpoint: Checkpoint | None) -> tuple[list[ModelBlock], dict[str, Weight]]:
-        """The blocks, and where the checkpoint holds what they consist of; nowhere for weights in memory."""
-        scheme = find_stored_scheme(checkpoint) if checkpoint else None
-        weights = match_weights(self.module, checkpoint, scheme) if checkpoint else {}
-        rules, checksums = self.settings.quantization, scheme.checksums if scheme else {}
-        form, rounding, quantizes_input = find_form(rules), find_rounding(rules), find_activations(rules)
-        together = [names for pack in self._packs for names in pack.parameters]
-        classes = self.settings.block_classes
-        blocks = cut_model(self.module, weights, form, rounding, checksums, quantizes_input, together, classes)
-        return blocks, weights
 
     def _running(self) -> Runtime:
         if self._runtime is None:

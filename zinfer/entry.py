@@ -8,6 +8,7 @@ from typing import Any, Final
 from torch import nn
 
 from zinfer.config import Ignored, resolve_settings
+from zinfer.config.without_effect import say_without_effect
 from zinfer.engine import InferenceEngine
 from zinfer.errors import ConfigError
 
@@ -33,7 +34,8 @@ def init_inference(
             module: one with its weights in memory (they are taken over, block by block), or one on the meta device
             together with ``checkpoint=``, a folder or a list of files. Any other module with its weights in memory
             together with ``injection_policy=``, which names the class of its blocks.
-        config: DeepSpeed-style settings: a dict, or the path of a JSON file. Never changed.
+        config: DeepSpeed-style settings: a dict, or the path of a JSON file. Never changed. Keys without effect are
+            told in the log.
         kwargs: the same keys; a key given twice with different values is an error.
 
     Raises:
@@ -42,6 +44,7 @@ def init_inference(
         PlanError: a memory budget is too small.
     """
     settings = resolve_settings(config, kwargs)
+    say_without_effect(settings)
     return InferenceEngine(model, settings)
 
 
@@ -75,6 +78,7 @@ def initialize(
     idle = tuple(Ignored(name, reason) for name, reason in _IDLE.items() if kwargs.pop(name, None) is not None)
     settings = resolve_settings(_one_config(args, config, config_params), kwargs)
     settings = replace(settings, without_effect=settings.without_effect + idle)
+    say_without_effect(settings)
     return InferenceEngine(model, settings), None, None, None
 
 

@@ -1,8 +1,8 @@
 """Completes any number of prompts by continuous batching, over weights that are resident or stream."""
 
 import os
-from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -12,29 +12,31 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import check_family, common_window
-from zinfer.batching.batcher import Batcher, Finished
+from zinfer.batching.batcher import Batcher
 from zinfer.batching.budget import BatchingBudget, find_budget
-from zinfer.batching.completion import Completion, text_seed
-from zinfer.batching.ending import Ending, find_end_token_ids, special_stops
+from zinfer.batching.call import Call, paired
+from zinfer.batching.completion import Completion
+from zinfer.batching.ending import find_end_token_ids
+from zinfer.batching.job_outlook import JobOutlook
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.open_pages import open_pages
 from zinfer.batching.passes import PassSize
-from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, as_list, find_tokenizer
-from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
+from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, find_tokenizer
+from zinfer.batching.rehearsal import JobPrediction
 from zinfer.batching.runner import PassRunner
 from zinfer.batching.sampler import Sampler
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.config import Settings, resolve_settings
+from zinfer.config.without_effect import say_without_effect
 from zinfer.cut import ModelBlock
 from zinfer.engine import InferenceEngine
-from zinfer.errors import ConfigError, PlanError
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.graphs.open_graphs import open_graphs
 from zinfer.offload.stats import RunStats
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import find_limits
 from zinfer.planning.planner import Plan
-from zinfer.sequence_length import max_positions
+from zinfer.sequence_length import most_tokens
 
 
 class LLM:
@@ -50,7 +52,8 @@ class LLM:
             its share of them; None: where a path is stated and that takes less than computing them again.
         kwargs: the same keys as in ``config``.
 
-    One thread at a time. It is a context manager, and `close` gives memory, threads and files back.
+    One thread at a time. It is a context manager, and `close` gives memory, threads and files back; what was counted,
+    planned and predicted can be asked for after it.
 
     Raises:
         ConfigError, CheckpointError, PlanError: as `zinfer.init_inference`; also for a family of models whose attention
@@ -67,13 +70,13 @@ class LLM:
         **kwargs: object,
     ) -> None:
         settings = resolve_settings(config, kwargs)
+        say_without_effect(settings)
         budget: BatchingBudget | None = None
 
         def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
             nonlocal budget
-            most_tokens = _least(settings.max_out_tokens, max_positions(module))
-            limits = find_limits(settings)
-            budget = find_budget(module.config, module.dtype, blocks, settings, limits, free_bytes, most_tokens)
+            limits, most = find_limits(settings), most_tokens(module, settings.max_out_tokens)
+            budget = find_budget(module.config, module.dtype, blocks, settings, limits, free_bytes, most)
             return budget.footprint
 
         # What is replayed is a pass with its pages, not the module's forward alone.
@@ -89,12 +92,11 @@ class LLM:
     def _open(self, settings: Settings, budget: BatchingBudget, tokenizer: Any, parks_on_disk: bool | None) -> None:
         """Make what stands on the engine."""
         self._closed = self._is_streaming = False
-        self._seen: Counter[tuple[int, ...]] = Counter()
         module = self._engine.module
         self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
         vocab_size = int(module.config.get_text_config().vocab_size)
-        most_tokens = _least(settings.max_out_tokens, max_positions(module))
-        self._encoder = PromptEncoder(self.tokenizer, vocab_size, most_tokens)
+        most = most_tokens(module, settings.max_out_tokens)
+        self._encoder = PromptEncoder(self.tokenizer, vocab_size, most)
         self._end_token_ids = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
         device = self._engine.device
         shape, folder = read_kv_shape(module.config), settings.offload.nvme_path
@@ -102,10 +104,12 @@ class LLM:
             parks_on_disk = self._engine.outlook.disk_spares_time(shape.token_bytes(budget.kv_dtype))
         budget = replace(budget, parks_on_disk=folder is not None and bool(parks_on_disk))
         self._cache = open_pages(self._engine, shape, budget)
-        self._budget, self._window = budget, common_window(module.config)
         self._graphs = open_graphs(self.plan, settings, device)
         self._runner = PassRunner(self._engine, self._cache, self._graphs)
-        self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, self._window)
+        window = common_window(module.config)
+        self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, window)
+        token_bytes = shape.token_bytes(budget.kv_dtype)
+        self._outlook = JobOutlook(budget, window, token_bytes, self._engine.outlook.pass_time)
 
     @property
     def plan(self) -> Plan:
@@ -123,7 +127,11 @@ class LLM:
         return self._graphs.counts if self._graphs else GraphCounts()
 
     def stats(self) -> RunStats:
-        """Bytes moved, memory taken and stalls so far."""
+        """Bytes moved, memory taken and stalls so far.
+
+        Raises:
+            RuntimeError: the LLM was closed.
+        """
         self._check_open()
         found = self._cache.add_to(self._engine.stats(self._cache.bytes_to_device))
         return replace(found, passes=self._runner.num_passes)
@@ -141,10 +149,7 @@ class LLM:
             ConfigError: no prompts.
             PlanError: a text does not fit the cache even alone.
         """
-        if not prompt_lens:
-            raise ConfigError("there are no prompts to predict anything of; give the tokens of one at least")
-        each = [new_tokens] * len(prompt_lens) if isinstance(new_tokens, int) else new_tokens
-        return self._predict(rehearse(prompt_lens, each, self._budget, self._window))
+        return self._outlook.of_texts(prompt_lens, new_tokens)
 
     def predict_passes(self) -> JobPrediction:
         """What the passes of the last call ought to have taken; rates as for `predict`.
@@ -152,18 +157,12 @@ class LLM:
         Raises:
             ConfigError: it had none.
         """
-        if not self._batcher.pass_sizes:
-            raise ConfigError("no pass was computed yet, so that none can be predicted")
-        return self._predict(self._batcher.pass_sizes)
-
-    def _predict(self, sizes: Sequence[PassSize]) -> JobPrediction:
-        token_bytes = read_kv_shape(self._engine.module.config).token_bytes(self._budget.kv_dtype)
-        return predict_job(sizes, token_bytes, self._budget, self._engine.outlook.pass_time)
+        return self._outlook.of_passes(self._batcher.pass_sizes)
 
     @property
     def batching(self) -> BatchingBudget:
         """Sizes of passes and of the cache."""
-        return self._budget
+        return self._outlook.budget
 
     @property
     def num_tokens(self) -> int:
@@ -201,8 +200,9 @@ class LLM:
         """Find no page of an earlier call again: what follows is computed as in a new LLM.
 
         Raises:
-            RuntimeError: a call is under way.
+            RuntimeError: a call is under way, or the LLM was closed.
         """
+        self._check_open()
         if self._is_streaming:
             raise RuntimeError("a call of this LLM is under way; take all of its completions, or leave it, first")
         self._batcher.forget_prefixes()
@@ -222,7 +222,7 @@ class LLM:
 
         Raises:
             ConfigError: not as many params as prompts.
-            RuntimeError: another call is under way.
+            RuntimeError: another call is under way, or the LLM was closed.
         """
         return sorted(
             self.stream(prompts, params), key=lambda completion: (completion.prompt_index, completion.sample_index)
@@ -234,30 +234,21 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Generator[Completion, None, None]:
         """As `generate`, each completion as soon as it is complete. Leaving it early gives up the rest."""
-        several = as_list(prompts)
-        each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(several):
-            raise ConfigError(f"{len(each)} params for {len(several)} prompts; give one, or as many as prompts")
+        each = paired(prompts, params)
         self._check_open()
         if self._is_streaming:
             raise RuntimeError("another call of this LLM is under way; take all of its completions, or leave it, first")
-        waiting: dict[int, tuple[int, int]] = {}
         self._batcher.abort()  # what Ctrl-C in an abort has left
-        self._seen.clear()
         self._batcher.pass_sizes.clear()
         self._batcher.pass_ends_s.clear()
+        call = Call(self._batcher, self._encoder, self.tokenizer, self._end_token_ids)
         self._is_streaming = True
         try:
-            for index, (prompt, own) in enumerate(zip(several, each, strict=True)):
-                try:
-                    self._add(index, prompt, own, waiting)
-                except (ConfigError, PlanError) as error:
-                    for sample in range(own.n):
-                        yield Completion(index, sample, "", (), "error", error=str(error))
-            while waiting:
+            for index, (prompt, own) in enumerate(each):
+                yield from call.add(index, prompt, own)
+            while not call.is_complete:
                 self._check_open()
-                for finished in self._batcher.step():
-                    yield _completion(finished, *waiting.pop(finished.number))
+                yield from call.step()
         finally:
             try:
                 if not self._closed:
@@ -266,15 +257,14 @@ class LLM:
                 self._is_streaming = False
 
     def close(self) -> None:
-        """Give memory, threads and files back. May be called again."""
+        """Give memory, threads and files back, also where the object is still referred to. May be called again."""
         if not self._closed:
             self._closed = True
-            try:
-                self._runner.close()
-            finally:
-                self._engine.destroy()
-                self._cache.close()
-                del self._runner, self._batcher, self._cache
+            with ExitStack() as owned:  # the last first: weights may be on their way into pages that were lent
+                owned.callback(self._cache.close)
+                owned.callback(self._engine.destroy)
+                owned.callback(self._batcher.close)
+                owned.callback(self._runner.close)
 
     def __enter__(self) -> Self:
         return self
@@ -287,32 +277,3 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this LLM was closed; make a new one")
-
-    def _add(self, index: int, prompt: PromptLike, params: SamplingParams, waiting: dict[int, tuple[int, int]]) -> None:
-        """Hand a prompt's ``n`` texts to the batcher."""
-        token_ids = self._encoder.encode(prompt, params)
-        ends = frozenset() if params.ignore_eos else self._end_token_ids
-        ending_ids = ends.union(params.stop_token_ids, special_stops(self.tokenizer, params.stop))
-        repeat = self._seen[tuple(token_ids)]
-        self._seen[tuple(token_ids)] += 1
-        for sample in range(params.n):
-            ending = Ending(self.tokenizer, ending_ids, params.stop, params.max_new_tokens, params.min_new_tokens)
-            seed = text_seed(params.seed, token_ids, repeat, sample)
-            number = self._batcher.add(token_ids, params, seed=seed, ending=ending, end_token_ids=ends)
-            waiting[number] = index, sample
-
-
-def _completion(finished: Finished, prompt_index: int, sample_index: int) -> Completion:
-    return Completion(
-        prompt_index,
-        sample_index,
-        finished.text,
-        finished.token_ids,
-        finished.finish_reason,
-        finished.logprobs,
-        finished.error,
-    )
-
-
-def _least(*limits: int | None) -> int | None:
-    return min((limit for limit in limits if limit is not None), default=None)

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from zinfer.config import Aio
+from zinfer.config import Aio, Settings
 from zinfer.cut import ModelBlock
 from zinfer.errors import ConfigError
 from zinfer.hooks import Forward, StreamingHooks, absent_tensors
@@ -61,11 +61,9 @@ class Runtime:
         blocks: all its blocks.
         plan: their homes, and the buffers.
         open_stream: makes copy streams to the device.
-        aio: how the disk is read.
+        settings: how the disk is read, whether anything moves ahead of its use, and where `close` writes the trace.
         files: the checkpoint's, empty for a model whose weights are in memory.
-        synchronous: move nothing ahead of its use.
         trace: where reads, copies and computes are noted.
-        trace_path: where `close` writes it.
         wrap: around the model's own forward, inside of what counts passes.
     """
 
@@ -75,12 +73,10 @@ class Runtime:
         blocks: Sequence[ModelBlock],
         plan: Plan,
         open_stream: Callable[[], CopyStream],
-        aio: Aio,
+        settings: Settings,
         files: Mapping[Path, FileIdentity],
         *,
-        synchronous: bool,
         trace: Trace | None = None,
-        trace_path: Path | None = None,
         wrap: Callable[[Forward], Forward] | None = None,
     ) -> None:
         self._plan = plan
@@ -88,10 +84,10 @@ class Runtime:
         self._streamer: Streamer | None = None
         streams = {tier: open_stream() for tier in (Tier.DISK, Tier.HOST)}
         with ExitStack() as owned:  # what was made before a failure is given back
-            if trace is not None and trace_path is not None:
-                owned.callback(trace.write, trace_path)
+            if trace is not None and settings.trace is not None:
+                owned.callback(trace.write, settings.trace)
             on_cuda = streams[Tier.DISK].needs_pinned
-            self._reader = owned.enter_context(closing(open_reader(aio, files, on_cuda=on_cuda)))
+            self._reader = owned.enter_context(closing(open_reader(settings.aio, files, on_cuda=on_cuda)))
             self._staging = owned.enter_context(closing(StagingRing()))
             for _ in range(plan.num_staging):
                 self._staging.add(HostBuffer(plan.staging_bytes, pin=on_cuda))
@@ -110,7 +106,7 @@ class Runtime:
                 self._staging.close()
             streamed = [block.block for block in blocks if block.block.index in self._homes.sources]
             if streamed:
-                self._streamer = owned.enter_context(closing(self._open_streamer(streamed, synchronous)))
+                self._streamer = owned.enter_context(closing(self._open_streamer(streamed, settings.synchronous)))
             self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer, wrap)
             owned.callback(self._hooks.remove)
             self._owned = owned.pop_all()

@@ -41,6 +41,11 @@ def _num_skipped(model: nn.Module) -> int:
     return 0 if padding is None else int(padding) + 1
 
 
+def most_tokens(model: nn.Module, max_out_tokens: int | None) -> int | None:
+    """Tokens of a text, its prompt among them, that limits leave; None where there are none."""
+    return min((limit for _, limit in _limits(model, max_out_tokens)), default=None)
+
+
 def check_room(model: nn.Module, min_out_tokens: int) -> None:
     """Refuse a model without positions for the tokens that the configuration counts on.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.completion import not_finite
+from zinfer.batching.completion import Finished, not_finite
 from zinfer.batching.decode_form import find_form
 from zinfer.batching.delivery import send
 from zinfer.batching.ending import Ending
@@ -24,27 +24,6 @@ from zinfer.batching.sequence import Sequence as Text
 from zinfer.batching.sequence import SequenceState
 from zinfer.errors import PlanError
 from zinfer.finite import FiniteWatch
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A text that is complete.
-
-    Attributes:
-        number: which text.
-        token_ids: what was generated, the token that ended it included.
-        finish_reason: "stop", "length" or "error".
-        text: of these tokens, without end and special tokens, cut before the first stop string.
-        logprobs: of each token, where they were asked for.
-        error: what went wrong; None where nothing did.
-    """
-
-    number: int
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    text: str
-    logprobs: tuple[Logprobs, ...] | None = None
-    error: str | None = None
 
 
 @dataclass
@@ -201,6 +180,14 @@ class Batcher:
         """Let no text find the pages of another that came before; between passes, with no text unfinished."""
         assert not self._writing
         self._scheduler = self._new_scheduler()
+
+    def close(self) -> None:
+        """Give everything up for good, whatever state a pass is in; the counters stay."""
+        self._watch.stop()
+        self._drawn = None
+        self._writing.clear()
+        self._suspects.clear()
+        self._scheduler = self._budget.scheduler(self._window)
 
     def _new_scheduler(self) -> Scheduler:
         if self._loan is not None:

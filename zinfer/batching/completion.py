@@ -18,6 +18,27 @@ def not_finite(where: str | None) -> str:
 
 
 @dataclass(frozen=True)
+class Finished:
+    """A text of a batcher that is complete.
+
+    Attributes:
+        number: which text.
+        token_ids: what was generated, the token that ended it included.
+        finish_reason: "stop", "length" or "error".
+        text: of these tokens, without end and special tokens, cut before the first stop string.
+        logprobs: of each token, where they were asked for.
+        error: what went wrong; None where nothing did.
+    """
+
+    number: int
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    text: str
+    logprobs: tuple[Logprobs, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class Completion:
     """What came after one prompt.
 

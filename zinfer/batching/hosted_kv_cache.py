@@ -189,6 +189,12 @@ class HostedKVCache(PageCache):
     def close(self) -> None:
         self.parked.close()
         self._close()
+        self.layers[:] = [None] * len(self.layers)
+        self._slots.clear()
+        self._free.clear()
+        self._filling.clear()
+        self._held.clear()
+        self._homes.clear()
 
     def _look_ahead(self) -> None:
         while not self._synchronous and self._free and self._next < len(self.layers):
@@ -250,7 +256,7 @@ def _bits(part: torch.Tensor) -> torch.Tensor:
     return part.view(torch.uint8) if part.dtype.itemsize == 1 else part
 
 
-def _give_back(buffers: Sequence[HostBuffer], streams: Sequence[CopyStream]) -> None:
+def _give_back(buffers: list[HostBuffer], streams: Sequence[CopyStream]) -> None:
     """Unpin what the pages lie in, once no copy is under way."""
     try:
         for stream in streams:
@@ -259,3 +265,4 @@ def _give_back(buffers: Sequence[HostBuffer], streams: Sequence[CopyStream]) -> 
         log.warning("the device failed while copies of keys and values were waited for: %s", error)
     for buffer in buffers:
         buffer.close()
+    buffers.clear()

@@ -13,8 +13,9 @@ from typing import Any, Final, Literal
 from zinfer.batching.adapters import common_window
 from zinfer.batching.budget import BatchingBudget, find_budget
 from zinfer.batching.host_room import HostRoom
+from zinfer.batching.job_outlook import JobOutlook
 from zinfer.batching.kv_shape import read_kv_shape
-from zinfer.batching.rehearsal import JobPrediction, predict_job, rehearse
+from zinfer.batching.rehearsal import JobPrediction
 from zinfer.config import Settings
 from zinfer.config.settings import Batching
 from zinfer.errors import PlanError
@@ -209,12 +210,8 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
     token_bytes = read_kv_shape(outline.config).token_bytes(budget.kv_dtype)
     if settings.offload.nvme_path is not None and disk_spares_time(work, rates, token_bytes):
         budget = replace(budget, parks_on_disk=True)
-    predicted = predict_job(
-        rehearse(job.prompt_lens, job.new_tokens, budget, common_window(outline.config)),
-        token_bytes,
-        budget,
-        partial(pass_time, plan, work, rates),
-    )
+    outlook = JobOutlook(budget, common_window(outline.config), token_bytes, partial(pass_time, plan, work, rates))
+    predicted = outlook.of_texts(job.prompt_lens, job.new_tokens)
     return JobPlan(batching, budget, plan, job, predicted, _whole_seconds(job, predicted, is_hosted=budget.is_hosted))
 
 

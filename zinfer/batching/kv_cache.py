@@ -50,10 +50,11 @@ class KVCache(PageCache):
         self.stride = shape.num_layers
         self.device = device
         place = (num_pages * self.stride, page_size, shape.num_heads, shape.key_dim, shape.value_dim)
-        self._whole = KVPages.empty(*place, dtype, device, values_in_keys=shape.values_in_keys)
-        self.layers: list[KVPages | None] = [self._whole.beginning_at(layer) for layer in range(self.stride)]
+        whole = KVPages.empty(*place, dtype, device, values_in_keys=shape.values_in_keys)
+        self._parts = whole.parts()
+        self.layers: list[KVPages | None] = [whole.beginning_at(layer) for layer in range(self.stride)]
         try:
-            takes_kernels(self._whole)
+            takes_kernels(whole)
         except ValueError as error:
             raise ConfigError(f"zinfer.kv_cache_dtype: {error}") from error
         self.parked = ParkedTexts(self._rows(), parking)
@@ -72,11 +73,13 @@ class KVCache(PageCache):
 
     def close(self) -> None:
         self.parked.close()
+        self._parts.clear()
+        self.layers[:] = [None] * len(self.layers)
 
     @property
     def nbytes(self) -> int:
         """On the device."""
-        return self._whole.nbytes
+        return sum(part.nbytes for part in self._parts)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy pages to others; no page is both a source and a target."""
@@ -93,7 +96,7 @@ class KVCache(PageCache):
 
     def _rows(self) -> list[torch.Tensor]:
         """The parts with one row a page, as integers where not every dtype of codes can be indexed."""
-        bits = (part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in self._whole.parts())
+        bits = (part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in self._parts)
         return [part.view(self.num_pages, -1) for part in bits]
 
     def _index(self, pages: Sequence[int]) -> torch.Tensor:

@@ -46,7 +46,7 @@ class PageCache(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give memory and files back; may be called again."""
+        """Give memory and files back, whoever still holds the object; may be called again."""
 
     def add_to(self, stats: RunStats) -> RunStats:
         """An engine's counters with those of the pages."""

@@ -57,8 +57,7 @@ class ParkedTexts:
         if parking.folder is not None:
             self._file = ScratchFile(parking.folder, align_up(sum(map(_row_bytes, rows))))
             num_rows = max(1, _MOVED_AT_ONCE_BYTES // self._file.place_bytes)
-            self._staging = map_memory(num_rows * self._file.place_bytes)
-            whole = torch.frombuffer(self._staging, dtype=torch.uint8)
+            whole = torch.frombuffer(map_memory(num_rows * self._file.place_bytes), dtype=torch.uint8)
             self._staged = whole[: num_rows * self._file.place_bytes].view(num_rows, -1)
 
     @property
@@ -118,9 +117,12 @@ class ParkedTexts:
             self._num_in_memory -= len(kept[0])
 
     def close(self) -> None:
-        """Give the file back; may be called again."""
+        """Give memory and file back; may be called again."""
+        self._rows = ()
+        self._kept.clear()
         if self._file is not None:
             self._file.close()
+            self._staged = torch.empty((0, 0), dtype=torch.uint8)
 
     def _read(self, places: Sequence[int], pages: Sequence[int]) -> None:
         assert self._file is not None
@@ -143,8 +145,7 @@ class ParkedTexts:
             yield slice(begin, min(begin + len(self._staged), count))
 
     def _memory(self, count: int) -> memoryview:
-        assert self._file is not None
-        return memoryview(self._staging)[: count * self._file.place_bytes]
+        return self._staged[:count].numpy().data.cast("B")
 
     def _index(self, pages: Sequence[int]) -> torch.Tensor:
         return torch.tensor(pages, dtype=torch.int64, device=self._rows[0].device)

@@ -39,6 +39,7 @@ class PartedLayers:
         """Take the wrappers off."""
         for layer in self._layers:
             del layer.forward
+        self._parts = ()
 
     def _by_parts(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def by_parts(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -38,12 +38,11 @@ class PassRunner:
         self._config._attn_implementation = MASKED_NAME if wants_mask(self._config.model_type) else NAME
         self._takes_positions = "position_ids" in inspect.signature(type(engine.module).forward).parameters
         self._graphs = graphs
-        self._replayed = graphs.wrap(self._single) if graphs else None
 
     @property
     def replays(self) -> bool:
         """Whether batches had better have a form."""
-        return self._replayed is not None
+        return self._graphs is not None
 
     def run(self, batch: RaggedBatch) -> torch.Tensor:
         """The logits after the tokens that the batch wants them of, [samples, vocabulary], in the model's dtype.
@@ -51,12 +50,12 @@ class PassRunner:
         The cache expects the batch's chunks.
         """
         self.num_passes += 1
-        if batch.form is None or self._replayed is None:
+        if batch.form is None or self._graphs is None:
             return self._call(lambda: self._forward(batch))
-        (part,), replayed = batch.parts, self._replayed
+        (part,), graphs = batch.parts, self._graphs
         starts, contexts, pages = part.layout.query_starts, part.layout.context_lengths, part.layout.page_table
         numbers = batch.input_ids, batch.position_ids, batch.wanted, part.places, starts, contexts, pages
-        return self._call(lambda: replayed(*numbers, part.layout.most_context))
+        return self._call(lambda: graphs.call(self._single, *numbers, part.layout.most_context))
 
     def close(self) -> None:
         """Let the module attend as before."""

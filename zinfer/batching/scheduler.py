@@ -16,19 +16,15 @@ have ended there has a token computed for nothing.
 """
 
 from collections.abc import Iterable
-from typing import Final
 
 from zinfer.batching.admission_queue import AdmissionQueue, Order
+from zinfer.batching.allotment import Allotment
 from zinfer.batching.demand import Demand
-from zinfer.batching.pages import HOLE, PagePool
+from zinfer.batching.pages import PagePool
 from zinfer.batching.passes import Chunk, Pass
 from zinfer.batching.sequence import PENDING, Sequence, SequenceState
 from zinfer.batching.set_aside import SetAside
 from zinfer.batching.window import Window
-from zinfer.errors import PlanError
-
-_MOST_RESERVED: Final = 1 / 16
-"""Share of the pool that prompts leave to decodes at most: beyond it idle pages cost more than setting a few aside."""
 
 
 class Scheduler:
@@ -47,8 +43,6 @@ class Scheduler:
         window: where every layer of the model slides, the positions that a token attends to, its own among them; pages
             behind it are given back. None: pages are kept.
         lends: whether pages are ever to spare.
-
-    ``is_short`` tells whether the last pass carried less, or began less, for want of pages.
     """
 
     def __init__(
@@ -68,6 +62,7 @@ class Scheduler:
         self._token_budget = token_budget
         self._max_sequences = max_sequences
         self._window = Window(window, pool.page_size)
+        self._allotment = Allotment(pool, self._window)
         self._lends = lends
         self._queue = AdmissionQueue(order)
         self._set_aside = SetAside(most_parked_pages)
@@ -76,7 +71,11 @@ class Scheduler:
         self._in_flight: Pass | None = None
         self._demand = Demand(pool.page_size, shares=not self._window.slides)
         self._num_lent = 0
-        self.is_short = False
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the last pass carried less, or began less, for want of pages."""
+        return self._allotment.is_short
 
     @property
     def num_running(self) -> int:
@@ -117,15 +116,9 @@ class Scheduler:
         assert sequence.number > self._last_number, f"sequence {sequence.number} after {self._last_number}"
         assert sequence.state is SequenceState.WAITING
         assert not sequence.output_ids
-        num_pages = self._pages_of(sequence)
-        if num_pages > self.pool.num_pages:
-            raise PlanError(
-                f"{len(sequence.prompt_ids)} prompt tokens and {sequence.max_new_tokens} new ones take {num_pages} "
-                f"pages of {self.pool.page_size} tokens, but the KV cache has {self.pool.num_pages}; shorten the "
-                "prompt, lower max_new_tokens, or give the KV cache more memory"
-            )
+        self._allotment.check(sequence)
         self._last_number = sequence.number
-        self._demand.add(sequence, num_pages)
+        self._demand.add(sequence, self._allotment.pages_alone(sequence))
         self._queue.add(sequence)
 
     def schedule(self) -> Pass | None:
@@ -133,7 +126,7 @@ class Scheduler:
         assert self._in_flight is None, "the pass before was not followed by advance"
         coming = Pass([], [], [], self._num_lent)
         self._num_lent = self.num_spare_pages
-        self.is_short = False
+        self._allotment.is_short = False
         num_left = self._go_on(coming)
         sequence: Sequence | None = None
         while num_left and len(self._running) < self._max_sequences:
@@ -182,7 +175,7 @@ class Scheduler:
         assert sequence.state is not SequenceState.FINISHED, f"sequence {sequence.number} is FINISHED"
         self._leave(sequence)
         sequence.state = SequenceState.FINISHED
-        self._demand.remove(sequence, self._pages_of(sequence))
+        self._demand.remove(sequence, self._allotment.pages_alone(sequence))
 
     def restart(self, sequence: Sequence) -> None:
         """Compute a sequence again from its first token, in pages that it shares with no other, next of all.
@@ -190,12 +183,12 @@ class Scheduler:
         It may be finished; a token that is pending is dropped, and what was parked is the caller's to drop.
         """
         if sequence.state is not SequenceState.FINISHED:
-            self._demand.remove(sequence, self._pages_of(sequence))
+            self._demand.remove(sequence, self._allotment.pages_alone(sequence))
         self._leave(sequence)
         if sequence.output_ids[-1:] == [PENDING]:
             sequence.output_ids.pop()
         sequence.shares = False
-        self._demand.add(sequence, self._pages_of(sequence))
+        self._demand.add(sequence, self._allotment.pages_alone(sequence))
         self._set_aside.add(sequence, 0)
 
     def forget(self) -> None:
@@ -229,7 +222,7 @@ class Scheduler:
         Nor is anything admitted behind a prompt under way that does not reach its end: it took all tokens or all pages.
         """
         page_size = self.pool.page_size
-        num_pages = max(self.pool.num_pages - self._most_reserved, 1)
+        num_pages = max(self.pool.num_pages - self._allotment.most_reserved, 1)
         pace = max(self._demand.pace(num_pages, self._max_sequences), len(self._running))
         num_left = min(self._token_budget, pace)
         chunks, running = coming.chunks, SequenceState.RUNNING
@@ -245,23 +238,18 @@ class Scheduler:
                 return 0  # the last one waits for a page
             chunks.append(Chunk(sequence, begin, end, end == num_tokens))
             if end // page_size > sequence.num_named:
-                self._publish(sequence, end)
+                self._allotment.publish(sequence, end)
             num_left -= end - begin
         return num_left
 
     def _extend(self, sequence: Sequence, end: int, coming: Pass) -> int:
         """Take pages for a running sequence up to position ``end``, or as far as they go; says how far."""
-        num_wanted = self.pool.pages_for(end) - len(sequence.pages)
-        if sequence.num_tokens - sequence.num_computed == 1:
-            while not self.pool.num_free and (last := next(reversed(self._running.values()))) is not sequence:
-                self._make_room(last, coming)
-            num_taken = min(num_wanted, self.pool.num_free)
-        else:
+        if sequence.num_tokens - sequence.num_computed > 1:
             assert next(reversed(self._running.values())) is sequence, "a prompt under way is the last one running"
-            num_taken = min(num_wanted, self._num_free_for_prompts(len(self._running) - 1))
-        self.is_short |= num_taken < num_wanted
-        sequence.pages += self.pool.take(num_taken)
-        return min(end, len(sequence.pages) * self.pool.page_size)
+            return self._allotment.extend(sequence, end, self._allotment.num_free_for_prompts(len(self._running) - 1))
+        while not self.pool.num_free and (last := next(reversed(self._running.values()))) is not sequence:
+            self._make_room(last, coming)
+        return self._allotment.extend(sequence, end, self.pool.num_free)
 
     def _make_room(self, last: Sequence, coming: Pass) -> None:
         """Set the last running sequence aside; it has no chunk in the pass yet, because it is the last."""
@@ -278,36 +266,15 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, num_left: int, coming: Pass) -> bool:
         """Let a sequence run that waits or is parked, with a chunk in this pass; False where pages are short for it."""
-        pool, others = self.pool, len(self._running)
-        if self._num_free_for_prompts(others) == 0:
-            self.is_short = True
+        given = self._allotment.begin(sequence, num_left, len(self._running))
+        if given is None:
             return False
-        if sequence.shares:
-            pool.find(sequence)
-        num_found = len(sequence.pages)
-        num_parked = sequence.num_computed
-        begin = max(num_parked, num_found * pool.page_size)
-        end = min(sequence.num_tokens, begin + num_left)
-        num_behind = self._window.first_needed(begin) // pool.page_size
-        sequence.pages += [HOLE] * (num_behind - num_found)
-        pool.drop_before(sequence, num_behind * pool.page_size)
-
-        num_wanted = pool.pages_for(end) - len(sequence.pages)
-        num_free = self._num_free_for_prompts(others)
-        if others and num_free < min(num_wanted, self._pages_of(sequence)):
-            pool.release(sequence)
-            self.is_short = True
-            return False
-        self.is_short |= num_free < num_wanted
-        sequence.pages += pool.take(min(num_wanted, num_free))
-        end = min(end, len(sequence.pages) * pool.page_size)
-        assert end > begin, "a sequence that runs alone has pages for its next token"
+        begin, end, restored = given
         if sequence.state is SequenceState.PARKED:
-            restored = sequence.pages[max(num_found, num_behind) : pool.pages_for(num_parked)]
-            coming.resumed.append((sequence, tuple(restored)))
+            coming.resumed.append((sequence, restored))
         self._start(sequence, begin)
         coming.chunks.append(Chunk(sequence, begin, end, end == sequence.num_tokens))
-        self._publish(sequence, end)
+        self._allotment.publish(sequence, end)
         return True
 
     def _start(self, sequence: Sequence, begin: int) -> None:
@@ -318,20 +285,3 @@ class Scheduler:
         sequence.num_computed = begin
         sequence.state = SequenceState.RUNNING
         self._running[sequence.number] = sequence
-
-    def _publish(self, sequence: Sequence, end: int) -> None:
-        """Let others find the pages up to position ``end``, restored ones too, that are whole and have known tokens."""
-        if sequence.shares:
-            for _ in range(sequence.num_named, min(end, sequence.num_known) // self.pool.page_size):
-                self.pool.publish(sequence)
-
-    def _num_free_for_prompts(self, num_others: int) -> int:
-        """Pages that a prompt may take: one is left for each of the others, within a share of the pool."""
-        return max(self.pool.num_free - min(num_others, self._most_reserved), 0)
-
-    @property
-    def _most_reserved(self) -> int:
-        return int(self.pool.num_pages * _MOST_RESERVED)
-
-    def _pages_of(self, sequence: Sequence) -> int:
-        return self._window.pages_alone(len(sequence.prompt_ids), sequence.max_new_tokens)

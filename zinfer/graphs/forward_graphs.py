@@ -64,28 +64,33 @@ class ForwardGraphs:
             self._is_off = False
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The same forward, replayed where it can be.
-
-        Args:
-            forward: must depend on nothing that changes but its arguments. Hooks in it see what is not replayed.
-        """
+        """The same forward, each call of it as `call`."""
 
         @functools.wraps(forward)
         def replayed(*args: Any, **kwargs: Any) -> Any:
-            try:
-                if self._is_off:
-                    raise Unrecordable("its layers are looked at")
-                call = Call.of(args, kwargs, self._device)
-                graph = self._find(call, forward)
-            except Unrecordable as error:
-                reason = str(error)
-            else:
-                self.counts.replayed += 1
-                return graph.replay(call.tensors)
-            self.counts.eager[reason] += 1
-            return forward(*args, **kwargs)
+            return self.call(forward, *args, **kwargs)
 
         return replayed
+
+    def call(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the forward gives, replayed where it can be.
+
+        Args:
+            forward: always the same, and depends on nothing that changes but its arguments. Hooks in it see what is not
+                replayed.
+        """
+        try:
+            if self._is_off:
+                raise Unrecordable("its layers are looked at")
+            call = Call.of(args, kwargs, self._device)
+            graph = self._find(call, forward)
+        except Unrecordable as error:
+            reason = str(error)
+        else:
+            self.counts.replayed += 1
+            return graph.replay(call.tensors)
+        self.counts.eager[reason] += 1
+        return forward(*args, **kwargs)
 
     def forget(self, cache: Cache) -> None:
         """Drop the graphs that use it, which keep it alive."""
@@ -93,8 +98,9 @@ class ForwardGraphs:
             del self._graphs[form]
 
     def close(self) -> None:
-        """Give all graphs' memory back."""
+        """Give all graphs' memory back; what is called after is recorded anew. May be called again."""
         self._graphs.clear()
+        self._recorder.close()
 
     def _find(self, call: Call, forward: Callable[..., Any]) -> "_Graph":
         graph = self._graphs.get(call.form)

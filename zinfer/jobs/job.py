@@ -17,6 +17,7 @@ from rich.console import Console
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
+from zinfer.config.without_effect import said_before, say_without_effect
 from zinfer.display import shown
 from zinfer.errors import JobError
 from zinfer.jobs.ahead import ahead
@@ -126,8 +127,7 @@ class _Job:
     def run(self) -> JobSummary:
         request = self._request
         settings = self._settings = resolve_settings(request.config, {"device": request.device})
-        for ignored in settings.without_effect:
-            self._meter.note(f"without effect: {ignored.path} ({ignored.reason})")
+        say_without_effect(settings, self._meter.note)
         checkpoint = Checkpoint.open(request.model)
         model = build_meta_model(checkpoint, settings.dtype)
         method = self._method = Method(request, settings, model, self._engine_factory, self._meter)
@@ -240,7 +240,7 @@ class _Job:
         """The completer, made when the first batch needs it, with room for that one."""
         if self._completer is None:
             self._meter.begin("loading")
-            with _stopping("loading the model", self._request.output):
+            with _stopping("loading the model", self._request.output), said_before():
                 completer = self._method.open(prompts, self._kept_sizes, self._tokenizer, self._maker.room)
                 self._completer = completer
                 self._meter.note(f"plan: {completer.plan}")

@@ -1,0 +1,47 @@
+"""How kernels are launched: compiled or interpreted, on which device, in what tiles, and when the next one may begin."""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
+"""Whether Triton's interpreter runs the kernels; fixed when they are decorated."""
+
+_DEPENDENT_CAPABILITY: Final = (9, 0)
+_FEW_ELEMENTS: Final = 1 << 19
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever the tensors' own."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
+
+
+def tile_for(count: int) -> tuple[int, int]:
+    """Elements and warps of a program that passes over ``count`` elements: fewer where there are few programs."""
+    return (2048, 4) if count > _FEW_ELEMENTS else (512, 2)
+
+
+@cache
+def is_dependent(device: torch.device) -> bool:
+    """Whether a kernel may begin while the one before it still runs (programmatic dependent launches).
+
+    Each then says where it needs what those before have written.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_CAPABILITY
+
+
+@triton.jit
+def wait_for_others(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Before it a kernel must touch nothing that another may read or write; the next one may begin from here on.
+
+    Every program of every kernel so launched has to come by here: what a kernel waits for is the one before it alone,
+    which must not end while those before that still run.
+    """
+    if IS_DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()

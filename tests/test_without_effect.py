@@ -1,0 +1,72 @@
+"""Keys that change nothing are said, with the reason, by whatever takes a configuration: once for each engine."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs_run_support import job, model, output, prompts
+from llm_support import folder
+
+import zinfer
+from zinfer import LLM
+from zinfer.config import resolve_settings
+
+__all__ = ["folder", "model", "output", "prompts"]  # fixtures
+
+CONFIG = {"train_batch_size": 4, "steps_per_print": 9, "zinfer": {"device": "cpu", "kv_cache_memory": "1MB"}}
+
+
+def make_engine(folder: Path) -> None:
+    zinfer.init_inference(folder, CONFIG).destroy()
+
+
+def make_by_initialize(folder: Path) -> None:
+    zinfer.initialize(model=folder, config=CONFIG)[0].destroy()
+
+
+def make_llm(folder: Path) -> None:
+    LLM(folder, CONFIG).close()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
+
+
+@pytest.mark.parametrize("make", [make_engine, make_by_initialize, make_llm])
+def test_each_key_once_for_each_engine(
+    folder: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], None]
+) -> None:
+    make(folder)
+    wanted = [f"without effect: {each.path} ({each.reason})" for each in resolve_settings(CONFIG).without_effect]
+    assert len(wanted) == 2
+    assert said(caplog) == wanted
+    assert {record.levelno for record in caplog.records if record.getMessage() in wanted} == {logging.WARNING}
+    make(folder)
+    assert said(caplog) == wanted * 2
+
+
+def test_arguments_of_initialize_too(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    zinfer.initialize(model=folder, config={}, device="cpu", dist_init_required=False)[0].destroy()
+    assert said(caplog) == [
+        "without effect: dist_init_required (says how several GPUs find each other; one GPU runs here)"
+    ]
+
+
+def test_nothing_where_all_is_honoured(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    zinfer.init_inference(folder, device="cpu", dtype="fp32").destroy()
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"engine_factory": None}, {"engine_factory": zinfer.init_inference}, {"task": "embed"}]
+)
+def test_a_job_says_it_where_it_tells_of_itself(
+    model: Path, prompts: Path, output: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    notes = job(model, prompts, output, config={"train_batch_size": 4}, **options).notes
+    assert len([note for note in notes if "without effect: train_batch_size (" in note]) == 1
+    assert said(caplog) == []
+    LLM(model, CONFIG).close()
+    assert len(said(caplog)) == 2, "the job's silence ended with it"

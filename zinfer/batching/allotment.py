@@ -1,0 +1,111 @@
+"""Gives the sequences that run their pages: those that hold a sequence's beginning already, and free ones.
+
+Takes what it is told that a sequence may have. Who runs, and who makes room, is the scheduler's to decide.
+"""
+
+from typing import Final, NamedTuple
+
+from zinfer.batching.pages import HOLE, PagePool
+from zinfer.batching.sequence import Sequence
+from zinfer.batching.window import Window
+from zinfer.errors import PlanError
+
+_MOST_RESERVED: Final = 1 / 16
+"""Share of the pool that prompts leave to decodes at most: beyond it idle pages cost more than setting a few aside."""
+
+
+class Beginning(NamedTuple):
+    """What a sequence that begins to run has pages for.
+
+    begin, end: positions of its first chunk; what comes before was found, or is restored.
+    restored: the pages, in order, into which the last of what was parked goes.
+    """
+
+    begin: int
+    end: int
+    restored: tuple[int, ...]
+
+
+class Allotment:
+    """Pages of a pool, for sequences that need those of a window.
+
+    Args:
+        pool: all pages that there are; nobody else takes them.
+        window: what a sequence needs of its own past.
+
+    ``is_short`` tells whether a sequence got fewer pages than were wanted since it was last set to False.
+    """
+
+    def __init__(self, pool: PagePool, window: Window) -> None:
+        self._pool = pool
+        self._window = window
+        self.is_short = False
+
+    def pages_alone(self, sequence: Sequence) -> int:
+        """Pages without which the sequence cannot be completed."""
+        return self._window.pages_alone(len(sequence.prompt_ids), sequence.max_new_tokens)
+
+    def check(self, sequence: Sequence) -> None:
+        """Refuse a sequence that could never be completed.
+
+        Raises:
+            PlanError: the pool could not hold it even alone.
+        """
+        num_pages, pool = self.pages_alone(sequence), self._pool
+        if num_pages > pool.num_pages:
+            raise PlanError(
+                f"{len(sequence.prompt_ids)} prompt tokens and {sequence.max_new_tokens} new ones take {num_pages} "
+                f"pages of {pool.page_size} tokens, but the KV cache has {pool.num_pages}; shorten the prompt, lower "
+                "max_new_tokens, or give the KV cache more memory"
+            )
+
+    @property
+    def most_reserved(self) -> int:
+        """Pages that prompts leave to decodes at most."""
+        return int(self._pool.num_pages * _MOST_RESERVED)
+
+    def num_free_for_prompts(self, num_others: int) -> int:
+        """Pages that a prompt may take: one is left for each of the others that run, within a share of the pool."""
+        return max(self._pool.num_free - min(num_others, self.most_reserved), 0)
+
+    def begin(self, sequence: Sequence, most_tokens: int, num_others: int) -> Beginning | None:
+        """Pages for a sequence that waits or is parked, to compute so many tokens at most; None where they are short.
+
+        It holds none then. Alone it gets one page at least.
+        """
+        pool = self._pool
+        if self.num_free_for_prompts(num_others) == 0:
+            self.is_short = True
+            return None
+        if sequence.shares:
+            pool.find(sequence)
+        num_found = len(sequence.pages)
+        num_parked = sequence.num_computed
+        begin = max(num_parked, num_found * pool.page_size)
+        end = min(sequence.num_tokens, begin + most_tokens)
+        num_behind = self._window.first_needed(begin) // pool.page_size
+        sequence.pages += [HOLE] * (num_behind - num_found)
+        pool.drop_before(sequence, num_behind * pool.page_size)
+
+        num_wanted = pool.pages_for(end) - len(sequence.pages)
+        num_free = self.num_free_for_prompts(num_others)
+        if num_others and num_free < min(num_wanted, self.pages_alone(sequence)):
+            pool.release(sequence)
+            self.is_short = True
+            return None
+        end = self.extend(sequence, end, num_free)
+        assert end > begin, "a sequence that runs alone has pages for its next token"
+        return Beginning(begin, end, tuple(sequence.pages[max(num_found, num_behind) : pool.pages_for(num_parked)]))
+
+    def extend(self, sequence: Sequence, end: int, most: int) -> int:
+        """Take ``most`` pages at most for a sequence up to position ``end``; says how far they go."""
+        num_wanted = self._pool.pages_for(end) - len(sequence.pages)
+        self.is_short |= most < num_wanted
+        sequence.pages += self._pool.take(min(num_wanted, most))
+        return min(end, len(sequence.pages) * self._pool.page_size)
+
+    def publish(self, sequence: Sequence, end: int) -> None:
+        """Let others find the pages up to position ``end``, restored ones too, that are whole and have known tokens."""
+        if sequence.shares:
+            for _ in range(sequence.num_named, min(end, sequence.num_known) // self._pool.page_size):
+                self._pool.publish(sequence)

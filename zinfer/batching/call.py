@@ -1,0 +1,79 @@
+"""The prompts of one call of `LLM.stream`, from texts that wait to completions."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from zinfer.batching.batcher import Batcher
+from zinfer.batching.completion import Completion, text_seed
+from zinfer.batching.ending import Ending, special_stops
+from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, as_list
+from zinfer.batching.sampling_params import SamplingParams
+from zinfer.errors import ConfigError, PlanError
+
+
+def paired(
+    prompts: PromptLike | Sequence[PromptLike], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[PromptLike, SamplingParams]]:
+    """Each prompt with its params, by default greedy ones.
+
+    Raises:
+        ConfigError: there are not as many params as prompts.
+    """
+    several = as_list(prompts)
+    each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
+    if len(each) != len(several):
+        raise ConfigError(f"{len(each)} params for {len(several)} prompts; give one, or as many as prompts")
+    return list(zip(several, each, strict=True))
+
+
+class Call:
+    """Hands prompts to a batcher as texts, ``n`` of each, and tells which completion each text is.
+
+    Args:
+        batcher: with no text unfinished.
+        encoder: makes tokens of prompts.
+        tokenizer: makes text of tokens; None where there is none.
+        end_token_ids: the model's.
+    """
+
+    def __init__(self, batcher: Batcher, encoder: PromptEncoder, tokenizer: Any, end_token_ids: frozenset[int]) -> None:
+        self._batcher = batcher
+        self._encoder = encoder
+        self._tokenizer = tokenizer
+        self._end_token_ids = end_token_ids
+        self._seen: Counter[tuple[int, ...]] = Counter()
+        self._waiting: dict[int, tuple[int, int]] = {}
+        """Prompt and sample of each text."""
+
+    def add(self, index: int, prompt: PromptLike, params: SamplingParams) -> list[Completion]:
+        """Let the texts of a prompt wait; or what is wrong with it, as its completions."""
+        try:
+            self._add(index, prompt, params)
+        except (ConfigError, PlanError) as error:
+            return [Completion(index, sample, "", (), "error", error=str(error)) for sample in range(params.n)]
+        return []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no text is left to wait for."""
+        return not self._waiting
+
+    def step(self) -> Iterator[Completion]:
+        """Have a pass computed; the texts that are complete by now."""
+        for finished in self._batcher.step():
+            index, sample = self._waiting.pop(finished.number)
+            reason, logprobs, error = finished.finish_reason, finished.logprobs, finished.error
+            yield Completion(index, sample, finished.text, finished.token_ids, reason, logprobs, error)
+
+    def _add(self, index: int, prompt: PromptLike, params: SamplingParams) -> None:
+        token_ids = self._encoder.encode(prompt, params)
+        ends = frozenset() if params.ignore_eos else self._end_token_ids
+        ending_ids = ends.union(params.stop_token_ids, special_stops(self._tokenizer, params.stop))
+        repeat = self._seen[tuple(token_ids)]
+        self._seen[tuple(token_ids)] += 1
+        for sample in range(params.n):
+            ending = Ending(self._tokenizer, ending_ids, params.stop, params.max_new_tokens, params.min_new_tokens)
+            seed = text_seed(params.seed, token_ids, repeat, sample)
+            number = self._batcher.add(token_ids, params, seed=seed, ending=ending, end_token_ids=ends)
+            self._waiting[number] = index, sample

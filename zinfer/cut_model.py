@@ -1,0 +1,98 @@
+"""A model before its blocks have homes: the module, the files that hold its weights, and the blocks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from zinfer.checkpoint import Checkpoint
+from zinfer.config import Settings
+from zinfer.cut import ModelBlock, cut_model
+from zinfer.inject.packs import Pack, find_packs, packs_in
+from zinfer.model import find_dtype, report_device
+from zinfer.narrow import warn_of_overflow
+from zinfer.nvme.file_identity import FileIdentity
+from zinfer.outlook import beside_others
+from zinfer.planning.footprint import Footprint
+from zinfer.planning.machine import MachineLimits
+from zinfer.planning.planner import Plan, make_plan
+from zinfer.quantization.forms import check_patterns, find_activations, find_form, find_rounding
+from zinfer.quantization.stored import find_stored_scheme
+from zinfer.store.first_use import stored_copy
+from zinfer.weights import Weight, load_buffers, match_weights
+
+
+@dataclass(frozen=True, eq=False)
+class CutModel:
+    """A module in blocks, as its settings want them.
+
+    Attributes:
+        module: the tree.
+        settings: of quantization and kernels among others.
+        checkpoint: where its weights lie; None where they are in memory.
+        blocks: all of them, in the model's order.
+        weights: where the checkpoint holds each parameter and buffer; nowhere for weights in memory.
+        wanted_packs: layers that could share a product, if kernels are to be injected.
+    """
+
+    module: PreTrainedModel
+    settings: Settings
+    checkpoint: Checkpoint | None
+    blocks: tuple[ModelBlock, ...]
+    weights: Mapping[str, Weight]
+    wanted_packs: tuple[Pack, ...]
+
+    @classmethod
+    def of(cls, module: PreTrainedModel, checkpoint: Checkpoint | None, settings: Settings) -> "CutModel":
+        """Cut a module whose weights lie in a checkpoint, or in memory.
+
+        Raises:
+            CheckpointError: the checkpoint does not hold what the module needs, or the module does not say which of its
+                parts are layers.
+            ConfigError: rules of quantization name no parameter, or a weight that cannot be quantized as asked.
+        """
+        check_patterns(settings.quantization, module)
+        scheme = find_stored_scheme(checkpoint) if checkpoint else None
+        weights = match_weights(module, checkpoint, scheme) if checkpoint else {}
+        rules, checksums = settings.quantization, scheme.checksums if scheme else {}
+        form, rounding, quantizes_input = find_form(rules), find_rounding(rules), find_activations(rules)
+        packs = tuple(find_packs(module)) if settings.kernel_inject else ()
+        together = [names for pack in packs for names in pack.parameters]
+        classes = settings.block_classes
+        blocks = cut_model(module, weights, form, rounding, checksums, quantizes_input, together, classes)
+        return cls(module, settings, checkpoint, tuple(blocks), weights, packs)
+
+    def as_stored(self) -> "CutModel":
+        """The same over a copy whose files stream as they lie, where the settings name a place for one."""
+        if self.checkpoint is None:
+            return self
+        copy = stored_copy(self.checkpoint, list(self.blocks), find_dtype(self.module), self.settings)
+        return CutModel.of(self.module, copy, self.settings) if copy else self
+
+    def plan(self, limits: MachineLimits, reserve: Footprint | None) -> Plan:
+        """Homes for the blocks; ``reserve`` and errors as for `beside_others`.
+
+        Raises:
+            PlanError: a budget is too small.
+        """
+        left = beside_others(self.module, self.blocks, limits, self.settings, reserve)
+        layers = [block.block.index for block in self.blocks if block.is_layer]
+        return make_plan([block.block for block in self.blocks], layers, left, self.settings)
+
+    def take_to(self, device: torch.device) -> None:
+        """Put on the device what is in no block, and have the module name it as its own."""
+        load_buffers(self.module, self.weights, device)
+        report_device(self.module, device)
+        warn_of_overflow(self.module, find_dtype(self.module))
+
+    @property
+    def files(self) -> Mapping[Path, FileIdentity]:
+        """The checkpoint's, as they were when it was opened; none for weights in memory."""
+        return self.checkpoint.files if self.checkpoint else {}
+
+    @property
+    def packs(self) -> list[Pack]:
+        """The layers that can share a product, because their weights lie as one matrix."""
+        return packs_in(self.blocks, self.wanted_packs, self.module)

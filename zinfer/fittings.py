@@ -1,0 +1,116 @@
+"""What lies over a module while an engine runs it, and comes off it in the end."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from zinfer.compiled import CompiledParts
+from zinfer.errors import NotProfiledError
+from zinfer.graphs.forward_graphs import ForwardGraphs, GraphCounts
+from zinfer.graphs.static_caches import StaticCaches
+from zinfer.hooks import Forward
+from zinfer.inject.injection import Injection
+from zinfer.inject.packs import Pack
+from zinfer.pass_times import PassTimes
+
+
+class Fittings:
+    """Graphs, fused kernels, compiled parts and a clock, each from when it is asked for until `remove`.
+
+    Graphs go around the module's own forward, and are there first: what streams weights and counts passes goes around
+    them. Kernels lie inside it, and parts are compiled that no kernel has. The clock is outside of all.
+
+    Args:
+        module: what they are for.
+        device: where it computes.
+        graphs: of its forward; none are made yet. None: Python launches all.
+
+    Attributes:
+        caches: the keys and values of `generate` that graphs read.
+    """
+
+    def __init__(self, module: PreTrainedModel, device: torch.device, graphs: ForwardGraphs | None) -> None:
+        self._module = module
+        self._device = device
+        self._graphs = graphs
+        self.caches = StaticCaches(module, graphs) if graphs else None
+        self._injection: Injection | None = None
+        self._compiled: CompiledParts | None = None
+        self._times: PassTimes | None = None
+
+    @property
+    def wrap(self) -> Callable[[Forward], Forward] | None:
+        """Puts the graphs around a forward, if there are any."""
+        return self._graphs.wrap if self._graphs else None
+
+    @property
+    def counts(self) -> GraphCounts:
+        """What has become of the forwards."""
+        return self._graphs.counts if self._graphs else GraphCounts()
+
+    @property
+    def generate(self) -> Callable[..., Any]:
+        """The module's own, in the way that graphs can serve."""
+        found: Callable[..., Any] = self.caches.generate if self.caches else self._module.generate
+        return found
+
+    def eagerly(self, work: Callable[[], Any]) -> Callable[[], Any] | None:
+        """The same work with every forward launched by Python, so that layers can be looked at; None where it is."""
+        return partial(self._graphs.eagerly, work) if self._graphs else None
+
+    def inject(self, packs: Iterable[Pack]) -> None:
+        """Put in fused kernels; ``packs`` as for `Injection`."""
+        self._injection = Injection(self._module, packs)
+
+    @property
+    def injected(self) -> dict[str, str]:
+        """What is computed by fused kernels: names of modules, and what is fused in each."""
+        return self._injection.injected if self._injection else {}
+
+    def compile(self, layers: Iterable[nn.Module], backend: str, options: Mapping[str, object]) -> None:
+        """Compile parts of the layers; arguments as for `CompiledParts`.
+
+        Raises:
+            RuntimeError: that was done before.
+        """
+        if self._compiled is not None:
+            raise RuntimeError("this engine is compiled already")
+        self._compiled = CompiledParts(layers, backend, options)
+        if self._graphs:
+            self._graphs.close()  # what was recorded is not compiled
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._compiled is not None
+
+    def time_passes(self, *, use_cuda_events: bool) -> None:
+        """Take the time of every forward call from now on; ``use_cuda_events`` as for `PassTimes`."""
+        if self._times is not None:
+            self._times.remove()
+        self._times = PassTimes(self._module, self._device, use_cuda_events=use_cuda_events)
+
+    def take_times(self) -> list[float]:
+        """As `PassTimes.take`, also after `remove`.
+
+        Raises:
+            NotProfiledError: `time_passes` was not called.
+        """
+        if self._times is None:
+            raise NotProfiledError("model profiling is not enabled; call profile_model_time() before the model runs")
+        return self._times.take()
+
+    def remove(self) -> None:
+        """Take everything off, what came last first, and give graphs' memory back; may be called again."""
+        if self._times is not None:
+            self._times.remove()
+        if self._compiled:
+            self._compiled.remove()
+        if self._injection:
+            self._injection.remove()
+        if self.caches:
+            self.caches.close()
