@@ -1,4 +1,4 @@
-"""How kernels are launched: compiled or interpreted, on which device, in what tiles, and when the next one may begin."""
+"""How kernels are launched: compiled or interpreted, on which device, in what tiles; and when the next may begin."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache

@@ -89,7 +89,7 @@ def test_tokens_are_those_of_transformers(family: str, device: str, tmp_path: Pa
 def test_keys_and_values_are_written_by_one_kernel(engine: zinfer.InferenceEngine) -> None:
     for seed in range(3):
         greedy(engine.generate, ids_of(seed))
-    ((_, cache),) = engine._caches._caches
+    ((_, cache),) = engine._fittings.caches._caches
     assert {type(layer) for layer in cache.layers} == {static_layer.FusedStaticLayer}
     for layer in cache.layers:
         assert (layer.cumulative_length, layer.arrivals) == (9 + NEW - 1, 0)

@@ -48,6 +48,7 @@ class InferenceEngine(AroundModule):
         device: where it computes.
         outlook: what passes take by arithmetic.
         trace: where reads, copies and computes are noted, if they are.
+        pass_graphs: for a caller that replays its own passes, where that can be done.
 
     One thread at a time: concurrent calls of `generate` and `forward` wait for each other.
     """
@@ -60,6 +61,7 @@ class InferenceEngine(AroundModule):
         trace: Trace | None = None,
         check_model: Callable[[PreTrainedModel], object] | None = None,
         find_reserve: FindReserve | None = None,
+        replays_passes: bool = False,
     ) -> None:
         """As `zinfer.init_inference`, with settings that are resolved already.
 
@@ -69,6 +71,7 @@ class InferenceEngine(AroundModule):
             check_model: raises for a model that is not wanted, before anything is read or written for it.
             find_reserve: what to leave of the device for others, from the module, its blocks and the bytes that are
                 free for all; by default the batch that the settings state.
+            replays_passes: the caller records more than the module's forward, by ``pass_graphs``.
         """
         super().__init__()
         check_trace(settings.trace)
@@ -88,7 +91,9 @@ class InferenceEngine(AroundModule):
         self._lock = threading.RLock()
         self._wall_s = 0.0
         self.trace = trace or (Trace() if settings.trace else None)
-        self._fittings = Fittings(self.module, self.device, open_graphs(self.plan, settings, self.device))
+        graphs = open_graphs(self.plan, settings, self.device, by_default=replays_passes)
+        self.pass_graphs = graphs if replays_passes else None
+        self._fittings = Fittings(self.module, self.device, None if replays_passes else graphs)
         runtime = Runtime(
             self.module,
             cut.blocks,
@@ -102,7 +107,7 @@ class InferenceEngine(AroundModule):
         self._runtime: Runtime | None = runtime
         self._close = weakref.finalize(self, runtime.close)
         if settings.kernel_inject:
-            self._fittings.inject(cut.packs)
+            self._fittings.inject(cut.packs, replayed=graphs is not None)
         weakref.finalize(self, self._fittings.remove)
         files = tuple(cut.files) if cut.checkpoint else None
         self.outlook = Outlook(self.module, self._blocks, self.plan, self.device, files, bool(self.injected))

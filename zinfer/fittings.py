@@ -62,9 +62,9 @@ class Fittings:
         """The same work with every forward launched by Python, so that layers can be looked at; None where it is."""
         return partial(self._graphs.eagerly, work) if self._graphs else None
 
-    def inject(self, packs: Iterable[Pack]) -> None:
-        """Put in fused kernels; ``packs`` as for `Injection`."""
-        self._injection = Injection(self._module, packs)
+    def inject(self, packs: Iterable[Pack], *, replayed: bool) -> None:
+        """Put in fused kernels; arguments as for `Injection`."""
+        self._injection = Injection(self._module, packs, replayed=replayed)
 
     @property
     def injected(self) -> dict[str, str]:

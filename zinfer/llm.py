@@ -31,7 +31,6 @@ from zinfer.config.without_effect import say_without_effect
 from zinfer.cut import ModelBlock
 from zinfer.engine import InferenceEngine
 from zinfer.graphs.forward_graphs import GraphCounts
-from zinfer.graphs.open_graphs import open_graphs
 from zinfer.offload.stats import RunStats
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import find_limits
@@ -71,6 +70,7 @@ class LLM:
     ) -> None:
         settings = resolve_settings(config, kwargs)
         say_without_effect(settings)
+        settings = settings.for_batches(on_cuda=find_limits(settings).on_cuda)
         budget: BatchingBudget | None = None
 
         def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
@@ -80,8 +80,9 @@ class LLM:
             return budget.footprint
 
         # What is replayed is a pass with its pages, not the module's forward alone.
-        apart = replace(settings, cuda_graph=False)
-        self._engine = InferenceEngine(model, apart, check_model=check_family, find_reserve=find_reserve)
+        self._engine = InferenceEngine(
+            model, settings, check_model=check_family, find_reserve=find_reserve, replays_passes=True
+        )
         assert budget is not None
         try:
             self._open(settings, budget, tokenizer, parks_on_disk)
@@ -104,7 +105,7 @@ class LLM:
             parks_on_disk = self._engine.outlook.disk_spares_time(shape.token_bytes(budget.kv_dtype))
         budget = replace(budget, parks_on_disk=folder is not None and bool(parks_on_disk))
         self._cache = open_pages(self._engine, shape, budget)
-        self._graphs = open_graphs(self.plan, settings, device)
+        self._graphs = self._engine.pass_graphs
         self._runner = PassRunner(self._engine, self._cache, self._graphs)
         window = common_window(module.config)
         self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, window)

@@ -206,7 +206,8 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
     taken = replace(taken, activation_bytes=taken.activation_bytes + most_dequantized_bytes(blocks))
     limits = beside_request(machine.limits, free_bytes, settings, taken)
     plan = make_plan(blocks, outline.layers, limits, settings)
-    work, rates = find_work(outline.blocks, replace(outline.shape, is_fused=settings.kernel_inject)), machine.rates
+    is_fused = bool(settings.for_batches(on_cuda=machine.limits.on_cuda).kernel_inject)
+    work, rates = find_work(outline.blocks, replace(outline.shape, is_fused=is_fused)), machine.rates
     token_bytes = read_kv_shape(outline.config).token_bytes(budget.kv_dtype)
     if settings.offload.nvme_path is not None and disk_spares_time(work, rates, token_bytes):
         budget = replace(budget, parks_on_disk=True)

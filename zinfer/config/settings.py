@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -107,10 +107,10 @@ class Settings:
     synchronous: bool = False
     check_finite: bool = False
     """Whether every layer's output is looked at; costs a reading of each."""
-    kernel_inject: bool = False
-    """Whether fused kernels take the place of what modules write out."""
-    cuda_graph: bool = False
-    """Whether forwards over weights on the device are replayed as CUDA graphs."""
+    kernel_inject: bool | None = None
+    """Whether fused kernels take the place of what modules write out; None: where `LLM` runs on a GPU."""
+    cuda_graph: bool | None = None
+    """Whether forwards over weights on the device are replayed as CUDA graphs; None: `LLM`'s passes of few texts."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     checkpoint: Path | CheckpointListing | None = None
     block_classes: tuple[BlockClass, ...] = ()
@@ -126,3 +126,7 @@ class Settings:
     quantization: Quantization | None = None
     """Which weights are quantized, and how; None: none."""
     without_effect: tuple[Ignored, ...] = ()
+
+    def for_batches(self, *, on_cuda: bool) -> Settings:
+        """These for `LLM`, on a GPU or not: with fused kernels there if nothing is said of them."""
+        return self if self.kernel_inject is not None else replace(self, kernel_inject=on_cuda)

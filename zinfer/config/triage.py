@@ -77,10 +77,10 @@ _INFERENCE: tuple[Key, ...] = (
     honoured(
         "replace_with_kernel_inject",
         values.flag,
-        "norms, rotations, activations and gated MLPs are computed by fused kernels, products of one input as one",
+        "norms, rotations, activations and gated MLPs are computed by fused kernels, products of one input as one; by "
+        "default those of zinfer.LLM on a GPU",
         "kernel_inject",
         field="kernel_inject",
-        default=False,
     ),
     honoured(
         "injection_policy",
@@ -94,9 +94,8 @@ _INFERENCE: tuple[Key, ...] = (
     honoured(
         "enable_cuda_graph",
         values.flag,
-        "forwards over weights on the device are replayed as CUDA graphs",
+        "forwards over weights on the device are replayed as CUDA graphs; by default zinfer.LLM's passes of few texts",
         field="cuda_graph",
-        default=False,
     ),
     *no_effect("", TRITON, "use_triton", "triton_autotune"),
     section("moe", "mixtures of experts", idle=(True,)),

@@ -12,9 +12,16 @@ from zinfer.planning.planner import Plan
 log = logging.getLogger(__name__)
 
 
-def open_graphs(plan: Plan, settings: Settings, device: torch.device) -> ForwardGraphs | None:
-    """What the settings ask for; None where they do not, or where nothing can be replayed, which is logged."""
-    if not settings.cuda_graph:
+def open_graphs(
+    plan: Plan, settings: Settings, device: torch.device, *, by_default: bool = False
+) -> ForwardGraphs | None:
+    """What the settings ask for; None where they do not, or where nothing can be replayed.
+
+    Args:
+        by_default: whether graphs are wanted where the settings say nothing of them. That they were asked for in vain
+            is a warning.
+    """
+    if not (by_default if settings.cuda_graph is None else settings.cuda_graph):
         return None
     recorder = recorder_for(device)
     if recorder is None:
@@ -27,7 +34,8 @@ def open_graphs(plan: Plan, settings: Settings, device: torch.device) -> Forward
         hindrance = "the places of keys and values in host memory change"
     else:
         return ForwardGraphs(recorder, device)
-    log.warning("enable_cuda_graph: %s; Python launches every forward", hindrance)
+    level = logging.WARNING if settings.cuda_graph else logging.DEBUG
+    log.log(level, "enable_cuda_graph: %s; Python launches every forward", hindrance)
     return None
 
 
