@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.activation import Activation, activate, activated_ref
-from zinfer.kernels.launching import is_dependent, on_device, tile_for, wait_for_others
+from zinfer.kernels.launching import is_dependent, let_next_begin, on_device, tile_for, wait_for_others
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -60,6 +60,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     gate_ptr, up_ptr, out_ptr, width, gate_row, up_row,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(IS_DEPENDENT)
     wait_for_others(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import INTERPRETED, is_dependent, on_device, wait_for_others
+from zinfer.kernels.launching import INTERPRETED, is_dependent, let_next_begin, on_device, wait_for_others
 
 MOST_TOKENS: Final = 2
 _DTYPES: Final = (torch.float16, torch.bfloat16)
@@ -84,6 +84,7 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Some rows for all tokens; sums are of a step's columns each until the end."""
+    let_next_begin(IS_DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     in_rows = (row < rows)[:, None]

@@ -36,12 +36,19 @@ def is_dependent(device: torch.device) -> bool:
 
 
 @triton.jit
+def let_next_begin(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First of all in a kernel: once all its programs have come by here, those of the next one begin to wait, and load
+    what no kernel writes. So a product's matrix is on its way while small kernels before it wait for each other."""
+    if IS_DEPENDENT:
+        gdc_launch_dependents()
+
+
+@triton.jit
 def wait_for_others(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Before it a kernel must touch nothing that another may read or write; the next one may begin from here on.
+    """Before it a kernel must touch nothing that another may read or write.
 
     Every program of every kernel so launched has to come by here: what a kernel waits for is the one before it alone,
     which must not end while those before that still run.
     """
     if IS_DEPENDENT:
         gdc_wait()
-        gdc_launch_dependents()

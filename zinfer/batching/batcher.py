@@ -207,7 +207,8 @@ class Batcher:
             pending = Pending(self._drawn.result.token_ids, places)
         # A watch looks at what Python launches.
         may_replay = self._runner.replays and not self._watch.is_on
-        form = find_form(coming.chunks, self._cache.page_size) if may_replay else None
+        most = self._budget.most_part_tokens
+        form = find_form(coming.chunks, self._cache.page_size, most) if may_replay else None
         batch = self._builder.build(coming.chunks, pending, form)
         self.pass_sizes.append(coming.size)
         self.num_tokens += coming.num_tokens

@@ -28,12 +28,15 @@ class DecodeForm:
         return [*chunks, *[chunks[-1]] * (self.num_rows - len(chunks))]
 
 
-def find_form(chunks: Sequence[Chunk], page_size: int) -> DecodeForm | None:
-    """The form of a pass; None where it carries more than a token of each of a few texts."""
+def find_form(chunks: Sequence[Chunk], page_size: int, most_part_tokens: int | None = None) -> DecodeForm | None:
+    """The form of a pass; None where it carries more than a token of each of a few texts, or would be of two parts."""
     if len(chunks) > _MOST_ROWS or any(chunk.end - chunk.begin > 1 or not chunk.samples for chunk in chunks):
         return None
     most_tokens = max(_FEWEST_TOKENS, *(chunk.end for chunk in chunks))
-    return DecodeForm(_rounded(len(chunks)), -(-(1 << (most_tokens - 1).bit_length()) // page_size))
+    num_rows = _rounded(len(chunks))
+    if most_part_tokens is not None and num_rows > most_part_tokens:
+        return None
+    return DecodeForm(num_rows, -(-(1 << (most_tokens - 1).bit_length()) // page_size))
 
 
 def _rounded(num_rows: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
+from zinfer.graphs.early_sums import EarlySums
 from zinfer.graphs.float_masks import float_masks
 from zinfer.graphs.form import CONSTANTS, Call, Unrecordable
 from zinfer.graphs.recorder import Recorder
@@ -159,7 +160,8 @@ class _Graph:
         args, kwargs = pytree.tree_unflatten(self.leaves, call.spec)
 
         def compute() -> Any:
-            with float_masks(), spared() if call.hides_nothing else nullcontext():
+            early = EarlySums()  # type: ignore[no-untyped-call]
+            with early, float_masks(), spared() if call.hides_nothing else nullcontext():
                 return forward(*args, **kwargs)
 
         given, self._replay = recorder.record(compute)

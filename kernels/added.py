@@ -1,0 +1,48 @@
+"""Sums of two tensors, as layers add what they computed to what they were given."""
+
+import torch
+import triton
+import triton.language as tl
+
+from zinfer.kernels.launching import is_dependent, let_next_begin, on_device, tile_for, wait_for_others
+
+
+def added_ref(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``x + y`` of two tensors of one shape and dtype."""
+    return x + y
+
+
+def added_kernel(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """As `added_ref`, bit for bit, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter.
+
+    torch's own takes as long, but the kernel after it cannot begin early.
+
+    Args:
+        x, y: contiguous.
+    """
+    assert x.shape == y.shape
+    assert x.dtype == y.dtype
+    assert x.is_contiguous()
+    assert y.is_contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        dependent = is_dependent(x.device)
+        block, warps = tile_for(x.numel())
+        with on_device(x):
+            _added_kernel[(triton.cdiv(x.numel(), block),)](
+                x, y, out, x.numel(), BLOCK=block, IS_DEPENDENT=dependent, launch_pdl=dependent, num_warps=warps
+            )
+    return out
+
+
+@triton.jit
+def _added_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, y_ptr, out_ptr, count, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr
+):
+    let_next_begin(IS_DEPENDENT)
+    wait_for_others(IS_DEPENDENT)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    x = tl.load(x_ptr + place, mask=inside, other=0).to(tl.float32)
+    y = tl.load(y_ptr + place, mask=inside, other=0).to(tl.float32)
+    tl.store(out_ptr + place, (x + y).to(out_ptr.dtype.element_ty), mask=inside)
