@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zinfer.kernels import (
     activation,
+    added,
     decode_attention,
     dequantize,
     fragment_linear,
@@ -103,6 +104,7 @@ def main() -> None:
         rotary: ["_rotate_kernel"],
         gated: ["_gated_kernel"],
         activation: ["_activation_kernel"],
+        added: ["_added_kernel"],
         gemv: ["_gemv_kernel"],
         write_static: ["_write_static_kernel"],
     }
@@ -133,6 +135,7 @@ def main() -> None:
         for tokens in (1, 2):
             x, weight = torch.randn(tokens, 1600, dtype=dtype), torch.randn(64, 1600, dtype=dtype)
             gemv.gemv(x, weight, weight[:, 0])
+            added.added_kernel(x, x)
         length, arrivals = torch.tensor(5), torch.tensor(0, dtype=torch.int32)
         for tokens in (1, 300):
             new = torch.randn(2, tokens, 8, 128, dtype=dtype).transpose(1, 2)

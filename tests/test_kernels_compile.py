@@ -30,6 +30,7 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
         "_rotate_kernel",
         "_gated_kernel",
         "_activation_kernel",
+        "_added_kernel",
         "_gemv_kernel",
         "_write_static_kernel",
     }

@@ -6,13 +6,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zinfer.kernels.added import added_kernel
+from zinfer.kernels.launching import INTERPRETED
 
 _MOST_ELEMENTS: Final = 1 << 16
 _DTYPES: Final = (torch.float16, torch.bfloat16)
 
 
 class EarlySums(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes what code within it adds with ``+``, where two tensors are of one small shape and 16 bits on a GPU."""
+    """Computes what code within it adds with ``+``, where two tensors are of one small shape and 16 bits."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and not kwargs and _are_taken(*args):
@@ -26,5 +27,5 @@ def _are_taken(x: object, y: object) -> bool:
     assert isinstance(x, torch.Tensor)
     assert isinstance(y, torch.Tensor)
     are_alike = (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
-    is_small = x.device.type == "cuda" and x.dtype in _DTYPES and x.numel() <= _MOST_ELEMENTS
+    is_small = (x.device.type == "cuda" or INTERPRETED) and x.dtype in _DTYPES and x.numel() <= _MOST_ELEMENTS
     return are_alike and is_small and x.is_contiguous() and y.is_contiguous()
