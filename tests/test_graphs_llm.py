@@ -116,6 +116,8 @@ def test_forms_hold_their_passes(lengths: list[int], page_size: int, is_prompt: 
     if form is None:
         return
     assert len(chunks) <= form.num_rows < len(chunks) + 8
+    assert find_form(chunks, page_size, form.num_rows) == form
+    assert find_form(chunks, page_size, form.num_rows - 1) is None, "of two parts"
     assert max(lengths) <= form.num_pages * page_size < 2 * max(1024, *lengths) + page_size
     batch = BatchBuilder(page_size, torch.device("cpu")).build(chunks, form=form)
     (part,) = batch.parts
