@@ -77,8 +77,7 @@ def fragment_linear(
 ) -> torch.Tensor:
     """``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32.
 
-    The matrix must not be what the very last kernel before has written, for that is not waited for: one kernel of
-    another kind between the two, or a copy engine as the writer, is enough.
+    The matrix must be nothing that a kernel has just written (`launching.wait_for_others`); a copy engine may have.
 
     Args:
         x: [..., columns], of the matrix's dtype and device.

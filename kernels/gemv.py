@@ -35,7 +35,7 @@ def can_multiply(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias``, sums in float32.
 
-    The weight must not be what the very last kernel before has written, for that is not waited for.
+    The weight must be nothing that a kernel has just written (`launching.wait_for_others`).
 
     Args:
         x: [..., columns], few vectors, as `can_multiply` says.

@@ -45,7 +45,8 @@ def let_next_begin(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def wait_for_others(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Before it a kernel must touch nothing that another may read or write.
+    """Before it a kernel must touch nothing that another may write: neither one of the unbroken run of such launches
+    that it is in, nor the one right before that run. Kernels that are launched otherwise, and copies, end a run.
 
     Every program of every kernel so launched has to come by here: what a kernel waits for is the one before it alone,
     which must not end while those before that still run.

@@ -4,10 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from graph_support import stand_in
 from ragged_models import VOCAB_SIZE, tiny_model
 from torch._dynamo.utils import counters
 
 import zinfer
+from zinfer.graphs import forward_graphs
+from zinfer.graphs.forward_graphs import FIRST
+
+__all__ = ["stand_in"]  # a fixture
 
 NEW = 12
 
@@ -50,3 +55,23 @@ def test_quantized_weights_and_fused_kernels(tmp_path: Path) -> None:
     engine.destroy()
     with pytest.raises(RuntimeError, match="destroyed"):
         engine.compile()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_what_was_recorded_before_is_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And recorded anew without a mode for dispatching, within which torch runs nothing compiled."""
+    model = tiny_model("llama", num_layers=2)
+    ids = torch.randint(2, VOCAB_SIZE, (1, 9), generator=torch.Generator().manual_seed(1))
+    wanted = model.generate(ids, max_new_tokens=NEW, do_sample=False).tolist()
+    model.save_pretrained(tmp_path)
+    engine = zinfer.init_inference(tmp_path, device="cpu", enable_cuda_graph=True)
+
+    def counted() -> tuple[int, int]:
+        assert engine.generate(ids, max_new_tokens=NEW, do_sample=False).tolist() == wanted
+        return engine.graphs.recorded, engine.graphs.eager[FIRST]
+
+    assert [counted(), counted()] == [(1, 1), (1, 2)]
+    engine.compile(backend="eager")
+    monkeypatch.setattr(forward_graphs, "EarlySums", lambda: pytest.fail("a mode"))
+    assert counted() == (2, 4), "computed once by Python, and so compiled, before it is recorded"
+    engine.destroy()

@@ -125,8 +125,8 @@ def test_masks_of_a_pass_do_not_grow_with_layers(family: str, stand_in: StandIn,
         engine = zinfer.init_inference(folder, device="cpu", enable_cuda_graph=True)
         assert engine.module.config._attn_implementation == "sdpa"
         engine.generate(input_ids=torch.arange(2, 11)[None], max_new_tokens=4, do_sample=False, pad_token_id=1)
-        assert engine._graphs is not None
-        (graph,) = engine._graphs._graphs.values()
+        assert engine._fittings._graphs is not None
+        (graph,) = engine._fittings._graphs._graphs.values()
         with Counted() as counted, torch.no_grad():
             graph._replay()
         found.append({name: counted.ops[name] for name in OF_MASKS})

@@ -81,7 +81,7 @@ class Fittings:
             raise RuntimeError("this engine is compiled already")
         self._compiled = CompiledParts(layers, backend, options)
         if self._graphs:
-            self._graphs.close()  # what was recorded is not compiled
+            self._graphs.begin_anew()
 
     @property
     def is_compiled(self) -> bool:

@@ -124,7 +124,8 @@ class LLM:
 
     @property
     def graphs(self) -> GraphCounts:
-        """What has become of the passes of few texts under `enable_cuda_graph`; all zero where it has no effect."""
+        """What has become of the passes of few texts that could be replayed; all zero where none can: on a CPU, with
+        weights that stream, with `enable_cuda_graph` false."""
         return self._graphs.counts if self._graphs else GraphCounts()
 
     def stats(self) -> RunStats:

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zinfer.kernels.added import added_kernel
-from zinfer.kernels.launching import INTERPRETED
+from zinfer.kernels.launching import INTERPRETED, is_dependent
 
 _MOST_ELEMENTS: Final = 1 << 16
 _DTYPES: Final = (torch.float16, torch.bfloat16)
@@ -27,5 +27,5 @@ def _are_taken(x: object, y: object) -> bool:
     assert isinstance(x, torch.Tensor)
     assert isinstance(y, torch.Tensor)
     are_alike = (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
-    is_small = (x.device.type == "cuda" or INTERPRETED) and x.dtype in _DTYPES and x.numel() <= _MOST_ELEMENTS
+    is_small = (INTERPRETED or is_dependent(x.device)) and x.dtype in _DTYPES and x.numel() <= _MOST_ELEMENTS
     return are_alike and is_small and x.is_contiguous() and y.is_contiguous()

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, StaticLayer
 
 from zinfer.graphs.static_layer import FusedStaticLayer
-from zinfer.graphs.whole_masks import hides_nothing
+from zinfer.graphs.whole_masks import Padding, padding_of
 
 CONSTANTS: Final = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -30,13 +30,13 @@ class Call:
         form: equal for calls that a graph for one of them can replay.
         leaves: of the arguments, in order.
         spec: how they are put together again.
-        hides_nothing: whether masks can be left out.
+        padding: what is known of it.
     """
 
     form: Hashable
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
-    hides_nothing: bool
+    padding: Padding
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> "Call":
@@ -50,8 +50,8 @@ class Call:
             raise Unrecordable(f"more than {_MOST_TOKENS} tokens")
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         forms = tuple(_form(leaf, device) for leaf in leaves)
-        whole = hides_nothing(kwargs)
-        return cls((spec, forms, whole), tuple(leaves), spec, whole)
+        padding = padding_of(args, kwargs)
+        return cls((spec, forms, padding), tuple(leaves), spec, padding)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

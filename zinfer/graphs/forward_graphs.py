@@ -4,7 +4,7 @@ import functools
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -53,7 +53,7 @@ class ForwardGraphs:
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._seen: OrderedDict[Hashable, str] = OrderedDict()
         """Why forms are not replayed: for their first time, or because they could not be recorded."""
-        self._is_off = False
+        self._is_off = self._is_compiled = False
         self.counts = GraphCounts()
 
     def eagerly(self, work: Callable[[], Any]) -> Any:
@@ -103,6 +103,15 @@ class ForwardGraphs:
         self._graphs.clear()
         self._recorder.close()
 
+    def begin_anew(self) -> None:
+        """Forget all forms: forwards have parts by torch.compile from now on, which are compiled before a recording.
+
+        Within a mode for dispatching, as `EarlySums` is, torch runs none of them.
+        """
+        self.close()
+        self._seen.clear()
+        self._is_compiled = True
+
     def _find(self, call: Call, forward: Callable[..., Any]) -> "_Graph":
         graph = self._graphs.get(call.form)
         if graph is None:
@@ -119,7 +128,8 @@ class ForwardGraphs:
         # Where this fails nothing was computed: Python launches it anew, and what is really wrong is raised there.
         handled = sys.exception()
         try:
-            return _Graph(forward, self._recorder, call)
+            sums = nullcontext() if self._is_compiled else EarlySums()  # type: ignore[no-untyped-call]
+            return _Graph(forward, self._recorder, call, sums)
         except (RuntimeError, Unrecordable) as error:
             first = _first_cause(error, handled)
             reason = next(iter(str(first).splitlines()), type(first).__name__)
@@ -154,14 +164,15 @@ def _first_cause(error: BaseException, handled: BaseException | None) -> BaseExc
 class _Graph:
     """One graph, with the places that it reads and what it leaves."""
 
-    def __init__(self, forward: Callable[..., Any], recorder: Recorder, call: Call) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], recorder: Recorder, call: Call, sums: AbstractContextManager[Any]
+    ) -> None:
         self.leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves]
         self._places = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         args, kwargs = pytree.tree_unflatten(self.leaves, call.spec)
 
         def compute() -> Any:
-            early = EarlySums()  # type: ignore[no-untyped-call]
-            with early, float_masks(), spared() if call.hides_nothing else nullcontext():
+            with sums, float_masks(), spared(call.padding):
                 return forward(*args, **kwargs)
 
         given, self._replay = recorder.record(compute)

@@ -23,8 +23,13 @@ def overlay_product(module: nn.Module) -> Overlay | None:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias``: by the kernel where it takes them, else as torch does."""
-    return gemv(x, weight, bias) if _takes(x, weight) else functional.linear(x, weight, bias)
+    """``x @ weight.T + bias``: by the kernel where it takes them, else as torch does.
+
+    Args:
+        weight: one that no kernel has just written: of parameters, or several of them as one.
+    """
+    is_plain = type(weight) in (nn.Parameter, torch.Tensor)
+    return gemv(x, weight, bias) if is_plain and _takes(x, weight) else functional.linear(x, weight, bias)
 
 
 def turn_rows(model: nn.Module) -> None:
@@ -45,16 +50,19 @@ def _forward(module: nn.Module) -> MethodType:
 
     def forward(self: Any, x: torch.Tensor) -> Any:
         weight = self.weight
-        rows = weight.T if transposed and _is_full(weight) else weight
-        return gemv(x, rows, self.bias) if _takes(x, rows) else plain(self, x)
+        if _is_full(weight):
+            rows = weight.T if transposed else weight
+            if _takes(x, rows):
+                return gemv(x, rows, self.bias)
+        return plain(self, x)
 
     return MethodType(forward, module)
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return _is_full(weight) and can_multiply(x, weight) and not torch.is_autocast_enabled(x.device.type)
+    return can_multiply(x, weight) and not torch.is_autocast_enabled(x.device.type)
 
 
 def _is_full(weight: torch.Tensor) -> bool:
-    """Whether its elements lie there as they are: not as codes."""
-    return type(weight) in (nn.Parameter, torch.Tensor)
+    """Whether it is a parameter as it is: not codes, nor what a hook has just made of others."""
+    return type(weight) is nn.Parameter
