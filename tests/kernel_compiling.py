@@ -1,7 +1,8 @@
 """Compiles the Triton kernels for a GPU that this machine need not have: run as a script, apart from the interpreter.
 
 A launch with tensors on the CPU is caught, its arguments described as Triton would describe them, and compiled down to
-machine code by the assembler that comes with Triton. Prints a line for each: kernel, bytes, tensor core instructions.
+machine code by the assembler that comes with Triton. Prints a line for each: kernel, bytes, tensor core instructions,
+and what it does with memory before it waits for the kernels before it.
 """
 
 import re
@@ -88,7 +89,21 @@ class Compiled:
         source = ASTSource(self.kernel, signature, known, aligned)
         found = triton.compile(source, target=TARGET, options=options)
         products = sorted(set(re.findall(r"wgmma\.mma_async|mma\.sync", found.asm["ptx"])))
-        print(self.kernel.__name__, len(found.asm["cubin"]), *products)
+        print(
+            self.kernel.__name__,
+            len(found.asm["cubin"]),
+            *products,
+            *early_accesses(found.asm["ptx"], options.get("launch_pdl", False)),
+        )
+
+
+def early_accesses(ptx: str, is_dependent: bool) -> list[str]:
+    """What a kernel that may begin early does with memory before it waits for others; nothing for one that may not."""
+    if not is_dependent:
+        return []
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    accesses = re.findall(r"\b(?:ld|st|red|atom)\.(?:volatile\.|relaxed\.|acq_rel\.|gpu\.)*global", before)
+    return sorted({"early-" + access.split(".")[0] for access in accesses}) if wait else ["early-end"]
 
 
 def main() -> None:
