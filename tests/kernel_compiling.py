@@ -1,4 +1,5 @@
-"""Compiles the Triton kernels for a GPU that this machine need not have: run as a script, apart from the interpreter.
+"""Compiles the Triton kernels for a GPU that this machine need not have: run as a script, apart from the interpreter,
+with the name of a dtype.
 
 A launch with tensors on the CPU is caught, its arguments described as Triton would describe them, and compiled down to
 machine code by the assembler that comes with Triton. Prints a line for each: kernel, bytes, tensor core instructions,
@@ -6,6 +7,7 @@ and what it does with memory before it waits for the kernels before it.
 """
 
 import re
+import sys
 from typing import Any
 from unittest import mock
 
@@ -33,7 +35,7 @@ from zinfer.kernels import (
     write_static,
 )
 from zinfer.kernels.attention_cases import AttentionCase, attention_call
-from zinfer.kernels.cases import FRAGMENTS, HALVES, TYPICAL, Shape, random_input, random_matrix
+from zinfer.kernels.cases import FRAGMENTS, TYPICAL, Shape, random_input, random_matrix
 from zinfer.kernels.quantized import QuantFormat
 
 SEGMENTS = ((1, 1600), (40, 300))
@@ -106,7 +108,20 @@ def early_accesses(ptx: str, is_dependent: bool) -> list[str]:
     return sorted({"early-" + access.split(".")[0] for access in accesses}) if wait else ["early-end"]
 
 
-def main() -> None:
+def main(dtype: torch.dtype) -> None:
+    stand_in()
+    compile_products(dtype)
+    compile_others(dtype)
+    for case in ATTENTION:
+        if case.dtype == dtype:
+            call = attention_call(case, "cpu")
+            paged_attention.paged_attention_kernel(call.query, call.pages, call.layout, call.rule)
+            keys = torch.randn(7, case.kv_heads, case.head_dim, dtype=case.dtype)
+            write_pages.write_pages_kernel(call.pages, keys, keys[..., : case.value_dim], torch.arange(7))
+
+
+def stand_in() -> None:
+    """Let launches compile, as for a GPU."""
     names = {
         dequantize: ["_dequantize_kernel", "_fragments_kernel"],
         fragment_linear: ["fragment_kernel"],
@@ -130,45 +145,45 @@ def main() -> None:
             mock.patch.object(module, "is_dependent", return_value=True).start()
     mock.patch.object(fused_linear, "has_kernels", return_value=True).start()
     mock.patch.object(fragment_linear, "_device_facts", return_value=((9, 0), 132)).start()
-    for dtype in HALVES:
-        for format in TYPICAL:
-            matrix = random_matrix(format, 1024, 4096, dtype, "cpu")
-            dequantize.dequantize_kernel(matrix)
-            for tokens in (1, 16, 64):
-                x, bias = random_input(Shape(tokens, 1024, 4096), dtype, "cpu")
-                product = fragment_linear.fragment_linear if format.in_fragments else fused_linear.fused_linear
-                product(x, matrix, bias)
-        for format in FRAGMENTS:
-            matrix = random_matrix(format, 64, 256, dtype, "cpu")
-            fragment_linear.fragment_linear(random_input(Shape(8, 64, 256), dtype, "cpu")[0], matrix)
-        for columns in (4096, 4097):
-            matrix = random_matrix(QuantFormat(8), 1024, columns, dtype, "cpu")
-            x, bias = random_input(Shape(300, 1024, columns), dtype, "cpu")
-            int8_linear.int8_linear_kernel(x, matrix, bias)
-        heads = torch.randn(1, 5, 9, 128, dtype=dtype).transpose(1, 2)
-        rotary.rotate_kernel(heads, heads[:, :2], heads[:, 0], heads[:, 1])
-        for tokens in (1, 2):
-            x, weight = torch.randn(tokens, 1600, dtype=dtype), torch.randn(64, 1600, dtype=dtype)
-            gemv.gemv(x, weight, weight[:, 0])
-            added.added_kernel(x, x)
-        length, arrivals = torch.tensor(5), torch.tensor(0, dtype=torch.int32)
-        for tokens in (1, 300):
-            new = torch.randn(2, tokens, 8, 128, dtype=dtype).transpose(1, 2)
-            keys, values = torch.zeros(2, 8, 512, 128, dtype=dtype), torch.zeros(2, 8, 512, 80, dtype=dtype)
-            write_static.write_static_kernel(keys, values, length, arrivals, new, new[..., :80])
-        for width in (128, 8192):
-            x = torch.randn(5, width, dtype=dtype)
-            norm.norm_kernel(x, x[0], norm.NormKind(1e-6))
-            norm.norm_kernel(x, x[0], norm.NormKind(1e-6, offset=1.0, centred=True), x[1])
-        for name in activation.ACTIVATIONS:
-            gated.gated_kernel(x, x, name)
-            activation.activated_kernel(x, name)
-    for case in ATTENTION:
-        call = attention_call(case, "cpu")
-        paged_attention.paged_attention_kernel(call.query, call.pages, call.layout, call.rule)
-        keys = torch.randn(7, case.kv_heads, case.head_dim, dtype=case.dtype)
-        write_pages.write_pages_kernel(call.pages, keys, keys[..., : case.value_dim], torch.arange(7))
+
+
+def compile_products(dtype: torch.dtype) -> None:
+    for format in TYPICAL:
+        matrix = random_matrix(format, 1024, 4096, dtype, "cpu")
+        dequantize.dequantize_kernel(matrix)
+        for tokens in (1, 16, 64):
+            x, bias = random_input(Shape(tokens, 1024, 4096), dtype, "cpu")
+            product = fragment_linear.fragment_linear if format.in_fragments else fused_linear.fused_linear
+            product(x, matrix, bias)
+    for format in FRAGMENTS:
+        matrix = random_matrix(format, 64, 256, dtype, "cpu")
+        fragment_linear.fragment_linear(random_input(Shape(8, 64, 256), dtype, "cpu")[0], matrix)
+    for columns in (4096, 4097):
+        matrix = random_matrix(QuantFormat(8), 1024, columns, dtype, "cpu")
+        x, bias = random_input(Shape(300, 1024, columns), dtype, "cpu")
+        int8_linear.int8_linear_kernel(x, matrix, bias)
+
+
+def compile_others(dtype: torch.dtype) -> None:
+    heads = torch.randn(1, 5, 9, 128, dtype=dtype).transpose(1, 2)
+    rotary.rotate_kernel(heads, heads[:, :2], heads[:, 0], heads[:, 1])
+    for tokens in (1, 2):
+        x, weight = torch.randn(tokens, 1600, dtype=dtype), torch.randn(64, 1600, dtype=dtype)
+        gemv.gemv(x, weight, weight[:, 0])
+        added.added_kernel(x, x)
+    length, arrivals = torch.tensor(5), torch.tensor(0, dtype=torch.int32)
+    for tokens in (1, 300):
+        new = torch.randn(2, tokens, 8, 128, dtype=dtype).transpose(1, 2)
+        keys, values = torch.zeros(2, 8, 512, 128, dtype=dtype), torch.zeros(2, 8, 512, 80, dtype=dtype)
+        write_static.write_static_kernel(keys, values, length, arrivals, new, new[..., :80])
+    for width in (128, 8192):
+        x = torch.randn(5, width, dtype=dtype)
+        norm.norm_kernel(x, x[0], norm.NormKind(1e-6))
+        norm.norm_kernel(x, x[0], norm.NormKind(1e-6, offset=1.0, centred=True), x[1])
+    for name in activation.ACTIVATIONS:
+        gated.gated_kernel(x, x, name)
+        activation.activated_kernel(x, name)
 
 
 if __name__ == "__main__":
-    main()
+    main(getattr(torch, sys.argv[1]))
