@@ -7,18 +7,13 @@ import triton.language as tl
 from zinfer.kernels.launching import is_dependent, let_next_begin, on_device, tile_for, wait_for_others
 
 
-def added_ref(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """``x + y`` of two tensors of one shape and dtype."""
-    return x + y
-
-
 def added_kernel(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """As `added_ref`, bit for bit, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter.
+    """``x + y``, bit for bit as torch's, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter.
 
     torch's own takes as long, but the kernel after it cannot begin early.
 
     Args:
-        x, y: contiguous.
+        x, y: of one shape and dtype, contiguous.
     """
     assert x.shape == y.shape
     assert x.dtype == y.dtype

@@ -11,7 +11,7 @@ from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
 from zinfer.kernels.activation import ACTIVATIONS, Activation, activated, activated_kernel, activated_ref
-from zinfer.kernels.added import added_kernel, added_ref
+from zinfer.kernels.added import added_kernel
 from zinfer.kernels.gated import gated, gated_kernel, gated_ref
 from zinfer.kernels.norm import NormKind, norm, norm_kernel, norm_ref
 from zinfer.kernels.rotary import rotate, rotate_kernel, rotate_ref
@@ -155,7 +155,7 @@ def test_sums(dtype: torch.dtype, kernel_device: str, shape: tuple[int, ...]) ->
     torch.manual_seed(0)
     x, y = (torch.randn(shape).to(dtype).to(kernel_device) for _ in range(2))
     if kernel_device == "cuda" or dtype == torch.float32:
-        assert torch.equal(added_kernel(x, y), added_ref(x, y))
+        assert torch.equal(added_kernel(x, y), x + y)
     else:  # the interpreter rounds towards zero
-        assert_near(added_kernel(x, y), added_ref(x.double(), y.double()).to(dtype))
+        assert_near(added_kernel(x, y), (x.double() + y.double()).to(dtype))
     assert added_kernel(x[:0], y[:0]).shape == x[:0].shape

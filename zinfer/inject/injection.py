@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Final
 
+import torch
 from torch import nn
 
 from zinfer.inject.activations import overlay_activation
@@ -39,11 +40,10 @@ class Injection:
         finders = _FINDERS_REPLAYED if replayed else _FINDERS
         found = {name: (module, _find(module, finders)) for name, module in free.items()}
         self._overlaid = {name: (module, overlay) for name, (module, overlay) in found.items() if overlay is not None}
-        self._replayed = replayed
         if replayed:
             turn_rows(model)
         for pack in packs:
-            self._share(pack, free)
+            self._share(pack, free, product if replayed else None)
         for module, overlay in self._overlaid.values():
             overlay.put_on(module)
 
@@ -59,7 +59,7 @@ class Injection:
             overlay.take_off(module)
         self._overlaid.clear()
 
-    def _share(self, pack: Pack, free: Mapping[str, nn.Module]) -> None:
+    def _share(self, pack: Pack, free: Mapping[str, nn.Module], multiply: Callable[..., torch.Tensor] | None) -> None:
         """Let the pack's layers share a product within their module's forward, whether that is overlaid or not."""
         names = [f"{pack.module}.{layer}" for layer in pack.layers]
         layers = [layer for name in names if isinstance(layer := free.get(name), nn.Linear)]
@@ -71,7 +71,7 @@ class Injection:
         if is_wide if overlay is None else overlay.method != "forward":
             return
         plain = MethodType(type(module).forward, module) if overlay is None else overlay.forward
-        shared = SharedProduct(plain, layers, pack.leaves, product if self._replayed else None)
+        shared = SharedProduct(plain, layers, pack.leaves, multiply)
         kinds = [f"{', '.join(pack.layers[:-1])} and {pack.layers[-1]} in one product"]
         if overlay is not None:
             kinds.insert(0, overlay.kind)
