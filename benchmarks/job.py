@@ -10,11 +10,11 @@ computed, ``steady_tflops`` the same in the median of full passes; ``streamed_ov
 over the streamed one's, ``over_predicted`` a job's seconds over what was predicted (as if no two prompts began alike);
 ``streamed_gb`` went to the device in the job, and ``kv_gb`` of keys and values that are at home in host memory; compute
 waited ``link_stall_s`` for them. ``of_disk`` is what reading the job's bytes takes at the rate of plain reads, measured
-before and after, over the job's seconds. With ``--shared`` all prompts begin with so many equal tokens, and the last
-home runs once more with prompts of the same lengths that share none; ``shared_over_own`` is its seconds over the
-others. A small job of the same shapes comes first in each engine, as a warm-up; give ``nvme`` last, where the warm-up
-is shorter, and ``--tokens-per-pass 131072`` with it: the first home's pages are the others' too, and must leave room
-for the passes that pay off from disk.
+before and after, over the job's seconds. ``host_ms`` and ``rest_ms`` are what `HostWork.figures` tells. With
+``--shared`` all prompts begin with so many equal tokens, and the last home runs once more with prompts of the same
+lengths that share none; ``shared_over_own`` is its seconds over the others. A small job of the same shapes comes first
+in each engine, as a warm-up; give ``nvme`` last, where the warm-up is shorter, and ``--tokens-per-pass 131072`` with
+it: the first home's pages are the others' too, and must leave room for the passes that pay off from disk.
 
 A correctness gate: all homes give the same tokens. The last line is JSON.
 """
@@ -28,6 +28,7 @@ from typing import Final
 
 import torch
 from ceilings import PlainReads, best_disk_setting
+from host_work import HostWork
 from random_model import layer_params, llama_config, opt_config, save_random
 from result import keep, publish
 from transformers import PretrainedConfig
@@ -113,14 +114,17 @@ class Bench:
             llm.generate(_as_prompts(self._warm_up), _warm_up_params(home))
             disk_rates = [self._disk_rate(home)]
             before, tokens = llm.stats(), llm.num_tokens
-            begin_s = time.perf_counter()
-            found = llm.generate(_as_prompts(prompts), params)
-            seconds = time.perf_counter() - begin_s
+            host_work = HostWork()
+            with host_work.watched():
+                begin_s = time.perf_counter()
+                found = llm.generate(_as_prompts(prompts), params)
+                seconds = time.perf_counter() - begin_s
             disk_rates.append(self._disk_rate(home))
             predicted = llm.predict([args.prompt] * args.prompts, args.new)
             stats, steady_s = llm.stats(), self._steady_s_per_token(llm)
             chosen = {"kv_cache_memory": llm.batching.kv_bytes}
             passes, tokens = stats.passes - before.passes, llm.num_tokens - tokens
+            host_figures = host_work.figures([size for size, _ in llm.passes()])
         if any(completion.error for completion in found):
             raise SystemExit(f"gate: {case}: {next(each.error for each in found if each.error)}")
         disk_bytes = stats.bytes_read_disk - before.bytes_read_disk
@@ -137,6 +141,7 @@ class Bench:
             "streamed_gb": round((stats.bytes_to_device - before.bytes_to_device) / 1e9, 3),
             "kv_gb": round((stats.kv_bytes_to_device - before.kv_bytes_to_device) / 1e9, 3),
             "link_stall_s": round(stats.stall_s["link"] - before.stall_s["link"], 3),
+            **host_figures,
         }
         if home == "nvme":
             disk_rate = statistics.mean(disk_rates)
