@@ -30,7 +30,7 @@ OUTPUT = [5, 11, 11, 11, 0]
 
 
 def row(params: SamplingParams, uniform: float = 0.0, output: Sequence[int] = ()) -> Row:
-    return Row(params, PROMPT, output, (1,), uniform)
+    return Row(params, PROMPT, output, (1,), lambda step: uniform)
 
 
 def logits_of(seed: int, num_rows: int = 1, vocab_size: int = VOCAB) -> torch.Tensor:
@@ -130,7 +130,7 @@ def test_biases_and_penalties_of_the_output(params: SamplingParams, device: str)
 def test_token_ids_beyond_the_vocabulary_change_nothing(device: str) -> None:
     params = SamplingParams(repetition_penalty=3.0, presence_penalty=2.0, logit_bias={9: 50.0}, min_new_tokens=9)
     logits = torch.tensor([[1.0, 0.9, 0.5, 0.9], [0.9, 0.5, 0.9, 1.0]], device=device)
-    beyond = Row(params, [4, 9, -1], [4, 5, -7], (4, 8, -1), 0.0)
+    beyond = Row(params, [4, 9, -1], [4, 5, -7], (4, 8, -1), lambda step: 0.0)
     assert Sampler(4, device).sample(logits, [beyond] * 2).token_ids == [0, 3]
 
 
@@ -138,7 +138,7 @@ def test_bias_comes_before_the_repetition_penalty() -> None:
     logits = torch.tensor([[-1.0, 0.75, 0.0, 4.0]])
     params = SamplingParams(logit_bias={3: -2.0}, repetition_penalty=2.0)
     # (4 - 2) / 2 is more than 0.75, and 4 / 2 - 2 is less.
-    assert Sampler(4, "cpu").sample(logits, [Row(params, [3], [], (), 0.0)]).token_ids == [3]
+    assert Sampler(4, "cpu").sample(logits, [Row(params, [3], [], (), lambda step: 0.0)]).token_ids == [3]
 
 
 @given(

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def some_row(numbers: random.Random, vocab_size: int) -> Row:
         logprobs=maybe(numbers.randrange(5), None),
     )
     prompt = [numbers.randrange(-1, vocab_size + 4) for _ in range(numbers.randrange(9))]
-    return Row(params, prompt, output, (0, vocab_size + 1), row_uniform(numbers.getrandbits(64), len(output)))
+    return Row(params, prompt, output, (0, vocab_size + 1), partial(row_uniform, numbers.getrandbits(64)))
 
 
 def some_batch(seed: int, num_rows: int, vocab_size: int) -> tuple[torch.Tensor, list[Row]]:
@@ -110,7 +111,7 @@ def test_logits_are_not_changed() -> None:
 @pytest.mark.parametrize("place", [0, 17, 29])
 def test_a_broken_row_costs_only_itself(kind: SamplingParams, place: int, device: str) -> None:
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(2)).to(device)
-    rows = [Row(kind, [1], [], (), 0.5)] * 6
+    rows = [Row(kind, [1], [], (), lambda step: 0.5)] * 6
     sampler = Sampler(30, device)
     healthy = results(sampler, logits, rows)
     logits[1, place] = torch.nan
@@ -128,9 +129,9 @@ def test_what_is_forbidden_or_biased_cannot_hide_a_broken_logit(device: str) -> 
     logits[0, 4] = torch.nan
     logits[1, 4] = torch.inf
     too_short = SamplingParams(min_new_tokens=2, stop_token_ids=(4,), temperature=1.0)
-    assert Sampler(10, device).sample(logits, [Row(too_short, [], [], (), 0.3)] * 3).broken == (0, 1)
+    assert Sampler(10, device).sample(logits, [Row(too_short, [], [], (), lambda step: 0.3)] * 3).broken == (0, 1)
     everything = SamplingParams(min_new_tokens=2, stop_token_ids=tuple(range(10)))
-    sampled = Sampler(10, device).sample(logits, [Row(everything, [], [], (), 0.3)] * 3)
+    sampled = Sampler(10, device).sample(logits, [Row(everything, [], [], (), lambda step: 0.3)] * 3)
     assert sampled.broken == (0, 1, 2)
     assert sampled.token_ids == [-1, -1, -1]
 
@@ -139,7 +140,8 @@ def test_end_tokens_come_only_after_the_least_number_of_tokens(device: str) -> N
     logits = torch.tensor([[0.0, 9.0, 8.0, 1.0]], device=device)
     params = SamplingParams(min_new_tokens=2, stop_token_ids=(2,), ignore_eos=True)
     tokens = [
-        Sampler(4, device).sample(logits, [Row(params, [1], [3] * done, (1,), 0.0)]).token_ids[0] for done in range(3)
+        Sampler(4, device).sample(logits, [Row(params, [1], [3] * done, (1,), lambda step: 0.0)]).token_ids[0]
+        for done in range(3)
     ]
     assert tokens == [3, 3, 1]
 
@@ -184,7 +186,7 @@ def test_plain_greedy_is_one_reduction_and_one_copy(host_copies: list[int], monk
     monkeypatch.setattr(zinfer.batching.sampler, "_PART_LOGITS", 100)  # parts are for rows that need memory
     logits = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
     expected = logits.argmax(1)
-    rows = [Row(SamplingParams(), [1], [2], (3,), 0.0)] * 50
+    rows = [Row(SamplingParams(), [1], [2], (3,), lambda step: 0.0)] * 50
     with Operations(wide=50 * 64) as seen:
         sampled = Sampler(64, "cpu").sample(logits, rows)
     assert seen.wide_names == {"aten.max.dim": 1}
@@ -205,7 +207,7 @@ def test_the_number_of_operations_does_not_grow_with_the_rows(host_copies: list[
     seen: list[tuple[Counter[str], int]] = []
     for times in (1, 9):
         host_copies.clear()
-        rows = [Row(params, [1, 2], [3], (4,), 0.4) for params in asked * times]
+        rows = [Row(params, [1, 2], [3], (4,), lambda step: 0.4) for params in asked * times]
         logits = torch.randn(len(rows), 64, generator=torch.Generator().manual_seed(0))
         with Operations(wide=1) as operations:
             Sampler(64, "cpu").sample(logits, rows)

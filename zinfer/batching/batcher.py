@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -31,10 +32,8 @@ class _Writing:
     """A text under way."""
 
     sequence: Text
-    params: SamplingParams
-    seed: int
+    row: Row
     ending: Ending
-    end_token_ids: frozenset[int]
     logprobs: list[Logprobs] = field(default_factory=list)
 
 
@@ -112,7 +111,8 @@ class Batcher:
         self._in_pass = True
         # First what abort needs: Ctrl-C may strike between any two lines.
         self._num_added += 1
-        self._writing[sequence.number] = _Writing(sequence, params, seed, ending, end_token_ids)
+        row = Row(params, sequence.prompt_ids, sequence.output_ids, end_token_ids, partial(row_uniform, seed))
+        self._writing[sequence.number] = _Writing(sequence, row, ending)
         try:
             self._scheduler.add(sequence)
         except PlanError:
@@ -222,7 +222,7 @@ class Batcher:
         if len(places) < len(sampling):
             logits = logits[send(places, torch.int64, logits.device)]
         rows = [self._writing[sampling[place].number] for place in places]
-        return _Drawing(rows, self._sampler.draw(logits, [_row(each) for each in rows]), self._watch.take())
+        return _Drawing(rows, self._sampler.draw(logits, [each.row for each in rows]), self._watch.take())
 
     def _receive(self, drawn: _Drawing) -> list[Finished]:
         """Take the tokens of the pass before; the texts that are complete with them."""
@@ -231,15 +231,23 @@ class Batcher:
         broken = {drawn.rows[place].sequence.number for place in sampled.broken}
         if self._watch.is_on and (where := self._watch.where(drawn.looks)) is not None:
             self._suspects |= {number: self._suspects[number] or where for number in self._suspects}
-        whole = [place for place in range(len(drawn.rows)) if sampled.token_ids[place] >= 0]
+        tokens = zip(drawn.rows, sampled.token_ids, strict=True)
+        whole = [(each.sequence, token_id) for each, token_id in tokens if token_id >= 0]
         self.num_new_tokens += len(whole)
-        self._scheduler.receive((drawn.rows[place].sequence, sampled.token_ids[place]) for place in whole)
+        self._scheduler.receive(whole)
         for each, logprobs in zip(drawn.rows, sampled.logprobs, strict=True):
             if logprobs is not None:
                 each.logprobs.append(logprobs)
         restarted = self._restart(broken)
-        going_on = (each for each in drawn.rows if each.sequence.number not in restarted)
-        return [found for each in going_on if (found := self._finished(each, broken)) is not None]
+        finished = []
+        for each in drawn.rows:
+            number = each.sequence.number
+            if number in broken:
+                if number not in restarted:
+                    finished.append(self._give_up(each))
+            elif (reason := each.ending.reason(each.sequence.output_ids)) is not None:
+                finished.append(self._finish(each, reason))
+        return finished
 
     def _restart(self, broken: set[int]) -> set[int]:
         """Have the broken ones tried again that may have their damage from others: those that share pages.
@@ -256,17 +264,13 @@ class Batcher:
             self._scheduler.forget()
         return restarted
 
-    def _finished(self, each: _Writing, broken: set[int]) -> Finished | None:
+    def _give_up(self, each: _Writing) -> Finished:
+        """What there is of a text whose logits broke."""
+        each.sequence.output_ids.pop()
+        return self._finish(each, "error", not_finite(self._suspects.get(each.sequence.number)))
+
+    def _finish(self, each: _Writing, reason: str, error: str | None = None) -> Finished:
         sequence = each.sequence
-        error: str | None = None
-        if sequence.number in broken:
-            sequence.output_ids.pop()
-            reason, error = "error", not_finite(self._suspects.get(sequence.number))
-        else:
-            found = each.ending.reason(sequence.output_ids)
-            if found is None:
-                return None
-            reason = found
         if sequence.state is not SequenceState.FINISHED:
             self._scheduler.end(sequence)
             self._cache.forget(sequence.number)
@@ -274,11 +278,5 @@ class Batcher:
         if self._suspects.pop(sequence.number, None) is not None and not self._suspects:
             self._watch.stop()
         output_ids = sequence.output_ids
-        logprobs = None if each.params.logprobs is None else tuple(each.logprobs)
+        logprobs = None if each.row.params.logprobs is None else tuple(each.logprobs)
         return Finished(sequence.number, tuple(output_ids), reason, each.ending.text(output_ids), logprobs, error)
-
-
-def _row(each: _Writing) -> Row:
-    sequence, params = each.sequence, each.params
-    uniform = 0.0 if params.is_greedy else row_uniform(each.seed, len(sequence.output_ids))
-    return Row(params, sequence.prompt_ids, sequence.output_ids, each.end_token_ids, uniform)

@@ -1,5 +1,6 @@
 """Small things on their way between host and device, neither of which waits for the other."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -7,7 +8,28 @@ import torch
 
 def send(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Numbers as a tensor on the device: from pinned memory, since the host waits for the device else."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return on_its_way(torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda"), device)
+
+
+def on_its_way(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device of a tensor in pinned memory, there for all that is launched from now on.
+
+    It may have to wait behind a slab that is on its way. Where the host is ahead of the device it does so beside what
+    the device still computes, because it goes by a stream of its own.
+    """
+    if device.type != "cuda":
+        return host.to(device)
+    compute, own = torch.cuda.current_stream(device), _stream(device)
+    with torch.cuda.stream(own):
+        copy = host.to(device, non_blocking=True)
+    compute.wait_stream(own)
+    copy.record_stream(compute)
+    return copy
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Delivery:

@@ -65,8 +65,10 @@ class Pass:
 
     @property
     def size(self) -> PassSize:
-        num_samples = sum(chunk.samples for chunk in self.chunks)
-        num_context = sum(chunk.end for chunk in self.chunks)
+        _, begins, ends, samples = zip(*self.chunks, strict=True)
+        num_context = sum(ends)
         # Chunk by chunk the sum of begin + 1 to end.
-        pairs = ((end - begin) * (begin + end + 1) // 2 for _, begin, end, _ in self.chunks if end - begin > 1)
-        return PassSize(self.num_tokens, num_samples, num_context, self.num_lent_pages, sum(pairs))
+        pairs = [
+            (end - begin) * (begin + end + 1) // 2 for begin, end in zip(begins, ends, strict=True) if end - begin > 1
+        ]
+        return PassSize(num_context - sum(begins), sum(samples), num_context, self.num_lent_pages, sum(pairs))

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import chain
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from zinfer.batching.decode_form import DecodeForm
+from zinfer.batching.delivery import on_its_way
 from zinfer.batching.passes import Chunk
 from zinfer.batching.sequence import PENDING
 from zinfer.batching.sequence import Sequence as Text
@@ -95,12 +97,12 @@ class BatchBuilder:
             form: what to fill it up to; of these chunks.
         """
         chunks = form.fill(chunks) if form else chunks
-        begins = np.fromiter((chunk.begin for chunk in chunks), np.int64, len(chunks))
-        sizes = np.fromiter((chunk.end for chunk in chunks), np.int64, len(chunks)) - begins
+        sequences, begins_of, ends_of, samples = zip(*chunks, strict=True)
+        begins = np.array(begins_of, dtype=np.int64)
+        sizes = np.array(ends_of, dtype=np.int64) - begins
         ends = sizes.cumsum()
-        samples = np.fromiter((chunk.samples for chunk in chunks), np.bool_, len(chunks))
         fewest_pages = form.num_pages if form else 0
-        table = self._tables.of([chunk.sequence for chunk in chunks], fewest_pages) * self._stride
+        table = self._tables.of(sequences, fewest_pages) * self._stride
         row = np.repeat(np.arange(len(chunks)), sizes)
         positions = np.arange(ends[-1]) + np.repeat(begins - (ends - sizes), sizes)
         places = table[row, positions // self._page_size] * self._page_size + positions % self._page_size
@@ -110,8 +112,10 @@ class BatchBuilder:
         token_ids = _token_ids(chunks)
         unknown = np.flatnonzero(token_ids == PENDING)
         known = {} if pending is None else pending.places
-        sources = np.array([known[chunks[place].sequence.number] for place in row[unknown]], dtype=np.int64)
-        packed = _Packed([token_ids, positions, ends[samples] - 1, places, unknown, sources, *layouts], self._device)
+        sources = np.array([known[sequences[place].number] for place in row[unknown].tolist()], dtype=np.int64)
+        packed = _Packed(
+            [token_ids, positions, ends[np.array(samples)] - 1, places, unknown, sources, *layouts], self._device
+        )
         ids, at, wanted, where, targets, origins, *rest = packed.tensors
         ids = ids.long()
         if pending is not None and len(unknown):
@@ -164,41 +168,49 @@ class _Cut:
         return count if bool(single[:count].all()) else None
 
 
+class _CopiedPages(NamedTuple):
+    """A sequence's row in the table, and what of its pages is there.
+
+    The very list, because it is another one where a sequence has given its pages back.
+    """
+
+    row: int
+    pages: list[int]
+    length: int
+
+
 class _PageTables:
     """The pages of sequences as rows of one table, brought up to date where a sequence has others than before."""
 
     def __init__(self) -> None:
         self._table = np.zeros((0, 1), dtype=np.int64)
-        self._rows: dict[int, int] = {}
-        # The very list, because it is another one where a sequence has given its pages back, and how far it was copied.
-        self._copied: dict[int, tuple[list[int], int]] = {}
+        self._copies: dict[int, _CopiedPages] = {}
 
     def of(self, sequences: Sequence[Text], fewest_pages: int = 0) -> Ints:
         """[sequences, most pages]; whatever is beyond a sequence's pages says nothing."""
         most = max(fewest_pages, *(len(sequence.pages) for sequence in sequences))
         self._make_room(len(sequences), most)
-        rows = np.empty(len(sequences), dtype=np.int64)
-        for place, sequence in enumerate(sequences):
-            number, pages = sequence.number, sequence.pages
-            known, length = self._copied.get(number, (None, 0))
-            if known is not pages:
-                length = 0
-            if length != len(pages):
-                self._table[self._row(number), length : len(pages)] = pages[length:]
-                self._copied[number] = pages, len(pages)
-            rows[place] = self._rows[number]
+        rows = []
+        copies = self._copies
+        for sequence in sequences:
+            copied, pages = copies.get(sequence.number), sequence.pages
+            if copied is None or copied.pages is not pages or copied.length != len(pages):
+                copied = copies[sequence.number] = self._bring_up(copied, pages)
+            rows.append(copied.row)
         return self._table[rows, :most]
+
+    def _bring_up(self, copied: "_CopiedPages | None", pages: list[int]) -> "_CopiedPages":
+        row = len(self._copies) if copied is None else copied.row
+        length = copied.length if copied is not None and copied.pages is pages else 0
+        self._table[row, length : len(pages)] = pages[length:]
+        return _CopiedPages(row, pages, len(pages))
 
     def _make_room(self, num_rows: int, num_pages: int) -> None:
         height, width = self._table.shape
-        if num_pages > width or len(self._rows) + num_rows > height:
+        if num_pages > width or len(self._copies) + num_rows > height:
             # Rows of sequences that are gone are given up with the old table.
-            self._rows.clear()
-            self._copied.clear()
+            self._copies.clear()
             self._table = np.zeros((2 * num_rows, max(num_pages + num_pages // 2, width)), dtype=np.int64)
-
-    def _row(self, number: int) -> int:
-        return self._rows.setdefault(number, len(self._rows))
 
 
 class _Packed:
@@ -212,16 +224,15 @@ class _Packed:
         for array, size in zip(arrays, sizes, strict=True):
             flat[begin : begin + array.size] = array.reshape(-1)
             begin += size
-        moved = host.to(device, non_blocking=True)
-        pieces = torch.split(moved, sizes)
+        pieces = torch.split(on_its_way(host, device), sizes)
         self.tensors = [piece[: array.size].view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
 
 
 def _token_ids(chunks: Sequence[Chunk]) -> Ints:
-    found: list[int] = []
-    for sequence, begin, end, _ in chunks:
-        if end - begin == 1 and sequence.output_ids and end == sequence.num_tokens:
-            found.append(sequence.output_ids[-1])
-        else:
-            found += sequence.tokens(begin, end)
-    return np.array(found, dtype=np.int64)
+    found = [
+        sequence.output_ids[-1:]
+        if samples and end - begin == 1 and sequence.output_ids
+        else sequence.tokens(begin, end)
+        for sequence, begin, end, samples in chunks
+    ]
+    return np.fromiter(chain.from_iterable(found), np.int64)

@@ -7,7 +7,7 @@ here ends a row: end tokens and stop strings are the caller's to look for.
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,15 +29,15 @@ _STREAM: Final = b"zinfer draw"
 class Row:
     """All that a row's next token depends on, besides its logits.
 
-    prompt_ids, output_ids: its tokens so far. end_token_ids: the model's. uniform: in [0, 1), not read where the row
-    is greedy.
+    prompt_ids, output_ids: its tokens so far; the row stays the same while they grow. end_token_ids: the model's.
+    uniform_at: the number in [0, 1) that decides the draw after so many tokens; not called where the row is greedy.
     """
 
     params: SamplingParams
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     end_token_ids: Collection[int]
-    uniform: float
+    uniform_at: Callable[[int], float]
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,10 @@ class Sampler:
         assert logits.shape[0] == len(rows)
         assert logits.shape[1] >= self.vocab_size
         logits_RV = logits[:, : self.vocab_size]
+        if all(row.params.is_plain or _is_plain(row) for row in rows):
+            peak_R, best_R = logits_RV.max(dim=1)
+            return Drawn(torch.where(peak_R.isfinite(), best_R, -1), [])
         num_at_once = max(1, _PART_LOGITS // self.vocab_size)
-        if all(_is_plain(row) for row in rows):
-            num_at_once = max(1, len(rows))
         chosen: list[torch.Tensor] = []
         weighed: list[_Weighed] = []
         for start in range(0, len(rows), num_at_once):
@@ -136,7 +137,7 @@ class Sampler:
 
 
 def _choose(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Each row's token, -1 for a broken one. Where all are plainly greedy: one reduction."""
+    """Each row's token, -1 for a broken one."""
     peak_R, best_R = raw_RV.max(dim=1)
     usable_R = peak_R.isfinite()
     logits_RV = raw_RV
@@ -155,7 +156,8 @@ def _choose(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         whole_M = usable_R[places]
         logits_MV = torch.where(whole_M[:, None], logits_RV[places], 0)
         peak_M = torch.where(whole_M, peak_R[places], 0)
-        best_R[places] = draw(logits_MV, peak_M, params, [rows[i].uniform for i in members])
+        uniforms = [rows[i].uniform_at(len(rows[i].output_ids)) for i in members]
+        best_R[places] = draw(logits_MV, peak_M, params, uniforms)
     return torch.where(usable_R, best_R, -1)
 
 

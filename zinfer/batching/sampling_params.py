@@ -10,6 +10,7 @@ import difflib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Final
 
 from zinfer.errors import ConfigError
@@ -150,6 +151,13 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, so that filters and seed have no say."""
         return self.temperature == 0
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the most likely token is always taken, of logits as they are, and nothing is told of them."""
+        no_penalty = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) == (1, 0, 0)
+        as_they_are = no_penalty and not self.logit_bias and not self.min_new_tokens
+        return self.is_greedy and self.logprobs is None and as_they_are
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ConfigError for a token id that a model of `vocab_size` tokens does not have."""

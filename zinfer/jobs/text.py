@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,7 @@ class Text:
         """What its next token depends on."""
         params, prompt_ids = self.prompt.params, self.prompt.token_ids
         seed = text_seed(params.seed, prompt_ids, 0, self.sample)
-        uniform = 0.0 if params.is_greedy else row_uniform(seed, len(self.token_ids))
-        return Row(params, prompt_ids, self.token_ids, self.end_token_ids, uniform)
+        return Row(params, prompt_ids, self.token_ids, self.end_token_ids, partial(row_uniform, seed))
 
     def completion(self) -> Completion:
         """What it came to."""
