@@ -119,7 +119,7 @@ class PagedEngine:
 
     def _check_shape(self, coming: Pass) -> None:
         assert coming.chunks, "a pass computes something"
-        assert coming.num_tokens <= self.token_budget
+        assert coming.size.num_tokens <= self.token_budget
         numbers = [chunk.sequence.number for chunk in coming.chunks]
         assert len(set(numbers)) == len(numbers), "a sequence is in a pass twice"
         for chunk in coming.chunks:

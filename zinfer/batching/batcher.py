@@ -211,7 +211,7 @@ class Batcher:
         form = find_form(coming.chunks, self._cache.page_size, most) if may_replay else None
         batch = self._builder.build(coming.chunks, pending, form)
         self.pass_sizes.append(coming.size)
-        self.num_tokens += coming.num_tokens
+        self.num_tokens += self.pass_sizes[-1].num_tokens
         logits = self._runner.run(batch)
         return logits if form is None else logits[: len(coming.chunks)]
 

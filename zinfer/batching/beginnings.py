@@ -1,6 +1,5 @@
 """Whole pages of tokens that several prompts begin with: they are needed once, whoever of them runs."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 
@@ -17,26 +16,30 @@ class Beginnings:
     def __init__(self, page_size: int) -> None:
         self.num_repeated = 0
         self._page_size = page_size
-        self._counts: Counter[int] = Counter()
+        self._counts: dict[int, int] = {}
+        self._pages: dict[int, tuple[int, ...]] = {}
 
-    def add(self, prompt_ids: tuple[int, ...]) -> None:
-        """Count a prompt."""
-        for page in self._pages(prompt_ids):
-            self.num_repeated += self._counts[page] > 0
-            self._counts[page] += 1
+    def add(self, number: int, prompt_ids: tuple[int, ...]) -> None:
+        """Count the prompt of a number that has none."""
+        assert number not in self._pages, f"{number} was added before"
+        pages = self._pages[number] = tuple(self._hashes(prompt_ids))
+        counts = self._counts
+        for page in pages:
+            count = counts.get(page, 0)
+            counts[page] = count + 1
+            self.num_repeated += count > 0
 
-    def remove(self, prompt_ids: tuple[int, ...]) -> None:
-        """Count it no more."""
-        for page in self._pages(prompt_ids):
-            assert self._counts[page] > 0, "removed more often than added"
-            self._counts[page] -= 1
-            if self._counts[page]:
+    def remove(self, number: int) -> None:
+        """Count a number's prompt no more, if it has one."""
+        counts = self._counts
+        for page in self._pages.pop(number, ()):
+            count = counts.pop(page) - 1
+            if count:
+                counts[page] = count
                 self.num_repeated -= 1
-            else:
-                del self._counts[page]
 
-    def _pages(self, prompt_ids: tuple[int, ...]) -> Iterator[int]:
-        """A hash of each page and all before it; the last token is computed anew whatever is found."""
+    def _hashes(self, prompt_ids: tuple[int, ...]) -> Iterator[int]:
+        """Of each page and all before it; the last token is computed anew whatever is found."""
         page = 0
         for begin in range(0, len(prompt_ids) - self._page_size, self._page_size):
             page = hash((page, prompt_ids[begin : begin + self._page_size]))

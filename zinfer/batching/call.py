@@ -1,6 +1,5 @@
 """The prompts of one call of `LLM.stream`, from texts that wait to completions."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,7 +41,7 @@ class Call:
         self._encoder = encoder
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
-        self._seen: Counter[tuple[int, ...]] = Counter()
+        self._seen: dict[tuple[int, ...], int] = {}
         self._waiting: dict[int, tuple[int, int]] = {}
         """Prompt and sample of each text."""
 
@@ -70,10 +69,11 @@ class Call:
         token_ids = self._encoder.encode(prompt, params)
         ends = frozenset() if params.ignore_eos else self._end_token_ids
         ending_ids = ends.union(params.stop_token_ids, special_stops(self._tokenizer, params.stop))
-        repeat = self._seen[tuple(token_ids)]
-        self._seen[tuple(token_ids)] += 1
+        prompt_ids = tuple(token_ids)
+        repeat = self._seen.get(prompt_ids, 0)
+        self._seen[prompt_ids] = repeat + 1
         for sample in range(params.n):
             ending = Ending(self._tokenizer, ending_ids, params.stop, params.max_new_tokens, params.min_new_tokens)
-            seed = text_seed(params.seed, token_ids, repeat, sample)
-            number = self._batcher.add(token_ids, params, seed=seed, ending=ending, end_token_ids=ends)
+            seed = 0 if params.is_greedy else text_seed(params.seed, prompt_ids, repeat, sample)
+            number = self._batcher.add(prompt_ids, params, seed=seed, ending=ending, end_token_ids=ends)
             self._waiting[number] = index, sample

@@ -27,7 +27,6 @@ class Demand:
         self._page_size = page_size
         self._shares = shares
         self._beginnings = Beginnings(page_size)
-        self._apart: set[int] = set()  # numbers of sequences that share, and yet are counted by themselves
         self._count = 0
         self._num_own_pages = 0
         self._num_prompt = 0
@@ -42,18 +41,16 @@ class Demand:
         """Count a sequence that needs so many pages when it runs alone."""
         self._change(sequence, num_pages, 1)
         if self._shares and sequence.shares:
-            self._beginnings.add(sequence.prompt_ids)
+            self._beginnings.add(sequence.number, sequence.prompt_ids)
 
     def remove(self, sequence: Sequence, num_pages: int) -> None:
-        """Count it no more; its ``shares`` is what it was when it was added."""
+        """Count it no more."""
         self._change(sequence, -num_pages, -1)
-        self._part(sequence)
-        self._apart.discard(sequence.number)
+        self._beginnings.remove(sequence.number)
 
     def keep_apart(self, sequence: Sequence) -> None:
         """Count the pages of a sequence by themselves, because nobody who begins alike will find them."""
-        self._part(sequence)
-        self._apart.add(sequence.number)
+        self._beginnings.remove(sequence.number)
 
     def pace(self, num_pages: int, max_sequences: int) -> int:
         """Tokens of a pass over texts of all ages, as many as fit ``num_pages``; all that there are where all fit at
@@ -63,10 +60,6 @@ class Demand:
             return num_prompt + self._num_new
         num_together = min(num_pages * self._count / self.num_pages, max_sequences)
         return max(int(num_together * (num_prompt / self._num_new + 1)), _LEAST_PACE)
-
-    def _part(self, sequence: Sequence) -> None:
-        if self._shares and sequence.shares and sequence.number not in self._apart:
-            self._beginnings.remove(sequence.prompt_ids)
 
     def _change(self, sequence: Sequence, num_pages: int, count: int) -> None:
         self._num_own_pages += num_pages

@@ -97,14 +97,15 @@ class PagePool:
         """
         page, key = sequence.pages[sequence.num_named], self._key(sequence, sequence.num_named)
         sequence.num_named += 1
-        if key in self._found:
-            _, sequence.prefix = self._found[key]
+        if page == HOLE:
+            sequence.prefix = self._found[key][1] if key in self._found else next(self._names)
             return
-        sequence.prefix = next(self._names)
-        if page != HOLE:
+        own = page, next(self._names)
+        found = self._found.setdefault(key, own)
+        sequence.prefix = found[1]
+        if found is own:
             assert self._num_users[page] == 1, f"page {page} is published by a sequence that shares it"
             assert self._key_of[page] is None, f"page {page} was published before"
-            self._found[key] = page, sequence.prefix
             self._key_of[page] = key
 
     def drop_before(self, sequence: Sequence, position: int) -> None:

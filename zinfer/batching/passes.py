@@ -59,11 +59,6 @@ class Pass:
     num_lent_pages: int = 0
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that are computed."""
-        return sum(chunk.end - chunk.begin for chunk in self.chunks)
-
-    @property
     def size(self) -> PassSize:
         _, begins, ends, samples = zip(*self.chunks, strict=True)
         num_context = sum(ends)

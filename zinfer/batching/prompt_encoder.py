@@ -61,12 +61,13 @@ class PromptEncoder:
             raise ConfigError("the tokenizer has no chat template; give a prompt as text instead of messages")
         return encode_chat(self._tokenizer, prompt)
 
-    def _check(self, token_ids: Sequence[object], params: SamplingParams) -> None:
+    def _check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         if not token_ids:
             raise ConfigError("the prompt has no tokens; give it one at least")
-        for token_id in token_ids:
-            if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
-                raise ConfigError(f"token ids are whole numbers from 0 to {self._vocab_size - 1}, not {token_id!r}")
+        # Long prompts are looked at one token after the other only where something is wrong with one.
+        if set(map(type, token_ids)) != {int} or not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            wrong = next(each for each in token_ids if type(each) is not int or not 0 <= each < self._vocab_size)
+            raise ConfigError(f"token ids are whole numbers from 0 to {self._vocab_size - 1}, not {wrong!r}")
         if self._most_tokens is not None and len(token_ids) + params.max_new_tokens > self._most_tokens:
             raise ConfigError(
                 f"the prompt's {len(token_ids)} tokens and {params.max_new_tokens} new ones are more than "

@@ -188,13 +188,17 @@ class _PageTables:
 
     def of(self, sequences: Sequence[Text], fewest_pages: int = 0) -> Ints:
         """[sequences, most pages]; whatever is beyond a sequence's pages says nothing."""
-        most = max(fewest_pages, *(len(sequence.pages) for sequence in sequences))
-        self._make_room(len(sequences), most)
+        most = max(fewest_pages, *[len(sequence.pages) for sequence in sequences])
+        if most > self._table.shape[1]:
+            self._begin_anew(len(sequences), most)
         rows = []
-        copies = self._copies
+        copies, height = self._copies, len(self._table)
         for sequence in sequences:
             copied, pages = copies.get(sequence.number), sequence.pages
             if copied is None or copied.pages is not pages or copied.length != len(pages):
+                if copied is None and len(copies) == height:
+                    self._begin_anew(len(sequences), most)
+                    return self.of(sequences, fewest_pages)
                 copied = copies[sequence.number] = self._bring_up(copied, pages)
             rows.append(copied.row)
         return self._table[rows, :most]
@@ -205,12 +209,11 @@ class _PageTables:
         self._table[row, length : len(pages)] = pages[length:]
         return _CopiedPages(row, pages, len(pages))
 
-    def _make_room(self, num_rows: int, num_pages: int) -> None:
-        height, width = self._table.shape
-        if num_pages > width or len(self._copies) + num_rows > height:
-            # Rows of sequences that are gone are given up with the old table.
-            self._copies.clear()
-            self._table = np.zeros((2 * num_rows, max(num_pages + num_pages // 2, width)), dtype=np.int64)
+    def _begin_anew(self, num_rows: int, num_pages: int) -> None:
+        """A table with as much room again; rows of sequences that are gone are given up with the old one."""
+        self._copies.clear()
+        width = max(num_pages + num_pages // 2, self._table.shape[1])
+        self._table = np.zeros((2 * num_rows, width), dtype=np.int64)
 
 
 class _Packed:
