@@ -10,6 +10,10 @@ from hypothesis import settings
 # Triton decides when it is imported and when a kernel is decorated: without a GPU its interpreter runs the kernels.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import interpreting
+
+    interpreting.hasten()
 
 # A loaded machine is slow at times; that is no fault of the property.
 settings.register_profile("zinfer", deadline=None)

@@ -33,7 +33,7 @@ class SharedMemory:
         self.writer = np.full(words, -1)
         self.is_there = np.ones(words, bool)
         self.since = np.full(words, -1)  # the writer's clock when it waited for its copy
-        self.readers: list[set[int]] = [set() for _ in range(words)]  # that may not have finished
+        self.readers = np.zeros((words, num_threads), bool)  # that may not have finished
         self.coming: list[tuple[Array, Array]] = []
         self.num_barriers = 0
 
@@ -55,25 +55,22 @@ class SharedMemory:
     def meet(self, threads: Array) -> None:
         self.num_barriers += 1
         self.clock[threads] += 1
-        for readers in self.readers:
-            readers.difference_update(threads.tolist())
+        self.readers[:, threads] = False
 
     def read(self, address: Array) -> Array:
         at, thread = self._places(address), np.arange(len(address))[:, None]
         writer = self.writer[at]
         has_met = (self.clock[thread] > self.since[at]) & (self.clock[thread] == self.clock[writer])
         assert ((writer < 0) | (self.is_there[at] & ((writer == thread) | has_met))).all(), "read before it is known"
-        for number, words in enumerate(at):
-            for word in words:
-                self.readers[word].add(number)
+        self.readers[at, thread] = True
         return self.data[at]
 
     def _claimed(self, address: Array, threads: Array) -> Array:
         at = self._places(address)
         assert len(np.unique(at)) == at.size, "two threads write to one place"
         assert self.is_there[at].all(), "written to while a copy is on its way"
-        readers = set().union(*(self.readers[word] for word in at.ravel()))
-        assert not readers, f"overwritten while threads {readers} may read"
+        readers = self.readers[at].any((0, 1))
+        assert not readers.any(), f"overwritten while threads {np.nonzero(readers)[0]} may read"
         self.writer[at] = threads[:, None]
         return at
 

@@ -14,14 +14,16 @@ import torch
 from checkpoints import random_prompts, tiny_checkpoint
 from jobs_support import letters_tokenizer, write_rows
 from rich.console import Console
-from store_support import Quantizing, Stopped, contents, document, settings_of, stop_at
+from store_support import Stopped, contents, document, settings_of, stop_at
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
+from typer.testing import CliRunner
 
 import zinfer
 import zinfer.calibration
 from zinfer.calibration import measure_squares
+from zinfer.cli import app
 from zinfer.config import resolve_settings
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.store.calibration import CALIBRATION_NAME, Calibration
@@ -187,16 +189,21 @@ def test_other_prompts_are_another_store(model: Path, prompts: Path, store: Path
 
 
 def test_the_command(model: Path, prompts: Path, store: Path, tmp_path: Path) -> None:
-    made = Quantizing(model, tmp_path / "made", "--bits", "4", "--group-size", "32", "--device", "cpu")
-    code, _, said = made.run("--calibrate", str(tmp_path / "absent.jsonl"))
+    made = ("quantize", "--model", str(model), "--output", str(tmp_path / "made"), "--bits", "4", "--group-size", "32")
+
+    def quantize(calibrate: Path) -> tuple[int, str]:
+        result = CliRunner().invoke(app, [*made, "--device", "cpu", "--calibrate", str(calibrate)])
+        return result.exit_code, result.stderr
+
+    code, said = quantize(tmp_path / "absent.jsonl")
     assert code == 2
     assert "--calibrate" in said
     assert "absent.jsonl: no such file" in said
     bad = write_rows(tmp_path / "bad.jsonl", [{"prompt": "a"}, {"text": "b"}])
-    code, _, said = made.run("--calibrate", str(bad))
+    code, said = quantize(bad)
     assert code == 2
     assert "line 2" in said
-    code, _, said = made.run("--calibrate", str(prompts))
+    code, said = quantize(prompts)
     assert code == 0, said
     assert "Measuring what the weights are multiplied with" in said
     names: list[dict[str, Any]] = [document(folder)["parameters"] for folder in (tmp_path / "made", store)]

@@ -54,9 +54,12 @@ def _storages() -> dict[int, torch.UntypedStorage]:
 def storages() -> Iterator[Storages]:
     gc.collect()
     gc.disable()  # whatever refers to itself stays
+    found = Storages()
+    gc.freeze()  # what was there before is looked through once
     try:
-        yield Storages()
+        yield found
     finally:
+        gc.unfreeze()
         gc.enable()
 
 

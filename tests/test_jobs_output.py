@@ -208,29 +208,35 @@ from zinfer.errors import JobError
 from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.output import OutputFile
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-out = OutputFile(Path(sys.argv[1]))
-out.begin(Manifest({}, {}, {}, {}, ""))
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 row = {"id": "a", "token_ids": list(range(20))}
-try:
-    for _ in range(1000):
-        out.append([row, row])
-except JobError as error:
-    print(error)
+for limit in map(int, sys.argv[2:]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with OutputFile(Path(sys.argv[1]) / f"{limit}.jsonl") as out:
+        out.begin(Manifest({}, {}, {}, {}, ""))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            for _ in range(1000):
+                out.append([row, row])
+        except JobError as error:
+            print(error)
 """
 
 
-@pytest.mark.parametrize("limit_bytes", [1000, 1074, 1200])
-def test_a_file_that_can_grow_no_more_keeps_whole_rows(path: Path, limit_bytes: int) -> None:
+def test_a_file_that_can_grow_no_more_keeps_whole_rows(tmp_path: Path) -> None:
+    limits = (1000, 1074, 1200)
     child = subprocess.run(
-        [sys.executable, "-c", FILL, path, str(limit_bytes)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", FILL, tmp_path, *map(str, limits)], capture_output=True, text=True, check=True
     )
-    assert f"output {path} cannot be written: File too large (errno {errno.EFBIG})" in child.stdout
-    assert "make room and run the same command again to go on" in child.stdout
-    num_bytes = path.stat().st_size
     row_bytes = len(encode_row({"id": "a", "token_ids": list(range(20))}))
-    assert limit_bytes - row_bytes < num_bytes <= limit_bytes
-    assert len(read_rows(path)) == num_bytes // row_bytes
+    said = child.stdout.splitlines()
+    assert len(said) == len(limits)
+    for limit_bytes, line in zip(limits, said, strict=True):
+        path = tmp_path / f"{limit_bytes}.jsonl"
+        assert f"output {path} cannot be written: File too large (errno {errno.EFBIG})" in line
+        assert "make room and run the same command again to go on" in line
+        num_bytes = path.stat().st_size
+        assert limit_bytes - row_bytes < num_bytes <= limit_bytes
+        assert len(read_rows(path)) == num_bytes // row_bytes
 
 
 def test_a_full_disk_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from zinfer.config.listing import CheckpointListing
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.layers import check_classes
 from zinfer.model_class import find_class
+from zinfer.unfilled import Unfilled
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -35,7 +36,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
     config = _load_config(checkpoint)
     try:
         config.dtype = dtype or config.dtype or _commonest_dtype(checkpoint)
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), Unfilled():
             model: PreTrainedModel = find_class(config)._from_config(config, dtype=config.dtype)
     except Exception as error:  # a constructor fails in any way over what a file may say
         raise CheckpointError(
@@ -67,7 +68,7 @@ def compute_buffers(model: nn.Module) -> None:
 
 def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(model, PreTrainedModel):
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), Unfilled():
             return dict(type(model)(model.config).named_buffers())
     stored = model.state_dict().keys()
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in stored]
