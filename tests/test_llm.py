@@ -11,6 +11,7 @@ from llm_support import NUM_NEW, SIZES, alone, by_ids, folder, llm, prompts, tok
 from transformers import AutoModelForCausalLM
 
 from zinfer import LLM, Completion, SamplingParams
+from zinfer.batching.prompt_encoder import PromptEncoder
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo"
 NVME = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
@@ -179,6 +180,26 @@ def test_stop_strings_and_chats() -> None:
         llm.tokenizer.chat_template = "{{ raise_exception('no such role') }}"
         refused = llm.generate([{"role": "user", "content": "1+1="}])[0]
         assert "the chat template refuses them: no such role" in str(refused.error)
+
+
+def test_texts_are_encoded_together_and_a_refused_one_stops_no_other() -> None:
+    texts = ["123+456=", "1+2=", "", "20+30="]
+    with LLM(DEMO / "model", device="cpu", kv_cache_memory="8MB") as llm:
+        encoder = PromptEncoder(llm.tokenizer, 100, None)
+        chat = [{"role": "user", "content": "1+2="}]
+        encoded = encoder.encode_texts([*texts, chat])
+        assert encoded[4] == chat
+        assert encoded[0] == {"prompt_token_ids": llm.tokenizer("123+456=").input_ids}
+        with_refused = [*texts, "\ud800", 3]
+        assert encoder.encode_texts(with_refused) == with_refused
+        alone = [llm.generate([text], SamplingParams(max_new_tokens=8))[0] for text in with_refused]
+        for several in (texts, with_refused):
+            found = llm.generate(several, SamplingParams(max_new_tokens=8))
+            assert [(each.text, each.error) for each in found] == [(each.text, each.error) for each in alone][
+                : len(several)
+            ]
+    assert [each.text for each in alone[:2]] == ["579", "3"]
+    assert "the tokenizer refuses the prompt" in str(alone[4].error)
 
 
 def test_weights_stay_in_pages_that_no_text_needs_until_one_does(

@@ -246,7 +246,8 @@ class LLM:
         call = Call(self._batcher, self._encoder, self.tokenizer, self._end_token_ids)
         self._is_streaming = True
         try:
-            for index, (prompt, own) in enumerate(each):
+            encoded = self._encoder.encode_texts([prompt for prompt, _ in each])
+            for index, (prompt, (_, own)) in enumerate(zip(encoded, each, strict=True)):
                 yield from call.add(index, prompt, own)
             while not call.is_complete:
                 self._check_open()

@@ -1,6 +1,6 @@
 """Prompts to token ids: text, the messages of a chat, or token ids already; and whether they can be used at all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -29,6 +29,21 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._most_tokens = most_tokens
+
+    def encode_texts(self, prompts: Sequence[PromptLike]) -> list[PromptLike]:
+        """The prompts, with token ids for texts: a fast tokenizer spreads many over threads, but not one by one.
+
+        Texts stay as they are where `encode` has something to say of one, which finds what.
+        """
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if self._tokenizer is None or not texts:
+            return list(prompts)
+        try:
+            encoded: Iterator[list[int]] = iter(self._tokenizer(texts).input_ids)
+        except (TypeError, ValueError):
+            return list(prompts)
+        each = ((prompt, next(encoded) if isinstance(prompt, str) else []) for prompt in prompts)
+        return [{"prompt_token_ids": token_ids} if token_ids else prompt for prompt, token_ids in each]
 
     def encode(self, prompt: PromptLike, params: SamplingParams) -> list[int]:
         """The prompt's tokens.
