@@ -1,6 +1,7 @@
 """Graphs where settings, plan and device go with them, or the reason why not."""
 
 import logging
+from typing import Final
 
 import torch
 
@@ -11,6 +12,10 @@ from zinfer.planning.planner import Plan
 
 log = logging.getLogger(__name__)
 
+_MOST_BYTES_A_BLOCK: Final = 64 << 20
+"""Streamed in a pass, for each block of the model: the link takes more than a millisecond for them, and Python 0.6 to
+launch a layer. Where more stream, passes wait for the link whoever launches them."""
+
 
 def open_graphs(
     plan: Plan, settings: Settings, device: torch.device, *, by_default: bool = False
@@ -18,16 +23,16 @@ def open_graphs(
     """What the settings ask for; None where they do not, or where nothing can be replayed.
 
     Args:
-        by_default: whether graphs are wanted where the settings say nothing of them. That they were asked for in vain
-            is a warning.
+        by_default: whether graphs are wanted where the settings say nothing of them, and not so much streams that they
+            would spare no time. That they were asked for in vain is a warning.
     """
     if not (by_default if settings.cuda_graph is None else settings.cuda_graph):
         return None
     recorder = recorder_for(device)
     if recorder is None:
         hindrance = "graphs need a CUDA device"
-    elif plan.num_slots:
-        hindrance = "weights stream, so that their places change; give the device room for all of them"
+    elif settings.cuda_graph is None and plan.streamed_bytes > _MOST_BYTES_A_BLOCK * len(plan.homes):
+        hindrance = "so much streams that passes wait for the link"
     elif settings.check_finite:
         hindrance = "zinfer.check_finite looks at every layer"
     elif settings.batching.kv_cache_tier == "host":
