@@ -54,8 +54,8 @@ class StandIn(TorchDispatchMode):
             if self._tape is None:
                 return attend(query, pages, layout, rule)
             out = query.new_empty((*query.shape[:2], pages.values.shape[3]))
-            args = (out, query, pages, layout, rule)
-            self._tape.append(lambda args=self._own(args): args[0].copy_(attend(*args[1:])))  # type: ignore[misc]
+            place, *args = self._own((out, query, pages, layout, rule))
+            self._tape.append(lambda: place.copy_(attend(*args)))
             return out
 
         with ExitStack() as stack:

@@ -86,9 +86,7 @@ def test_of_an_llm(
 
 @pytest.mark.parametrize("home", ["none", "cpu", "nvme"])
 @pytest.mark.usefixtures("stand_in")
-def test_of_an_llm_that_replays_passes(
-    folder: Path, prompts: list[list[int]], storages: Storages, home: str
-) -> None:
+def test_of_an_llm_that_replays_passes(folder: Path, prompts: list[list[int]], storages: Storages, home: str) -> None:
     config = {"zero_optimization": {"offload_param": {"device": home}}}
     llm = LLM(folder, config, device="cpu", enable_cuda_graph=True, kv_cache_memory="2MB")
     llm.generate(by_ids(prompts[:5]), PARAMS)

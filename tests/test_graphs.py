@@ -242,9 +242,7 @@ def test_what_cannot_be_recorded_is_launched_by_python(
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_engines_that_replay_nothing_say_why(
-    device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_engines_that_replay_nothing_say_why(device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tiny_checkpoint("llama", tmp_path)
     engine = zinfer.init_inference(folder, device=device, enable_cuda_graph=True, check_finite=True)
     assert "check_finite" in caplog.text

@@ -45,7 +45,7 @@ class Recording:
         self._recorder.begin()
 
     def end(self) -> Callable[[], None]:
-        """End a piece; what computes it. Its numbers of masks are no other's: it may not be the one that is replayed."""
+        """End a piece; what computes it. Its numbers of masks are its own: another may be replayed for it."""
         assert self._forget_masks is not None
         self._forget_masks()
         self.num_pieces += 1
