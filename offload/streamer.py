@@ -170,6 +170,11 @@ class Streamer:
         """Blocks that come in every pass, once the others have come to stay."""
         return max(len(self._blocks) - self._num_borrowed, 0)
 
+    @property
+    def passing_bytes(self) -> int:
+        """Of blocks that stay nowhere."""
+        return sum(block.nbytes for index, block in self._blocks.items() if index not in self._staying)
+
     def borrow(self, slots: Iterable[Slot]) -> None:
         """Take more slots, for blocks to stay in; between passes."""
         several = list(slots)

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("stand_in")
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW)
 NUM_TEXTS = 3
 HOST = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+LINK = "so much streams that forwards wait for the link"
 SETTLING = "streamed blocks come to where they are to stay"
 
 
@@ -181,7 +182,9 @@ def test_a_call_that_is_left_in_a_replay(
         assert [each.token_ids for each in llm.generate(by_ids(prompts), GREEDY)] == alone
 
 
-@pytest.mark.parametrize(("most_bytes", "replays"), [(1 << 20, True), (1 << 10, False)])
+@pytest.mark.parametrize(
+    ("most_bytes", "lends", "replays"), [(1 << 20, False, True), (100, False, False), (100, True, True)]
+)
 def test_by_default_where_python_would_be_slower_than_the_link(
     folder: Path,
     prompts: list[list[int]],
@@ -189,10 +192,15 @@ def test_by_default_where_python_would_be_slower_than_the_link(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
     most_bytes: int,
+    lends: bool,
     replays: bool,
 ) -> None:
+    """Blocks that stay in pages stream no more."""
     monkeypatch.setattr(open_graphs, "_MOST_BYTES_A_BLOCK", most_bytes)
-    with LLM(folder, HOST, device=device, kv_cache_memory="1MB") as llm:
+    if not lends:
+        monkeypatch.setattr(InferenceEngine, "can_borrow", lambda self, memory: False)
+    with LLM(folder, HOST, device=device, kv_cache_memory="2MB") as llm:
         for _ in range(2):
             assert llm.generate(by_ids(prompts[:1]), GREEDY)[0].token_ids == alone[0]
-        assert (llm.graphs.replayed > 0) == replays
+        assert (llm.graphs.replayed > 0) == replays, llm.graphs
+        assert (llm.graphs.eager[LINK] > 0) == (most_bytes == 100 and not lends), llm.graphs

@@ -81,6 +81,7 @@ CASES: list[Any] = [
     ("host", 3, INT4),
     ("host", 3, {**INT8, **INJECTED}),
     ("disk", 3, INJECTED),
+    ("host", 3, {"dtype": "fp16", **INJECTED}),
     ("host", 3, {"zinfer": {"synchronous": True}}),
 ]
 

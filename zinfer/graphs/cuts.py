@@ -24,9 +24,13 @@ class Cuts:
     A block may come to any of the slots, so it is recorded for each of them, in the memory of the first: what any of
     them gives lies where the first one's lies. Nothing is streamed for a recording, which computes nothing; a slot's
     place is all that it takes. What a streamed block computes must leave it by what its module gives alone.
+
+    Args:
+        most_bytes: that may stream in a forward which is worth a recording; None: any number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int | None) -> None:
+        self._most_bytes = most_bytes
         self._streamer: Streamer | None = None
         self._recording: Recording | None = None
         self._entered: _Site | None = None
@@ -45,13 +49,15 @@ class Cuts:
         """What the places of blocks depend on; recordings for one serve no other.
 
         Raises:
-            Unrecordable: blocks are on their way to where they will stay.
+            Unrecordable: blocks are on their way to where they will stay, or more stream than was said.
         """
         if self._streamer is None:
             return ()
         staying = self._streamer.staying()
         if staying is None:
             raise Unrecordable("streamed blocks come to where they are to stay")
+        if self._most_bytes is not None and self._streamer.passing_bytes > self._most_bytes:
+            raise Unrecordable("so much streams that forwards wait for the link")
         return staying
 
     @contextmanager

@@ -52,13 +52,14 @@ class ForwardGraphs:
     Args:
         recorder: makes the graphs.
         device: where all tensors lie.
+        most_streamed_bytes: as for `Cuts`.
 
     Attributes:
         cuts: where weights stream.
     """
 
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
-        self.cuts = Cuts()
+    def __init__(self, recorder: Recorder, device: torch.device, most_streamed_bytes: int | None = None) -> None:
+        self.cuts = Cuts(most_streamed_bytes)
         self._recorder = recorder
         self._device = device
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()

@@ -23,22 +23,21 @@ def open_graphs(
     """What the settings ask for; None where they do not, or where nothing can be replayed.
 
     Args:
-        by_default: whether graphs are wanted where the settings say nothing of them, and not so much streams that they
-            would spare no time. That they were asked for in vain is a warning.
+        by_default: whether graphs are wanted where the settings say nothing of them, for forwards that they may make
+            faster. That they were asked for in vain is a warning.
     """
     if not (by_default if settings.cuda_graph is None else settings.cuda_graph):
         return None
     recorder = recorder_for(device)
     if recorder is None:
         hindrance = "graphs need a CUDA device"
-    elif settings.cuda_graph is None and plan.streamed_bytes > _MOST_BYTES_A_BLOCK * len(plan.homes):
-        hindrance = "so much streams that passes wait for the link"
     elif settings.check_finite:
         hindrance = "zinfer.check_finite looks at every layer"
     elif settings.batching.kv_cache_tier == "host":
         hindrance = "the places of keys and values in host memory change"
     else:
-        return ForwardGraphs(recorder, device)
+        most_bytes = _MOST_BYTES_A_BLOCK * len(plan.homes) if settings.cuda_graph is None else None
+        return ForwardGraphs(recorder, device, most_bytes)
     level = logging.WARNING if settings.cuda_graph else logging.DEBUG
     log.log(level, "enable_cuda_graph: %s; Python launches every forward", hindrance)
     return None
