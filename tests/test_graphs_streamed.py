@@ -114,8 +114,8 @@ def test_logits_are_those_of_resident_weights(
 @pytest.mark.gpu
 @pytest.mark.parametrize(("homes", "num_slots"), [("host", 2), ("host", 3), ("disk", 3)])
 def test_kernels_that_begin_early(folder: Path, ids: torch.Tensor, homes: str, num_slots: int) -> None:
-    """In 16 bits products are of kernels that load weights while those ahead still run: never before the block has come,
-    nor while the next one does."""
+    """In 16 bits products are of kernels that load weights while those ahead still run: never before these have come,
+    nor while the next block's do."""
     extra = {"dtype": "fp16", **INJECTED}
     with opened(folder, extra, "cuda") as engine:
         wanted = [logits_of(engine, ids[:1]) for _ in range(CALLS)]
