@@ -199,7 +199,7 @@ def test_by_default_where_python_would_be_slower_than_the_link(
     monkeypatch.setattr(open_graphs, "_MOST_BYTES_A_BLOCK", most_bytes)
     if not lends:
         monkeypatch.setattr(InferenceEngine, "can_borrow", lambda self, memory: False)
-    with LLM(folder, HOST, device=device, kv_cache_memory="2MB") as llm:
+    with LLM(folder, HOST, device=device, kv_cache_memory="2MB", replace_with_kernel_inject=False) as llm:
         for _ in range(2):
             assert llm.generate(by_ids(prompts[:1]), GREEDY)[0].token_ids == alone[0]
         assert (llm.graphs.replayed > 0) == replays, llm.graphs
