@@ -40,6 +40,11 @@ class Slot:
         vacant = stream.mark_compute()
         return [cls(memory[begin : begin + nbytes], vacant, borrowed=True) for begin in begins]
 
+    @property
+    def address(self) -> int:
+        """Where its bytes begin."""
+        return self.buffer.data_ptr()
+
     def views(self, layout: SlabLayout) -> dict[str, torch.nn.Parameter]:
         """The slab's tensors over this slot, made once a layout."""
         if layout not in self._views:

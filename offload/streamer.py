@@ -150,10 +150,30 @@ class Streamer:
         """Whether the block is in use."""
         return block.index in self._held
 
+    def place(self, block: Block) -> Slot:
+        """The slot of a block in use."""
+        return self._held[block.index].slot
+
+    def places(self, block: Block) -> list[Slot]:
+        """The slots that a block may be in when it is waited for, as long as `staying` says the same."""
+        staying = self._staying.get(block.index)
+        return list(self._slots.slots) if staying is None else [staying.slot]
+
+    def staying(self) -> tuple[tuple[int, int], ...] | None:
+        """The blocks that stay in borrowed slots, by index, and where; None while others are to come there."""
+        if self._borrowed or any(use.slot.borrowed for use in self._moving.values()):
+            return None
+        return tuple(sorted((index, use.slot.address) for index, use in self._staying.items()))
+
     @property
     def num_passing(self) -> int:
         """Blocks that come in every pass, once the others have come to stay."""
         return max(len(self._blocks) - self._num_borrowed, 0)
+
+    @property
+    def passing_bytes(self) -> int:
+        """Of blocks that stay nowhere."""
+        return sum(block.nbytes for index, block in self._blocks.items() if index not in self._staying)
 
     def borrow(self, slots: Iterable[Slot]) -> None:
         """Take more slots, for blocks to stay in; between passes."""

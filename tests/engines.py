@@ -54,6 +54,16 @@ def engine_for(
         engine.destroy()
 
 
+def moved(engine: zinfer.InferenceEngine) -> tuple[int, int]:
+    """Bytes copied to the device and read from the disk, with those on their way, of an engine that streams."""
+    assert engine._runtime is not None
+    assert engine._runtime._streamer is not None
+    for use in engine._runtime._streamer._moving.values():
+        use.move.wait()
+    stats = engine.stats()
+    return stats.bytes_to_device, stats.bytes_read_disk
+
+
 @contextmanager
 def loaded(model: Any, config: Any = None, **kwargs: Any) -> Iterator[zinfer.InferenceEngine]:
     """An engine on the CPU over whatever `init_inference` takes."""

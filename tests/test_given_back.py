@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import HOMES, config_for
-from graph_support import StandIn, stand_in
+from graph_support import stand_in
 from llm_support import by_ids, folder, prompts, token_bytes
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -87,10 +87,11 @@ def test_of_an_llm(
     assert storages.left(llm._engine.module) == []
 
 
-def test_of_an_llm_that_replays_passes(
-    folder: Path, prompts: list[list[int]], storages: Storages, stand_in: StandIn
-) -> None:
-    llm = LLM(folder, device="cpu", enable_cuda_graph=True, kv_cache_memory="2MB")
+@pytest.mark.parametrize("home", ["none", "cpu", "nvme"])
+@pytest.mark.usefixtures("stand_in")
+def test_of_an_llm_that_replays_passes(folder: Path, prompts: list[list[int]], storages: Storages, home: str) -> None:
+    config = {"zero_optimization": {"offload_param": {"device": home}}}
+    llm = LLM(folder, config, device="cpu", enable_cuda_graph=True, kv_cache_memory="2MB")
     llm.generate(by_ids(prompts[:5]), PARAMS)
     assert llm.graphs.replayed > 0
     assert storages.look() >= llm.batching.kv_bytes + llm.stats().device_bytes
@@ -195,13 +196,15 @@ def test_of_an_engine(folder: Path, storages: Storages, homes: str) -> None:
     assert storages.left(engine.module) == []
 
 
-def test_of_an_engine_that_replays_forwards(folder: Path, storages: Storages, stand_in: StandIn) -> None:
-    engine = zinfer.init_inference(folder, device="cpu", enable_cuda_graph=True, replace_with_kernel_inject=True)
+@pytest.mark.parametrize("config", [None, HOST])
+@pytest.mark.usefixtures("stand_in")
+def test_of_an_engine_that_replays_forwards(folder: Path, storages: Storages, config: Any) -> None:
+    options = {"enable_cuda_graph": True, "replace_with_kernel_inject": True}
+    engine = zinfer.init_inference(folder, config, device="cpu", **options)
     for _ in range(2):
         engine.generate(INPUT, max_new_tokens=6, do_sample=False)
     assert engine.graphs.replayed > 0
     storages.look()
-    stand_in.caches.clear()
     engine.destroy()
     assert storages.left(engine.module) == []
 

@@ -1,6 +1,7 @@
 """Forwards replayed as graphs: equal tokens, each form recorded once, Python's own launches where none can serve."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ it rounds differently passes through all layers. On an H200 that were 25 steps."
 
 
 @pytest.fixture
-def engine(stand_in: StandIn, device: str, tmp_path: Path) -> zinfer.InferenceEngine:
+def engine(stand_in: object, device: str, tmp_path: Path) -> zinfer.InferenceEngine:
     return zinfer.init_inference(tiny_checkpoint("llama", tmp_path), device=device, enable_cuda_graph=True)
 
 
@@ -98,10 +99,9 @@ def test_keys_and_values_are_written_by_one_kernel(engine: zinfer.InferenceEngin
     engine.destroy()
 
 
-def test_keys_and_values_of_transformers_own(engine: zinfer.InferenceEngine, stand_in: StandIn) -> None:
+def test_keys_and_values_of_transformers_own(engine: zinfer.InferenceEngine) -> None:
     """Those that a caller made are replayed as well."""
     cache = StaticCache(config=engine.module.config, max_cache_len=16)
-    stand_in.caches.append(cache)
     found = []
     for _ in range(3):
         given = engine(input_ids=ids_of(1), past_key_values=cache, attention_mask=torch.ones(1, 9, dtype=torch.long))
@@ -198,37 +198,40 @@ def test_many_tokens_are_launched_by_python(engine: zinfer.InferenceEngine) -> N
     engine.destroy()
 
 
-def refuse(self: object, function: Callable[[], Any]) -> None:
+def refuse(self: object) -> None:
     raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
 
-def break_off(self: object, function: Callable[[], Any]) -> None:
+@contextmanager
+def break_off(self: object) -> Iterator[None]:
     """As torch does: the end of a capture finds it broken off, and raises that in the place of what broke it."""
     try:
-        refuse(self, function)
+        refuse(self)
+        yield
     finally:
         raise RuntimeError("operation failed due to a previous error during capture")
 
 
-def say_nothing(self: object, function: Callable[[], Any]) -> None:
+def say_nothing(self: object) -> None:
     raise NotImplementedError
 
 
 @pytest.mark.parametrize(
-    ("record", "reason"),
+    ("part", "fails", "reason"),
     [
-        (refuse, "operation not permitted when stream is capturing"),
-        (break_off, "operation not permitted when stream is capturing"),
-        (say_nothing, "NotImplementedError"),
+        ("begin", refuse, "operation not permitted when stream is capturing"),
+        ("end", refuse, "operation not permitted when stream is capturing"),
+        ("session", break_off, "operation not permitted when stream is capturing"),
+        ("begin", say_nothing, "NotImplementedError"),
     ],
 )
 @pytest.mark.usefixtures("stand_in")
 def test_what_cannot_be_recorded_is_launched_by_python(
-    engine: zinfer.InferenceEngine, monkeypatch: pytest.MonkeyPatch, record: Callable[..., None], reason: str
+    engine: zinfer.InferenceEngine, monkeypatch: pytest.MonkeyPatch, part: str, fails: Callable[..., Any], reason: str
 ) -> None:
     wanted = greedy(engine.generate, ids_of(1))
     for recorder in (StandIn, CudaRecorder):
-        monkeypatch.setattr(recorder, "record", record)
+        monkeypatch.setattr(recorder, part, fails)
     engine._fittings.caches.close()
     try:
         raise ValueError("what the caller was busy with")
@@ -238,19 +241,11 @@ def test_what_cannot_be_recorded_is_launched_by_python(
     engine.destroy()
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "weights stream"),
-        ({"zinfer": {"check_finite": True}}, "check_finite"),
-    ],
-)
 @pytest.mark.usefixtures("stand_in")
-def test_engines_that_replay_nothing_say_why(
-    device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], reason: str
-) -> None:
-    engine = zinfer.init_inference(tiny_checkpoint("llama", tmp_path), options, device=device, enable_cuda_graph=True)
-    assert reason in caplog.text
+def test_engines_that_replay_nothing_say_why(device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tiny_checkpoint("llama", tmp_path)
+    engine = zinfer.init_inference(folder, device=device, enable_cuda_graph=True, check_finite=True)
+    assert "check_finite" in caplog.text
     greedy(engine.generate, ids_of(1))
     assert engine.graphs.recorded == engine.graphs.replayed == 0
     engine.destroy()
@@ -271,7 +266,8 @@ def test_the_model_is_left_as_it_was(engine: zinfer.InferenceEngine) -> None:
     assert not engine._fittings.caches._caches
 
 
-def test_an_encoder_decoder(stand_in: StandIn, device: str) -> None:
+@pytest.mark.usefixtures("stand_in")
+def test_an_encoder_decoder(device: str) -> None:
     torch.manual_seed(0)
     shape = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB_SIZE}
     model = T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0, eos_token_id=None)).eval()

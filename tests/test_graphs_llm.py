@@ -1,11 +1,12 @@
 """Passes of `zinfer.LLM` that carry a token of a few texts each, replayed: equal tokens, and few forms."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from graph_support import StandIn, stand_in
+from graph_support import stand_in
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_support import NUM_NEW, alone, by_ids, folder, prompts
@@ -26,13 +27,8 @@ GREEDY = SamplingParams(max_new_tokens=NUM_NEW)
 
 
 @pytest.fixture
-def open_llm(stand_in: StandIn, device: str) -> Callable[..., LLM]:
-    def opened(folder: Path, **config: object) -> LLM:
-        llm = LLM(folder, device=device, enable_cuda_graph=True, kv_cache_memory="2MB", **config)
-        stand_in.pages = [part for layer in llm._cache.layers if layer for part in layer.parts()]
-        return llm
-
-    return opened
+def open_llm(stand_in: object, device: str) -> Callable[..., LLM]:
+    return partial(LLM, device=device, enable_cuda_graph=True, kv_cache_memory="2MB")
 
 
 def test_tokens_are_those_alone(
@@ -82,15 +78,6 @@ def test_codes_and_drawn_tokens(
         for _ in range(2):
             assert [each.token_ids for each in llm.generate(by_ids(prompts[:5]), params)] == wanted
         assert llm.graphs.replayed > NUM_NEW
-
-
-def test_streamed_weights_are_launched_by_python(
-    folder: Path, prompts: list[list[int]], alone: list[tuple[int, ...]], open_llm: Callable[..., LLM], device: str
-) -> None:
-    with open_llm(folder, zero_optimization={"offload_param": {"device": "cpu"}}) as llm:
-        assert [each.token_ids for each in llm.generate(by_ids(prompts), GREEDY)] == alone
-        assert llm.graphs.replayed == 0
-        assert llm.stats().streamed_bytes_per_pass > 0
 
 
 def text_of(number: int, length: int, pages: list[int]) -> Text:

@@ -103,6 +103,7 @@ class InferenceEngine(AroundModule):
             cut.files,
             trace=self.trace,
             wrap=self._fittings.wrap,
+            cuts=graphs.cuts if graphs else None,
         )
         self._runtime: Runtime | None = runtime
         self._close = weakref.finalize(self, runtime.close)

@@ -5,8 +5,8 @@ Between uses a streamed parameter is an `AbsentParameter`, so that using it outs
 instead of another block's bytes.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zinfer.absent import AbsentParameter
 from zinfer.cut import ModelBlock
+from zinfer.graphs.cuts import Cuts
 from zinfer.offload.streamer import Streamer
 
 Forward: TypeAlias = Callable[..., Any]
@@ -29,6 +30,7 @@ class StreamingHooks:
         resident: tensors of resident blocks, by block index.
         streamer: moves the others; None when there are none.
         wrap: around the model's own forward.
+        cuts: to be told where blocks are streamed; nothing is streamed while they are recorded.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class StreamingHooks:
         resident: Mapping[int, Mapping[str, nn.Parameter]],
         streamer: Streamer | None,
         wrap: Callable[[Forward], Forward] | None = None,
+        cuts: Cuts | None = None,
     ) -> None:
         self._model = model
+        self._cuts = cuts
         self._blocks = blocks
         self._streamer = streamer
         self._absent = [absent_tensors(block) for block in blocks]
@@ -60,6 +64,9 @@ class StreamingHooks:
                 for site in block.sites:
                     self._handles.append(site.register_forward_pre_hook(self._before(block)))
                     self._handles.append(site.register_forward_hook(self._after(block), always_call=True))
+                    if cuts is not None and streamer is not None:
+                        bind, unbind = partial(self._bind, block), partial(self._unbind, block)
+                        self._handles += cuts.add(site, block.block, streamer, bind, unbind)
 
     def settle(self) -> None:
         """Take out what a call that was cut short has left in; after one that came to its end there is nothing."""
@@ -77,7 +84,7 @@ class StreamingHooks:
             self._unbind(block)
 
     def _one_pass(self, forward: Forward) -> Forward:
-        @functools.wraps(forward)
+        @wraps(forward)
         def one_pass(*args: Any, **kwargs: Any) -> Any:
             if self._in_pass:
                 raise RuntimeError(
@@ -99,7 +106,8 @@ class StreamingHooks:
         assert streamer is not None, f"block {block.block.name} is not resident and nothing streams it"
 
         def bring(site: nn.Module, args: object) -> None:
-            self._bind(block, streamer.wait(block.block))
+            if self._cuts is None or not self._cuts.is_recording:
+                self._bind(block, streamer.wait(block.block))
 
         return bring
 
@@ -108,7 +116,7 @@ class StreamingHooks:
         assert streamer is not None
 
         def let_go(site: nn.Module, args: object, output: object) -> None:
-            if streamer.holds(block.block):  # a wait that failed runs this hook too
+            if streamer.holds(block.block):  # a wait that failed runs this hook too, and so does what is recorded
                 self._unbind(block)
                 streamer.release(block.block)
 

@@ -125,7 +125,7 @@ class LLM:
     @property
     def graphs(self) -> GraphCounts:
         """What has become of the passes of few texts that could be replayed; all zero where none can: on a CPU, with
-        weights that stream, with `enable_cuda_graph` false."""
+        keys and values in host memory, with `enable_cuda_graph` false."""
         return self._graphs.counts if self._graphs else GraphCounts()
 
     def stats(self) -> RunStats:

@@ -12,6 +12,7 @@ from torch import nn
 from zinfer.config import Aio, Settings
 from zinfer.cut import ModelBlock
 from zinfer.errors import ConfigError
+from zinfer.graphs.cuts import Cuts
 from zinfer.hooks import Forward, StreamingHooks, absent_tensors
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.gds import choose_backend
@@ -65,6 +66,7 @@ class Runtime:
         files: the checkpoint's, empty for a model whose weights are in memory.
         trace: where reads, copies and computes are noted.
         wrap: around the model's own forward, inside of what counts passes.
+        cuts: of recorded forwards, where blocks stream.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Runtime:
         *,
         trace: Trace | None = None,
         wrap: Callable[[Forward], Forward] | None = None,
+        cuts: Cuts | None = None,
     ) -> None:
         self._plan = plan
         self._trace = trace
@@ -107,7 +110,7 @@ class Runtime:
             streamed = [block.block for block in blocks if block.block.index in self._homes.sources]
             if streamed:
                 self._streamer = owned.enter_context(closing(self._open_streamer(streamed, settings.synchronous)))
-            self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer, wrap)
+            self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer, wrap, cuts)
             owned.callback(self._hooks.remove)
             self._owned = owned.pop_all()
         self._bytes_read_loading = self._reader.bytes_read

@@ -21,7 +21,7 @@ class PassRunner:
     Args:
         engine: its module's family is one that attends through transformers' interface, or has an attention here.
         cache: with as many layers as the module.
-        graphs: replay what batches compute that have a form; weights and pages must stay where they are.
+        graphs: replay what batches compute that have a form; pages must stay where they are.
 
     Attributes:
         num_passes: batches that were run.

@@ -110,7 +110,7 @@ class Settings:
     kernel_inject: bool | None = None
     """Whether fused kernels take the place of what modules write out; None: where `LLM` runs on a GPU."""
     cuda_graph: bool | None = None
-    """Whether forwards over weights on the device are replayed as CUDA graphs; None: `LLM`'s passes of few texts."""
+    """Whether forwards are replayed as CUDA graphs; None: `LLM`'s passes of few texts, where little streams."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     checkpoint: Path | CheckpointListing | None = None
     block_classes: tuple[BlockClass, ...] = ()

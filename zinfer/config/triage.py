@@ -94,7 +94,8 @@ _INFERENCE: tuple[Key, ...] = (
     honoured(
         "enable_cuda_graph",
         values.flag,
-        "forwards over weights on the device are replayed as CUDA graphs; by default zinfer.LLM's passes of few texts",
+        "forwards are replayed as CUDA graphs, in pieces where weights stream; by default zinfer.LLM's passes of few "
+        "texts, where little streams",
         field="cuda_graph",
     ),
     *no_effect("", TRITON, "use_triton", "triton_autotune"),

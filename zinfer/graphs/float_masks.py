@@ -17,8 +17,10 @@ _recording = threading.Lock()
 
 
 @contextmanager
-def float_masks() -> Iterator[None]:
+def float_masks() -> Iterator[Callable[[], None]]:
     """Let attention that runs inside, in this thread, take the numbers of masks that it has seen before.
+
+    What it yields lets them be forgotten.
 
     transformers looks the function up by the name in a model's config. Some models ask for that name themselves: so it
     stays, and stands for another function meanwhile.
@@ -26,9 +28,9 @@ def float_masks() -> Iterator[None]:
     with _recording:
         local = ALL_ATTENTION_FUNCTIONS._local_mapping
         before = local.get(_NAME)
-        ALL_ATTENTION_FUNCTIONS[_NAME] = _Attention(ALL_ATTENTION_FUNCTIONS[_NAME])
+        ALL_ATTENTION_FUNCTIONS[_NAME] = attention = _Attention(ALL_ATTENTION_FUNCTIONS[_NAME])
         try:
-            yield
+            yield attention.forget
         finally:
             if before is None:
                 del ALL_ATTENTION_FUNCTIONS[_NAME]
@@ -48,6 +50,10 @@ class _Attention:
         self._thread = threading.get_ident()
         self._made: MutableMapping[torch.Tensor, tuple[int, torch.Tensor]] = WeakTensorKeyDictionary()
         """By mask: how often that was changed, and its numbers. A graph's masks and numbers die with its recording."""
+
+    def forget(self) -> None:
+        """Make numbers anew from here on."""
+        self._made.clear()
 
     def __call__(
         self,

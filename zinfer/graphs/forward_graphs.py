@@ -12,13 +12,17 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
+from zinfer.graphs.cuts import Cuts
 from zinfer.graphs.early_sums import EarlySums
-from zinfer.graphs.float_masks import float_masks
 from zinfer.graphs.form import CONSTANTS, Call, Unrecordable
+from zinfer.graphs.inside import Inside
 from zinfer.graphs.recorder import Recorder
+from zinfer.graphs.recording import Recording
 from zinfer.graphs.whole_masks import spared
 
 _MOST_GRAPHS: Final = 32
+_MOST_PIECES: Final = 512
+"""Of all that are kept, unless it is one alone: a driver keeps some device memory for each."""
 _MOST_FORMS: Final = 1024
 """Seen once; a form that has not come again in so many is forgotten."""
 FIRST: Final = "the first of its form"
@@ -29,12 +33,15 @@ class GraphCounts:
     """What has become of the forwards since the engine was made.
 
     Attributes:
-        recorded: graphs made.
-        replayed: forwards that one call launched.
+        recorded: forwards recorded.
+        pieces: graphs that they consist of: one, or where weights stream one for each slot that each streamed block may
+            come to, and those in between.
+        replayed: forwards that were launched as recorded.
         eager: forwards and calls of `generate` that Python launched, by the reason.
     """
 
     recorded: int = 0
+    pieces: int = 0
     replayed: int = 0
     eager: Counter[str] = field(default_factory=Counter)
 
@@ -45,9 +52,14 @@ class ForwardGraphs:
     Args:
         recorder: makes the graphs.
         device: where all tensors lie.
+        most_streamed_bytes: as for `Cuts`.
+
+    Attributes:
+        cuts: where weights stream.
     """
 
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+    def __init__(self, recorder: Recorder, device: torch.device, most_streamed_bytes: int | None = None) -> None:
+        self.cuts = Cuts(most_streamed_bytes)
         self._recorder = recorder
         self._device = device
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
@@ -77,14 +89,14 @@ class ForwardGraphs:
         """What the forward gives, replayed where it can be.
 
         Args:
-            forward: always the same, and depends on nothing that changes but its arguments. Hooks in it see what is not
-                replayed.
+            forward: always the same, and depends on nothing that changes but its arguments, and the places of streamed
+                weights. Hooks in it see what is not replayed.
         """
         try:
             if self._is_off:
                 raise Unrecordable("its layers are looked at")
             call = Call.of(args, kwargs, self._device)
-            graph = self._find(call, forward)
+            graph = self._find(call, (call.form, self.cuts.arrangement()), forward)
         except Unrecordable as error:
             reason = str(error)
         else:
@@ -112,29 +124,37 @@ class ForwardGraphs:
         self._seen.clear()
         self._is_compiled = True
 
-    def _find(self, call: Call, forward: Callable[..., Any]) -> "_Graph":
-        graph = self._graphs.get(call.form)
+    def _find(self, call: Call, form: Hashable, forward: Callable[..., Any]) -> "_Graph":
+        graph = self._graphs.get(form)
         if graph is None:
-            self._expect_again(call.form)
-            graph = self._record(call, forward)
+            self._expect_again(form)
+            graph = self._record(call, form, forward)
             self.counts.recorded += 1
-            self._graphs[call.form] = graph
-            if len(self._graphs) > _MOST_GRAPHS:
+            self.counts.pieces += graph.num_pieces
+            self._graphs[form] = graph
+            while len(self._graphs) > _MOST_GRAPHS or (len(self._graphs) > 1 and self._num_pieces > _MOST_PIECES):
                 self._graphs.popitem(last=False)
-        self._graphs.move_to_end(call.form)
+        self._graphs.move_to_end(form)
         return graph
 
-    def _record(self, call: Call, forward: Callable[..., Any]) -> "_Graph":
+    @property
+    def _num_pieces(self) -> int:
+        return sum(graph.num_pieces for graph in self._graphs.values())
+
+    def _record(self, call: Call, form: Hashable, forward: Callable[..., Any]) -> "_Graph":
         # Where this fails nothing was computed: Python launches it anew, and what is really wrong is raised there.
         handled = sys.exception()
+        sums = nullcontext() if self._is_compiled else EarlySums()  # type: ignore[no-untyped-call]
+        inside = None if self._is_compiled or not self.cuts.are_any else Inside()
+        recording = Recording(self._recorder, inside)
         try:
-            sums = nullcontext() if self._is_compiled else EarlySums()  # type: ignore[no-untyped-call]
-            return _Graph(forward, self._recorder, call, sums)
+            with self.cuts.within(recording):
+                return _Graph(forward, recording, call, sums)
         except (RuntimeError, Unrecordable) as error:
             first = _first_cause(error, handled)
             reason = next(iter(str(first).splitlines()), type(first).__name__)
-            self._seen[call.form] = f"cannot be recorded: {reason}"
-            raise Unrecordable(self._seen[call.form]) from error
+            self._seen[form] = f"cannot be recorded: {reason}"
+            raise Unrecordable(self._seen[form]) from error
 
     def _expect_again(self, form: Hashable) -> None:
         """Let a form pass that has come before, and could then be computed."""
@@ -162,20 +182,21 @@ def _first_cause(error: BaseException, handled: BaseException | None) -> BaseExc
 
 
 class _Graph:
-    """One graph, with the places that it reads and what it leaves."""
+    """One recorded forward, with the places that it reads and what it leaves."""
 
     def __init__(
-        self, forward: Callable[..., Any], recorder: Recorder, call: Call, sums: AbstractContextManager[Any]
+        self, forward: Callable[..., Any], recording: Recording, call: Call, sums: AbstractContextManager[Any]
     ) -> None:
         self.leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves]
         self._places = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         args, kwargs = pytree.tree_unflatten(self.leaves, call.spec)
 
         def compute() -> Any:
-            with sums, float_masks(), spared(call.padding):
+            with sums, spared(call.padding):
                 return forward(*args, **kwargs)
 
-        given, self._replay = recorder.record(compute)
+        given = recording.run(compute)
+        self._steps, self.num_pieces = recording.steps, recording.num_pieces
         self._given, self._spec = pytree.tree_flatten(given)
         known = [id(leaf) for leaf in self.leaves]
         for leaf in self._given:
@@ -185,7 +206,8 @@ class _Graph:
     def replay(self, tensors: list[torch.Tensor]) -> Any:
         for place, tensor in zip(self._places, tensors, strict=True):
             place.copy_(tensor)
-        self._replay()
+        for step in self._steps:
+            step()
         # The next graph may compute in the same memory.
         given = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self._given]
         return pytree.tree_unflatten(given, self._spec)

@@ -1,20 +1,34 @@
-"""Records what is launched, without computing it."""
+"""Records what is launched, without computing it, in pieces that are replayed one by one."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 
 
 class Recorder(Protocol):
-    """Makes replayable what a function computes."""
+    """Makes replayable what its thread launches."""
 
-    def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """What the function gives, with memory that holds nothing yet, and what computes it there, again and again.
+    def session(self) -> AbstractContextManager[None]:
+        """What the pieces of one recording lie within; one that is open at its end is given up."""
+        ...
+
+    def begin(self) -> None:
+        """Begin a piece: what is launched from here on computes nothing, and leaves memory that holds nothing yet.
+
+        Memory that is let go of within a session may be taken again by what is recorded after. So pieces must be
+        replayed in the order in which they were recorded; of several that are recorded one after the other from the
+        same state, one is enough.
+        """
+        ...
+
+    def end(self) -> Callable[[], None]:
+        """End the piece; what computes it, in the same memory, again and again.
 
         Raises:
-            RuntimeError: the function does what cannot be recorded, such as waiting for the device.
+            RuntimeError: something was done that cannot be recorded, such as waiting for the device.
         """
         ...
 
@@ -24,20 +38,44 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs that share their memory, since no two run at once: what one gives holds until the next runs."""
+    """CUDA graphs that share their memory, since no two run at once: what one gives holds until the next runs.
+
+    No kernel of a graph begins before what was enqueued ahead of its launch is done, nor is the graph done before all
+    of them are: launches that need not wait for the kernel before (`kernels/launching.py`) depend so on kernels of
+    their own graph alone.
+    """
 
     def __init__(self) -> None:
         # A pool is gone for good once no graph uses it, and all may be dropped: an empty one keeps it.
         self._keeper: torch.cuda.CUDAGraph | None = None
+        self._open: tuple[torch.cuda.CUDAGraph, torch.cuda.graph] | None = None
 
-    def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """As `Recorder.record`; launches of other threads, such as copies of weights, go on meanwhile."""
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """As `Recorder.session`."""
+        with torch.cuda.stream(torch.cuda.current_stream()):  # torch stays on a capture's when its end fails
+            try:
+                yield
+            finally:
+                if self._open is not None:
+                    self.end()
+
+    def begin(self) -> None:
+        """As `Recorder.begin`; launches of other threads, such as copies of weights, go on meanwhile."""
         if self._keeper is None:
             self._keeper = _empty_graph()
         graph = torch.cuda.CUDAGraph()
-        with _recording(graph, self._keeper.pool()):
-            given = function()
-        return given, graph.replay
+        capture = _recording(graph, self._keeper.pool())
+        capture.__enter__()
+        self._open = graph, capture
+
+    def end(self) -> Callable[[], None]:
+        """As `Recorder.end`."""
+        assert self._open is not None
+        (graph, capture), self._open = self._open, None
+        with warnings.catch_warnings(action="ignore"):  # torch warns of one that is empty, as between two blocks
+            capture.__exit__(None, None, None)
+        return graph.replay
 
     def close(self) -> None:
         """As `Recorder.close`: a pool gives nothing back as long as a graph uses it."""

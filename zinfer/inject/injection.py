@@ -32,7 +32,7 @@ class Injection:
     Args:
         model: its parameters need not be there.
         packs: layers whose weights lie as one matrix, so that one product serves them.
-        replayed: whether forwards are replayed as graphs, over weights that stay where they are.
+        replayed: whether forwards may be replayed as graphs. Weights that are there now stay where they are.
     """
 
     def __init__(self, model: nn.Module, packs: Iterable[Pack] = (), *, replayed: bool = False) -> None:

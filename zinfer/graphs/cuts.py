@@ -1,0 +1,163 @@
+"""Cuts recorded forwards where blocks compute whose weights stream: those have to be waited for, and let go of."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from zinfer.graphs.form import Unrecordable
+from zinfer.graphs.recording import Recording
+from zinfer.offload.block import Block
+from zinfer.offload.streamer import Streamer
+
+Bind: TypeAlias = Callable[[Mapping[str, nn.Parameter]], None]
+
+
+class Cuts:
+    """The streamed blocks of an engine, as steps of recorded forwards.
+
+    A block may come to any of the slots, so it is recorded for each of them, in the memory of the first: what any of
+    them gives lies where the first one's lies. Nothing is streamed for a recording, which computes nothing; a slot's
+    place is all that it takes. What a streamed block computes must leave it by what its module gives alone.
+
+    Args:
+        most_bytes: that may stream in a forward which is worth a recording; None: any number.
+    """
+
+    def __init__(self, most_bytes: int | None) -> None:
+        self._most_bytes = most_bytes
+        self._streamer: Streamer | None = None
+        self._recording: Recording | None = None
+        self._entered: _Site | None = None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether what modules launch now computes nothing."""
+        return self._recording is not None
+
+    @property
+    def are_any(self) -> bool:
+        """Whether anything streams."""
+        return self._streamer is not None
+
+    def arrangement(self) -> Hashable:
+        """What the places of blocks depend on; recordings for one serve no other.
+
+        Raises:
+            Unrecordable: blocks are on their way to where they will stay, or more stream than was said.
+        """
+        if self._streamer is None:
+            return ()
+        staying = self._streamer.staying()
+        if staying is None:
+            raise Unrecordable("streamed blocks come to where they are to stay")
+        if self._most_bytes is not None and self._streamer.passing_bytes > self._most_bytes:
+            raise Unrecordable("so much streams that forwards wait for the link")
+        return staying
+
+    @contextmanager
+    def within(self, recording: Recording) -> Iterator[None]:
+        """Cut what is recorded meanwhile."""
+        self._recording = recording
+        try:
+            yield
+        finally:
+            self._recording = None
+            if self._entered is not None:  # it failed within a block
+                self._entered.unbind()
+                self._entered = None
+
+    def add(
+        self, module: nn.Module, block: Block, streamer: Streamer, bind: Bind, unbind: Callable[[], None]
+    ) -> list[RemovableHandle]:
+        """Cut at the calls of a module. Its hooks give way to these while `is_recording`; they are to be there already.
+
+        Args:
+            block: the streamed one that the module uses.
+            bind, unbind: put tensors of the block into modules, and take them out.
+        """
+        self._streamer = streamer
+        site = _Site(module, block, bind, unbind)
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._recording is not None:
+                self._enter(site, self._recording, streamer)
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, given: Any) -> None:
+            if self._recording is not None:
+                self._leave(site, self._recording, streamer, (args, kwargs), given)
+
+        # First of all that looks at what the module gives: that is recorded behind the block, once.
+        return [
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave, with_kwargs=True, prepend=True),
+        ]
+
+    def _enter(self, site: "_Site", recording: Recording, streamer: Streamer) -> None:
+        if self._entered is not None:
+            raise Unrecordable(f"the streamed block {site.block.name} lies within {self._entered.block.name}")
+        recording.steps.append(recording.end())
+        self._entered = site
+        site.bind(streamer.places(site.block)[0].views(site.block.layout))
+        if recording.inside is not None:
+            recording.inside.begin()
+        recording.begin()
+
+    def _leave(self, site: "_Site", recording: Recording, streamer: Streamer, taken: Any, given: Any) -> None:
+        first, *others = streamer.places(site.block)
+        pieces = {first.address: recording.end()}
+        if recording.inside is not None and recording.inside.end(given):
+            raise Unrecordable(f"something keeps what the streamed block {site.block.name} computes inside")
+        args, kwargs = taken
+        for slot in others:
+            site.bind(slot.views(site.block.layout))
+            recording.begin()
+            _put(given, site.module.forward(*args, **kwargs))
+            pieces[slot.address] = recording.end()
+        site.unbind()
+        self._entered = None
+        recording.steps.append(_Stop(streamer, site.block, pieces))
+        recording.begin()
+
+
+@dataclass(frozen=True, eq=False)
+class _Site:
+    """A module that uses a streamed block."""
+
+    module: nn.Module
+    block: Block
+    bind: Bind
+    unbind: Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Stop:
+    """A streamed block, in the slot that it has come to; by the address of each slot what computes it there.
+
+    It is launched between the wait for the block's copy and the mark behind which the slot may be overwritten.
+    """
+
+    streamer: Streamer
+    block: Block
+    pieces: Mapping[int, Callable[[], None]]
+
+    def __call__(self) -> None:
+        self.streamer.wait(self.block)
+        self.pieces[self.streamer.place(self.block).address]()
+        self.streamer.release(self.block)
+
+
+def _put(places: Any, given: Any) -> None:
+    """Put what a block gives where another recording of it has put the same."""
+    (targets, form), (sources, found) = pytree.tree_flatten(places), pytree.tree_flatten(given)
+    if form != found:
+        raise Unrecordable("a streamed block gives something else each time")
+    for target, source in zip(targets, sources, strict=True):
+        # What it was given, changed or not, is there already.
+        if isinstance(target, torch.Tensor) and target.data_ptr() != source.data_ptr():
+            target.copy_(source)

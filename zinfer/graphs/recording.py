@@ -1,0 +1,52 @@
+"""A forward while it is recorded: pieces, in the order in which they are replayed."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from zinfer.graphs.float_masks import float_masks
+from zinfer.graphs.inside import Inside
+from zinfer.graphs.recorder import Recorder
+
+
+class Recording:
+    """Steps that together compute a forward: one piece, or several where something has to be done between them.
+
+    Args:
+        recorder: makes the pieces.
+        inside: watches what is computed within a part of the forward; None: nobody asks for that.
+
+    Attributes:
+        steps: what computes the forward, one after the other.
+        num_pieces: recorded so far.
+    """
+
+    def __init__(self, recorder: Recorder, inside: Inside | None) -> None:
+        self._recorder = recorder
+        self._forget_masks: Callable[[], None] | None = None
+        self.inside = inside
+        self.steps: list[Callable[[], None]] = []
+        self.num_pieces = 0
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Record a forward; what it gives, with memory that holds nothing yet.
+
+        Raises:
+            RuntimeError, Unrecordable: it cannot be recorded.
+        """
+        with self._recorder.session(), self.inside or nullcontext(), float_masks() as self._forget_masks:
+            self.begin()
+            given = forward()
+            self.steps.append(self.end())
+        return given
+
+    def begin(self) -> None:
+        """Begin a piece."""
+        self._recorder.begin()
+
+    def end(self) -> Callable[[], None]:
+        """End a piece; what computes it. Its numbers of masks are its own: another may be replayed for it."""
+        assert self._forget_masks is not None
+        self._forget_masks()
+        self.num_pieces += 1
+        return self._recorder.end()
