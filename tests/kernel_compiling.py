@@ -178,13 +178,14 @@ def compile_products(dtype: torch.dtype) -> None:
 
 def compile_experts(dtype: torch.dtype) -> None:
     mixture = QWEN3_30B_A3B[0]
-    for tokens, formats in {4: (None, *TYPICAL), 4096: (None, TYPICAL[0], TYPICAL[2])}.items():
+    turned = torch.empty(mixture.experts, mixture.columns, mixture.rows, dtype=dtype, device="meta").transpose(1, 2)
+    codes = [random_experts(format, mixture, dtype, "meta") for format in TYPICAL[:4]]
+    full = random_experts(None, mixture, dtype, "meta")
+    for tokens, weights in {4: (full, codes[0], codes[2], codes[3]), 4096: (turned, codes[0], codes[2])}.items():
         groups = grouped_linear.Groups.of(random_choice(mixture, tokens, "cpu"), mixture.experts)
         x = torch.zeros(tokens, mixture.columns, dtype=dtype)
-        for format in formats:
-            grouped_linear.grouped_linear_kernel(x, random_experts(format, mixture, dtype, "meta"), groups)
-    turned = torch.empty(mixture.experts, mixture.columns, mixture.rows, dtype=dtype, device="meta").transpose(1, 2)
-    grouped_linear.grouped_linear_kernel(x, turned, groups, turned[:, :, 0])
+        for weight in weights:
+            grouped_linear.grouped_linear_kernel(x, weight, groups, turned[:, :, 0])
 
 
 def compile_others(dtype: torch.dtype) -> None:

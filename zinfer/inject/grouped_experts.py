@@ -19,10 +19,11 @@ from zinfer.quantization.parameter import QuantizedParameter
 GROUPED_EXPERTS: Final = "grouped experts"
 
 MOST_BFLOAT16_PAIRS: Final = 512
-"""The most pairs of a token and an expert for which experts in full bfloat16 are multiplied here: more multiply longer
-than they read, which torch's product is made for. Not yet measured."""
+"""The most pairs of a token and an expert for which experts in full bfloat16 are multiplied here and not by torch's
+grouped product: more multiply longer than they read, which that is made for. Not yet measured."""
 
-_TRANSFORMERS_CHOICE: Final = ("grouped_mm", "batched_mm")  # of these it takes one for prompts, the other for decode
+_TORCHS: Final = "grouped_mm"
+_TRANSFORMERS_CHOICE: Final = (_TORCHS, "batched_mm")  # it takes the one by itself, the other while `generate` decodes
 _TRAITS: Final = ("has_gate", "has_bias", "is_transposed", "num_experts", "config")
 _NUM_EXPERTS, _WIDTH, _INNER = 4, 6, 10
 _CHOSEN: Final = ((0, 2), (3, 0), (2, 3), (0, 3), (2, 0))  # not the second
@@ -79,14 +80,16 @@ def _overlaid(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_ours(module: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> bool:
     """Whether the products of these tokens are to be taken here, and not by whatever else the config names."""
-    is_left = module.config._experts_implementation not in _TRANSFORMERS_CHOICE
+    implementation = module.config._experts_implementation
+    is_left = implementation not in _TRANSFORMERS_CHOICE
     if is_left or getattr(module, "_is_expert_parallel", False) or torch.is_autocast_enabled(x.device.type):
         return False
     parameters = [getattr(module, name) for name in _names(module)]
     stored = [_stored(parameter, module.is_transposed) for parameter in parameters]
     if any(each is None or each.dtype != x.dtype or not can_group(each) for each in stored):
         return False
-    is_torchs = all(type(each) is nn.Parameter and each.is_cuda and each.dtype == torch.bfloat16 for each in parameters)
+    are_torchs = all(isinstance(each, torch.Tensor) and each.dtype == torch.bfloat16 for each in stored)
+    is_torchs = are_torchs and x.is_cuda and implementation == _TORCHS
     return not is_torchs or chosen.numel() <= MOST_BFLOAT16_PAIRS
 
 
