@@ -2,7 +2,10 @@
 
 import copy
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +41,15 @@ FRAGMENT_SHAPE = {
 
 def experts_of(model: PreTrainedModel) -> nn.Module:
     return next(module for name, module in model.named_modules() if name.endswith("mlp.experts"))
+
+
+@contextmanager
+def injected(folder: Path, config: dict[str, object], device: str = "cuda", **options: object) -> Iterator[Any]:
+    engine = zinfer.init_inference(folder, config, device=device, replace_with_kernel_inject=True, **options)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -93,10 +105,9 @@ def test_quantized_experts_are_those_of_each_alone(
     for implementation in ("eager", "grouped_mm"):
         section = {"quantization": {**rules, "include": ["experts"]}}
         config = {"zero_optimization": {"offload_param": {"device": "cpu"}}, "zinfer": section}
-        engine = zinfer.init_inference(tmp_path, config, device=device, replace_with_kernel_inject=True)
-        engine.module.set_experts_implementation(implementation)
-        found.append(engine(input_ids=IDS).logits)
-        engine.destroy()
+        with injected(tmp_path, config, device) as engine:
+            engine.module.set_experts_implementation(implementation)
+            found.append(engine(input_ids=IDS).logits)
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
@@ -119,13 +130,12 @@ def test_texts_of_a_mixture_in_float16(rules: dict[str, object] | None, tmp_path
     torch.manual_seed(0)
     MixtralForCausalLM(MixtralConfig(**FRAGMENT_SHAPE, num_local_experts=4)).half().save_pretrained(tmp_path)
     section = {} if rules is None else {"zinfer": {"quantization": {**rules, "include": ["experts"]}}}
-    options = {"device": "cuda", "replace_with_kernel_inject": True}
-    with zinfer.init_inference(tmp_path, section, **options, enable_cuda_graph=True) as engine:
+    with injected(tmp_path, section, enable_cuda_graph=True) as engine:
         assert any(GROUPED in kinds for kinds in engine.injected.values())
         found = engine(input_ids=IDS).logits.float().cpu()
         tokens = engine.generate(input_ids=IDS, max_new_tokens=8, do_sample=False).cpu()
         assert engine.graphs.replayed > 0, engine.graphs
-    with zinfer.init_inference(tmp_path, section, **options) as engine:
+    with injected(tmp_path, section) as engine:
         engine.module.set_experts_implementation("eager")
         wanted = engine(input_ids=IDS).logits.float().cpu()
         logits = engine(input_ids=tokens).logits[:, IDS.shape[1] - 1 : -1].float().cpu()
