@@ -1,5 +1,6 @@
 """How the grouped product of experts is cut into tiles. Chosen by arithmetic, not yet measured."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -57,13 +58,27 @@ def grouped_tiles_for(pairs: int, num_experts: int, rows: int, weight: torch.Ten
     """
     if weight.dtype == torch.float32:
         return _FLOAT32
-    mean = -(-pairs // num_experts)
-    block_tokens = min(max(1 << (mean - 1).bit_length(), FEWEST_TOKENS), MOST_TOKENS)
+    block_tokens = block_tokens_for(pairs, num_experts)
     tiles = (_CODES if isinstance(weight, QuantizedMatrix) else _FULL)[block_tokens]
     least_rows = _LEAST_ROWS if block_tokens == FEWEST_TOKENS else 2 * _LEAST_ROWS
     while tiles.block_rows > least_rows and num_programs(pairs, num_experts, rows, tiles) < _PROGRAMS:
         tiles = replace(tiles, block_rows=tiles.block_rows // 2)
     return tiles
+
+
+def block_tokens_for(pairs: int, num_experts: int) -> int:
+    """Tokens of a tile: the least power of two that holds what an expert has on the average, between 16 and 128."""
+    mean = -(-pairs // num_experts)
+    return min(max(1 << (mean - 1).bit_length(), FEWEST_TOKENS), MOST_TOKENS)
+
+
+def candidates(block_tokens: int) -> Iterator[GroupedTiles]:
+    """Tiles worth measuring for so many tokens of a tile, at most 30."""
+    shapes = [(64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 64, 8), (128, 128, 8)]  # rows, columns, warps
+    shapes += [(256, 64, 8)] if block_tokens >= 64 else [(32, 128, 2), (32, 128, 4), (32, 256, 4), (64, 256, 4)]
+    for rows, columns, warps in shapes:
+        for stages in (3, 4, 6):
+            yield GroupedTiles(block_tokens, rows, columns, warps, stages)
 
 
 def most_token_tiles(pairs: int, num_experts: int, block_tokens: int) -> int:
