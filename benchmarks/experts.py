@@ -38,12 +38,12 @@ from zinfer.kernels.cases import (
 )
 from zinfer.kernels.grouped_linear import (
     ExpertWeights,
-    Groups,
     grouped_linear,
     grouped_linear_kernel,
     grouped_linear_ref,
 )
 from zinfer.kernels.grouped_tiles import block_tokens_for, candidates
+from zinfer.kernels.groups import Groups
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 
 MODELS: Final = {"qwen3": QWEN3_30B_A3B, "mixtral": MIXTRAL_8X7B}

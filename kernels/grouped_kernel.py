@@ -70,7 +70,7 @@ def _store(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + places, tl.trans(sums).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["pairs", "share", "experts", "token_tiles", "odd"])
+@triton.jit(do_not_specialize=["share", "experts", "token_tiles"])
 def grouped_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     stored_ptr,
@@ -80,7 +80,6 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     order_ptr,
     ends_ptr,
-    pairs,
     share,
     experts,
     token_tiles,

@@ -9,7 +9,6 @@ Weights are in full, [experts, rows, columns] with rows or columns beside each o
 multiplied and the sum over each group is scaled (`fused_linear`). Sums are taken in a fixed order, in float32.
 """
 
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import torch
@@ -27,6 +26,7 @@ from zinfer.kernels.grouped_tiles import (
     num_programs,
     step_units,
 )
+from zinfer.kernels.groups import Groups
 from zinfer.kernels.launching import INTERPRETED, on_device
 from zinfer.kernels.quantized import QuantizedMatrix
 
@@ -34,34 +34,6 @@ ExpertWeights: TypeAlias = torch.Tensor | QuantizedMatrix
 """[experts, rows, columns], or a matrix of all experts' rows one below the other."""
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
-
-
-@dataclass(frozen=True, eq=False)
-class Groups:
-    """Pairs of a token and an expert, by experts; all on the device.
-
-    Attributes:
-        order: [pairs] int64: numbers of pairs, those of the first expert first.
-        ends: [experts] int32: where in ``order`` those of each expert end.
-    """
-
-    order: torch.Tensor
-    ends: torch.Tensor
-
-    @classmethod
-    def of(cls, experts: torch.Tensor, num_experts: int) -> "Groups":
-        """For the experts chosen [tokens, of each]; pairs are numbered token after token. Waits for nothing."""
-        found, order = torch.sort(experts.reshape(-1), stable=True)
-        every = torch.arange(num_experts, dtype=found.dtype, device=found.device)
-        return cls(order, torch.searchsorted(found, every, right=True, out_int32=True))
-
-    @property
-    def num_pairs(self) -> int:
-        return self.order.numel()
-
-    @property
-    def num_experts(self) -> int:
-        return self.ends.numel()
 
 
 def can_group(weight: ExpertWeights) -> bool:
@@ -165,7 +137,6 @@ def _launch(
         out,
         groups.order,
         groups.ends,
-        pairs,
         pairs // x.shape[0],
         groups.num_experts,
         most_token_tiles(pairs, groups.num_experts, tiles.block_tokens),

@@ -27,6 +27,7 @@ from zinfer.kernels import (
     gated,
     gemv,
     grouped_linear,
+    groups,
     int8_linear,
     norm,
     paged_attention,
@@ -148,6 +149,7 @@ def stand_in() -> None:
         added: ["_added_kernel"],
         gemv: ["_gemv_kernel"],
         grouped_linear: ["grouped_kernel"],
+        groups: ["_order_kernel"],
         write_static: ["_write_static_kernel"],
     }
     for module, kernels in names.items():
@@ -182,10 +184,10 @@ def compile_experts(dtype: torch.dtype) -> None:
     codes = [random_experts(format, mixture, dtype, "meta") for format in TYPICAL[:4]]
     full = random_experts(None, mixture, dtype, "meta")
     for tokens, weights in {4: (full, codes[0], codes[2], codes[3]), 4096: (turned, codes[0], codes[2])}.items():
-        groups = grouped_linear.Groups.of(random_choice(mixture, tokens, "cpu"), mixture.experts)
+        found = groups.groups_kernel(random_choice(mixture, tokens, "cpu"), mixture.experts)
         x = torch.zeros(tokens, mixture.columns, dtype=dtype)
         for weight in weights:
-            grouped_linear.grouped_linear_kernel(x, weight, groups, turned[:, :, 0])
+            grouped_linear.grouped_linear_kernel(x, weight, found, turned[:, :, 0])
 
 
 def compile_others(dtype: torch.dtype) -> None:

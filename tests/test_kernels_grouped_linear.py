@@ -23,13 +23,13 @@ from zinfer.kernels.cases import (
 )
 from zinfer.kernels.grouped_linear import (
     ExpertWeights,
-    Groups,
     can_group,
     grouped_linear,
     grouped_linear_kernel,
     grouped_linear_ref,
 )
 from zinfer.kernels.grouped_tiles import GroupedTiles, grouped_tiles_for, most_token_tiles
+from zinfer.kernels.groups import Groups, groups_kernel, groups_ref
 from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 
@@ -179,6 +179,31 @@ def test_groups_are_of_one_expert_each() -> None:
     empty = Groups.of(torch.zeros(0, 2, dtype=torch.int64), 3)
     assert empty.ends.tolist() == [0, 0, 0]
     assert grouped_linear(torch.zeros(0, 8), torch.zeros(3, 5, 8), empty).shape == (0, 5)
+
+
+@given(
+    tokens=st.integers(0, 90),
+    chosen=st.integers(1, 4),
+    experts=st.sampled_from([1, 4, 8, 33, 128]),
+    skew=st.sampled_from([1, 3, 40]),
+)
+@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+def test_few_pairs_are_put_in_order_by_a_kernel(tokens: int, chosen: int, experts: int, skew: int) -> None:
+    device = "cpu" if INTERPRETED else "cuda"
+    choice = torch.rand(tokens, chosen, device=device).pow(skew).mul(experts).long()
+    found, wanted = groups_kernel(choice, experts), groups_ref(choice, experts)
+    assert torch.equal(found.order, wanted.order)
+    assert torch.equal(found.ends, wanted.ends)
+    assert (found.order.dtype, found.ends.dtype) == (wanted.order.dtype, wanted.ends.dtype)
+
+
+@pytest.mark.gpu
+def test_pairs_by_the_kernel_and_by_torch() -> None:
+    for tokens in (1, 16, 1000, 1025, 4096):
+        choice = random_choice(QWEN3_30B_A3B[0], tokens, "cuda")
+        found, wanted = Groups.of(choice, 128), groups_ref(choice.cpu(), 128)
+        assert torch.equal(found.order.cpu(), wanted.order)
+        assert torch.equal(found.ends.cpu(), wanted.ends)
 
 
 @pytest.mark.parametrize("format", FORMS, ids=str)
