@@ -9,6 +9,7 @@ Weights are in full, [experts, rows, columns] with rows or columns beside each o
 multiplied and the sum over each group is scaled (`fused_linear`). Sums are taken in a fixed order, in float32.
 """
 
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import torch
@@ -105,6 +106,38 @@ def grouped_linear_kernel(
     return out
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """Weights as the kernel reads them: ``stride`` is from row to row, or of transposed ones from column to column."""
+
+    form: str
+    values: torch.Tensor
+    expert_stride: int
+    stride: int
+    block: int
+    transposed: bool = False
+    is_float: bool = False
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, weight: ExpertWeights, rows: int, tiles: GroupedTiles) -> "_Stored":
+        if not isinstance(weight, QuantizedMatrix):
+            transposed = weight.stride(1) == 1 and weight.stride(2) != 1
+            values = weight if transposed or weight.stride(2) == 1 else weight.contiguous()
+            strides = values.stride(0), values.stride(2 if transposed else 1)
+            return cls("full", values, *strides, tiles.block_columns, transposed)
+        codes, zeros = kernel_codes(weight), None if weight.zeros is None else weight.zeros.contiguous()
+        form = "fragments" if weight.format.in_fragments else "nibbles" if weight.format.bits == 4 else "bytes"
+        strides = rows * codes.shape[1], codes.shape[1]
+        block, scales = step_units(weight, tiles), weight.scales.contiguous()
+        return cls(form, codes, *strides, block, is_float=weight.format.is_float, scales=scales, zeros=zeros)
+
+    @property
+    def num_groups(self) -> int:
+        return 1 if self.scales is None else self.scales.shape[1]
+
+
 def _launch(
     x: torch.Tensor,
     weight: ExpertWeights,
@@ -115,24 +148,14 @@ def _launch(
 ) -> None:
     """Fill out [pairs, rows] for x [tokens or pairs, columns]."""
     pairs, rows = out.shape
-    form = _form_of(weight)
-    lines = _in_order(x, form)
-    width = lines.shape[-1]
-    if isinstance(weight, QuantizedMatrix):
-        stored, scales, zeros = kernel_codes(weight), weight.scales.contiguous(), weight.zeros
-        expert_stride, stride, transposed = rows * stored.shape[1], stored.shape[1], False
-        num_groups, block = scales.shape[1], step_units(weight, tiles)
-        is_float = weight.format.is_float
-    else:
-        transposed = weight.stride(1) == 1 and weight.stride(2) != 1
-        stored = weight if transposed or weight.stride(2) == 1 else weight.contiguous()
-        expert_stride, stride = stored.stride(0), stored.stride(2 if transposed else 1)
-        scales, zeros, num_groups, block, is_float = None, None, 1, tiles.block_columns, False
+    stored = _Stored.of(weight, rows, tiles)
+    lines = _in_order(x, stored.form)
+    width, num_groups = lines.shape[-1], stored.num_groups
     grouped_kernel[(num_programs(pairs, groups.num_experts, rows, tiles),)](
         lines,
-        stored,
-        scales,
-        None if zeros is None else zeros.contiguous(),
+        stored.values,
+        stored.scales,
+        stored.zeros,
         None if bias is None else bias.contiguous(),
         out,
         groups.order,
@@ -142,33 +165,25 @@ def _launch(
         most_token_tiles(pairs, groups.num_experts, tiles.block_tokens),
         rows,
         width,
-        expert_stride,
-        stride,
+        stored.expert_stride,
+        stored.stride,
         num_groups,
         lines[0].numel(),
-        FORM=form,
-        IS_FLOAT=is_float,
+        FORM=stored.form,
+        IS_FLOAT=stored.is_float,
         IS_BFLOAT=x.dtype == torch.bfloat16,
         ONE_GROUP=num_groups == 1,
-        STEPS_PER_GROUP=1 if num_groups == 1 else width // num_groups // block,
-        EVEN=width % block == 0,
-        TRANSPOSED=transposed,
+        STEPS_PER_GROUP=1 if num_groups == 1 else width // num_groups // stored.block,
+        EVEN=width % stored.block == 0,
+        TRANSPOSED=stored.transposed,
         EXPERTS=triton.next_power_of_2(groups.num_experts),
         BLOCK_TOKENS=tiles.block_tokens,
         BLOCK_ROWS=tiles.block_rows,
-        BLOCK=block,
+        BLOCK=stored.block,
         COMPILED=not INTERPRETED,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-
-
-def _form_of(weight: ExpertWeights) -> str:
-    if not isinstance(weight, QuantizedMatrix):
-        return "full"
-    if weight.format.in_fragments:
-        return "fragments"
-    return "nibbles" if weight.format.bits == 4 else "bytes"
 
 
 def _in_order(x: torch.Tensor, form: str) -> torch.Tensor:

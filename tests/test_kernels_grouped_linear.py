@@ -235,13 +235,14 @@ def test_experts_without_tokens_are_not_dequantized(monkeypatch: pytest.MonkeyPa
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("format", TYPICAL, ids=str)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("mixture", [*QWEN3_30B_A3B, MIXTRAL_8X7B[1]], ids=str)
+@pytest.mark.parametrize(
+    ("mixture", "dtype"), [(QWEN3_30B_A3B[1], torch.bfloat16), (MIXTRAL_8X7B[1], torch.float16)], ids=str
+)
 def test_large_products(format: QuantFormat | None, dtype: torch.dtype, mixture: Mixture) -> None:
     torch.manual_seed(0)
     weight = random_experts(format, mixture, dtype, "cuda")
     assert can_group(weight)
-    for tokens in (1, 16, 100, 1024):
+    for tokens in (1, 40, 1024):
         groups = Groups.of(random_choice(mixture, tokens, "cuda"), mixture.experts)
         x = torch.randn(tokens, mixture.columns, dtype=dtype, device="cuda")
         found = grouped_linear(x, weight, groups)
