@@ -17,6 +17,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import zinfer
+from zinfer import LLM, SamplingParams
 from zinfer.inject import grouped_experts
 from zinfer.inject.experts import overlay_experts
 from zinfer.inject.grouped_experts import overlay_grouped_experts
@@ -109,6 +110,24 @@ def test_quantized_experts_are_those_of_each_alone(
             engine.module.set_experts_implementation(implementation)
             found.append(engine(input_ids=IDS).logits)
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_texts_of_quantized_experts_in_ragged_passes(family: str, tmp_path: Path, device: str) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    config = {"zinfer": {"quantization": {"bits": 8, "group_size": 16, "include": ["experts"]}}}
+    with injected(tmp_path, config, device) as engine:
+        wanted = [engine.generate(input_ids=row[None], max_new_tokens=8, do_sample=False) for row in IDS]
+        tokens = [each[0, IDS.shape[1] :].tolist() for each in wanted]
+    assert min(len(set(each)) for each in tokens) > 2
+    for homes in ("none", "cpu"):
+        options = {"device": device, "kv_cache_memory": "2MB", "replace_with_kernel_inject": True}
+        offload = {"zero_optimization": {"offload_param": {"device": homes}}}
+        with LLM(tmp_path, config | offload, **options) as llm:
+            assert any(GROUPED in kinds for kinds in llm.injected.values())
+            params = SamplingParams(max_new_tokens=8)
+            found = llm.generate([{"prompt_token_ids": row.tolist()} for row in IDS], params)
+            assert [list(each.token_ids) for each in found] == tokens
 
 
 def test_quantized_experts_that_lie_transposed_are_dequantized(tmp_path: Path, device: str) -> None:
