@@ -12,7 +12,7 @@ python3 -m pytest -q -m gpu -p no:cacheprovider --durations=5 tests 2>&1 | tee "
 python3 -m zinfer run --model examples/demo/model --input examples/demo/prompts.jsonl --output "$out/demo.jsonl" \
     --config examples/demo/config.json --device cuda --max-new-tokens 8 --restart 2>&1 | tee "$out/demo.log" || status=1
 python3 scripts/check_demo.py "$out/demo.jsonl" | tee -a "$out/demo.log" || status=1
-for name in stream load disk quantized kernels attention job peers; do
+for name in stream load disk quantized kernels experts attention job peers; do
     python3 "benchmarks/$name.py" --out "$out/$name.json" 2>&1 | tee "$out/$name.log" || status=1
 done
 exit "$status"

@@ -6,6 +6,8 @@ from typing import Final
 import torch
 
 from zinfer.kernels.dequantize import dequantize_ref
+from zinfer.kernels.grouped_linear import ExpertWeights, grouped_linear_ref
+from zinfer.kernels.groups import Groups
 from zinfer.kernels.quantized import FLOAT8, FRAGMENT_GROUPS, QuantFormat, QuantizedMatrix
 
 FORMATS: Final = (
@@ -57,6 +59,21 @@ LARGE: Final = (Shape(1, 28672, 7168), Shape(16, 7168, 28672), Shape(33, 1000, 4
 """A feed-forward block of a model of width 7168, and what no tile divides; for a GPU."""
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Of a product of experts: x [tokens, columns], ``chosen`` of the experts' matrices [rows, columns] for each."""
+
+    experts: int
+    chosen: int
+    rows: int
+    columns: int
+
+
+QWEN3_30B_A3B: Final = (Mixture(128, 8, 1536, 2048), Mixture(128, 8, 2048, 768))
+"""Gate and up in one, and down; of fragments."""
+MIXTRAL_8X7B: Final = (Mixture(8, 2, 28672, 4096), Mixture(8, 2, 4096, 14336))
+
+
 def fits(format: QuantFormat, shape: Shape) -> bool:
     """Whether a matrix of the shape can be stored in the format."""
     try:
@@ -64,6 +81,11 @@ def fits(format: QuantFormat, shape: Shape) -> bool:
     except ValueError:
         return False
     return True
+
+
+def fits_experts(format: QuantFormat | None, mixture: Mixture) -> bool:
+    """Whether each expert's matrix can be stored in the format; None is in full."""
+    return format is None or fits(format, Shape(1, mixture.rows, mixture.columns))
 
 
 def random_matrix(
@@ -98,3 +120,26 @@ def allowed_error(x: torch.Tensor, matrix: QuantizedMatrix, wanted: torch.Tensor
     place = torch.finfo(wanted.dtype).eps
     magnitudes = x.double().abs() @ dequantize_ref(matrix, torch.float64).abs().T
     return place * wanted.double().abs() + magnitudes * (2**-18 + (place / 2 if rounds else 0)) + 1e-7
+
+
+def random_experts(
+    format: QuantFormat | None, mixture: Mixture, dtype: torch.dtype, device: torch.device | str
+) -> ExpertWeights:
+    """Of experts in full [experts, rows, columns], or as `random_matrix` of all rows."""
+    if format is not None:
+        return random_matrix(format, mixture.experts * mixture.rows, mixture.columns, dtype, device)
+    shape = mixture.experts, mixture.rows, mixture.columns
+    return torch.empty(shape, dtype=dtype, device=device).normal_(std=_TYPICAL_SCALE)
+
+
+def random_choice(mixture: Mixture, tokens: int, device: torch.device | str) -> torch.Tensor:
+    """Different experts for each token, [tokens, chosen]."""
+    return torch.rand(tokens, mixture.experts, device=device).topk(mixture.chosen).indices
+
+
+def grouped_allowed_error(x: torch.Tensor, weight: ExpertWeights, groups: Groups, wanted: torch.Tensor) -> torch.Tensor:
+    """As `allowed_error` with ``wanted`` [pairs, rows], nothing but the result being rounded."""
+    matrix = weight if isinstance(weight, torch.Tensor) else dequantize_ref(weight, torch.float64)
+    values = matrix.double().abs().reshape(groups.num_experts, -1, x.shape[1])
+    magnitudes = grouped_linear_ref(x.double().abs(), values, groups)
+    return torch.finfo(x.dtype).eps * wanted.double().abs() + magnitudes * 2**-18 + 1e-7

@@ -37,6 +37,13 @@ def codes_in_rows(codes: torch.Tensor) -> torch.Tensor:
     return (pairs[..., 0] | pairs[..., 1] << 4).reshape(rows, width)
 
 
+def columns_in_fragments(x: torch.Tensor) -> torch.Tensor:
+    """x [tokens, columns] with its columns as the bytes of a row's codes lie: the product's sums run the same way."""
+    tokens, columns = x.shape
+    steps = x.view(tokens, columns // _STEP, *_COLUMNS)
+    return steps.permute(0, 1, 3, 2, 4, 6, 5).reshape(tokens, columns)
+
+
 def scales_in_fragments(scales: torch.Tensor) -> torch.Tensor:
     """Scales of whole blocks, [rows, groups], from the order of rows."""
     rows, groups = scales.shape

@@ -26,6 +26,8 @@ from zinfer.kernels import (
     fused_linear,
     gated,
     gemv,
+    grouped_linear,
+    groups,
     int8_linear,
     norm,
     paged_attention,
@@ -35,7 +37,16 @@ from zinfer.kernels import (
     write_static,
 )
 from zinfer.kernels.attention_cases import AttentionCase, attention_call
-from zinfer.kernels.cases import FRAGMENTS, TYPICAL, Shape, random_input, random_matrix
+from zinfer.kernels.cases import (
+    FRAGMENTS,
+    QWEN3_30B_A3B,
+    TYPICAL,
+    Shape,
+    random_choice,
+    random_experts,
+    random_input,
+    random_matrix,
+)
 from zinfer.kernels.quantized import QuantFormat
 
 SEGMENTS = ((1, 1600), (40, 300))
@@ -111,6 +122,7 @@ def early_accesses(ptx: str, is_dependent: bool) -> list[str]:
 def main(dtype: torch.dtype) -> None:
     stand_in()
     compile_products(dtype)
+    compile_experts(dtype)
     compile_others(dtype)
     for case in ATTENTION:
         if case.dtype == dtype:
@@ -136,6 +148,8 @@ def stand_in() -> None:
         activation: ["_activation_kernel"],
         added: ["_added_kernel"],
         gemv: ["_gemv_kernel"],
+        grouped_linear: ["grouped_kernel"],
+        groups: ["_order_kernel"],
         write_static: ["_write_static_kernel"],
     }
     for module, kernels in names.items():
@@ -162,6 +176,18 @@ def compile_products(dtype: torch.dtype) -> None:
         matrix = random_matrix(QuantFormat(8), 1024, columns, dtype, "cpu")
         x, bias = random_input(Shape(300, 1024, columns), dtype, "cpu")
         int8_linear.int8_linear_kernel(x, matrix, bias)
+
+
+def compile_experts(dtype: torch.dtype) -> None:
+    mixture = QWEN3_30B_A3B[0]
+    turned = torch.empty(mixture.experts, mixture.columns, mixture.rows, dtype=dtype, device="meta").transpose(1, 2)
+    codes = [random_experts(format, mixture, dtype, "meta") for format in TYPICAL[:4]]
+    full = random_experts(None, mixture, dtype, "meta")
+    for tokens, weights in {4: (full, codes[0], codes[2], codes[3]), 4096: (turned, codes[0], codes[2])}.items():
+        found = groups.groups_kernel(random_choice(mixture, tokens, "cpu"), mixture.experts)
+        x = torch.zeros(tokens, mixture.columns, dtype=dtype)
+        for weight in weights:
+            grouped_linear.grouped_linear_kernel(x, weight, found, turned[:, :, 0])
 
 
 def compile_others(dtype: torch.dtype) -> None:

@@ -21,8 +21,8 @@ from zinfer.graphs.forward_graphs import FIRST
 
 __all__ = ["alone", "folder", "prompts", "stand_in"]  # fixtures
 
-COPYING = ("bloom", "deepseek_v2", "mixtral")
-"""Whose code copies from the CPU, or waits for the device, in each forward."""
+COPYING = ("bloom",)
+"""Whose code copies from the CPU in each forward."""
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW)
 
 

@@ -23,7 +23,14 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
     assert [child.returncode for child in children] == [0, 0], [errors for _, errors in printed]
     lines = [line.split() for output, _ in printed for line in output.splitlines()]
     kernels = {line[0] for line in lines}
-    on_tensor_cores = {"_fused_kernel", "fragment_kernel", "_int8_kernel", "_decode_kernel", "_prompt_kernel"}
+    on_tensor_cores = {
+        "_fused_kernel",
+        "fragment_kernel",
+        "grouped_kernel",
+        "_int8_kernel",
+        "_decode_kernel",
+        "_prompt_kernel",
+    }
     others = {
         "_dequantize_kernel",
         "_fragments_kernel",
@@ -37,6 +44,7 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
         "_activation_kernel",
         "_added_kernel",
         "_gemv_kernel",
+        "_order_kernel",
         "_write_static_kernel",
     }
     assert kernels == on_tensor_cores | others

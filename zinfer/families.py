@@ -8,7 +8,8 @@ from zinfer.batching.adapters import is_known
 _RMS: Final = "RMS norm"
 _HALVES: Final = "rotation by halves"
 _SILU, _GELU = "gated MLP, silu", "gated MLP, gelu_tanh"
-_EXPERTS: Final = "gated experts, silu"
+_GROUPED: Final = "grouped experts"
+_EXPERTS: Final = ("gated experts, silu", _GROUPED)
 _ACTIVATION: Final = "activation, gelu_tanh"
 
 
@@ -20,7 +21,8 @@ class Family:
         name: as people know it.
         model_type: as config.json has it, of the first class.
         classes: of transformers that `architectures` may name, all tested; the first is an example of the others.
-        fused: what fused kernels compute in its modules, as `InferenceEngine.injected` tells, products left out.
+        fused: what fused kernels compute in its modules, as `InferenceEngine.injected` tells, products of linear layers
+            left out.
         is_tensor_parallel: whether its layers can be cut over several devices.
     """
 
@@ -47,8 +49,8 @@ FAMILIES: Final = (
     _causal("BLOOM", "bloom", "Bloom", _ACTIVATION),
     Family("CLIP", "clip", ("CLIPModel", "CLIPTextModel", "CLIPVisionModel"), ("activation, gelu_quick",)),
     _causal("Cohere", "cohere", "Cohere", "layer norm without bias", "rotation of neighbours", _SILU),
-    _causal("DeepSeek-V2", "deepseek_v2", "DeepseekV2", _RMS, _SILU, _EXPERTS),
-    _causal("DeepSeek-V3", "deepseek_v3", "DeepseekV3", _RMS, _HALVES, _SILU, _EXPERTS),
+    _causal("DeepSeek-V2", "deepseek_v2", "DeepseekV2", _RMS, _SILU, *_EXPERTS),
+    _causal("DeepSeek-V3", "deepseek_v3", "DeepseekV3", _RMS, _HALVES, _SILU, *_EXPERTS),
     Family(
         "DistilBERT", "distilbert", ("DistilBertModel", "DistilBertForMaskedLM", "DistilBertForSequenceClassification")
     ),
@@ -62,11 +64,11 @@ FAMILIES: Final = (
     _causal("GPT-J", "gptj", "GPTJ", _ACTIVATION),
     _causal("GPT-Neo", "gpt_neo", "GPTNeo", _ACTIVATION),
     _causal("GPT-NeoX", "gpt_neox", "GPTNeoX", _HALVES),
-    _causal("gpt-oss", "gpt_oss", "GptOss", _RMS),
+    _causal("gpt-oss", "gpt_oss", "GptOss", _RMS, _GROUPED),
     _causal("Granite", "granite", "Granite", _RMS, _HALVES, _SILU),
     _causal("LLaMA", "llama", "Llama", _RMS, _HALVES, _SILU),
     _causal("Mistral", "mistral", "Mistral", _RMS, _HALVES, _SILU),
-    _causal("Mixtral", "mixtral", "Mixtral", _RMS, _HALVES, _EXPERTS),
+    _causal("Mixtral", "mixtral", "Mixtral", _RMS, _HALVES, *_EXPERTS),
     _causal("MPT", "mpt", "Mpt"),
     Family("mT5", "mt5", ("MT5ForConditionalGeneration", "MT5EncoderModel"), (_RMS, _ACTIVATION)),
     _causal("OLMo-2", "olmo2", "Olmo2", _RMS, _HALVES, _SILU),
@@ -75,7 +77,7 @@ FAMILIES: Final = (
     _causal("Phi-3", "phi3", "Phi3", _RMS, _HALVES, _SILU),
     _causal("Qwen2", "qwen2", "Qwen2", _RMS, _HALVES, _SILU),
     _causal("Qwen3", "qwen3", "Qwen3", _RMS, _HALVES, _SILU),
-    _causal("Qwen3-MoE", "qwen3_moe", "Qwen3Moe", _RMS, _HALVES, _EXPERTS),
+    _causal("Qwen3-MoE", "qwen3_moe", "Qwen3Moe", _RMS, _HALVES, *_EXPERTS),
     Family("RoBERTa", "roberta", ("RobertaModel", "RobertaForMaskedLM", "RobertaForSequenceClassification")),
     _causal("StableLM", "stablelm", "StableLm", _HALVES, _SILU),
     _causal("StarCoder2", "starcoder2", "Starcoder2", _HALVES),

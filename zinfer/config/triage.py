@@ -77,8 +77,8 @@ _INFERENCE: tuple[Key, ...] = (
     honoured(
         "replace_with_kernel_inject",
         values.flag,
-        "norms, rotations, activations and gated MLPs are computed by fused kernels, products of one input as one; by "
-        "default those of zinfer.LLM on a GPU",
+        "norms, rotations, activations and gated MLPs are computed by fused kernels, products of one input as one, and "
+        "those of all experts; by default those of zinfer.LLM on a GPU",
         "kernel_inject",
         field="kernel_inject",
     ),

@@ -10,6 +10,7 @@ from torch import nn
 from zinfer.inject.activations import overlay_activation
 from zinfer.inject.experts import overlay_experts
 from zinfer.inject.gates import overlay_gate
+from zinfer.inject.grouped_experts import overlay_grouped_experts
 from zinfer.inject.norms import overlay_layer_norm, overlay_norm
 from zinfer.inject.overlay import Overlay
 from zinfer.inject.packs import Pack
@@ -17,7 +18,14 @@ from zinfer.inject.products import overlay_product, product, turn_rows
 from zinfer.inject.rotations import overlay_rotation
 from zinfer.inject.shared_product import SharedProduct
 
-_FINDERS: Final = (overlay_norm, overlay_gate, overlay_experts, overlay_rotation, overlay_activation)
+_FINDERS: Final = (
+    overlay_norm,
+    overlay_gate,
+    overlay_experts,
+    overlay_grouped_experts,
+    overlay_rotation,
+    overlay_activation,
+)
 _FINDERS_REPLAYED: Final = (*_FINDERS, overlay_layer_norm, overlay_product)
 """Also what is worth it only where Python need not launch it."""
 
@@ -38,8 +46,11 @@ class Injection:
     def __init__(self, model: nn.Module, packs: Iterable[Pack] = (), *, replayed: bool = False) -> None:
         free = {name: module for name, module in model.named_modules() if "forward" not in module.__dict__}
         finders = _FINDERS_REPLAYED if replayed else _FINDERS
-        found = {name: (module, _find(module, finders)) for name, module in free.items()}
-        self._overlaid = {name: (module, overlay) for name, (module, overlay) in found.items() if overlay is not None}
+        self._overlaid = {
+            (name, method): (module, overlay)
+            for name, module in free.items()
+            for method, overlay in _find(module, finders).items()
+        }
         if replayed:
             turn_rows(model)
         for pack in packs:
@@ -50,8 +61,11 @@ class Injection:
     @property
     def injected(self) -> dict[str, str]:
         """The modules that compute by a kernel now, by name, and what is fused in each."""
-        overlaid = self._overlaid.items()
-        return {name: overlay.kind for name, (module, overlay) in overlaid if overlay.kind and overlay.is_on(module)}
+        kinds: dict[str, list[str]] = {}
+        for (name, _), (module, overlay) in self._overlaid.items():
+            if overlay.kind and overlay.is_on(module):
+                kinds.setdefault(name, []).append(overlay.kind)
+        return {name: "; ".join(found) for name, found in kinds.items()}
 
     def remove(self) -> None:
         """Let the modules compute as before. May be called again."""
@@ -65,20 +79,25 @@ class Injection:
         layers = [layer for name in names if isinstance(layer := free.get(name), nn.Linear)]
         if pack.module not in free or len(layers) != len(names):
             return
-        module, overlay = self._overlaid.get(pack.module, (free[pack.module], None))
+        module, overlay = self._overlaid.get((pack.module, "forward"), (free[pack.module], None))
         width = sum(layer.out_features for layer in layers)
-        is_wide = width > _MOST_WIDENING * layers[0].in_features
-        if is_wide if overlay is None else overlay.method != "forward":
+        if overlay is None and width > _MOST_WIDENING * layers[0].in_features:
             return
         plain = MethodType(type(module).forward, module) if overlay is None else overlay.forward
         shared = SharedProduct(plain, layers, pack.leaves, multiply)
         kinds = [f"{', '.join(pack.layers[:-1])} and {pack.layers[-1]} in one product"]
         if overlay is not None:
             kinds.insert(0, overlay.kind)
-        self._overlaid[pack.module] = module, Overlay("; ".join(kinds), shared.forward)
+        self._overlaid[pack.module, "forward"] = module, Overlay("; ".join(kinds), shared.forward)
         for name, layer, forward in zip(names, layers, shared.layer_forwards(), strict=True):
-            self._overlaid[name] = layer, Overlay("", forward)
+            self._overlaid[name, "forward"] = layer, Overlay("", forward)
 
 
-def _find(module: nn.Module, finders: Iterable[Callable[[nn.Module], Overlay | None]]) -> Overlay | None:
-    return next((found for find in finders if (found := find(module)) is not None), None)
+def _find(module: nn.Module, finders: Iterable[Callable[[nn.Module], Overlay | None]]) -> dict[str, Overlay]:
+    """The first overlay of each method."""
+    found: dict[str, Overlay] = {}
+    for find in finders:
+        overlay = find(module)
+        if overlay is not None:
+            found.setdefault(overlay.method, overlay)
+    return found

@@ -1,0 +1,199 @@
+"""Times the products of experts: over the bytes of the experts that have tokens, and over torch's grouped product.
+
+    python benchmarks/experts.py [--models qwen3,mixtral] [--tokens 1,16,512,4096] [--formats full,int8,int4-128]
+                                 [--dtype bfloat16] [--tune] [--out FILE]
+
+``of_copy`` is what has to be read and written (the matrices of those experts that have tokens, once, and what goes in
+and comes out) over the time taken, as a share of a copy's rate in the same run; ``tflops`` what is multiplied a second;
+``over_torch`` the time of torch's grouped product with full bfloat16 weights over ours, whatever ours are stored in.
+``groups`` is the time of putting tokens in the order of their experts. Every call has tokens of other experts, so that
+their bytes come from memory.
+
+--tune measures the candidates of kernels/grouped_tiles.py instead, and prints the best.
+
+A correctness gate comes first. The last line is JSON.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+from device_clock import copy_bytes_per_s, graph_seconds, num_copies
+from race import least, race
+from result import keep, publish
+from torch.nn import functional
+
+from zinfer.kernels.cases import (
+    MIXTRAL_8X7B,
+    QWEN3_30B_A3B,
+    Mixture,
+    grouped_allowed_error,
+    random_choice,
+    random_experts,
+)
+from zinfer.kernels.grouped_linear import (
+    ExpertWeights,
+    grouped_linear,
+    grouped_linear_kernel,
+    grouped_linear_ref,
+)
+from zinfer.kernels.grouped_tiles import block_tokens_for, candidates
+from zinfer.kernels.groups import Groups
+from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+
+MODELS: Final = {"qwen3": QWEN3_30B_A3B, "mixtral": MIXTRAL_8X7B}
+FORMATS: Final = {
+    "full": None,
+    "int8": QuantFormat(8),
+    "int8-128": QuantFormat(8, group_size=128),
+    "int4-128": QuantFormat(4, group_size=128),
+    "int4-128-asymmetric": QuantFormat(4, group_size=128, symmetric=False),
+}
+_GATE: Final = (Mixture(7, 3, 192, 512), Mixture(40, 4, 512, 768))
+_TUNED_TOKENS: Final = (1, 16, 512, 1024, 4096)
+
+
+def check_kernels(dtype: torch.dtype, names: Sequence[str]) -> None:
+    """The gate: products with every format are those of float64."""
+    for name in names:
+        for mixture in _GATE:
+            weight = experts_in(name, mixture, dtype)
+            for tokens in (1, 33, 900):
+                groups = Groups.of(random_choice(mixture, tokens, "cuda"), mixture.experts)
+                x = torch.randn(tokens, mixture.columns, dtype=dtype, device="cuda")
+                wanted = grouped_linear_ref(x.double(), weight, groups)
+                distance = (grouped_linear(x, weight, groups).double() - wanted).abs()
+                if not bool((distance <= grouped_allowed_error(x, weight, groups, wanted)).all()):
+                    raise SystemExit(f"gate: {name}, {mixture}, {tokens} tokens: no figure is reported")
+
+
+def experts_in(name: str, mixture: Mixture, dtype: torch.dtype) -> ExpertWeights:
+    """Random experts in the order in which a model's would be stored."""
+    format = FORMATS[name]
+    arranged = None if format is None else format.arranged(mixture.rows, mixture.columns)
+    return random_experts(arranged, mixture, dtype, "cuda")
+
+
+class Calls:
+    """Tokens, and experts for them, other ones for each call."""
+
+    def __init__(self, mixture: Mixture, tokens: int, weight_bytes: int, dtype: torch.dtype) -> None:
+        self.pairs = tokens * mixture.chosen
+        choices = [random_choice(mixture, tokens, "cuda")]
+        self.used = len(choices[0].unique())
+        self.read_bytes = weight_bytes * self.used // mixture.experts
+        choices += [random_choice(mixture, tokens, "cuda") for _ in range(num_copies(self.read_bytes) - 1)]
+        self.choices = choices
+        self.groups = [Groups.of(choice, mixture.experts) for choice in choices]
+        self.x = torch.randn(tokens, mixture.columns, dtype=dtype, device="cuda")
+        self.moved_bytes = self.read_bytes + (self.x.numel() + self.pairs * mixture.rows) * dtype.itemsize
+        self.flops = 2 * self.pairs * mixture.rows * mixture.columns
+
+
+def measure(
+    mixture: Mixture, names: Sequence[str], token_counts: Sequence[int], dtype: torch.dtype, copy_rate: float
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Name and figures of each case of one matrix's shape."""
+    torchs = _torch_seconds(mixture, token_counts)
+    for name in names:
+        weight = experts_in(name, mixture, dtype)
+        for tokens in token_counts:
+            calls = Calls(mixture, tokens, weight.nbytes, dtype)
+            seconds = graph_seconds([partial(grouped_linear, calls.x, weight, groups) for groups in calls.groups])
+            yield (
+                f"{name} {mixture.experts}x{mixture.rows}x{mixture.columns} tokens {tokens}",
+                {
+                    "us": round(seconds * 1e6, 2),
+                    "of_copy": round(calls.moved_bytes / seconds / copy_rate, 3),
+                    "tflops": round(calls.flops / seconds / 1e12, 1),
+                    "over_torch": round(torchs[tokens] / seconds, 3),
+                    "experts": calls.used,
+                },
+            )
+        del weight
+    for tokens in token_counts:
+        choices = Calls(mixture, tokens, 1, dtype).choices
+        seconds = graph_seconds([partial(Groups.of, choice, mixture.experts) for choice in choices[:4]])
+        yield f"groups of {mixture.experts} tokens {tokens}", {"us": round(seconds * 1e6, 2)}
+
+
+def _torch_seconds(mixture: Mixture, token_counts: Sequence[int]) -> dict[int, float]:
+    """Of torch's grouped product of tokens that are in order already, by tokens."""
+    weight = random_experts(None, mixture, torch.bfloat16, "cuda")
+    assert isinstance(weight, torch.Tensor)
+    found = {}
+    for tokens in token_counts:
+        calls = Calls(mixture, tokens, weight.nbytes, torch.bfloat16)
+        x = calls.x.repeat_interleave(mixture.chosen, dim=0)
+        products = [
+            partial(functional.grouped_mm, x, weight.transpose(1, 2), offs=groups.ends) for groups in calls.groups
+        ]
+        found[tokens] = graph_seconds(products)
+    return found
+
+
+def tune(mixtures: Sequence[Mixture], names: Sequence[str], dtype: torch.dtype) -> dict[str, str]:
+    """The best tiles of each table's entry, by the geometric mean of seconds over the shapes."""
+    times: dict[str, dict[object, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for mixture in mixtures:
+        for name in names:
+            weight = experts_in(name, mixture, dtype)
+            for tokens in _TUNED_TOKENS:
+                calls = Calls(mixture, tokens, weight.nbytes, dtype)
+                block_tokens = block_tokens_for(calls.pairs, mixture.experts)
+                tried = {
+                    tiles: [
+                        partial(grouped_linear_kernel, calls.x, weight, groups, None, tiles) for groups in calls.groups
+                    ]
+                    for tiles in candidates(block_tokens)
+                }
+                label = f"{name} {mixture.rows}x{mixture.columns} tokens {tokens}"
+                table = "codes" if isinstance(weight, QuantizedMatrix) else "full"
+                for tiles, seconds in race(label, tried).items():
+                    times[f"{table} {block_tokens}"][tiles].append(seconds)
+            del weight
+    return {key: str(least(found)) for key, found in times.items()}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="qwen3,mixtral")
+    parser.add_argument("--tokens", default="1,16,512,4096")
+    parser.add_argument("--formats", default="full,int8,int4-128")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16"])
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_grad_enabled(False)
+    dtype, names = getattr(torch, args.dtype), args.formats.split(",")
+    check_kernels(dtype, names)
+    mixtures = [mixture for model in args.models.split(",") for mixture in MODELS[model]]
+    copy_rate = copy_bytes_per_s()
+    work = {"benchmark": "experts", "dtype": args.dtype, "copy_gb_per_s": round(copy_rate / 1e9, 1)}
+    if args.tune:
+        best = tune(mixtures, names, dtype)
+        print(*(f"{key}: {tiles}," for key, tiles in best.items()), sep="\n", flush=True)
+        publish(work | {"tiles": best}, args.out)
+        return
+    found: dict[str, object] = {}
+    for mixture in mixtures:
+        for name, figures in measure(
+            mixture, names, [int(count) for count in args.tokens.split(",")], dtype, copy_rate
+        ):
+            found[name] = figures
+            print(name, json.dumps(figures), flush=True)
+            keep(work | {"cases": found}, args.out)
+    publish(work | {"cases": found}, args.out)
+
+
+if __name__ == "__main__":
+    main()

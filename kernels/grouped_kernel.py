@@ -1,0 +1,184 @@
+"""The kernel of `grouped_linear`: a tile of tokens of one expert times some rows of that expert's matrix."""
+
+import triton
+import triton.language as tl
+
+from zinfer.kernels.widening import widen_bytes, widen_nibbles
+
+
+@triton.jit
+def _find_tile(ends_ptr, order_ptr, tile, experts, EXPERTS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The expert of a tile of tokens, its pairs, and which of them there are; past the last tile no expert's."""
+    number = tl.arange(0, EXPERTS)
+    end = tl.load(ends_ptr + number, mask=number < experts, other=0)
+    begin = tl.load(ends_ptr + number - 1, mask=(number > 0) & (number < experts), other=0)
+    tiles = (end - begin + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    first_tile = tl.sum(tl.where(number < expert, tiles, 0), 0)
+    is_it = number == expert
+    place = tl.sum(tl.where(is_it, begin, 0), 0) + (tile - first_tile) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    inside = place < tl.sum(tl.where(is_it, end, 0), 0)
+    return expert, tl.load(order_ptr + place, mask=inside, other=0), inside
+
+
+@triton.jit
+def _accumulate(weights, x, sums, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Adds the products of weights [rows, columns] and x [tokens, columns] to sums [rows, tokens]."""
+    if COMPILED:
+        return tl.dot(weights.to(x.dtype), tl.trans(x), sums, input_precision="ieee")
+    else:  # the interpreter has no arithmetic for bfloat16
+        return tl.dot(weights.to(tl.float32), tl.trans(x.to(tl.float32)), sums)
+
+
+@triton.jit
+def _multiply(  # type: ignore[no-untyped-def]
+    x, odd_x, stored, zero, sums, high_sums,
+    FORM: tl.constexpr, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_ZERO: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Adds a step's products to sums; of fragments those of the rows in high halves of bytes to sums of their own."""
+    if FORM == "full":
+        return _accumulate(stored, x, sums, COMPILED), high_sums
+    elif FORM == "bytes":
+        weights = widen_bytes(stored, IS_BFLOAT, IS_FLOAT, COMPILED)
+        if HAS_ZERO:
+            weights -= (zero.to(tl.float32) - 128).to(weights.dtype)[:, None]
+        return _accumulate(weights, x, sums, COMPILED), high_sums
+    else:
+        low, high = widen_nibbles(stored, IS_BFLOAT, COMPILED)
+        if HAS_ZERO:
+            centred = (zero.to(tl.float32) - 8).to(low.dtype)[:, None]
+            low, high = low - centred, high - centred
+        sums = _accumulate(low, x, sums, COMPILED)
+        if FORM == "fragments":
+            return sums, _accumulate(high, x, high_sums, COMPILED)
+        else:
+            return _accumulate(high, odd_x, sums, COMPILED), high_sums
+
+
+@triton.jit
+def _store(  # type: ignore[no-untyped-def]
+    out_ptr, bias_ptr, sums, scale, expert, pair, inside, row, rows, ONE_GROUP: tl.constexpr, HAS_SCALE: tl.constexpr
+):
+    """Writes sums [rows, tokens] of some rows of an expert's to their pairs' places."""
+    if ONE_GROUP and HAS_SCALE:
+        sums *= scale[:, None].to(tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * rows + row, mask=row < rows, other=0)
+        sums += bias[:, None].to(tl.float32)
+    places = pair[:, None].to(tl.int64) * rows + row[None, :]
+    mask = inside[:, None] & (row < rows)[None, :]
+    tl.store(out_ptr + places, tl.trans(sums).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["share", "experts", "token_tiles"])
+def grouped_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    stored_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    order_ptr,
+    ends_ptr,
+    share,
+    experts,
+    token_tiles,
+    rows,
+    width,
+    expert_stride,
+    stride,
+    groups,
+    odd,
+    FORM: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    IS_BFLOAT: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    STEPS_PER_GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """A tile of tokens of one expert and of rows of its matrix; tiles of the same rows run beside each other.
+
+    A line is what one unit of ``width`` after the other is read from: a row, or in the order of fragments two of them.
+    """
+    FRAGMENTS: tl.constexpr = FORM == "fragments"
+    LINES: tl.constexpr = BLOCK_ROWS // 2 if FRAGMENTS else BLOCK_ROWS
+    HAS_SCALE: tl.constexpr = scales_ptr is not None
+    HAS_ZERO: tl.constexpr = zeros_ptr is not None
+    expert, pair, inside = _find_tile(
+        ends_ptr, order_ptr, tl.program_id(0) % token_tiles, experts, EXPERTS, BLOCK_TOKENS
+    )
+    if expert >= experts:
+        return
+    line = tl.program_id(0) // token_tiles * LINES + tl.arange(0, LINES)
+    unit = tl.arange(0, BLOCK)
+    if FRAGMENTS:
+        row = line // 8 * 16 + line % 8  # and the one 8 below it
+        tile = expert.to(tl.int64) * (rows // 16) + tl.minimum(line // 8, rows // 16 - 1)
+        line_ptrs = stored_ptr + tile // 4 * width * 32 + tile % 4 * 512 + line % 8 * 64
+        scale_place = tile // 4 * groups * 64 + line % 8 * 8 + tile % 4 * 2
+        scale_step = 64
+        unit_places = unit // 64 * 2048 + unit % 64
+        step_places = BLOCK * 32
+    else:
+        row = line
+        # Rows that lie beside each other are masked: what is not in order is not loaded 16 bytes at a time.
+        stored_row = line.to(tl.int64) if TRANSPOSED else tl.minimum(line, rows - 1).to(tl.int64)
+        line_ptrs = stored_ptr + expert.to(tl.int64) * expert_stride + stored_row * (1 if TRANSPOSED else stride)
+        scale_place = (expert.to(tl.int64) * rows + stored_row) * groups
+        scale_step = 1
+        unit_places = unit * (stride if TRANSPOSED else 1)
+        step_places = BLOCK * (stride if TRANSPOSED else 1)
+    stored_ptrs = line_ptrs[:, None] + unit_places[None, :]
+    x_ptrs = x_ptr + (pair // share)[:, None].to(tl.int64) * width + unit[None, :]
+    scale = line  # of no use for weights in full
+    if HAS_SCALE:
+        scale = tl.load(scales_ptr + scale_place)
+    high_scale, zero = scale, scale
+    if FRAGMENTS:
+        high_scale = tl.load(scales_ptr + scale_place + 1)
+    if HAS_ZERO:
+        zero = tl.load(zeros_ptr + scale_place)
+    none = tl.zeros((LINES, BLOCK_TOKENS), tl.float32)
+    sums, high_sums = none, none
+    for step in tl.range(0, tl.cdiv(width, BLOCK)):
+        if EVEN:
+            if TRANSPOSED:
+                stored = tl.load(stored_ptrs + step * step_places, mask=(row < rows)[:, None], other=0)
+            else:
+                stored = tl.load(stored_ptrs + step * step_places)
+            x = tl.load(x_ptrs + step * BLOCK, mask=inside[:, None], other=0)
+            odd_x = x
+            if FORM == "nibbles":
+                odd_x = tl.load(x_ptrs + odd + step * BLOCK, mask=inside[:, None], other=0)
+        else:
+            there = (unit < width - step * BLOCK)[None, :]
+            in_matrix = there & (row < rows)[:, None] if TRANSPOSED else there
+            stored = tl.load(stored_ptrs + step * step_places, mask=in_matrix, other=0)
+            x = tl.load(x_ptrs + step * BLOCK, mask=inside[:, None] & there, other=0)
+            odd_x = x
+            if FORM == "nibbles":
+                odd_x = tl.load(x_ptrs + odd + step * BLOCK, mask=inside[:, None] & there, other=0)
+        if ONE_GROUP:
+            sums, high_sums = _multiply(
+                x, odd_x, stored, zero, sums, high_sums, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO, COMPILED
+            )
+        else:
+            product, high = _multiply(x, odd_x, stored, zero, none, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO, COMPILED)
+            sums += product * scale[:, None].to(tl.float32)
+            # The scales of a step are loaded one step ahead: no copy to shared memory brings them early.
+            next_place = scale_place + tl.minimum((step + 1) // STEPS_PER_GROUP, groups - 1) * scale_step
+            if FRAGMENTS:
+                high_sums += high * high_scale[:, None].to(tl.float32)
+                high_scale = tl.load(scales_ptr + next_place + 1)
+            if HAS_ZERO:
+                zero = tl.load(zeros_ptr + next_place)
+            scale = tl.load(scales_ptr + next_place)
+    _store(out_ptr, bias_ptr, sums, scale, expert, pair, inside, row, rows, ONE_GROUP, HAS_SCALE)
+    if FRAGMENTS:
+        _store(out_ptr, bias_ptr, high_sums, high_scale, expert, pair, inside, row + 8, rows, ONE_GROUP, HAS_SCALE)

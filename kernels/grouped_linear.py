@@ -1,0 +1,211 @@
+"""Multiplies tokens with the matrices of the experts chosen for them: a product with all experts in one launch.
+
+What is sorted are not tokens but the numbers of pairs of a token and an expert (`Groups`). A program finds in them
+which expert its tile of tokens has, reads their rows where they lie, and writes each sum to its pair's own place: so
+nothing is gathered or put back, and the host need not know how many tokens an expert has. A graph can hold all of it.
+Matrices of experts without tokens are not read.
+
+Weights are in full, [experts, rows, columns] with rows or columns beside each other, or quantized, where bare codes are
+multiplied and the sum over each group is scaled (`fused_linear`). Sums are taken in a fixed order, in float32.
+"""
+
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+import triton
+from torch.nn import functional
+
+from zinfer.kernels.dequantize import dequantize, dequantize_ref, has_kernels, kernel_codes
+from zinfer.kernels.fragments import columns_in_fragments
+from zinfer.kernels.grouped_kernel import grouped_kernel
+from zinfer.kernels.grouped_tiles import (
+    GroupedTiles,
+    can_step,
+    grouped_tiles_for,
+    most_token_tiles,
+    num_programs,
+    step_units,
+)
+from zinfer.kernels.groups import Groups
+from zinfer.kernels.launching import INTERPRETED, on_device
+from zinfer.kernels.quantized import QuantizedMatrix
+
+ExpertWeights: TypeAlias = torch.Tensor | QuantizedMatrix
+"""[experts, rows, columns], or a matrix of all experts' rows one below the other."""
+
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def can_group(weight: ExpertWeights) -> bool:
+    """Whether `grouped_linear` takes the weights: of any form on the CPU, where each expert is multiplied by torch."""
+    if isinstance(weight, QuantizedMatrix):
+        return weight.codes.device.type == "cpu" or (has_kernels(weight) and _has_form(weight))
+    return weight.device.type == "cpu" or (weight.is_cuda and weight.dtype in _DTYPES)
+
+
+def grouped_linear(
+    x: torch.Tensor, weight: ExpertWeights, groups: Groups, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x @ W.T + bias`` of each pair's own expert: by the kernel on a GPU, elsewhere by torch, one expert at a time.
+
+    Args:
+        x: [tokens, columns] or [pairs, columns], of the weights' dtype and device.
+        weight: one that `can_group` names.
+        bias: [experts, rows].
+
+    Returns:
+        [pairs, rows], in the order of pairs.
+    """
+    if x.device.type == "cpu":
+        return grouped_linear_ref(x, weight, groups, bias)
+    return grouped_linear_kernel(x, weight, groups, bias)
+
+
+def grouped_linear_ref(
+    x: torch.Tensor, weight: ExpertWeights, groups: Groups, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `grouped_linear`, expert by expert; in float64, values of weights included, where x is so."""
+    columns, rows = x.shape[1], _rows(weight, groups)
+    share = groups.num_pairs // max(x.shape[0], 1)
+    out = torch.empty((groups.num_pairs, rows), dtype=x.dtype, device=x.device)
+    begin = 0
+    for expert, end in enumerate(groups.ends.tolist()):
+        if end > begin:
+            pairs, own = groups.order[begin:end], None if bias is None else bias[expert].to(x.dtype)
+            if isinstance(weight, QuantizedMatrix):
+                part = weight.part(slice(expert * rows, (expert + 1) * rows))
+                matrix = dequantize(part) if x.dtype == part.dtype else dequantize_ref(part, x.dtype)
+            else:
+                matrix = weight[expert].to(x.dtype)
+            assert matrix.shape == (rows, columns)
+            out[pairs] = functional.linear(x[pairs // share], matrix, own)
+        begin = end
+    return out
+
+
+def grouped_linear_kernel(
+    x: torch.Tensor,
+    weight: ExpertWeights,
+    groups: Groups,
+    bias: torch.Tensor | None = None,
+    tiles: GroupedTiles | None = None,
+) -> torch.Tensor:
+    """As `grouped_linear`, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter.
+
+    Args:
+        tiles: others than those of the table.
+    """
+    assert (x.dtype, x.shape[1]) == (weight.dtype, _columns(weight))
+    rows = _rows(weight, groups)
+    out = torch.empty((groups.num_pairs, rows), dtype=x.dtype, device=x.device)
+    if out.numel():
+        with on_device(x):
+            tiles = tiles or grouped_tiles_for(groups.num_pairs, groups.num_experts, rows, weight)
+            _launch(x, weight, groups, bias, out, tiles)
+    return out
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Weights as the kernel reads them: ``stride`` is from row to row, or of transposed ones from column to column."""
+
+    form: str
+    values: torch.Tensor
+    expert_stride: int
+    stride: int
+    block: int
+    transposed: bool = False
+    is_float: bool = False
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, weight: ExpertWeights, rows: int, tiles: GroupedTiles) -> "_Stored":
+        if not isinstance(weight, QuantizedMatrix):
+            transposed = weight.stride(1) == 1 and weight.stride(2) != 1
+            values = weight if transposed or weight.stride(2) == 1 else weight.contiguous()
+            strides = values.stride(0), values.stride(2 if transposed else 1)
+            return cls("full", values, *strides, tiles.block_columns, transposed)
+        codes, zeros = kernel_codes(weight), None if weight.zeros is None else weight.zeros.contiguous()
+        form = "fragments" if weight.format.in_fragments else "nibbles" if weight.format.bits == 4 else "bytes"
+        strides = rows * codes.shape[1], codes.shape[1]
+        block, scales = step_units(weight, tiles), weight.scales.contiguous()
+        return cls(form, codes, *strides, block, is_float=weight.format.is_float, scales=scales, zeros=zeros)
+
+    @property
+    def num_groups(self) -> int:
+        return 1 if self.scales is None else self.scales.shape[1]
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: ExpertWeights,
+    groups: Groups,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tiles: GroupedTiles,
+) -> None:
+    """Fill out [pairs, rows] for x [tokens or pairs, columns]."""
+    pairs, rows = out.shape
+    stored = _Stored.of(weight, rows, tiles)
+    lines = _in_order(x, stored.form)
+    width, num_groups = lines.shape[-1], stored.num_groups
+    grouped_kernel[(num_programs(pairs, groups.num_experts, rows, tiles),)](
+        lines,
+        stored.values,
+        stored.scales,
+        stored.zeros,
+        None if bias is None else bias.contiguous(),
+        out,
+        groups.order,
+        groups.ends,
+        pairs // x.shape[0],
+        groups.num_experts,
+        most_token_tiles(pairs, groups.num_experts, tiles.block_tokens),
+        rows,
+        width,
+        stored.expert_stride,
+        stored.stride,
+        num_groups,
+        lines[0].numel(),
+        FORM=stored.form,
+        IS_FLOAT=stored.is_float,
+        IS_BFLOAT=x.dtype == torch.bfloat16,
+        ONE_GROUP=num_groups == 1,
+        STEPS_PER_GROUP=1 if num_groups == 1 else width // num_groups // stored.block,
+        EVEN=width % stored.block == 0,
+        TRANSPOSED=stored.transposed,
+        EXPERTS=triton.next_power_of_2(groups.num_experts),
+        BLOCK_TOKENS=tiles.block_tokens,
+        BLOCK_ROWS=tiles.block_rows,
+        BLOCK=stored.block,
+        COMPILED=not INTERPRETED,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+def _in_order(x: torch.Tensor, form: str) -> torch.Tensor:
+    """x [tokens, columns] in the order in which codes lie, contiguous: of nibbles even columns, then odd ones."""
+    if form == "fragments":
+        return columns_in_fragments(x.contiguous())
+    if form == "nibbles":
+        x = functional.pad(x, (0, x.shape[1] % 2))
+        return x.view(x.shape[0], -1, 2).permute(2, 0, 1).contiguous()
+    return x.contiguous()
+
+
+def _columns(weight: ExpertWeights) -> int:
+    return weight.columns if isinstance(weight, QuantizedMatrix) else weight.shape[2]
+
+
+def _rows(weight: ExpertWeights, groups: Groups) -> int:
+    """Of each expert's matrix."""
+    return weight.rows // groups.num_experts if isinstance(weight, QuantizedMatrix) else weight.shape[1]
+
+
+def _has_form(matrix: QuantizedMatrix) -> bool:
+    """Whether the codes lie as the kernel reads them."""
+    has_own_columns = matrix.column_scales is not None or matrix.column_order is not None
+    return matrix.dtype in _DTYPES and not has_own_columns and can_step(matrix)

@@ -1,0 +1,281 @@
+"""Products of experts: the grouped kernel beside float64, however tokens are spread, and in a graph."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from zinfer.kernels.cases import (
+    DTYPES,
+    FORMATS,
+    FRAGMENTS,
+    HALVES,
+    MIXTRAL_8X7B,
+    QWEN3_30B_A3B,
+    Mixture,
+    fits_experts,
+    grouped_allowed_error,
+    random_choice,
+    random_experts,
+)
+from zinfer.kernels.grouped_linear import (
+    ExpertWeights,
+    can_group,
+    grouped_linear,
+    grouped_linear_kernel,
+    grouped_linear_ref,
+)
+from zinfer.kernels.grouped_tiles import GroupedTiles, grouped_tiles_for, most_token_tiles
+from zinfer.kernels.groups import Groups, groups_kernel, groups_ref
+from zinfer.kernels.launching import INTERPRETED
+from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+
+GROUPED = [format for format in FORMATS if format.group_size != 5]
+FORMS = (None, *GROUPED, *FRAGMENTS)
+TYPICAL = (
+    None,
+    QuantFormat(8),
+    QuantFormat(8, 128),
+    QuantFormat(4, 128, in_fragments=True),
+    QuantFormat(4, 64, symmetric=False),
+)
+SMALL = (Mixture(4, 2, 70, 192), Mixture(3, 1, 33, 35))
+SMALL_FRAGMENTS = (Mixture(4, 2, 64, 256), Mixture(3, 1, 192, 512))
+TILES = GroupedTiles(16, 64, 128, 4, 2)
+
+
+def assert_right(
+    found: torch.Tensor, x: torch.Tensor, weight: ExpertWeights, groups: Groups, bias: torch.Tensor | None = None
+) -> None:
+    wanted = grouped_linear_ref(x.double(), weight, groups, bias)
+    assert found.shape == wanted.shape
+    assert found.dtype == x.dtype
+    allowed = grouped_allowed_error(x, weight, groups, wanted)
+    worst = ((found.double() - wanted).abs() / allowed).max().item()
+    assert worst <= 1, f"{worst} times the allowed error"
+
+
+def groups_of(counts: list[int], share: int, device: str) -> Groups:
+    """So many pairs of each expert, in no order, ``share`` of a token beside each other."""
+    experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    experts = experts[torch.randperm(len(experts))].view(-1, share)
+    return Groups.of(experts.to(device), len(counts))
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [(format, dtype) for format in FORMS for dtype in (DTYPES if format in (*TYPICAL, *FRAGMENTS) else HALVES)],
+    ids=str,
+)
+def test_every_form(kernel_device: str, format: QuantFormat | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    shapes = SMALL_FRAGMENTS if format is not None and format.in_fragments else SMALL
+    for mixture in filter(lambda mixture: fits_experts(format, mixture), shapes):
+        weight = random_experts(format, mixture, dtype, kernel_device)
+        groups = Groups.of(random_choice(mixture, 6, kernel_device), mixture.experts)
+        bias = torch.randn(mixture.experts, mixture.rows, dtype=dtype, device=kernel_device)
+        x = torch.randn(6, mixture.columns, dtype=dtype, device=kernel_device)
+        assert_right(grouped_linear_kernel(x, weight, groups, bias, TILES), x, weight, groups, bias)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("format", [None, QuantFormat(8), QuantFormat(4), FRAGMENTS[1]], ids=str)
+def test_a_row_for_each_pair_without_bias_and_in_the_tables_tiles(
+    kernel_device: str, format: QuantFormat | None
+) -> None:
+    torch.manual_seed(0)
+    mixture = SMALL_FRAGMENTS[1] if format in FRAGMENTS else SMALL[1]
+    weight = random_experts(format, mixture, torch.float16, kernel_device)
+    groups = Groups.of(random_choice(mixture, 5, kernel_device), mixture.experts)
+    x = torch.randn(groups.num_pairs, mixture.columns, dtype=torch.float16, device=kernel_device)
+    assert_right(grouped_linear_kernel(x, weight, groups), x, weight, groups)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matrices_that_lie_transposed(kernel_device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for mixture in SMALL:
+        weight = random_experts(None, mixture, dtype, kernel_device)
+        assert isinstance(weight, torch.Tensor)
+        groups = Groups.of(random_choice(mixture, 6, kernel_device), mixture.experts)
+        x = torch.randn(6, mixture.columns, dtype=dtype, device=kernel_device)
+        turned = weight.transpose(1, 2).contiguous().transpose(1, 2)
+        assert_right(grouped_linear_kernel(x, turned, groups, tiles=TILES), x, weight, groups)
+        apart = torch.stack((weight, weight), dim=-1)[..., 0]
+        assert_right(grouped_linear_kernel(x, apart, groups, tiles=TILES), x, weight, groups)
+
+
+@given(
+    format=st.sampled_from([None, QuantFormat(8), QuantFormat(8, 32), QuantFormat(4, 32, symmetric=False), *FRAGMENTS]),
+    counts=st.lists(st.sampled_from([0, 0, 1, 2, 16, 17, 40]), min_size=1, max_size=5).filter(any),
+    shares=st.booleans(),
+    rows=st.integers(1, 70),
+    groups_per_row=st.integers(1, 2),
+    block_tokens=st.sampled_from([16, 32]),
+    block_rows=st.sampled_from([32, 64]),
+)
+@hypothesis_settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+def test_however_tokens_are_spread(
+    format: QuantFormat | None,
+    counts: list[int],
+    shares: bool,
+    rows: int,
+    groups_per_row: int,
+    block_tokens: int,
+    block_rows: int,
+) -> None:
+    device = "cpu" if INTERPRETED else "cuda"
+    in_fragments = format is not None and format.in_fragments
+    columns = 256 * groups_per_row if in_fragments else 32 * groups_per_row
+    mixture = Mixture(len(counts), 1, 64 * (1 + rows % 3) if in_fragments else rows, columns)
+    weight = random_experts(format, mixture, torch.float16, device)
+    share = 2 if shares and sum(counts) % 2 == 0 else 1
+    groups = groups_of(counts, share, device)
+    assert groups.ends.diff(prepend=groups.ends.new_zeros(1)).tolist() == counts
+    x = torch.randn(sum(counts) // share, columns, dtype=torch.float16, device=device)
+    tiles = replace(TILES, block_tokens=block_tokens, block_rows=block_rows)
+    found = grouped_linear_kernel(x, weight, groups, tiles=tiles)
+    assert_right(found, x, weight, groups)
+    assert torch.equal(found, grouped_linear_kernel(x, weight, groups, tiles=tiles))
+
+
+@given(counts=st.lists(st.integers(0, 300), min_size=1, max_size=40).filter(any), block=st.sampled_from([16, 64, 128]))
+def test_there_are_programs_for_every_tile(counts: list[int], block: int) -> None:
+    pairs = sum(counts)
+    assert sum(-(-count // block) for count in counts) <= most_token_tiles(pairs, len(counts), block)
+
+
+def test_most_token_tiles_can_be_filled() -> None:
+    assert most_token_tiles(8, 128, 16) == 8
+    assert most_token_tiles(16 + 2 + 16, 3, 16) == 3 + 31 // 16
+    assert most_token_tiles(4096, 1, 128) == 1 + 4095 // 128
+
+
+@pytest.mark.parametrize("format", [None, QuantFormat(8), QuantFormat(4, 64, in_fragments=True)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_are_of_an_experts_tokens(format: QuantFormat | None, dtype: torch.dtype) -> None:
+    for mixture in (*QWEN3_30B_A3B, *MIXTRAL_8X7B):
+        weight = random_experts(format, mixture, dtype, "meta")
+        for tokens in (1, 16, 512, 4096, 100_000):
+            pairs = tokens * mixture.chosen
+            tiles = grouped_tiles_for(pairs, mixture.experts, mixture.rows, weight)
+            mean = pairs / mixture.experts
+            if dtype != torch.float32:
+                assert tiles.block_tokens >= min(mean, 128)
+                assert tiles.block_tokens < max(2 * mean, 17)
+            assert tiles.block_rows >= 32
+
+
+def test_groups_are_of_one_expert_each() -> None:
+    groups = Groups.of(torch.tensor([[3, 0], [0, 3], [5, 0]]), 6)
+    assert groups.order.tolist() == [1, 2, 5, 0, 3, 4]
+    assert groups.ends.tolist() == [3, 3, 3, 5, 5, 6]
+    assert groups.ends.dtype == torch.int32
+    empty = Groups.of(torch.zeros(0, 2, dtype=torch.int64), 3)
+    assert empty.ends.tolist() == [0, 0, 0]
+    assert grouped_linear(torch.zeros(0, 8), torch.zeros(3, 5, 8), empty).shape == (0, 5)
+
+
+@given(
+    tokens=st.integers(0, 90),
+    chosen=st.integers(1, 4),
+    experts=st.sampled_from([1, 4, 8, 33, 128]),
+    skew=st.sampled_from([1, 3, 40]),
+)
+@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+def test_few_pairs_are_put_in_order_by_a_kernel(tokens: int, chosen: int, experts: int, skew: int) -> None:
+    device = "cpu" if INTERPRETED else "cuda"
+    choice = torch.rand(tokens, chosen, device=device).pow(skew).mul(experts).long()
+    found, wanted = groups_kernel(choice, experts), groups_ref(choice, experts)
+    assert torch.equal(found.order, wanted.order)
+    assert torch.equal(found.ends, wanted.ends)
+    assert (found.order.dtype, found.ends.dtype) == (wanted.order.dtype, wanted.ends.dtype)
+
+
+@pytest.mark.gpu
+def test_pairs_by_the_kernel_and_by_torch() -> None:
+    for tokens in (1, 16, 1000, 1025, 4096):
+        choice = random_choice(QWEN3_30B_A3B[0], tokens, "cuda")
+        found, wanted = Groups.of(choice, 128), groups_ref(choice.cpu(), 128)
+        assert torch.equal(found.order.cpu(), wanted.order)
+        assert torch.equal(found.ends.cpu(), wanted.ends)
+
+
+@pytest.mark.parametrize("format", FORMS, ids=str)
+def test_the_cpu_goes_expert_by_expert(format: QuantFormat | None) -> None:
+    torch.manual_seed(0)
+    mixture = SMALL_FRAGMENTS[0] if format is not None and format.in_fragments else SMALL[0]
+    weight = random_experts(format, mixture, torch.float32, "cpu")
+    groups = Groups.of(random_choice(mixture, 4, "cpu"), mixture.experts)
+    x = torch.randn(4, mixture.columns)
+    assert can_group(weight)
+    assert_right(grouped_linear(x, weight, groups), x, weight, groups)
+
+
+def test_experts_without_tokens_are_not_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_experts(QuantFormat(8), Mixture(6, 2, 8, 32), torch.float32, "cpu")
+    assert isinstance(weight, QuantizedMatrix)
+    found: list[slice] = []
+    part = QuantizedMatrix.part
+
+    def noted(self: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
+        found.append(rows)
+        return part(self, rows)
+
+    monkeypatch.setattr(QuantizedMatrix, "part", noted)
+    grouped_linear(torch.randn(2, 32), weight, Groups.of(torch.tensor([[4, 1], [1, 4]]), 6))
+    assert {rows.start // 8 for rows in found if rows.stop - rows.start == 8 and rows.start} == {1, 4}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("format", TYPICAL, ids=str)
+@pytest.mark.parametrize(
+    ("mixture", "dtype"), [(QWEN3_30B_A3B[1], torch.bfloat16), (MIXTRAL_8X7B[1], torch.float16)], ids=str
+)
+def test_large_products(format: QuantFormat | None, dtype: torch.dtype, mixture: Mixture) -> None:
+    torch.manual_seed(0)
+    weight = random_experts(format, mixture, dtype, "cuda")
+    assert can_group(weight)
+    for tokens in (1, 40, 1024):
+        groups = Groups.of(random_choice(mixture, tokens, "cuda"), mixture.experts)
+        x = torch.randn(tokens, mixture.columns, dtype=dtype, device="cuda")
+        found = grouped_linear(x, weight, groups)
+        assert_right(found, x, weight, groups)
+        assert torch.equal(found, grouped_linear(x, weight, groups))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", TYPICAL, ids=str)
+def test_a_graph_holds_it_whatever_is_chosen(format: QuantFormat | None) -> None:
+    torch.manual_seed(0)
+    mixture = QWEN3_30B_A3B[1]
+    weight = random_experts(format, mixture, torch.float16, "cuda")
+    chosen = random_choice(mixture, 20, "cuda")
+    x = torch.randn(20, mixture.columns, dtype=torch.float16, device="cuda")
+    grouped_linear(x, weight, Groups.of(chosen, mixture.experts))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = grouped_linear(x, weight, Groups.of(chosen, mixture.experts))
+    for choice in (random_choice(mixture, 20, "cuda"), torch.full_like(chosen, 77)):
+        chosen.copy_(choice)
+        graph.replay()
+        assert_right(found, x, weight, Groups.of(choice, mixture.experts))
+
+
+@pytest.mark.gpu
+def test_what_the_kernel_leaves_alone() -> None:
+    mixture = Mixture(2, 1, 64, 320)
+    for format in (QuantFormat(8, 5), QuantFormat(4, 20)):
+        assert not can_group(random_experts(format, mixture, torch.float16, "cuda"))
+    assert not can_group(torch.zeros(2, 3, 4, dtype=torch.float64, device="cuda"))
+    matrix = random_experts(QuantFormat(8), mixture, torch.float16, "cuda")
+    assert isinstance(matrix, QuantizedMatrix)
+    assert can_group(matrix)
+    assert not can_group(replace(matrix, column_scales=torch.ones(320, device="cuda")))

@@ -1,0 +1,129 @@
+"""Mixtures of experts: the products of all experts that have tokens in one launch each, without waiting for the device.
+
+Of transformers' own ways one goes expert by expert and waits for each, one copies the weights of every expert chosen,
+and torch's grouped product takes bfloat16 alone on a GPU, and would have quantized experts dequantized whole. A module
+is recognised like any other: its own forward, expert by expert, is run on a few numbers and compared with this one.
+"""
+
+from collections.abc import Callable
+from types import MethodType, SimpleNamespace
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from zinfer.inject.overlay import Overlay, is_near, probe, stand_in
+from zinfer.kernels.grouped_linear import ExpertWeights, can_group, grouped_linear
+from zinfer.kernels.groups import Groups
+from zinfer.quantization.parameter import QuantizedParameter
+
+GROUPED_EXPERTS: Final = "grouped experts"
+
+MOST_BFLOAT16_PAIRS: Final = 512
+"""The most pairs of a token and an expert for which experts in full bfloat16 are multiplied here and not by torch's
+grouped product: more multiply longer than they read, which that is made for. Not yet measured."""
+
+_TORCHS: Final = "grouped_mm"
+_TRANSFORMERS_CHOICE: Final = (_TORCHS, "batched_mm")  # it takes the one by itself, the other while `generate` decodes
+_TRAITS: Final = ("has_gate", "has_bias", "is_transposed", "num_experts", "config")
+_NUM_EXPERTS, _WIDTH, _INNER = 4, 6, 10
+_CHOSEN: Final = ((0, 2), (3, 0), (2, 3), (0, 3), (2, 0))  # not the second
+
+
+def overlay_grouped_experts(module: nn.Module) -> Overlay | None:
+    """The grouped product for experts that hold their matrices in one parameter each; None for any other module."""
+    if any(not hasattr(module, name) for name in _TRAITS) or getattr(module, "has_post_expert_norm", False):
+        return None
+    if getattr(module.config, "_experts_implementation", None) not in _TRANSFORMERS_CHOICE:
+        return None
+    parts = _parts(module)
+    if any(name not in module._parameters for name in parts):
+        return None
+    copy = stand_in(module, **parts)
+    copy.__dict__ |= {"num_experts": _NUM_EXPERTS, "config": SimpleNamespace(_experts_implementation="eager")}
+    x = torch.linspace(-1, 2, len(_CHOSEN) * _WIDTH, dtype=torch.float32, device="cpu").view(-1, _WIDTH).sin()
+    chosen = torch.tensor(_CHOSEN, device="cpu")
+    weights = torch.linspace(0.9, 0.1, chosen.numel(), dtype=torch.float32, device="cpu").view(chosen.shape)
+    wanted = probe(type(module).forward, copy, x, chosen, weights)
+    if wanted is None or not is_near(probe(_computed, copy, x, chosen, weights), wanted):
+        return None
+    return Overlay(GROUPED_EXPERTS, MethodType(_overlaid(type(module).forward), module))
+
+
+def _parts(module: Any) -> dict[str, nn.Parameter]:
+    """Few and small experts in the place of the module's parameters."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    shapes = {first: (2 * _INNER if module.has_gate else _INNER, _WIDTH), "down_proj": (_WIDTH, _INNER)}
+    parts = {}
+    for name, (rows, columns) in shapes.items():
+        matrix = (columns, rows) if module.is_transposed else (rows, columns)
+        parts[name] = _numbers(_NUM_EXPERTS, *matrix)
+        if module.has_bias:
+            parts[f"{name}_bias"] = _numbers(_NUM_EXPERTS, rows)
+    return parts
+
+
+def _numbers(*shape: int) -> nn.Parameter:
+    count = torch.Size(shape).numel()
+    numbers = torch.arange(1, count + 1, dtype=torch.float32, device="cpu").mul(1.7).sin().view(shape)
+    return nn.Parameter(numbers, requires_grad=False)
+
+
+def _overlaid(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 3 and not kwargs and _is_ours(self, *args):
+            return _computed(self, *args)
+        return plain(self, *args, **kwargs)
+
+    outside: Callable[..., Any] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+    return outside
+
+
+def _is_ours(module: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether the products of these tokens are to be taken here, and not by whatever else the config names."""
+    implementation = module.config._experts_implementation
+    is_left = implementation not in _TRANSFORMERS_CHOICE
+    if is_left or getattr(module, "_is_expert_parallel", False) or torch.is_autocast_enabled(x.device.type):
+        return False
+    parameters = [getattr(module, name) for name in _names(module)]
+    stored = [_stored(parameter, module.is_transposed) for parameter in parameters]
+    if any(each is None or each.dtype != x.dtype or not can_group(each) for each in stored):
+        return False
+    are_torchs = all(isinstance(each, torch.Tensor) and each.dtype == torch.bfloat16 for each in stored)
+    is_torchs = are_torchs and x.is_cuda and implementation == _TORCHS
+    return not is_torchs or chosen.numel() <= MOST_BFLOAT16_PAIRS
+
+
+def _computed(module: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What the experts make of x [tokens, width], chosen and weighed [tokens, of each].
+
+    Rounds and sums as `grouped_mm_experts_forward` in transformers' integrations/moe.py.
+    """
+    groups = Groups.of(chosen, module.num_experts)
+    first, second = _names(module)
+    made = _product(module, first, x, groups)
+    made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
+    made = _product(module, second, made, groups) * weights.reshape(-1, 1)
+    return made.view(*chosen.shape, -1).sum(dim=1).to(x.dtype)
+
+
+def _product(module: Any, name: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    stored = _stored(getattr(module, name), module.is_transposed)
+    assert stored is not None
+    return grouped_linear(x, stored, groups, getattr(module, f"{name}_bias") if module.has_bias else None)
+
+
+def _names(module: Any) -> tuple[str, str]:
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+def _stored(parameter: torch.Tensor, is_transposed: bool) -> ExpertWeights | None:
+    """The experts' matrices as the product takes them; None for what it does not.
+
+    Of quantized ones that the module holds transposed the groups run along what comes out, not along what is summed.
+    """
+    if isinstance(parameter, QuantizedParameter):
+        return None if is_transposed or parameter.dim() != 3 else parameter.matrix
+    if type(parameter) not in (nn.Parameter, torch.Tensor):
+        return None
+    return parameter.detach().transpose(1, 2) if is_transposed else parameter.detach()
