@@ -84,8 +84,10 @@ def test_experts_by_the_kernel(family: str, kernel_device: str, monkeypatch: pyt
     with torch.no_grad():
         wanted = model(input_ids=ids).logits
         model.set_experts_implementation("grouped_mm")
-        monkeypatch.setattr(grouped_experts, "grouped_linear", grouped_linear_kernel)
         injection = Injection(model)
+        monkeypatch.setattr(
+            grouped_experts, "grouped_linear", grouped_linear_kernel
+        )  # what recognises them is on a CPU
         assert GROUPED in next(kinds for kinds in injection.injected.values() if "experts" in kinds)
         torch.testing.assert_close(model(input_ids=ids).logits, wanted, rtol=1e-3, atol=1e-3)
 

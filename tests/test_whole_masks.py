@@ -9,6 +9,7 @@ import torch
 from checkpoints import left_padded, random_prompts
 from family_models import family_model
 from graph_support import stand_in
+from torch.utils import _pytree as pytree
 from transformers import BertConfig, DynamicCache, LlamaConfig, masking_utils
 
 import zinfer
@@ -113,9 +114,14 @@ def test_padding_counts_in_every_call(family: str, class_name: str, how: str, de
             input_ids=ids,
             **{name: value for name, value in kwargs.items() if name in ("use_cache", "decoder_input_ids")},
         )[0]
+        shown = mask.bool()
+        model.set_attn_implementation("sdpa")  # what is written out takes the softmax in float32
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (args, kwargs))
+        exact = model.double()(*args, **kwargs)[0].to(device)[shown]
     assert engine.graphs.recorded == 1
-    shown = mask.bool()
-    assert (first[shown] - whole[shown]).abs().max() > 1e-3, "padding that is seen by nobody"
+    # A replay may attend by another kernel than Python's launch, which rounds as much and otherwise.
+    rounding = max(float((first[shown] - exact).abs().max()), 1e-5)
+    assert (first[shown] - whole[shown]).abs().max() > 100 * rounding, "padding that is seen by nobody"
     for other in others:
-        torch.testing.assert_close(other[shown], first[shown], rtol=1e-4, atol=1e-4)
+        assert (other[shown] - exact).abs().max() <= 4 * rounding
     engine.destroy()
