@@ -84,10 +84,10 @@ def test_experts_by_the_kernel(family: str, kernel_device: str, monkeypatch: pyt
     with torch.no_grad():
         wanted = model(input_ids=ids).logits
         model.set_experts_implementation("grouped_mm")
-        injection = Injection(model)
+        injection = Injection(model)  # what recognises experts computes on a CPU
         monkeypatch.setattr(
             grouped_experts, "grouped_linear", grouped_linear_kernel
-        )  # what recognises them is on a CPU
+        )
         assert GROUPED in next(kinds for kinds in injection.injected.values() if "experts" in kinds)
         torch.testing.assert_close(model(input_ids=ids).logits, wanted, rtol=1e-3, atol=1e-3)
 
@@ -233,7 +233,7 @@ def test_compiled_parts_go_around_it(backend: str) -> None:
     model = tiny_model("mixtral")
     with torch.no_grad():
         wanted = model(input_ids=IDS).logits
-        injection = Injection(model)
+        injection = Injection(model)  # what recognises experts computes on a CPU
         block = model.model.layers[0].mlp
         block.forward = torch.compile(block.forward, backend=backend)
         torch.testing.assert_close(model(input_ids=IDS).logits, wanted, rtol=1e-3, atol=1e-3)
