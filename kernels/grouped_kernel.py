@@ -56,12 +56,8 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store(  # type: ignore[no-untyped-def]
-    out_ptr, bias_ptr, sums, scale, expert, pair, inside, row, rows, ONE_GROUP: tl.constexpr, HAS_SCALE: tl.constexpr
-):
+def _store(out_ptr, bias_ptr, sums, expert, pair, inside, row, rows):  # type: ignore[no-untyped-def]
     """Writes sums [rows, tokens] of some rows of an expert's to their pairs' places."""
-    if ONE_GROUP and HAS_SCALE:
-        sums *= scale[:, None].to(tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert.to(tl.int64) * rows + row, mask=row < rows, other=0)
         sums += bias[:, None].to(tl.float32)
@@ -164,21 +160,25 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
             odd_x = x
             if FORM == "nibbles":
                 odd_x = tl.load(x_ptrs + odd + step * BLOCK, mask=inside[:, None] & there, other=0)
-        if ONE_GROUP:
+        if FORM == "full":
             sums, high_sums = _multiply(
                 x, odd_x, stored, zero, sums, high_sums, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO, COMPILED
             )
         else:
+            # Codes are multiplied out of registers. A product that adds to the one before may still be under way when
+            # the next codes come there: sums were wrong on a GPU, in tiles of 128 tokens. What is scaled is waited for.
             product, high = _multiply(x, odd_x, stored, zero, none, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO, COMPILED)
             sums += product * scale[:, None].to(tl.float32)
-            # The scales of a step are loaded one step ahead: no copy to shared memory brings them early.
-            next_place = scale_place + tl.minimum((step + 1) // STEPS_PER_GROUP, groups - 1) * scale_step
             if FRAGMENTS:
                 high_sums += high * high_scale[:, None].to(tl.float32)
-                high_scale = tl.load(scales_ptr + next_place + 1)
-            if HAS_ZERO:
-                zero = tl.load(zeros_ptr + next_place)
-            scale = tl.load(scales_ptr + next_place)
-    _store(out_ptr, bias_ptr, sums, scale, expert, pair, inside, row, rows, ONE_GROUP, HAS_SCALE)
+            if not ONE_GROUP:
+                # The scales of a step are loaded one step ahead: no copy to shared memory brings them early.
+                next_place = scale_place + tl.minimum((step + 1) // STEPS_PER_GROUP, groups - 1) * scale_step
+                if FRAGMENTS:
+                    high_scale = tl.load(scales_ptr + next_place + 1)
+                if HAS_ZERO:
+                    zero = tl.load(zeros_ptr + next_place)
+                scale = tl.load(scales_ptr + next_place)
+    _store(out_ptr, bias_ptr, sums, expert, pair, inside, row, rows)
     if FRAGMENTS:
-        _store(out_ptr, bias_ptr, high_sums, high_scale, expert, pair, inside, row + 8, rows, ONE_GROUP, HAS_SCALE)
+        _store(out_ptr, bias_ptr, high_sums, expert, pair, inside, row + 8, rows)

@@ -30,11 +30,13 @@ class GroupedTiles:
 
 FEWEST_TOKENS: Final = 16
 MOST_TOKENS: Final = 128
+_MOST_TOKENS_OF_CODES: Final = 64
 _LEAST_ROWS: Final = 32
 _LEAST_STEP: Final = 16  # units of one tensor core instruction
 _PROGRAMS: Final = 264  # two for each multiprocessor of an H200: fewer leave some of the memory's rate unused
 
-# By tokens of a tile: those of 16 wait for memory, those of 128 multiply.
+# By tokens of a tile: those of 16 wait for memory, those of 128 multiply. With codes, tiles of 128 gave wrong sums on a
+# GPU where a row is one group; they were multiplied otherwise then, and no GPU has run them since.
 _FULL: Final = {
     16: GroupedTiles(16, 64, 128, 4, 4),
     32: GroupedTiles(32, 64, 128, 4, 4),
@@ -45,7 +47,6 @@ _CODES: Final = {
     16: GroupedTiles(16, 64, 128, 4, 6),
     32: GroupedTiles(32, 128, 128, 4, 3),
     64: GroupedTiles(64, 128, 128, 4, 3),
-    128: GroupedTiles(128, 128, 128, 8, 3),
 }
 _FLOAT32: Final = GroupedTiles(16, 32, 64, 4, 2)
 
@@ -59,6 +60,8 @@ def grouped_tiles_for(pairs: int, num_experts: int, rows: int, weight: torch.Ten
     if weight.dtype == torch.float32:
         return _FLOAT32
     block_tokens = block_tokens_for(pairs, num_experts)
+    if isinstance(weight, QuantizedMatrix):
+        block_tokens = min(block_tokens, _MOST_TOKENS_OF_CODES)
     tiles = (_CODES if isinstance(weight, QuantizedMatrix) else _FULL)[block_tokens]
     least_rows = _LEAST_ROWS if block_tokens == FEWEST_TOKENS else 2 * _LEAST_ROWS
     while tiles.block_rows > least_rows and num_programs(pairs, num_experts, rows, tiles) < _PROGRAMS:
@@ -105,4 +108,4 @@ def step_units(matrix: QuantizedMatrix, tiles: GroupedTiles) -> int:
 
 def can_step(matrix: QuantizedMatrix) -> bool:
     """Whether steps of a size that tensor cores take divide the groups of a row, if it has several."""
-    return step_units(matrix, _CODES[MOST_TOKENS]) >= _LEAST_STEP
+    return step_units(matrix, _CODES[_MOST_TOKENS_OF_CODES]) >= _LEAST_STEP

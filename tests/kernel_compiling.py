@@ -3,7 +3,7 @@ with the name of a dtype.
 
 A launch with tensors on the CPU is caught, its arguments described as Triton would describe them, and compiled down to
 machine code by the assembler that comes with Triton. Prints a line for each: kernel, bytes, tensor core instructions,
-and what it does with memory before it waits for the kernels before it.
+what it does with memory before it waits for the kernels before it, and whether products overlap that must not.
 """
 
 import re
@@ -107,6 +107,7 @@ class Compiled:
             len(found.asm["cubin"]),
             *products,
             *early_accesses(found.asm["ptx"], options.get("launch_pdl", False)),
+            *(["in-flight"] if multiplies_from_written_registers(found.asm["ttgir"]) else []),
         )
 
 
@@ -117,6 +118,12 @@ def early_accesses(ptx: str, is_dependent: bool) -> list[str]:
     before, wait, _ = ptx.partition("griddepcontrol.wait")
     accesses = re.findall(r"\b(?:ld|st|red|atom)\.(?:volatile\.|relaxed\.|acq_rel\.|gpu\.)*global", before)
     return sorted({"early-" + access.split(".")[0] for access in accesses}) if wait else ["early-end"]
+
+
+def multiplies_from_written_registers(ttgir: str) -> bool:
+    """Whether a product out of registers may be under way when the numbers of the next one come to them."""
+    is_from_registers = re.search(r"warp_group_dot %.*?: tensor<[^>]*dot_op<", ttgir) is not None
+    return is_from_registers and re.search(r"warp_group_dot_wait.*pendings = [1-9]", ttgir) is not None
 
 
 def main(dtype: torch.dtype) -> None:

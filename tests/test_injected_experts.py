@@ -85,9 +85,7 @@ def test_experts_by_the_kernel(family: str, kernel_device: str, monkeypatch: pyt
         wanted = model(input_ids=ids).logits
         model.set_experts_implementation("grouped_mm")
         injection = Injection(model)  # what recognises experts computes on a CPU
-        monkeypatch.setattr(
-            grouped_experts, "grouped_linear", grouped_linear_kernel
-        )
+        monkeypatch.setattr(grouped_experts, "grouped_linear", grouped_linear_kernel)
         assert GROUPED in next(kinds for kinds in injection.injected.values() if "experts" in kinds)
         torch.testing.assert_close(model(input_ids=ids).logits, wanted, rtol=1e-3, atol=1e-3)
 

@@ -48,6 +48,7 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
         "_write_static_kernel",
     }
     assert kernels == on_tensor_cores | others
+    assert not [line for line in lines if "in-flight" in line]
     weights_early = {"_gemv_kernel", "fragment_kernel"}  # what they load is written by no kernel
     for name, _, *found in lines:
         early = [each for each in found if each.startswith("early-")]
