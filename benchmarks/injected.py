@@ -89,7 +89,7 @@ def measure(case: Case, copy_rate: float) -> dict[str, float]:
         raise SystemExit(f"gate: {name}: the kernel differs from its reference; no figure is reported")
     torch.compiler.reset()  # or the next shapes of one function run as they are
     compiled = torch.compile(ref, dynamic=False)
-    # What comes out lies elsewhere in each graph; a kernel alone was 128 and 142 us in two places.
+    # What comes out lies elsewhere in each graph: one kernel took 128 us in one script, and 142 in another.
     rounds = [
         [graph_seconds([partial(each, *given) for given in inputs]) for each in (kernel, compiled, ref)]
         for _ in range(_ROUNDS)
