@@ -69,4 +69,4 @@ def test_what_is_kept_is_what_would_be_rehearsed_anew(monkeypatch: pytest.Monkey
             *lengths, replace(limited, num_pages=1000), window
         )
     assert 0 < num_anew < 20 * len(LIMITS) * 0.9
-    assert num_set_aside > 10, "texts that are computed again"
+    assert num_set_aside > 0, "texts that are computed again"
