@@ -5,6 +5,7 @@ A chunk fits one staging slot, so a block of any size passes through a few small
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -84,8 +85,12 @@ def cut_chunks(extents: Sequence[Extent], chunk_bytes: int) -> tuple[Chunk, ...]
     return tuple(_ChunkCutter(chunk_bytes).cut(extents))
 
 
-def covered_bytes(extents: Sequence[Extent]) -> int:
-    """Bytes of the aligned reads that bring the extents in, if they passed through one staging slot."""
+@lru_cache(maxsize=1024)
+def covered_bytes(extents: tuple[Extent, ...]) -> int:
+    """Bytes of the aligned reads that bring the extents in, if they passed through one staging slot.
+
+    Kept, because whoever looks for the best plan asks it of the same blocks many times.
+    """
     nbytes = sum(covering_range(extent.offset, extent.nbytes)[1] for extent in extents)
     if not nbytes:
         return 0

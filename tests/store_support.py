@@ -3,16 +3,14 @@
 import itertools
 import json
 import os
-import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Process, start
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -87,28 +85,16 @@ class Quantizing:
         self.output = output
         self.options = options
 
-    def start(self, *options: str, limit_bytes: int | None = None) -> "subprocess.Popen[str]":
+    def start(self, *options: str, warm: bool = True, limit_bytes: int | None = None) -> Process:
         """Begin; no file that the process writes may become larger than the limit."""
+        command = ["quantize", "--model", self.model, "--output", self.output, *self.options, *options]
+        return start(command, Path.cwd(), warm=warm, limit_bytes=limit_bytes)
 
-        def limit() -> None:
-            if limit_bytes is not None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-
-        command = [sys.executable, "-m", "zinfer", "quantize", "--model", str(self.model), "--output", str(self.output)]
-        return subprocess.Popen(
-            [*command, *self.options, *options],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=limit,
-        )
-
-    def run(self, *options: str, limit_bytes: int | None = None) -> tuple[int, str, str]:
+    def run(self, *options: str, warm: bool = True, limit_bytes: int | None = None) -> tuple[int, str, str]:
         """Exit code, stdout and stderr."""
-        process = self.start(*options, limit_bytes=limit_bytes)
+        process = self.start(*options, warm=warm, limit_bytes=limit_bytes)
         out, err = process.communicate(timeout=200)
+        assert process.returncode is not None
         return process.returncode, out, err
 
     def end(self, number: signal.Signals, when: Callable[[], bool]) -> tuple[int, str]:
@@ -119,6 +105,7 @@ class Quantizing:
             time.sleep(0.0005)
         os.killpg(process.pid, number)
         said = process.communicate(timeout=100)[1]
+        assert process.returncode is not None
         return process.returncode, said
 
     def num_finished(self) -> int:

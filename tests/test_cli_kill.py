@@ -2,15 +2,13 @@
 
 import os
 import random
-import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import Process, start
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 
 NUM_ROWS = 200
@@ -25,27 +23,15 @@ class Command:
         self.device = folder.name
         self.output = folder / output
 
-    def start(self, limit_bytes: int | None = None) -> "subprocess.Popen[str]":
-        def limit() -> None:
-            if limit_bytes is not None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-
+    def start(self, limit_bytes: int | None = None, *, warm: bool = True) -> Process:
         options = ["--input", "in.jsonl", "--output", self.output.name, "--config", "ds.json", "--batch-size", "8"]
-        return subprocess.Popen(
-            [sys.executable, "-m", "zinfer", "run", "--model", "model", *options, "--device", self.device],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=limit,
-        )
+        command = ["run", "--model", "model", *options, "--device", self.device]
+        return start(command, self.folder, warm=warm, limit_bytes=limit_bytes)
 
     def size_bytes(self) -> int:
         return self.output.stat().st_size if self.output.exists() else -1
 
-    def end(self, process: "subprocess.Popen[str]", number: signal.Signals, when: Callable[[], bool]) -> str:
+    def end(self, process: Process, number: signal.Signals, when: Callable[[], bool]) -> str:
         """Sends the signal to the process group once `when` holds; returns what stderr said."""
         while not when():
             assert process.poll() is None, process.communicate()
@@ -69,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 def whole(folder: Path) -> bytes:
     """The output of an undisturbed run."""
     command = Command(folder, "whole.jsonl")
-    process = command.start()
+    process = command.start(warm=False)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert f"{NUM_ROWS} done, 0 failed" in out

@@ -4,13 +4,12 @@ nobody else's file touched."""
 import errno
 import os
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from commands import Process, start
 from faults_support import Fault, Holdings
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 from reader_support import age
@@ -47,16 +46,9 @@ class Workplace:
     def shards(self) -> list[Path]:
         return sorted(self.model.glob("*.safetensors"))
 
-    def start(self, output: str) -> "subprocess.Popen[str]":
+    def start(self, output: str, *, warm: bool = True) -> Process:
         options = ["--input", "in.jsonl", "--output", output, "--config", "ds.json", "--batch-size", str(BATCH_SIZE)]
-        return subprocess.Popen(
-            [sys.executable, "-m", "zinfer", "run", "--model", "model", *options, "--device", "cpu"],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return start(["run", "--model", "model", *options, "--device", "cpu"], self.folder, warm=warm)
 
     def files(self) -> set[str]:
         return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
@@ -70,7 +62,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 @pytest.fixture(scope="module")
 def whole(original: Workplace) -> bytes:
     """The output of a job that ran alone."""
-    process = original.start("alone.jsonl")
+    process = original.start("alone.jsonl", warm=False)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
     rows = read_rows(original.folder / "alone.jsonl")

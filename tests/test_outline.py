@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import FAMILIES, tiny_checkpoint
-from plan_support import CONFIGS, NUM_PARAMS, write_config
+from plan_support import CONFIGS, NUM_PARAMS, SMALL_LLAMA, outline_of, write_config
 
 from zinfer.errors import CheckpointError, PlanError
 from zinfer.offload.block import Block
 from zinfer.planning.outline import Outline, read_outline
+from zinfer.quantization.rules import Quantization, QuantRule
 
 
 def config_alone(checkpoint: Path, folder: Path) -> Path:
@@ -107,3 +108,13 @@ def test_a_state_of_unknown_size_is_refused(tmp_path: Path) -> None:
     }
     with pytest.raises(PlanError, match="qwen3_next model keeps LinearAttentionLayer in its cache"):
         read_outline(write_config(tmp_path, config))
+
+
+@pytest.mark.parametrize("rule", [QuantRule(bits=8), QuantRule(bits=4, group_size=128)], ids=str)
+def test_a_model_quantized_later_is_the_one_quantized_at_once(tmp_path: Path, rule: QuantRule) -> None:
+    outline = outline_of(write_config(tmp_path, SMALL_LLAMA))
+    before = [block.block for block in outline.blocks]
+    blocks = [block.block for block in outline.quantized(Quantization((rule,))).blocks]
+    assert blocks == [block.block for block in read_outline(tmp_path, None, Quantization((rule,))).blocks]
+    assert sum(block.nbytes for block in blocks) < outline.nbytes
+    assert [block.block for block in read_outline(tmp_path).blocks] == before

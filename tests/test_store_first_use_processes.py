@@ -3,15 +3,15 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any
 
+import psutil
 import pytest
+from commands import Process, start
 from jobs_support import letters_model, prompt_rows, write_rows
 from store_support import contents, make_store
 
@@ -24,27 +24,23 @@ NUM_BLOCKS = NUM_LAYERS + 3
 SECTION: dict[str, object] = {"bits": 4, "group_size": 32, "search": "clip"}
 KEPT = 4
 
-# A job whose process sends itself a signal when it is about to write a file of the store: its number is stated, and
-# where the signal ends the process, half the file is there.
-SCRIPT: Final = """
-import os, signal, sys
-from zinfer.store import writing
 
-number, place = signal.Signals[sys.argv.pop(1)], int(sys.argv.pop(1))
-place_file, places = writing.place_file, []
+def stop_when_writing(name: str, place: int) -> None:
+    """Let this process send itself a signal when it is about to write the store's file of this number; where the signal
+    ends the process, half the file is there."""
+    from zinfer.store import writing
 
-def place_or_stop(path, pieces):
-    places.append(path)
-    if len(places) == place:
-        if number == signal.SIGKILL:
-            path.with_name(f".zinfer_store.{path.name}.tmp").write_bytes(b"half a file")
-        os.kill(os.getpid(), number)
-    place_file(path, pieces)
+    number, places, place_file = signal.Signals[name], [], writing.place_file
 
-writing.place_file = place_or_stop
-from zinfer.cli import main
-main()
-"""
+    def place_or_stop(path: Path, pieces: Any) -> Any:
+        places.append(path)
+        if len(places) == place:
+            if number == signal.SIGKILL:
+                path.with_name(f".zinfer_store.{path.name}.tmp").write_bytes(b"half a file")
+            os.kill(os.getpid(), number)
+        return place_file(path, pieces)
+
+    writing.place_file = place_or_stop
 
 
 class Workplace:
@@ -53,28 +49,23 @@ class Workplace:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
         self.model = model
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Process] = []
         write_rows(folder / "in.jsonl", prompt_rows(6))
 
-    def start(self, output: str, *before: str, home: str = "nvme") -> "subprocess.Popen[str]":
-        """`zinfer run`, or with a signal's name and the number of a file `SCRIPT`."""
+    def start(
+        self, output: str, *, home: str = "nvme", stop: tuple[str, int] | None = None, warm: bool = True
+    ) -> Process:
+        """`zinfer run`, which is stopped by a signal of this name at the file of this number."""
         offload = {"device": home} | ({"nvme_path": "nvme"} if home == "nvme" else {})
         config = {"zero_optimization": {"offload_param": offload}, "zinfer": {"quantization": SECTION}}
         (self.folder / "ds.json").write_text(json.dumps(config))
-        command = ["-c", SCRIPT, *before] if before else ["-m", "zinfer"]
         options = ["--input", "in.jsonl", "--output", output, "--config", "ds.json", "--device", "cpu"]
-        process = subprocess.Popen(
-            [sys.executable, *command, "run", "--model", str(self.model), *options],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        prepare = None if stop is None else (stop_when_writing, stop)
+        process = start(["run", "--model", self.model, *options], self.folder, warm=warm, prepare=prepare)
         self.processes.append(process)
         return process
 
-    def finish(self, process: "subprocess.Popen[str]") -> str:
+    def finish(self, process: Process) -> str:
         """What it says until its good end."""
         _, said = process.communicate(timeout=120)
         assert process.returncode == 0, said
@@ -99,7 +90,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The rows of a job whose weights are quantized into host memory."""
     place = Workplace(tmp_path_factory.mktemp("host"), model)
-    place.finish(place.start("out.jsonl", home="cpu"))
+    place.finish(place.start("out.jsonl", home="cpu", warm=False))
     return place.rows("out.jsonl")
 
 
@@ -123,7 +114,7 @@ def place(model: Path, tmp_path: Path) -> Iterator[Workplace]:
 def test_a_job_that_is_killed_while_it_writes_goes_on_where_it_stopped(
     place: Workplace, expected: bytes, whole: dict[str, bytes]
 ) -> None:
-    process = place.start("out.jsonl", "SIGKILL", str(KEPT + 1))
+    process = place.start("out.jsonl", stop=("SIGKILL", KEPT + 1))
     process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
     store = place.store
@@ -142,9 +133,10 @@ def test_a_job_that_is_killed_while_it_writes_goes_on_where_it_stopped(
 def test_a_second_job_waits_for_the_first_and_may_be_interrupted(
     place: Workplace, expected: bytes, whole: dict[str, bytes]
 ) -> None:
-    first = place.start("first.jsonl", "SIGSTOP", str(KEPT + 1))
-    os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-    assert first.poll() is None, first.communicate()
+    first = place.start("first.jsonl", stop=("SIGSTOP", KEPT + 1))
+    while psutil.Process(first.pid).status() != psutil.STATUS_STOPPED:
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.001)
     second, third = place.start("second.jsonl"), place.start("third.jsonl")
     waiting = f"nvme_path: {place.store} is being written by another process; waiting for it"
     until_waiting = {process: said_until(process, waiting) for process in (second, third)}
@@ -164,7 +156,7 @@ def test_a_second_job_waits_for_the_first_and_may_be_interrupted(
     assert not list(place.store.glob(".zinfer_store*"))
 
 
-def said_until(process: "subprocess.Popen[str]", words: str) -> str:
+def said_until(process: Process, words: str) -> str:
     """What a process writes on stderr up to the line with these words."""
     assert process.stderr is not None
     said = ""

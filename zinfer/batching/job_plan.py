@@ -6,8 +6,7 @@ Sizes that the configuration leaves open are chosen one after the other, each th
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from zinfer.batching.adapters import common_window
@@ -16,6 +15,7 @@ from zinfer.batching.host_room import HostRoom
 from zinfer.batching.job_outlook import JobOutlook
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.rehearsal import JobPrediction
+from zinfer.batching.rehearsals import Rehearsals
 from zinfer.config import Settings
 from zinfer.config.settings import Batching
 from zinfer.errors import PlanError
@@ -24,7 +24,7 @@ from zinfer.planning.block_work import find_work
 from zinfer.planning.forecast import beside_request, check_length
 from zinfer.planning.outline import Outline
 from zinfer.planning.planner import Plan, make_plan
-from zinfer.planning.prediction import disk_spares_time, pass_time
+from zinfer.planning.prediction import PassClock, disk_spares_time
 from zinfer.planning.presets import Machine
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 
@@ -88,6 +88,7 @@ class JobPlan:
         job: with the rows that were rehearsed.
         rehearsed: what these take.
         seconds: of all rows.
+        rehearsals: of these rows, made on the way, for whoever asks on.
     """
 
     batching: Batching
@@ -96,6 +97,7 @@ class JobPlan:
     job: Job
     rehearsed: JobPrediction
     seconds: float
+    rehearsals: Rehearsals = field(repr=False, compare=False)
 
     @property
     def tokens_per_s(self) -> float:
@@ -137,14 +139,16 @@ def _choose(outline: Outline, machine: Machine, settings: Settings, job: Job) ->
         usual_counts = _HOSTED_MAX_SEQUENCES
     # All of them rehearse the same rows: fewer would count the filling and emptying of the cache for more.
     job = job.rehearsing(shares[-1] // read_kv_shape(outline.config).token_bytes(outline.dtype) // job.most_tokens)
+    rehearsals = Rehearsals(job.prompt_lens, job.new_tokens, common_window(outline.config))
     kv_bytes = shares if stated.kv_cache_memory is None else [stated.kv_cache_memory]
     sizes = _TOKENS_PER_PASS if stated.tokens_per_pass is None else [stated.tokens_per_pass]
     counts = usual_counts if stated.max_sequences is None else [stated.max_sequences]
     # How many tokens pay depends on the memory that is left for weights: both are tried together.
     usual = replace(stated, max_sequences=stated.max_sequences or usual_counts[1])
     tried = [replace(usual, tokens_per_pass=size, kv_cache_memory=nbytes) for nbytes in kv_bytes for size in sizes]
-    best = _fastest(outline, machine, settings, tried, job).batching
-    return _fastest(outline, machine, settings, [replace(best, max_sequences=count) for count in counts], job)
+    best = _fastest(outline, machine, settings, tried, job, rehearsals).batching
+    tried = [replace(best, max_sequences=count) for count in counts]
+    return _fastest(outline, machine, settings, tried, job, rehearsals)
 
 
 def job_advice(outline: Outline, machine: Machine, settings: Settings, planned: JobPlan) -> list[str]:
@@ -162,7 +166,7 @@ def job_advice(outline: Outline, machine: Machine, settings: Settings, planned: 
 
     for words, other, batching in tried:
         with suppress(PlanError):
-            compare(words, _try(other, machine, settings, batching, planned.job))
+            compare(words, _try(other, machine, settings, batching, planned.job, planned.rehearsals))
     if (moved := _in_other_memory(outline, machine, settings, planned.job)) is not None:
         compare(f"keys and values in other memory, {json.dumps({'zinfer': moved.keys()})}", moved)
     return [words for _, words in sorted(found, reverse=True)]
@@ -181,13 +185,20 @@ def _in_other_memory(outline: Outline, machine: Machine, settings: Settings, job
         return None
 
 
-def _fastest(outline: Outline, machine: Machine, settings: Settings, choices: Sequence[Batching], job: Job) -> JobPlan:
+def _fastest(
+    outline: Outline,
+    machine: Machine,
+    settings: Settings,
+    choices: Sequence[Batching],
+    job: Job,
+    rehearsals: Rehearsals,
+) -> JobPlan:
     """The fastest of those that fit; raises PlanError where none does."""
     found: list[JobPlan] = []
     failures: list[PlanError] = []
     for batching in choices:
         try:
-            found.append(_try(outline, machine, settings, batching, job))
+            found.append(_try(outline, machine, settings, batching, job, rehearsals))
         except PlanError as failure:
             failures.append(failure)
     if not found:
@@ -195,7 +206,9 @@ def _fastest(outline: Outline, machine: Machine, settings: Settings, choices: Se
     return min(found, key=lambda planned: planned.seconds)
 
 
-def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batching, job: Job) -> JobPlan:
+def _try(
+    outline: Outline, machine: Machine, settings: Settings, batching: Batching, job: Job, rehearsals: Rehearsals
+) -> JobPlan:
     """Raises PlanError where it does not fit."""
     free_bytes, trying = machine.device_memory_bytes, replace(settings, batching=batching)
     budget = find_budget(
@@ -211,9 +224,10 @@ def _try(outline: Outline, machine: Machine, settings: Settings, batching: Batch
     token_bytes = read_kv_shape(outline.config).token_bytes(budget.kv_dtype)
     if settings.offload.nvme_path is not None and disk_spares_time(work, rates, token_bytes):
         budget = replace(budget, parks_on_disk=True)
-    outlook = JobOutlook(budget, common_window(outline.config), token_bytes, partial(pass_time, plan, work, rates))
-    predicted = outlook.of_texts(job.prompt_lens, job.new_tokens)
-    return JobPlan(batching, budget, plan, job, predicted, _whole_seconds(job, predicted, is_hosted=budget.is_hosted))
+    outlook = JobOutlook(budget, rehearsals.window, token_bytes, PassClock(plan, work, rates).pass_time)
+    predicted = outlook.of_passes(rehearsals.under(budget))
+    seconds = _whole_seconds(job, predicted, is_hosted=budget.is_hosted)
+    return JobPlan(batching, budget, plan, job, predicted, seconds, rehearsals)
 
 
 def _whole_seconds(job: Job, rehearsed: JobPrediction, *, is_hosted: bool) -> float:

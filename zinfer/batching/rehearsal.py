@@ -72,12 +72,28 @@ def rehearse(
     Raises:
         PlanError: a text does not fit the cache even alone.
     """
+    passes = _passes(prompt_lens, new_tokens, budget, window, shares=False)
+    if passes is None:
+        passes = _passes(prompt_lens, new_tokens, budget, window, shares=True)
+    assert passes is not None
+    return passes
+
+
+def _passes(
+    prompt_lens: Sequence[int], new_tokens: Sequence[int], budget: BatchingBudget, window: int | None, *, shares: bool
+) -> list[PassSize] | None:
+    """None without sharing as soon as a text has to make room: it might find pages of its own when it comes back.
+
+    Without that no text finds any, because no two begin alike; and names for pages that nobody finds take most of the
+    time.
+    """
     scheduler = budget.scheduler(window)
     for number, (prompt_len, count) in enumerate(zip(prompt_lens, new_tokens, strict=True)):
-        # A first token of its own, so that no two begin alike.
-        scheduler.add(Text(number, (number, *[0] * (prompt_len - 1)), count))
+        scheduler.add(Text(number, (number, *[0] * (prompt_len - 1)), count, shares=shares))
     sizes = []
     while (coming := scheduler.schedule()) is not None:
+        if scheduler.has_set_aside and not shares:
+            return None
         sizes.append(coming.size)
         scheduler.advance(coming)
     return sizes

@@ -78,6 +78,11 @@ class Scheduler:
         return self._allotment.is_short
 
     @property
+    def has_set_aside(self) -> bool:
+        """Whether a sequence has to come back that had to make room, or was started again."""
+        return self._set_aside.first() is not None
+
+    @property
     def num_running(self) -> int:
         """Sequences that hold pages."""
         return len(self._running)

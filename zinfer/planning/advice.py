@@ -9,7 +9,7 @@ from zinfer.config import Memory, Settings
 from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.block import Tier
 from zinfer.planning.forecast import Forecast, make_forecast
-from zinfer.planning.outline import Outline, read_outline
+from zinfer.planning.outline import Outline
 from zinfer.planning.prediction import speed
 from zinfer.planning.presets import Machine
 from zinfer.planning.request import Request
@@ -119,7 +119,7 @@ def quantized_outlines(outline: Outline, settings: Settings) -> Iterator[tuple[s
     for bits, group_size in _QUANTIZED:
         rules = Quantization((QuantRule(bits=bits, group_size=group_size),))
         try:
-            smaller = read_outline(outline.name, outline.dtype, rules)
+            smaller = outline.quantized(rules)
         except ConfigError:  # the groups do not divide this model's matrices
             continue
         groups = "" if group_size is None else f', "group_size": {group_size}'

@@ -6,7 +6,7 @@ the model's order. Cutting and planning then run the same code as on a real chec
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -44,6 +44,7 @@ class Outline:
         max_positions: tokens that it has positions for; None without such a limit.
         files: the checkpoint's; empty where the weights' places are made up.
         config: the model's own.
+        tree, weights: that the blocks were cut from; nothing changes them.
     """
 
     name: str
@@ -53,6 +54,21 @@ class Outline:
     max_positions: int | None
     files: tuple[Path, ...]
     config: PretrainedConfig
+    tree: PreTrainedModel = field(repr=False, compare=False)
+    weights: Mapping[str, Weight] = field(repr=False, compare=False)
+
+    def quantized(self, quantization: Quantization) -> "Outline":
+        """The same model with matrices stored quantized, where none is yet.
+
+        Raises:
+            ConfigError: groups do not divide its matrices.
+        """
+        return replace(self, blocks=_cut(self.tree, self.weights, quantization, self.folder))
+
+    @property
+    def folder(self) -> Path:
+        """Of the model, where a store of it is thought to lie."""
+        return Path(self.name).expanduser().absolute()
 
     @property
     def layers(self) -> list[int]:
@@ -93,13 +109,21 @@ def read_outline(
         weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
     return Outline(
         name=os.fspath(model),
-        blocks=tuple(_as_in_store(block, folder) for block in cut_model(tree, weights, find_form(quantization))),
+        blocks=_cut(tree, weights, quantization, folder),
         shape=shape_of(tree),
         dtype=tree.config.dtype,
         max_positions=max_positions(tree),
         files=tuple(checkpoint.files),
         config=tree.config,
+        tree=tree,
+        weights=weights,
     )
+
+
+def _cut(
+    tree: PreTrainedModel, weights: Mapping[str, Weight], quantization: Quantization | None, folder: Path
+) -> tuple[ModelBlock, ...]:
+    return tuple(_as_in_store(block, folder) for block in cut_model(tree, weights, find_form(quantization)))
 
 
 def _as_in_store(block: ModelBlock, folder: Path) -> ModelBlock:

@@ -8,6 +8,7 @@ then the host, then stay on disk; ``cpu`` keeps them off the device, ``nvme`` of
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import Final
 
@@ -162,14 +163,24 @@ class _Planner:
             for num_outer in range(len(outer), -1, -1)
             for num_layers in range(most_layers, -1, -1)
         ]
-        return sorted(choices, key=lambda resident: -sum(self.blocks[index].nbytes for index in resident))
+        return sorted(choices, key=lambda resident: -self._bytes_of(resident))
 
     def _device_bytes(self, resident: frozenset[int]) -> int:
-        streamed = [block.nbytes for block in self.blocks if block.index not in resident]
+        streamed = [nbytes for index, nbytes in enumerate(self._nbytes) if index not in resident]
         slots = min(self.num_slots, len(streamed)) * max(streamed, default=0)
         # Conversions are over when the slots are allocated.
-        converting = conversion_bytes(self.blocks, to_host=self.limits.on_cuda)
-        return max(slots, converting) + sum(self.blocks[index].nbytes for index in resident)
+        return max(slots, self._converting_bytes) + self._bytes_of(resident)
+
+    def _bytes_of(self, indices: Iterable[int]) -> int:
+        return sum(map(self._nbytes.__getitem__, indices))
+
+    @cached_property
+    def _converting_bytes(self) -> int:
+        return conversion_bytes(self.blocks, to_host=self.limits.on_cuda)
+
+    @cached_property
+    def _nbytes(self) -> list[int]:
+        return [block.nbytes for block in self.blocks]
 
     @property
     def _gds_bytes(self) -> int:

@@ -30,6 +30,7 @@ _ATTENTION_SHARE: Final = 0.22
 # Bytes that come over the link slow products down by as much as moving them so often on the device: 14 to 20 ms a pass
 # for 15 to 20 GB on an H200.
 _LINK_TOUCHES: Final = 4
+_MOST_FUSED_TOKENS: Final = max(MOST_FUSED_TOKENS.values())
 
 
 @dataclass(frozen=True)
@@ -156,26 +157,102 @@ def pass_time(
         lent_bytes: of the device, in which blocks have come to stay.
         hosted_bytes: of keys and values, that come from host memory; what goes back crosses the link the other way.
     """
-    wired = [(each, home, _wire_bytes(each, home)) for each, home in zip(work, plan.homes, strict=True)]
-    if plan.slot_bytes:
-        wired = _passing(wired, lent_bytes // plan.slot_bytes)
-    disk_bytes = sum(nbytes for _, home, nbytes in wired if home.tier is Tier.DISK)
-    # A pageable slab passes through pinned staging; without any pinned memory, on a CPU, it is copied as it lies.
-    pageable = [nbytes for _, home, nbytes in wired if home.tier is Tier.HOST and not home.pinned and plan.pinned_bytes]
-    link_bytes = sum(nbytes for _, _, nbytes in wired)
-    flops = _FLOPS_PER_PARAMETER * sum(
-        each.num_active_params * (num_tokens if each.every_token else num_rows) for each in work
+    return PassClock(plan, work, rates).pass_time(
+        num_tokens,
+        num_rows,
+        cache_bytes=cache_bytes,
+        num_pairs=num_pairs,
+        num_parts=num_parts,
+        lent_bytes=lent_bytes,
+        hosted_bytes=hosted_bytes,
     )
-    return PassTime(
-        num_tokens=num_tokens,
-        disk_s=disk_bytes / rates.disk_bytes_per_s,
-        link_s=(link_bytes + hosted_bytes) / rates.link_bytes_per_s,
-        host_s=sum(pageable) / rates.host_bytes_per_s,
-        matrix_s=flops / rates.flops_per_s,
-        device_s=(sum(each.block.nbytes for each in work) + cache_bytes) / rates.device_bytes_per_s,
-        cache_s=cache_bytes / rates.device_bytes_per_s,
-        between_s=_between_s(work, rates, num_tokens, num_rows, num_pairs, num_parts, link_bytes),
-    )
+
+
+class PassClock:
+    """Says of many passes how long each takes: what is the same for all of them is summed once.
+
+    Args:
+        plan, work, rates: as for `predict`.
+    """
+
+    def __init__(self, plan: Plan, work: Sequence[BlockWork], rates: Rates) -> None:
+        self._rates = rates
+        self._slot_bytes = plan.slot_bytes
+        self._layers = _Sums.of([each for each in work if each.every_token])
+        self._others = _Sums.of([each for each in work if not each.every_token])
+        wired = [(each, home, _wire_bytes(each, home)) for each, home in zip(work, plan.homes, strict=True)]
+        # A pageable slab passes through pinned staging; without any pinned memory, on a CPU, it is copied as it lies.
+        self._passing = [
+            (nbytes, home.tier is Tier.DISK, home.tier is Tier.HOST and not home.pinned and plan.pinned_bytes > 0)
+            for _, home, nbytes in _by_leaving(wired)
+        ]
+        self._transfers: dict[int, tuple[int, int, int]] = {}
+
+    def pass_time(
+        self,
+        num_tokens: int,
+        num_rows: int,
+        *,
+        cache_bytes: int,
+        num_pairs: int = 0,
+        num_parts: int = 1,
+        lent_bytes: int = 0,
+        hosted_bytes: int = 0,
+    ) -> PassTime:
+        """One pass; arguments as for the function `pass_time`."""
+        rates, layers, others = self._rates, self._layers, self._others
+        num_staying = lent_bytes // self._slot_bytes if self._slot_bytes else 0
+        disk_bytes, pageable_bytes, link_bytes = self._transfer_bytes(min(num_staying, len(self._passing)))
+        flops = _FLOPS_PER_PARAMETER * (layers.active_params * num_tokens + others.active_params * num_rows)
+        moved_bytes = _LINK_TOUCHES * link_bytes + num_tokens * (layers.between_bytes + others.between_bytes)
+        if num_tokens > _MOST_FUSED_TOKENS:
+            moved_bytes += num_parts * layers.dequantized_bytes
+        if num_rows > _MOST_FUSED_TOKENS:
+            moved_bytes += others.dequantized_bytes
+        attention_flops = 2 * _FLOPS_PER_PARAMETER * num_pairs * (layers.query_width + others.query_width)
+        return PassTime(
+            num_tokens=num_tokens,
+            disk_s=disk_bytes / rates.disk_bytes_per_s,
+            link_s=(link_bytes + hosted_bytes) / rates.link_bytes_per_s,
+            host_s=pageable_bytes / rates.host_bytes_per_s,
+            matrix_s=flops / rates.flops_per_s,
+            device_s=(layers.nbytes + others.nbytes + cache_bytes) / rates.device_bytes_per_s,
+            cache_s=cache_bytes / rates.device_bytes_per_s,
+            between_s=moved_bytes / rates.device_bytes_per_s + attention_flops / (_ATTENTION_SHARE * rates.flops_per_s),
+        )
+
+    def _transfer_bytes(self, num_staying: int) -> tuple[int, int, int]:
+        """Bytes from disk, of pageable slabs and over the link, while so many blocks stay on the device."""
+        found = self._transfers.get(num_staying)
+        if found is None:
+            rest = self._passing[num_staying:]
+            found = self._transfers[num_staying] = (
+                sum(nbytes for nbytes, is_from_disk, _ in rest if is_from_disk),
+                sum(nbytes for nbytes, _, is_pageable in rest if is_pageable),
+                sum(nbytes for nbytes, _, _ in rest),
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Over several blocks, of what `BlockWork` says of each."""
+
+    active_params: float
+    nbytes: int
+    between_bytes: int
+    dequantized_bytes: int
+    query_width: int
+
+    @classmethod
+    def of(cls, work: Sequence[BlockWork]) -> "_Sums":
+        return cls(
+            sum(each.num_active_params for each in work),
+            sum(each.block.nbytes for each in work),
+            sum(each.between_bytes for each in work),
+            sum(each.dequantized_bytes for each in work),
+            sum(each.query_width for each in work),
+        )
 
 
 def disk_spares_time(work: Sequence[BlockWork], rates: Rates, token_bytes: int) -> bool:
@@ -191,27 +268,10 @@ def disk_spares_time(work: Sequence[BlockWork], rates: Rates, token_bytes: int) 
     return 2 * token_bytes / rates.disk_bytes_per_s < flops / rates.flops_per_s
 
 
-def _between_s(
-    work: Sequence[BlockWork],
-    rates: Rates,
-    num_tokens: int,
-    num_rows: int,
-    num_pairs: int,
-    num_parts: int,
-    link_bytes: int,
-) -> float:
-    moved_bytes = _LINK_TOUCHES * link_bytes + num_tokens * sum(each.between_bytes for each in work)
-    for each in work:
-        if (num_tokens if each.every_token else num_rows) > max(MOST_FUSED_TOKENS.values()):
-            moved_bytes += (num_parts if each.every_token else 1) * each.dequantized_bytes
-    flops = 2 * _FLOPS_PER_PARAMETER * num_pairs * sum(each.query_width for each in work)
-    return moved_bytes / rates.device_bytes_per_s + flops / (_ATTENTION_SHARE * rates.flops_per_s)
-
-
-def _passing(wired: list[tuple[BlockWork, Home, int]], num_staying: int) -> list[tuple[BlockWork, Home, int]]:
-    """Without the blocks that stay on the device, those from disk first."""
+def _by_leaving(wired: list[tuple[BlockWork, Home, int]]) -> list[tuple[BlockWork, Home, int]]:
+    """The blocks that stream, in the order in which they come to stay on the device: those from disk first."""
     streamed = [entry for entry in wired if entry[1].tier is not Tier.DEVICE]
-    return sorted(streamed, key=lambda entry: entry[1].tier is not Tier.DISK)[num_staying:]
+    return sorted(streamed, key=lambda entry: entry[1].tier is not Tier.DISK)
 
 
 def _wire_bytes(work: BlockWork, home: Home) -> int:

@@ -1,0 +1,167 @@
+"""`zinfer` in processes of its own: started cold as people start it, or warm where what is tested is not the start.
+
+A warm process is forked, by multiprocessing's server, from one that has imported what commands import and has done
+nothing else: a process like any other, with its own memory, descriptors, session and signals, that can be killed. What
+it spares is the seconds in which torch and transformers are imported. On a machine with a GPU every start is a cold
+one, because CUDA does not survive a fork.
+"""
+
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+_IMPORTED: Final = [f"zinfer.{name}" for name in ("cli", "jobs.job", "jobs.summary", "store.writing", "store.summary")]
+Preparation = tuple[Callable[..., None], tuple[Any, ...]]
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_IMPORTED)
+
+
+class Forked:
+    """A command in a forked process, with what tests use of `subprocess.Popen`: pipes, signals, an exit code."""
+
+    def __init__(self, *args: Any) -> None:
+        out, out_end = os.pipe()
+        err, err_end = os.pipe()
+        self.stdout, self.stderr = os.fdopen(out), os.fdopen(err)
+        self._process = _context.Process(target=_command, args=(_Ends(out_end, err_end), *args))
+        self._process.start()
+        os.close(out_end)
+        os.close(err_end)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, a signal's number negative; None while the process lives."""
+        if self.returncode is None and self._process.exitcode is not None:
+            self.returncode = self._process.exitcode
+            self._process.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise TimeoutError(f"process {self.pid} lives after {timeout} s")
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What is left of stdout and stderr, once the process has ended."""
+        with ThreadPoolExecutor(2) as readers, self.stdout, self.stderr:
+            said = [readers.submit(pipe.read) for pipe in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            except TimeoutError:
+                self.kill()  # or its pipes would never end
+                raise
+            return said[0].result(), said[1].result()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+Process = Forked | subprocess.Popen[str]
+
+
+def start(
+    arguments: Sequence[str | Path],
+    folder: Path,
+    *,
+    warm: bool,
+    limit_bytes: int | None = None,
+    prepare: Preparation | None = None,
+) -> Process:
+    """`zinfer` with these arguments, in ``folder`` and in a session of its own.
+
+    Args:
+        warm: fork it, where there is no GPU.
+        limit_bytes: no file that it writes may become larger.
+        prepare: a function of a module, with arguments, to call before the command.
+    """
+    words = [str(each) for each in arguments]
+    if warm and not torch.cuda.is_available():
+        return Forked(words, folder, dict(os.environ), limit_bytes, prepare)
+    program = ["-m", "zinfer"]
+    if prepare is not None:
+        function, given = prepare
+        program = ["-c", _PREPARED, str(Path(__file__).parent), function.__module__, function.__name__, repr(given)]
+    return subprocess.Popen(
+        [sys.executable, *program, *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: _limit(limit_bytes),
+    )
+
+
+_PREPARED: Final = """
+import ast, importlib, sys
+folder, module, name, given = (sys.argv.pop(1) for _ in range(4))
+sys.path.insert(0, folder)
+getattr(importlib.import_module(module), name)(*ast.literal_eval(given))
+from zinfer.cli import main
+main()
+"""
+
+
+class _Ends:
+    """Ends of pipes that become a new process's stdout and stderr."""
+
+    def __init__(self, *descriptors: int) -> None:
+        self._descriptors: list[Any] = list(descriptors)
+
+    def __getstate__(self) -> list[Any]:
+        return [DupFd(each) for each in self._descriptors]
+
+    def __setstate__(self, sent: list[Any]) -> None:
+        self._descriptors = [each.detach() for each in sent]
+
+    def take_over(self) -> None:
+        for place, descriptor in enumerate(self._descriptors, start=1):
+            os.dup2(descriptor, place)
+            os.close(descriptor)
+
+
+def _command(
+    ends: _Ends,
+    words: list[str],
+    folder: Path,
+    environment: dict[str, str],
+    limit_bytes: int | None,
+    prepare: Preparation | None,
+) -> None:
+    from zinfer.cli import main
+
+    os.setsid()
+    ends.take_over()
+    os.environ.clear()
+    os.environ.update(environment, OMP_NUM_THREADS="1")
+    os.chdir(folder)
+    _limit(limit_bytes)
+    if prepare is not None:
+        function, given = prepare
+        function(*given)
+    sys.argv[:] = ["zinfer", *words]
+    main()
+
+
+def _limit(limit_bytes: int | None) -> None:
+    if limit_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
