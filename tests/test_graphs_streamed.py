@@ -271,7 +271,7 @@ def test_a_replay_that_is_cut_short(
 
 
 def test_pieces_are_bounded(folder: Path, ids: torch.Tensor, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forms that were used last are kept, and one always is."""
+    """Where there is no room beside those that are replayed, a form is left to Python: nothing is recorded in turn."""
     monkeypatch.setattr(forward_graphs, "_MOST_PIECES", 40)
     with opened(folder, HOST, device) as engine:
         for rows in (1, 2, 1, 2):
@@ -280,7 +280,10 @@ def test_pieces_are_bounded(folder: Path, ids: torch.Tensor, device: str, monkey
         assert engine._fittings._graphs is not None
         assert len(engine._fittings._graphs._graphs) == 2
         monkeypatch.setattr(forward_graphs, "_MOST_PIECES", 20)
-        for _ in range(2):
+        for _ in range(3):
             engine(input_ids=ids[:, :5].to(device), use_cache=False)
-        assert len(engine._fittings._graphs._graphs) == 1
-        assert engine.graphs.recorded == 3
+        assert engine.graphs.eager["other forms take the room for its pieces"] == 2
+        replayed = engine.graphs.replayed
+        for rows in (1, 2, 1, 2):
+            engine(input_ids=ids[:rows].to(device), use_cache=False)
+        assert (engine.graphs.recorded, engine.graphs.replayed) == (2, replayed + 4)

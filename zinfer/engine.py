@@ -271,6 +271,7 @@ class InferenceEngine(AroundModule):
         # released in vain, by another thread.
         with self._lock, torch.no_grad():
             runtime = self._running()
+            runtime.settle()  # what a second Ctrl-C, in the settling below, has left
             begin_s = time.perf_counter()
             try:
                 return work()

@@ -149,6 +149,7 @@ class Runtime:
 
     def give_back(self) -> None:
         """Use no borrowed memory any more; compute that follows may write to it. Between passes."""
+        self.settle()  # a block that Ctrl-C has left in use would stay there once it is released
         if self._streamer is not None:
             self._streamer.give_back()
 

@@ -22,7 +22,7 @@ from zinfer.graphs.whole_masks import spared
 
 _MOST_GRAPHS: Final = 32
 _MOST_PIECES: Final = 512
-"""Of all that are kept, unless it is one alone: a driver keeps some device memory for each."""
+"""Of all that are kept, unless it is one form alone: a driver keeps some device memory for each."""
 _MOST_FORMS: Final = 1024
 """Seen once; a form that has not come again in so many is forgotten."""
 FIRST: Final = "the first of its form"
@@ -62,7 +62,8 @@ class ForwardGraphs:
         self.cuts = Cuts(most_streamed_bytes)
         self._recorder = recorder
         self._device = device
-        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._graphs: OrderedDict[tuple[Hashable, Hashable], _Graph] = OrderedDict()
+        """By form, and by the places of streamed blocks."""
         self._seen: OrderedDict[Hashable, str] = OrderedDict()
         """Why forms are not replayed: for their first time, or because they could not be recorded."""
         self._is_off = self._is_compiled = False
@@ -124,18 +125,31 @@ class ForwardGraphs:
         self._seen.clear()
         self._is_compiled = True
 
-    def _find(self, call: Call, form: Hashable, forward: Callable[..., Any]) -> "_Graph":
+    def _find(self, call: Call, form: tuple[Hashable, Hashable], forward: Callable[..., Any]) -> "_Graph":
         graph = self._graphs.get(form)
         if graph is None:
             self._expect_again(form)
             graph = self._record(call, form, forward)
+            self._make_room(graph, form)
             self.counts.recorded += 1
             self.counts.pieces += graph.num_pieces
             self._graphs[form] = graph
-            while len(self._graphs) > _MOST_GRAPHS or (len(self._graphs) > 1 and self._num_pieces > _MOST_PIECES):
-                self._graphs.popitem(last=False)
         self._graphs.move_to_end(form)
         return graph
+
+    def _make_room(self, graph: "_Graph", form: tuple[Hashable, Hashable]) -> None:
+        """Drop what was replayed last longest ago, and what belongs to other places of blocks where pieces are many.
+
+        Forms that are as large would push each other out again and again: so the first ones stay.
+        """
+        if self._graphs and self._num_pieces + graph.num_pieces > _MOST_PIECES:
+            for other in [other for other in self._graphs if other[1] != form[1]]:
+                del self._graphs[other]
+        if self._graphs and self._num_pieces + graph.num_pieces > _MOST_PIECES:
+            self._seen[form] = "other forms take the room for its pieces"
+            raise Unrecordable(self._seen[form])
+        if len(self._graphs) == _MOST_GRAPHS:
+            self._graphs.popitem(last=False)
 
     @property
     def _num_pieces(self) -> int:

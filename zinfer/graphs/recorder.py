@@ -53,28 +53,30 @@ class CudaRecorder:
     @contextmanager
     def session(self) -> Iterator[None]:
         """As `Recorder.session`."""
-        with torch.cuda.stream(torch.cuda.current_stream()):  # torch stays on a capture's when its end fails
+        # torch stays on a capture's stream when its end fails, and warns of captures that are empty, as between blocks.
+        with torch.cuda.stream(torch.cuda.current_stream()), warnings.catch_warnings(action="ignore"):
             try:
                 yield
             finally:
-                if self._open is not None:
+                if self._open is not None and torch.cuda.is_current_stream_capturing():
                     self.end()
+                self._open = None
 
     def begin(self) -> None:
         """As `Recorder.begin`; launches of other threads, such as copies of weights, go on meanwhile."""
         if self._keeper is None:
             self._keeper = _empty_graph()
         graph = torch.cuda.CUDAGraph()
-        capture = _recording(graph, self._keeper.pool())
-        capture.__enter__()
-        self._open = graph, capture
+        # Open from before its begin until after its end: Ctrl-C may strike between any two lines.
+        self._open = graph, _recording(graph, self._keeper.pool())
+        self._open[1].__enter__()
 
     def end(self) -> Callable[[], None]:
         """As `Recorder.end`."""
         assert self._open is not None
-        (graph, capture), self._open = self._open, None
-        with warnings.catch_warnings(action="ignore"):  # torch warns of one that is empty, as between two blocks
-            capture.__exit__(None, None, None)
+        graph, capture = self._open
+        capture.__exit__(None, None, None)
+        self._open = None
         return graph.replay
 
     def close(self) -> None:
