@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -36,6 +36,9 @@ from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import find_limits
 from zinfer.planning.planner import Plan
 from zinfer.sequence_length import most_tokens
+
+_PROMPTS_AT_ONCE: Final = 1024
+"""Encoded together: a tokenizer takes over ten times as much memory meanwhile as their tokens do."""
 
 
 class LLM:
@@ -246,9 +249,11 @@ class LLM:
         call = Call(self._batcher, self._encoder, self.tokenizer, self._end_token_ids)
         self._is_streaming = True
         try:
-            encoded = self._encoder.encode_texts([prompt for prompt, _ in each])
-            for index, (prompt, (_, own)) in enumerate(zip(encoded, each, strict=True)):
-                yield from call.add(index, prompt, own)
+            for begin in range(0, len(each), _PROMPTS_AT_ONCE):
+                several = each[begin : begin + _PROMPTS_AT_ONCE]
+                encoded = self._encoder.encode_texts([prompt for prompt, _ in several])
+                for index, (_, own) in enumerate(several):
+                    yield from call.add(begin + index, encoded[index], own)
             while not call.is_complete:
                 self._check_open()
                 yield from call.step()

@@ -10,7 +10,7 @@ import torch
 from zinfer.batching.budget import BatchingBudget
 from zinfer.batching.completion import Finished, not_finite
 from zinfer.batching.decode_form import find_form
-from zinfer.batching.delivery import send
+from zinfer.batching.delivery import send, settle
 from zinfer.batching.ending import Ending
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.loan import Loan
@@ -162,6 +162,7 @@ class Batcher:
         After a pass that was cut short no page is found again: some were to be filled by it.
         """
         self._drawn = None
+        settle(self._cache.device)
         if not self._writing and not self._in_pass:
             return
         was_in_pass, self._in_pass = self._in_pass, True  # until this is done: a second Ctrl-C may cut it short too

@@ -19,7 +19,10 @@ def on_its_way(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if device.type != "cuda":
         return host.to(device)
-    compute, own = torch.cuda.current_stream(device), _stream(device)
+    settle(device)
+    compute = torch.cuda.current_stream(device)
+    own = _stream(compute.device)
+    _left[compute.device] = compute
     with torch.cuda.stream(own):
         copy = host.to(device, non_blocking=True)
     compute.wait_stream(own)
@@ -27,9 +30,22 @@ def on_its_way(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return copy
 
 
+def settle(device: torch.device) -> None:
+    """Return to the stream that computes, if Ctrl-C struck in `on_its_way`: what it enters it may not have left."""
+    if device.type == "cuda":
+        current = torch.cuda.current_stream(device)
+        if current.device in _left and current == _stream(current.device):
+            torch.cuda.set_stream(_left[current.device])
+
+
+_left: dict[torch.device, torch.cuda.Stream] = {}
+"""The stream that was left last for each device's own."""
+
+
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # torch hands out a few streams of each priority in turn: slabs have theirs of the usual one.
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class Delivery:

@@ -169,7 +169,7 @@ def _adjusted(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         logits_RV,
         {i: {*row.end_token_ids, *row.params.stop_token_ids} for i, row in enumerate(rows) if _is_too_short(row)},
     )
-    penalize(logits_RV, [_penalty(i, row) for i, row in enumerate(rows) if _is_penalized(row.params)])
+    penalize(logits_RV, [_penalty(i, row) for i, row in enumerate(rows) if row.params.has_penalty])
     return logits_RV
 
 
@@ -239,12 +239,8 @@ def _is_plain(row: Row) -> bool:
 
 
 def _is_adjusted(row: Row) -> bool:
-    return bool(row.params.logit_bias) or _is_too_short(row) or _is_penalized(row.params)
+    return row.params.changes_logits or _is_too_short(row)
 
 
 def _is_too_short(row: Row) -> bool:
     return len(row.output_ids) < row.params.min_new_tokens
-
-
-def _is_penalized(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0

@@ -155,9 +155,16 @@ class SamplingParams:
     @cached_property
     def is_plain(self) -> bool:
         """Whether the most likely token is always taken, of logits as they are, and nothing is told of them."""
-        no_penalty = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) == (1, 0, 0)
-        as_they_are = no_penalty and not self.logit_bias and not self.min_new_tokens
-        return self.is_greedy and self.logprobs is None and as_they_are
+        return self.is_greedy and self.logprobs is None and not self.changes_logits and not self.min_new_tokens
+
+    @cached_property
+    def changes_logits(self) -> bool:
+        """Whether biases or penalties are added to logits."""
+        return bool(self.logit_bias) or self.has_penalty
+
+    @property
+    def has_penalty(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ConfigError for a token id that a model of `vocab_size` tokens does not have."""

@@ -235,7 +235,7 @@ class Scheduler:
             if sequence.state is not running:
                 return 0  # it and all after it were set aside for one before
             begin = sequence.num_computed
-            num_tokens = len(sequence.prompt_ids) + len(sequence.output_ids)
+            num_tokens = len(sequence.prompt_ids) + len(sequence.output_ids)  # written out: a call for each text costs
             end = num_tokens if num_tokens - begin <= num_left else begin + num_left
             if end > len(sequence.pages) * page_size:
                 end = self._extend(sequence, end, coming)
