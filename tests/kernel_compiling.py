@@ -188,9 +188,9 @@ def compile_products(dtype: torch.dtype) -> None:
 def compile_experts(dtype: torch.dtype) -> None:
     mixture = QWEN3_30B_A3B[0]
     turned = torch.empty(mixture.experts, mixture.columns, mixture.rows, dtype=dtype, device="meta").transpose(1, 2)
-    codes = [random_experts(format, mixture, dtype, "meta") for format in TYPICAL[:4]]
+    codes = [random_experts(format, mixture, dtype, "meta") for format in TYPICAL]
     full = random_experts(None, mixture, dtype, "meta")
-    for tokens, weights in {4: (full, codes[0], codes[2], codes[3]), 4096: (turned, codes[0], codes[2])}.items():
+    for tokens, weights in {4: (full, codes[0], codes[2], codes[3]), 4096: (turned, *codes)}.items():
         found = groups.groups_kernel(random_choice(mixture, tokens, "cpu"), mixture.experts)
         x = torch.zeros(tokens, mixture.columns, dtype=dtype)
         for weight in weights:

@@ -90,6 +90,13 @@ def test_experts_by_the_kernel(family: str, kernel_device: str, monkeypatch: pyt
         torch.testing.assert_close(model(input_ids=ids).logits, wanted, rtol=1e-3, atol=1e-3)
 
 
+def test_experts_of_no_tokens_give_none() -> None:
+    experts = experts_of(tiny_model("mixtral"))
+    width = experts.down_proj.shape[1]
+    found = grouped_experts._computed(experts, torch.zeros(0, width), torch.zeros(0, 2).long(), torch.zeros(0, 2))
+    assert found.shape == (0, width)
+
+
 @pytest.mark.parametrize("rules", [{"bits": 8}, {"bits": 4, "group_size": 32}], ids=str)
 def test_quantized_experts_are_those_of_each_alone(
     rules: dict[str, object], tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+import zinfer.kernels.grouped_linear
 from zinfer.kernels.cases import (
     DTYPES,
     FORMATS,
@@ -21,6 +22,7 @@ from zinfer.kernels.cases import (
     random_choice,
     random_experts,
 )
+from zinfer.kernels.dequantize import dequantize
 from zinfer.kernels.grouped_linear import (
     ExpertWeights,
     can_group,
@@ -220,16 +222,18 @@ def test_the_cpu_goes_expert_by_expert(format: QuantFormat | None) -> None:
 def test_experts_without_tokens_are_not_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_experts(QuantFormat(8), Mixture(6, 2, 8, 32), torch.float32, "cpu")
     assert isinstance(weight, QuantizedMatrix)
-    found: list[slice] = []
-    part = QuantizedMatrix.part
+    found: list[torch.Tensor] = []
 
-    def noted(self: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
-        found.append(rows)
-        return part(self, rows)
+    def noted(matrix: QuantizedMatrix) -> torch.Tensor:
+        found.append(dequantize(matrix))
+        return found[-1]
 
-    monkeypatch.setattr(QuantizedMatrix, "part", noted)
-    grouped_linear(torch.randn(2, 32), weight, Groups.of(torch.tensor([[4, 1], [1, 4]]), 6))
-    assert {rows.start // 8 for rows in found if rows.stop - rows.start == 8 and rows.start} == {1, 4}
+    monkeypatch.setattr(zinfer.kernels.grouped_linear, "dequantize", noted)
+    grouped_linear(torch.randn(2, 32), weight, Groups.of(torch.tensor([[4, 0], [0, 4]]), 6))
+    whole = dequantize(weight)
+    assert len(found) == 2
+    for matrix, expert in zip(found, (0, 4), strict=True):
+        assert torch.equal(matrix, whole[8 * expert : 8 * expert + 8])
 
 
 @pytest.mark.gpu

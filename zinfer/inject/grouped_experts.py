@@ -104,7 +104,7 @@ def _computed(module: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch
     made = _product(module, first, x, groups)
     made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
     made = _product(module, second, made, groups) * weights.reshape(-1, 1)
-    return made.view(*chosen.shape, -1).sum(dim=1).to(x.dtype)
+    return made.view(*chosen.shape, made.shape[-1]).sum(dim=1).to(x.dtype)
 
 
 def _product(module: Any, name: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
