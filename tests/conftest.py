@@ -1,11 +1,14 @@
 """Fixtures that the whole suite shares."""
 
+import gc
 import os
+import threading
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from threads import settled_threads
 
 # Triton decides when it is imported and when a kernel is decorated: without a GPU its interpreter runs the kernels.
 if not torch.cuda.is_available():
@@ -18,6 +21,19 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 # A loaded machine is slow at times; that is no fault of the property.
 settings.register_profile("zinfer", deadline=None)
 settings.load_profile("zinfer")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_over() -> None:
+    """No thread of an engine outlives its file's tests, one that is left to the collector either: some are counted."""
+    if _threads_of_engines():
+        gc.collect()
+        settled_threads()
+    assert not _threads_of_engines()
+
+
+def _threads_of_engines() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("zinfer-")]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
