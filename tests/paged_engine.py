@@ -75,7 +75,7 @@ class PagedEngine:
             self._check_context(chunk)  # as one does that writes all keys first
         self._check_sharers(coming, written)
         self._let_go()
-        return {c.sequence.number: next_token(c.sequence.tokens(0, c.end)) for c in coming.chunks if c.samples}
+        return {c.sequence.number: next_token(tuple(c.sequence.tokens(0, c.end))) for c in coming.chunks if c.samples}
 
     def check_counts(self, sequences: list[Sequence]) -> None:
         """The pool's counts are those of the pages that sequences hold; only running ones hold any."""

@@ -14,8 +14,7 @@ def filled(pool: PagePool, number: int, tokens: tuple[int, ...]) -> Sequence:
     pool.find(sequence)
     num_found = len(sequence.pages)
     sequence.pages += pool.take(pool.pages_for(len(tokens)) - num_found)
-    for _ in range(num_found, len(tokens) // pool.page_size):
-        pool.publish(sequence)
+    pool.publish(sequence, len(tokens) // pool.page_size)
     return sequence
 
 
@@ -40,7 +39,7 @@ def test_a_sequence_needs_a_prompt_and_a_token_to_generate(
 def test_tokens_are_those_of_prompt_and_output(num_prompt: int, num_output: int, begin: int, length: int) -> None:
     sequence = Sequence(0, tuple(range(num_prompt)), 9, list(range(num_prompt, num_prompt + num_output)))
     assert sequence.num_tokens == num_prompt + num_output
-    assert sequence.tokens(begin, begin + length) == tuple(range(sequence.num_tokens))[begin : begin + length]
+    assert tuple(sequence.tokens(begin, begin + length)) == tuple(range(sequence.num_tokens))[begin : begin + length]
 
 
 def test_whole_pages_are_found_while_held_and_afterwards() -> None:
@@ -113,9 +112,8 @@ def test_of_pages_with_the_same_tokens_one_is_found_and_what_follows_is_found_af
     pool = PagePool(10, 2)
     one, twin = Sequence(0, (1, 1, 2, 2, 3), 1), Sequence(1, (1, 1, 2, 2, 3), 1)
     one.pages, twin.pages = pool.take(1), pool.take(2)
-    pool.publish(one)
-    pool.publish(twin)
-    pool.publish(twin)
+    pool.publish(one, 1)
+    pool.publish(twin, 2)
     assert found(pool, (1, 1, 2, 2, 3)) == [one.pages[0], twin.pages[1]]
     pool.release(twin)
     pool.release(one)
@@ -170,7 +168,7 @@ def test_a_shared_page_cannot_be_published_as_something_else() -> None:
     pool.find(sharer)
     other = Sequence(2, (7, 7), 1, pages=sharer.pages)
     with pytest.raises(AssertionError, match="by a sequence that shares it"):
-        pool.publish(other)
+        pool.publish(other, 1)
 
 
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
@@ -208,8 +206,7 @@ def test_a_found_page_holds_the_tokens_looked_for(
         sequence.pages += pool.take(num_needed - num_found)
         for index in range(num_found, num_needed):
             contents[sequence.pages[index]] = tokens[: (index + 1) * page_size]
-            if len(tokens) >= (index + 1) * page_size:
-                pool.publish(sequence)
+        pool.publish(sequence, len(tokens) // page_size)
         used = {page for other in held.values() for page in other.pages}
         assert pool.num_used == len(used)
         assert pool.num_free == limit - len(used)

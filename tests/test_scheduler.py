@@ -132,8 +132,7 @@ def test_more_of_a_parked_prompt_may_be_found_than_was_parked() -> None:
     other = Sequence(2, second.prompt_ids, 1)  # computes more of the same text
     scheduler.pool.find(other)
     other.pages += scheduler.pool.take(2)
-    for _ in range(2):
-        scheduler.pool.publish(other)
+    scheduler.pool.publish(other, len(other.pages))
     scheduler.pool.release(other)
     coming = step(scheduler)
     assert coming.resumed == [(second, ())]

@@ -107,5 +107,4 @@ class Allotment:
     def publish(self, sequence: Sequence, end: int) -> None:
         """Let others find the pages up to position ``end``, restored ones too, that are whole and have known tokens."""
         if sequence.shares:
-            for _ in range(sequence.num_named, min(end, sequence.num_known) // self._pool.page_size):
-                self._pool.publish(sequence)
+            self._pool.publish(sequence, min(end, sequence.num_known) // self._pool.page_size)

@@ -107,7 +107,7 @@ class Batcher:
         Raises:
             PlanError: the cache could not hold it even alone.
         """
-        sequence = Text(self._num_added, tuple(prompt_ids), params.max_new_tokens)
+        sequence = Text(self._num_added, prompt_ids, params.max_new_tokens)
         self._in_pass = True
         # First what abort needs: Ctrl-C may strike between any two lines.
         self._num_added += 1
@@ -218,8 +218,9 @@ class Batcher:
 
     def _draw(self, coming: Pass, logits: torch.Tensor) -> _Drawing:
         """Choose the next tokens of those that have not ended since the pass was scheduled."""
-        sampling = [chunk.sequence for chunk in coming.chunks if chunk.samples]
-        places = [place for place, each in enumerate(sampling) if each.state is SequenceState.RUNNING]
+        running = SequenceState.RUNNING  # a look at the enum for each text costs
+        sampling = [sequence for sequence, _, _, samples in coming.chunks if samples]
+        places = [place for place, sequence in enumerate(sampling) if sequence.state is running]
         if len(places) < len(sampling):
             logits = logits[send(places, torch.int64, logits.device)]
         rows = [self._writing[sampling[place].number] for place in places]

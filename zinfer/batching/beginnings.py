@@ -1,5 +1,6 @@
 """Whole pages of tokens that several prompts begin with: they are needed once, whoever of them runs."""
 
+from array import array
 from collections.abc import Iterator
 
 
@@ -19,7 +20,7 @@ class Beginnings:
         self._counts: dict[int, int] = {}
         self._pages: dict[int, tuple[int, ...]] = {}
 
-    def add(self, number: int, prompt_ids: tuple[int, ...]) -> None:
+    def add(self, number: int, prompt_ids: "array[int]") -> None:
         """Count the prompt of a number that has none."""
         assert number not in self._pages, f"{number} was added before"
         pages = self._pages[number] = tuple(self._hashes(prompt_ids))
@@ -38,9 +39,9 @@ class Beginnings:
                 counts[page] = count
                 self.num_repeated -= 1
 
-    def _hashes(self, prompt_ids: tuple[int, ...]) -> Iterator[int]:
+    def _hashes(self, prompt_ids: "array[int]") -> Iterator[int]:
         """Of each page and all before it; the last token is computed anew whatever is found."""
         page = 0
         for begin in range(0, len(prompt_ids) - self._page_size, self._page_size):
-            page = hash((page, prompt_ids[begin : begin + self._page_size]))
+            page = hash((page, prompt_ids[begin : begin + self._page_size].tobytes()))
             yield page

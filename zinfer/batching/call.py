@@ -1,5 +1,6 @@
 """The prompts of one call of `LLM.stream`, from texts that wait to completions."""
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class Call:
         self._encoder = encoder
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
-        self._seen: dict[tuple[int, ...], int] = {}
+        self._seen: dict[bytes, int] = {}
         self._waiting: dict[int, tuple[int, int]] = {}
         """Prompt and sample of each text."""
 
@@ -66,12 +67,12 @@ class Call:
             yield Completion(index, sample, finished.text, finished.token_ids, reason, logprobs, error)
 
     def _add(self, index: int, prompt: PromptLike, params: SamplingParams) -> None:
-        token_ids = self._encoder.encode(prompt, params)
+        prompt_ids = array("i", self._encoder.encode(prompt, params))
         ends = frozenset() if params.ignore_eos else self._end_token_ids
         ending_ids = ends.union(params.stop_token_ids, special_stops(self._tokenizer, params.stop))
-        prompt_ids = tuple(token_ids)
-        repeat = self._seen.get(prompt_ids, 0)
-        self._seen[prompt_ids] = repeat + 1
+        name = prompt_ids.tobytes()
+        repeat = self._seen.get(name, 0)
+        self._seen[name] = repeat + 1
         for sample in range(params.n):
             ending = Ending(self._tokenizer, ending_ids, params.stop, params.max_new_tokens, params.min_new_tokens)
             seed = 0 if params.is_greedy else text_seed(params.seed, prompt_ids, repeat, sample)

@@ -54,7 +54,7 @@ class Ending:
 
     def reason(self, token_ids: Sequence[int]) -> str | None:
         """Why the text ends with the last of these tokens: "stop" or "length"; None: it goes on."""
-        if token_ids[-1] in self._end_token_ids or self._has_stop(token_ids):
+        if token_ids[-1] in self._end_token_ids or (self._stop and self._has_stop(token_ids)):
             return "stop"
         return "length" if len(token_ids) >= self._max_new_tokens else None
 
@@ -65,7 +65,7 @@ class Ending:
         return text[: self._first_stop(text, token_ids)]
 
     def _has_stop(self, token_ids: Sequence[int]) -> bool:
-        if not self._stop or len(token_ids) <= self._min_new_tokens:
+        if len(token_ids) <= self._min_new_tokens:
             return False
         tail = self._decode(token_ids[-self._window :])
         if not any(stop in tail for stop in self._stop):

@@ -23,7 +23,7 @@ HOLE: Final = -1
 _NOTHING_BEFORE: Final = 0
 """The name of what comes before a first page."""
 
-_Key = tuple[int, tuple[int, ...]]
+_Key = tuple[int, bytes]
 
 
 class PagePool:
@@ -65,11 +65,13 @@ class PagePool:
     def take(self, num_pages: int) -> list[int]:
         """Pages for one user to write to: those without a name first, then the least recently used."""
         assert num_pages <= self.num_free, f"{num_pages} pages wanted, {self.num_free} free"
-        taken = []
-        for _ in range(num_pages):
-            page = self._blank.pop() if self._blank else self._forget_one()
+        num_blank = min(num_pages, len(self._blank))
+        taken = [self._blank.pop() for _ in range(num_blank)]
+        taken += [self._idle.popitem(last=False)[0] for _ in range(num_pages - num_blank)]
+        for page in taken[num_blank:]:
+            self._forget_name(page)
+        for page in taken:
             self._num_users[page] = 1
-            taken.append(page)
         return taken
 
     def find(self, sequence: Sequence) -> None:
@@ -79,7 +81,8 @@ class PagePool:
         """
         assert not sequence.pages
         for index in range((sequence.num_tokens - 1) // self.page_size):
-            found = self._found.get(self._key(sequence, index))
+            [tokens] = self._tokens(sequence, index, index + 1)
+            found = self._found.get((sequence.prefix, tokens))
             if found is None:
                 return
             page, sequence.prefix = found
@@ -89,24 +92,26 @@ class PagePool:
             self._num_users[page] += 1
             sequence.pages.append(page)
 
-    def publish(self, sequence: Sequence) -> None:
-        """Let others find the sequence's first page without a name, which is whole.
+    def publish(self, sequence: Sequence, end: int) -> None:
+        """Let others find the sequence's pages up to number ``end`` (exclusive), all of them whole.
 
         Where the same tokens lie in a page already, that one goes on being found, and what follows here is named after
         it. What follows a hole that nobody else has filled is found by no one.
         """
-        page, key = sequence.pages[sequence.num_named], self._key(sequence, sequence.num_named)
-        sequence.num_named += 1
-        if page == HOLE:
-            sequence.prefix = self._found[key][1] if key in self._found else next(self._names)
-            return
-        own = page, next(self._names)
-        found = self._found.setdefault(key, own)
-        sequence.prefix = found[1]
-        if found is own:
-            assert self._num_users[page] == 1, f"page {page} is published by a sequence that shares it"
-            assert self._key_of[page] is None, f"page {page} was published before"
-            self._key_of[page] = key
+        begin = sequence.num_named
+        for page, tokens in zip(sequence.pages[begin:end], self._tokens(sequence, begin, end), strict=True):
+            key = sequence.prefix, tokens
+            if page == HOLE:
+                sequence.prefix = self._found[key][1] if key in self._found else next(self._names)
+                continue
+            own = page, next(self._names)
+            found = self._found.setdefault(key, own)
+            sequence.prefix = found[1]
+            if found is own:
+                assert self._num_users[page] == 1, f"page {page} is published by a sequence that shares it"
+                assert self._key_of[page] is None, f"page {page} was published before"
+                self._key_of[page] = key
+        sequence.num_named = max(sequence.num_named, end)
 
     def drop_before(self, sequence: Sequence, position: int) -> None:
         """Leave holes for the pages that lie wholly before a position; for models whose every layer slides."""
@@ -154,14 +159,11 @@ class PagePool:
         self._found.clear()
         self._key_of = [None] * self.num_pages
 
-    def _key(self, sequence: Sequence, index: int) -> _Key:
-        begin = index * self.page_size
-        return sequence.prefix, sequence.tokens(begin, begin + self.page_size)
-
-    def _forget_one(self) -> int:
-        page, _ = self._idle.popitem(last=False)
-        self._forget_name(page)
-        return page
+    def _tokens(self, sequence: Sequence, begin: int, end: int) -> list[bytes]:
+        """The tokens of the pages with these numbers, page by page."""
+        tokens = sequence.tokens(begin * self.page_size, end * self.page_size)
+        packed, width = tokens.tobytes(), tokens.itemsize * self.page_size
+        return [packed[at : at + width] for at in range(0, len(packed), width)]
 
     def _forget_name(self, page: int) -> None:
         key = self._key_of[page]

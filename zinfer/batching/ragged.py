@@ -1,8 +1,8 @@
 """The tokens of a pass as tensors: one ragged batch of sequences side by side, without padding."""
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -103,16 +103,13 @@ class BatchBuilder:
         ends = sizes.cumsum()
         fewest_pages = form.num_pages if form else 0
         table = self._tables.of(sequences, fewest_pages) * self._stride
-        row = np.repeat(np.arange(len(chunks)), sizes)
         positions = np.arange(ends[-1]) + np.repeat(begins - (ends - sizes), sizes)
-        places = table[row, positions // self._page_size] * self._page_size + positions % self._page_size
+        places = self._places(table, sizes, positions)
         cuts = list(self._cuts(begins, sizes, ends))
         shapes = [table[cut.rows, : max(self._num_pages(cut.contexts), fewest_pages)] for cut in cuts]
         layouts = [part for cut, pages in zip(cuts, shapes, strict=True) for part in (cut.starts, cut.contexts, pages)]
-        token_ids = _token_ids(chunks)
+        token_ids, sources = _token_ids(chunks, {} if pending is None else pending.places)
         unknown = np.flatnonzero(token_ids == PENDING)
-        known = {} if pending is None else pending.places
-        sources = np.array([known[sequences[place].number] for place in row[unknown].tolist()], dtype=np.int64)
         packed = _Packed(
             [token_ids, positions, ends[np.array(samples)] - 1, places, unknown, sources, *layouts], self._device
         )
@@ -127,6 +124,12 @@ class BatchBuilder:
             layout = PagedLayout(starts, contexts, pages, cut.most_queries, most_context, cut.num_decodes)
             parts.append(Part(cut.tokens, where[cut.tokens].long(), layout))
         return RaggedBatch(ids[None], at.long()[None], wanted.long(), tuple(parts), form)
+
+    def _places(self, table: Ints, sizes: Ints, positions: Ints) -> Ints:
+        """Where in all pages each token lies; with one division, and from a table in one dimension, which is faster."""
+        pages = positions // self._page_size
+        begins = np.repeat(np.arange(len(sizes)) * table.shape[1], sizes)
+        return positions + (table.reshape(-1).take(begins + pages) - pages) * self._page_size
 
     def _num_pages(self, contexts: Ints) -> int:
         return int(-(-contexts.max() // self._page_size))
@@ -188,26 +191,28 @@ class _PageTables:
 
     def of(self, sequences: Sequence[Text], fewest_pages: int = 0) -> Ints:
         """[sequences, most pages]; whatever is beyond a sequence's pages says nothing."""
-        most = max(fewest_pages, *[len(sequence.pages) for sequence in sequences])
+        most = max(fewest_pages, max([len(sequence.pages) for sequence in sequences]))
         if most > self._table.shape[1]:
             self._begin_anew(len(sequences), most)
         rows = []
-        copies, height = self._copies, len(self._table)
+        copies, height, nothing = self._copies, len(self._table), _CopiedPages(-1, [], 0)
         for sequence in sequences:
-            copied, pages = copies.get(sequence.number), sequence.pages
-            if copied is None or copied.pages is not pages or copied.length != len(pages):
-                if copied is None and len(copies) == height:
+            pages = sequence.pages
+            row, copied, length = copies.get(sequence.number, nothing)
+            if copied is not pages or length != len(pages):
+                if row < 0 and len(copies) == height:
                     self._begin_anew(len(sequences), most)
                     return self.of(sequences, fewest_pages)
-                copied = copies[sequence.number] = self._bring_up(copied, pages)
-            rows.append(copied.row)
+                row = self._bring_up(sequence.number, pages)
+            rows.append(row)
         return self._table[rows, :most]
 
-    def _bring_up(self, copied: "_CopiedPages | None", pages: list[int]) -> "_CopiedPages":
-        row = len(self._copies) if copied is None else copied.row
-        length = copied.length if copied is not None and copied.pages is pages else 0
-        self._table[row, length : len(pages)] = pages[length:]
-        return _CopiedPages(row, pages, len(pages))
+    def _bring_up(self, number: int, pages: list[int]) -> int:
+        row, copied, length = self._copies.get(number) or _CopiedPages(len(self._copies), pages, 0)
+        begin = length if copied is pages else 0
+        self._table[row, begin : len(pages)] = pages[begin:]
+        self._copies[number] = _CopiedPages(row, pages, len(pages))
+        return row
 
     def _begin_anew(self, num_rows: int, num_pages: int) -> None:
         """A table with as much room again; rows of sequences that are gone are given up with the old one."""
@@ -220,22 +225,26 @@ class _Packed:
     """Whole numbers that travel together; ``tensors`` are int32 views on the device, shaped as given."""
 
     def __init__(self, arrays: Sequence[Ints], device: torch.device) -> None:
-        sizes = [align_up(array.size, _ALIGNMENT) for array in arrays]
+        sizes = [align_up(each.size, _ALIGNMENT) for each in arrays]
         host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         flat = host.numpy()
         begin = 0
-        for array, size in zip(arrays, sizes, strict=True):
-            flat[begin : begin + array.size] = array.reshape(-1)
+        for each, size in zip(arrays, sizes, strict=True):
+            flat[begin : begin + each.size] = each.reshape(-1)
             begin += size
         pieces = torch.split(on_its_way(host, device), sizes)
-        self.tensors = [piece[: array.size].view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
+        self.tensors = [piece[: each.size].view(each.shape) for piece, each in zip(pieces, arrays, strict=True)]
 
 
-def _token_ids(chunks: Sequence[Chunk]) -> Ints:
-    found = [
-        sequence.output_ids[-1:]
-        if samples and end - begin == 1 and sequence.output_ids
-        else sequence.tokens(begin, end)
-        for sequence, begin, end, samples in chunks
-    ]
-    return np.fromiter(chain.from_iterable(found), np.int64)
+def _token_ids(chunks: Sequence[Chunk], known: Mapping[int, int]) -> tuple[Ints, Ints]:
+    """The chunks' tokens, and what is known of the places of those that are `PENDING`, in order."""
+    found, sources = array("i"), []
+    for sequence, begin, end, samples in chunks:
+        last = sequence.output_ids[-1] if samples and sequence.output_ids else None
+        if last is None or end - begin > 1:
+            found += sequence.tokens(begin, end)
+        else:
+            found.append(last)
+        if last == PENDING:
+            sources.append(known[sequence.number])
+    return np.array(found, np.int64), np.array(sources, np.int64)

@@ -3,7 +3,9 @@
 Bookkeeping only: nothing here takes a page or decides what is computed next; the scheduler does.
 """
 
-from dataclasses import dataclass, field
+from array import array
+from collections import abc
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 from typing import Final
 
@@ -28,9 +30,12 @@ class SequenceState(Enum):
 class Sequence:
     """One prompt and what has been generated after it.
 
+    Args:
+        prompt: its tokens, one at least, each below 2**31.
+
     Attributes:
         number: place in the order of arrival, unique in a scheduler.
-        prompt_ids: the prompt's tokens, one at least.
+        prompt_ids: the prompt's tokens; 4 bytes each, and parts of it are copied as they lie there.
         max_new_tokens: most tokens to generate, one at least.
         output_ids: the tokens generated so far, the last one perhaps ``PENDING``.
         num_computed: tokens, from the first on, whose keys and values lie in pages (PARKED: off the device).
@@ -46,9 +51,10 @@ class Sequence:
     """
 
     number: int
-    prompt_ids: tuple[int, ...]
+    prompt: InitVar[abc.Sequence[int]]
     max_new_tokens: int
     output_ids: list[int] = field(default_factory=list)
+    prompt_ids: "array[int]" = field(init=False)
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
     num_dropped: int = 0
@@ -57,7 +63,8 @@ class Sequence:
     shares: bool = True
     state: SequenceState = SequenceState.WAITING
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, prompt: abc.Sequence[int]) -> None:
+        self.prompt_ids = array("i", prompt)
         if not self.prompt_ids:
             raise ValueError(f"sequence {self.number}: the prompt has no tokens; give it one at least")
         if self.max_new_tokens < 1:
@@ -74,9 +81,9 @@ class Sequence:
         output_ids = self.output_ids
         return len(self.prompt_ids) + len(output_ids) - (1 if output_ids and output_ids[-1] == PENDING else 0)
 
-    def tokens(self, begin: int, end: int) -> tuple[int, ...]:
+    def tokens(self, begin: int, end: int) -> "array[int]":
         """The tokens at positions ``begin`` to ``end`` (exclusive) of prompt and output."""
         num_prompt = len(self.prompt_ids)
         if end <= num_prompt:
             return self.prompt_ids[begin:end]
-        return self.prompt_ids[begin:] + tuple(self.output_ids[max(begin - num_prompt, 0) : end - num_prompt])
+        return self.prompt_ids[begin:] + array("i", self.output_ids[max(begin - num_prompt, 0) : end - num_prompt])
