@@ -29,6 +29,7 @@ from zinfer.offload.move import Move, Target
 from zinfer.offload.order import AccessOrder
 from zinfer.offload.slots import DeviceSlots, Slot
 from zinfer.offload.source import Source
+from zinfer.offload.stalls import Stalls
 from zinfer.offload.stream import Event
 from zinfer.offload.trace import Trace
 
@@ -81,10 +82,7 @@ class Streamer:
         self._num_borrowed = 0
         self._staying: dict[int, _Use] = {}
         self._loaded_bytes = self._moved_bytes()
-        self._stall_s = {"disk": 0.0, "host": 0.0, "link": 0.0, "compute": 0.0}
-        self._full_since_s: float | None = None
-        # Beside a CUDA device the copy streams' own waits tell, and a move that is over may still be copying.
-        self._counts_idleness = not any(lane.stream.needs_pinned for lane in lanes.values())
+        self._stalls = Stalls(lanes.values())
 
     def prefetch(self, block: Block) -> None:
         """Start moving a block into a free slot and return; nothing to do if it is on its way or there."""
@@ -116,7 +114,8 @@ class Streamer:
         self._order.use(block.index)
         self._look_ahead()
         use = self._staying.get(block.index) or self._moving[block.index]
-        self._wait_for(use, begin_s)
+        self._wait_for(use)
+        self._stalls.note_wait(use.move, begin_s)
         begin = use.move.target.stream.join(use.move.sent())
         self._held[block.index] = _Use(block, use.slot, use.move, begin)
         self._moving.pop(block.index, None)
@@ -199,11 +198,7 @@ class Streamer:
 
     def stall_s(self) -> dict[str, float]:
         """Seconds waited so far, by cause: compute for disk, host and link, copies for compute."""
-        stall_s = dict(self._stall_s)
-        for lane in self._lanes.values():
-            stall_s["link"] += lane.stream.compute_waited_s()
-            stall_s["compute"] += lane.stream.copies_waited_s()
-        return stall_s
+        return self._stalls.seconds()
 
     def close(self) -> None:
         """Stop the lanes, wait for what is under way, and let go of the slots."""
@@ -228,13 +223,12 @@ class Streamer:
                     continue
                 if not self._slots.num_free and not self._may_stay(index):
                     break
-                self._note_idleness()
+                self._stalls.note_room(use.move for use in self._moving.values())
                 self.prefetch(self._blocks[index])
-            else:  # all that is expected is there or on its way
-                self._full_since_s = None
+            else:
+                self._stalls.note_ahead()
                 return
-        if self._full_since_s is None:
-            self._full_since_s = time.perf_counter()
+        self._stalls.note_full()
 
     def _expected(self) -> list[int]:
         """The next uses, in the order in which they get slots.
@@ -267,15 +261,6 @@ class Streamer:
     def _is_on_disk(self, index: int) -> bool:
         return self._sources[index].tier is Tier.DISK
 
-    def _note_idleness(self) -> None:
-        """Account for the time in which the lanes had nothing to move because compute held the slots."""
-        if self._full_since_s is None:
-            return
-        if self._counts_idleness and all(use.move.is_over for use in self._moving.values()):
-            last_s = max((use.move.finished_at_s for use in self._moving.values()), default=0.0)
-            self._stall_s["compute"] += time.perf_counter() - max(self._full_since_s, last_s)
-        self._full_since_s = None
-
     def _drop_failed_guess(self, block: Block) -> None:
         """Forget a move that was made ahead and failed: what was wrong then (a file being replaced) may be mended."""
         use = self._moving.get(block.index)
@@ -300,15 +285,11 @@ class Streamer:
         else:
             self._slots.put(use.slot)
 
-    def _wait_for(self, use: _Use, begin_s: float) -> None:
-        """Wait until the block is sent, and account for how long the host has waited since ``begin_s``."""
+    def _wait_for(self, use: _Use) -> None:
+        """Wait until the block is sent; for the synchronous twin, until it is there."""
         failure = use.move.failure()
         if failure is not None:
             self._give_up(use)
             raise failure
         if self._synchronous:
             use.move.sent().synchronize()
-        end_s = time.perf_counter()
-        loading_s = min(max(use.move.loaded_at_s - begin_s, 0.0), end_s - begin_s) if use.move.source.staged else 0.0
-        self._stall_s["disk" if use.move.source.tier is Tier.DISK else "host"] += loading_s
-        self._stall_s["link"] += end_s - begin_s - loading_s
