@@ -18,7 +18,7 @@ from zinfer.planning.forecast import make_forecast
 from zinfer.planning.model_shape import read_shape
 from zinfer.planning.outline import Outline, read_outline
 from zinfer.planning.planner import Plan
-from zinfer.planning.prediction import pass_time, predict
+from zinfer.planning.prediction import PassClock, predict
 from zinfer.planning.presets import PRESETS
 from zinfer.planning.request import Request
 
@@ -179,7 +179,8 @@ def test_a_real_plan_that_the_disk_bounds(outline: Outline) -> None:
 def test_blocks_that_stay_in_lent_memory_do_not_pass() -> None:
     homes = plan(PINNED, RESIDENT, DISK, PINNED)
     found = [
-        pass_time(homes, WORK, rates(), 1, 1, cache_bytes=0, lent_bytes=count * BLOCK_BYTES + 1) for count in range(5)
+        PassClock(homes, WORK, rates()).pass_time(1, 1, cache_bytes=0, lent_bytes=count * BLOCK_BYTES + 1)
+        for count in range(5)
     ]
     assert [each.link_s for each in found] == pytest.approx([count * BLOCK_BYTES / 10e9 for count in (3, 2, 1, 0, 0)])
     assert [each.disk_s > 0 for each in found] == [True, False, False, False, False]
@@ -192,7 +193,7 @@ def test_norms_that_are_written_out_in_python_move_more() -> None:
     layer = work(0, between_bytes=between_bytes(shape, 2))
     plain = work(0, between_bytes=between_bytes(replace(shape, has_rms_norms=False), 2))
     homes = plan(RESIDENT)
-    longer, shorter = (pass_time(homes, [each], rates(), 10**6, 1, cache_bytes=0) for each in (layer, plain))
+    longer, shorter = (PassClock(homes, [each], rates()).pass_time(10**6, 1, cache_bytes=0) for each in (layer, plain))
     more_bytes = 2 * 64 * (53 - 4) + 2 * 128 * (5 - 2)  # and a gate
     assert longer.seconds - shorter.seconds == pytest.approx(10**6 * more_bytes / rates().device_bytes_per_s)
     fused = between_bytes(replace(shape, is_fused=True), 2)
@@ -209,7 +210,7 @@ def test_quantized_matrices_are_dequantized_for_each_part_of_many_tokens(tmp_pat
         layers = [each for each in find_work(outline.blocks, outline.shape) if each.every_token]
         homes = plan(*[RESIDENT] * len(layers))
         found[str(config)] = [
-            pass_time(homes, layers, rates(), tokens, 1, cache_bytes=0, num_parts=parts).between_s
+            PassClock(homes, layers, rates()).pass_time(tokens, 1, cache_bytes=0, num_parts=parts).between_s
             for tokens, parts in ((100, 1), (10**6, 1), (10**6, 3))
         ]
     plain, quantized, activations = found["None"], found["{'bits': 8}"], found["{'bits': 8, 'activations': True}"]
@@ -225,7 +226,7 @@ def test_quantized_matrices_are_dequantized_for_each_part_of_many_tokens(tmp_pat
 def test_a_head_is_dequantized_once_for_many_rows() -> None:
     head = replace(work(0), every_token=False, dequantized_bytes=10**9)
     found = [
-        pass_time(plan(RESIDENT), [head], rates(), 10**6, num_rows, cache_bytes=0, num_parts=8).between_s
+        PassClock(plan(RESIDENT), [head], rates()).pass_time(10**6, num_rows, cache_bytes=0, num_parts=8).between_s
         for num_rows in (1, 1024)
     ]
     assert found == [0, pytest.approx(10**9 / rates().device_bytes_per_s)]
@@ -233,6 +234,8 @@ def test_a_head_is_dequantized_once_for_many_rows() -> None:
 
 def test_reading_the_cache_does_not_overlap_with_products() -> None:
     homes, cache_bytes = plan(*[RESIDENT] * NUM_BLOCKS), 10**9
-    bare, full = (pass_time(homes, WORK, rates(), 10**6, 1, cache_bytes=nbytes) for nbytes in (0, cache_bytes))
+    bare, full = (
+        PassClock(homes, WORK, rates()).pass_time(10**6, 1, cache_bytes=nbytes) for nbytes in (0, cache_bytes)
+    )
     assert bare.bottleneck == "matrix work"
     assert full.seconds == pytest.approx(bare.seconds + cache_bytes / rates().device_bytes_per_s)

@@ -20,7 +20,7 @@ from zinfer.planning.forecast import beside_request
 from zinfer.planning.machine import MachineLimits, free_device_bytes
 from zinfer.planning.model_shape import ModelShape, shape_of
 from zinfer.planning.planner import Plan
-from zinfer.planning.prediction import PassTime, Prediction, disk_spares_time, pass_time, predict
+from zinfer.planning.prediction import PassClock, PassTime, Prediction, disk_spares_time, predict
 from zinfer.planning.rates import Rates
 from zinfer.planning.request import Request
 from zinfer.probe.rates import known_rates
@@ -82,8 +82,8 @@ class Outlook:
         return predict(self.plan, self._work, self.rates, request, footprint)
 
     def pass_time(self, num_tokens: int, num_rows: int, **sizes: int) -> PassTime:
-        """What one pass takes, by resource; arguments as for `prediction.pass_time`."""
-        return pass_time(self.plan, self._work, self.rates, num_tokens, num_rows, **sizes)
+        """What one pass takes, by resource; arguments as for `PassClock.pass_time`."""
+        return self._clock.pass_time(num_tokens, num_rows, **sizes)
 
     def disk_spares_time(self, token_bytes: int) -> bool:
         """As `prediction.disk_spares_time`.
@@ -100,6 +100,10 @@ class Outlook:
     def known_rates(self) -> Rates | None:
         """The rates, if anything has asked for them."""
         return self.__dict__.get("rates")
+
+    @functools.cached_property
+    def _clock(self) -> PassClock:
+        return PassClock(self.plan, self._work, self.rates)
 
     @functools.cached_property
     def _work(self) -> tuple[BlockWork, ...]:

@@ -14,7 +14,7 @@ from zinfer.planning.prediction import PassTime, speed
 
 
 class PassTimeOf(Protocol):
-    """`zinfer.planning.prediction.pass_time` for one plan, one model and one machine."""
+    """`PassClock.pass_time` of `zinfer.planning.prediction`."""
 
     def __call__(
         self,

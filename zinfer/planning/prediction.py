@@ -107,17 +107,14 @@ def predict(plan: Plan, work: Sequence[BlockWork], rates: Rates, request: Reques
     """Predict a request.
 
     Args:
-        plan: homes and buffers.
-        work: all blocks, in the plan's order; `zinfer.planning.block_work.find_work` makes it.
-        rates: of the machine.
+        plan, work, rates: as for `PassClock`.
         request: batch and lengths.
         footprint: of the request; the cache's bytes are read.
     """
-    rows = request.batch_size
+    rows, clock = request.batch_size, PassClock(plan, work, rates)
     num_pairs = rows * request.prompt_len * (request.prompt_len + 1) // 2
-    prefill = pass_time(plan, work, rates, rows * request.prompt_len, rows, cache_bytes=0, num_pairs=num_pairs)
-    decode_cache_bytes = footprint.decode_kv_bytes * _CACHE_TOUCHES
-    decode = pass_time(plan, work, rates, rows, rows, cache_bytes=decode_cache_bytes)
+    prefill = clock.pass_time(rows * request.prompt_len, rows, cache_bytes=0, num_pairs=num_pairs)
+    decode = clock.pass_time(rows, rows, cache_bytes=footprint.decode_kv_bytes * _CACHE_TOUCHES)
     seconds = prefill.seconds + (request.new_tokens - 1) * decode.seconds
     active_params = sum(each.num_active_params for each in work)
     return Prediction(
@@ -132,47 +129,13 @@ def predict(plan: Plan, work: Sequence[BlockWork], rates: Rates, request: Reques
     )
 
 
-def pass_time(
-    plan: Plan,
-    work: Sequence[BlockWork],
-    rates: Rates,
-    num_tokens: int,
-    num_rows: int,
-    *,
-    cache_bytes: int,
-    num_pairs: int = 0,
-    num_parts: int = 1,
-    lent_bytes: int = 0,
-    hosted_bytes: int = 0,
-) -> PassTime:
-    """One pass.
-
-    Args:
-        plan, work, rates: as for `predict`.
-        num_tokens: tokens that the layers compute.
-        num_rows: tokens that the head computes.
-        cache_bytes: of keys and values that are read.
-        num_pairs: of a prompt's token and one that it attends to; those of decodes take no more than reading the cache.
-        num_parts: of the pass, which a layer computes one after the other.
-        lent_bytes: of the device, in which blocks have come to stay.
-        hosted_bytes: of keys and values, that come from host memory; what goes back crosses the link the other way.
-    """
-    return PassClock(plan, work, rates).pass_time(
-        num_tokens,
-        num_rows,
-        cache_bytes=cache_bytes,
-        num_pairs=num_pairs,
-        num_parts=num_parts,
-        lent_bytes=lent_bytes,
-        hosted_bytes=hosted_bytes,
-    )
-
-
 class PassClock:
-    """Says of many passes how long each takes: what is the same for all of them is summed once.
+    """Says of passes how long each takes: what is the same for all of them is summed once.
 
     Args:
-        plan, work, rates: as for `predict`.
+        plan: homes and buffers.
+        work: all blocks, in the plan's order; `zinfer.planning.block_work.find_work` makes it.
+        rates: of the machine.
     """
 
     def __init__(self, plan: Plan, work: Sequence[BlockWork], rates: Rates) -> None:
@@ -199,7 +162,18 @@ class PassClock:
         lent_bytes: int = 0,
         hosted_bytes: int = 0,
     ) -> PassTime:
-        """One pass; arguments as for the function `pass_time`."""
+        """One pass.
+
+        Args:
+            num_tokens: tokens that the layers compute.
+            num_rows: tokens that the head computes.
+            cache_bytes: of keys and values that are read.
+            num_pairs: of a prompt's token and one that it attends to; those of decodes take no more than reading the
+                cache.
+            num_parts: of the pass, which a layer computes one after the other.
+            lent_bytes: of the device, in which blocks have come to stay.
+            hosted_bytes: of keys and values, that come from host memory; what goes back crosses the link the other way.
+        """
         rates, layers, others = self._rates, self._layers, self._others
         num_staying = lent_bytes // self._slot_bytes if self._slot_bytes else 0
         disk_bytes, pageable_bytes, link_bytes = self._transfer_bytes(min(num_staying, len(self._passing)))
