@@ -83,6 +83,10 @@ def fits(format: QuantFormat, shape: Shape) -> bool:
     return True
 
 
+LARGE_CASES: Final = tuple((format, shape) for format in TYPICAL for shape in LARGE if fits(format, shape))
+"""Each typical format with the large shapes that it can store."""
+
+
 def fits_experts(format: QuantFormat | None, mixture: Mixture) -> bool:
     """Whether each expert's matrix can be stored in the format; None is in full."""
     return format is None or fits(format, Shape(1, mixture.rows, mixture.columns))

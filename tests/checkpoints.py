@@ -6,6 +6,7 @@ token whatever its layers do, and a parity test on it cannot fail.
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -37,6 +38,16 @@ MATRIX_STD = 0.3
 POSITION_STD = 1.0
 BIAS_STD = 0.1
 NORM_STD = 0.1
+FRAGMENT_SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCAB_SIZE,
+    "initializer_range": MATRIX_STD / 2,
+}
+"""Of a small decoder whose matrices can lie in the order of fragments."""
 
 Family = tuple[type[PreTrainedModel], type[PreTrainedConfig]]
 _CLASSES: dict[str, Family] = {

@@ -1,11 +1,10 @@
 """Models whose matrices lie in the order of fragments: the same bits from every home, and those of rounded weights."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from checkpoints import MATRIX_STD, VOCAB_SIZE, left_padded, random_prompts
+from checkpoints import FRAGMENT_SHAPE, left_padded, random_prompts
 from first_use_support import engine_of
 from store_support import document, make_store, write_module
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
@@ -16,22 +15,13 @@ from zinfer.kernels.quantized import QuantFormat
 from zinfer.quantization.parameter import QuantizedParameter
 
 SECTION: dict[str, object] = {"bits": 4, "group_size": 128}
-SHAPE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": VOCAB_SIZE,
-    "initializer_range": MATRIX_STD / 2,
-}
 
 
 def random_model(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
     if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.float16).eval()
-    return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4)).to(torch.float16).eval()
+        return LlamaForCausalLM(LlamaConfig(**FRAGMENT_SHAPE)).to(torch.float16).eval()
+    return MixtralForCausalLM(MixtralConfig(**FRAGMENT_SHAPE, num_local_experts=4)).to(torch.float16).eval()
 
 
 def rounded(model: PreTrainedModel) -> PreTrainedModel:

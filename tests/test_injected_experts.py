@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import MATRIX_STD, VOCAB_SIZE
+from checkpoints import FRAGMENT_SHAPE, VOCAB_SIZE
 from engines import distinct_tokens, engine_for
 from ragged_models import tiny_model
 from torch import nn
@@ -29,15 +29,6 @@ IDS = torch.randint(2, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_se
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 GATED = "gated experts, silu"
 GROUPED = "grouped experts"
-FRAGMENT_SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": VOCAB_SIZE,
-    "initializer_range": MATRIX_STD / 2,
-}
 
 
 def experts_of(model: PreTrainedModel) -> nn.Module:

@@ -11,10 +11,9 @@ from zinfer.kernels.cases import (
     DTYPES,
     FORMATS,
     FRAGMENTS,
-    LARGE,
+    LARGE_CASES,
     SMALL,
     SMALL_FRAGMENTS,
-    TYPICAL,
     Shape,
     fits,
     random_matrix,
@@ -45,13 +44,10 @@ def test_the_kernel_equals_the_reference(kernel_device: str, format: QuantFormat
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", TYPICAL, ids=str)
+@pytest.mark.parametrize(("format", "shape"), LARGE_CASES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large_matrices(format: QuantFormat, dtype: torch.dtype, shape: Shape) -> None:
     torch.manual_seed(0)
-    if not fits(format, shape):
-        pytest.skip("fragments do not divide it")
     assert_equals_reference(random_matrix(format, shape.rows, shape.columns, dtype, "cuda"))
 
 

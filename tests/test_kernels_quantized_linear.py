@@ -16,9 +16,8 @@ from zinfer.kernels.cases import (
     FORMATS,
     FRAGMENTS,
     HALVES,
-    LARGE,
+    LARGE_CASES,
     SMALL,
-    TYPICAL,
     Shape,
     allowed_error,
     fits,
@@ -66,13 +65,10 @@ def test_the_fused_kernel(kernel_device: str, format: QuantFormat, dtype: torch.
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("format", TYPICAL, ids=str)
+@pytest.mark.parametrize(("format", "shape"), LARGE_CASES, ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large_products(format: QuantFormat, dtype: torch.dtype, shape: Shape) -> None:
     torch.manual_seed(0)
-    if not fits(format, shape):
-        pytest.skip("fragments do not divide it")
     matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cuda")
     x, bias = random_input(shape, dtype, "cuda")
     found = [quantized_linear(x, matrix, bias, "fused") for _ in range(5)]
