@@ -56,6 +56,46 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _find_fragments(stored_ptr, line, unit, expert, rows, width, groups):  # type: ignore[no-untyped-def]
+    """Of lines of an expert in the order of fragments the first rows, where units lie, and the scales of the rows."""
+    tile = expert.to(tl.int64) * (rows // 16) + tl.minimum(line // 8, rows // 16 - 1)
+    line_ptrs = stored_ptr + tile // 4 * width * 32 + tile % 4 * 512 + line % 8 * 64
+    scale_place = tile // 4 * groups * 64 + line % 8 * 8 + tile % 4 * 2
+    return line // 8 * 16 + line % 8, line_ptrs[:, None] + (unit // 64 * 2048 + unit % 64)[None, :], scale_place
+
+
+@triton.jit
+def _find_rows(stored_ptr, line, unit, expert, rows, expert_stride, stride, groups, TRANSPOSED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `_find_fragments`, of rows one after the other, or of columns."""
+    # Rows that lie beside each other are masked: what is not in order is not loaded 16 bytes at a time.
+    stored_row = line.to(tl.int64) if TRANSPOSED else tl.minimum(line, rows - 1).to(tl.int64)
+    line_ptrs = stored_ptr + expert.to(tl.int64) * expert_stride + stored_row * (1 if TRANSPOSED else stride)
+    unit_places = unit * (stride if TRANSPOSED else 1)
+    return line, line_ptrs[:, None] + unit_places[None, :], (expert.to(tl.int64) * rows + stored_row) * groups
+
+
+@triton.jit
+def _load_step(  # type: ignore[no-untyped-def]
+    stored_ptrs, x_ptrs, step, step_places, unit, width, inside, row, rows, odd,
+    BLOCK: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """What is stored of a step's units, and x beside it, of nibbles that of the odd columns too."""
+    step_ptrs = stored_ptrs + step * step_places
+    if EVEN:
+        is_x = inside[:, None]
+        stored = tl.load(step_ptrs, mask=(row < rows)[:, None], other=0) if TRANSPOSED else tl.load(step_ptrs)
+    else:
+        there = (unit < width - step * BLOCK)[None, :]
+        is_x = inside[:, None] & there
+        stored = tl.load(step_ptrs, mask=there & (row < rows)[:, None] if TRANSPOSED else there, other=0)
+    x = tl.load(x_ptrs + step * BLOCK, mask=is_x, other=0)
+    odd_x = x
+    if FORM == "nibbles":
+        odd_x = tl.load(x_ptrs + odd + step * BLOCK, mask=is_x, other=0)
+    return stored, x, odd_x
+
+
+@triton.jit
 def _store(out_ptr, bias_ptr, sums, expert, pair, inside, row, rows):  # type: ignore[no-untyped-def]
     """Writes sums [rows, tokens] of some rows of an expert's to their pairs' places."""
     if bias_ptr is not None:
@@ -113,24 +153,14 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
         return
     line = tl.program_id(0) // token_tiles * LINES + tl.arange(0, LINES)
     unit = tl.arange(0, BLOCK)
-    if FRAGMENTS:
-        row = line // 8 * 16 + line % 8  # and the one 8 below it
-        tile = expert.to(tl.int64) * (rows // 16) + tl.minimum(line // 8, rows // 16 - 1)
-        line_ptrs = stored_ptr + tile // 4 * width * 32 + tile % 4 * 512 + line % 8 * 64
-        scale_place = tile // 4 * groups * 64 + line % 8 * 8 + tile % 4 * 2
-        scale_step = 64
-        unit_places = unit // 64 * 2048 + unit % 64
+    if FRAGMENTS:  # the second row of a line is the one 8 below
+        row, stored_ptrs, scale_place = _find_fragments(stored_ptr, line, unit, expert, rows, width, groups)
         step_places = BLOCK * 32
     else:
-        row = line
-        # Rows that lie beside each other are masked: what is not in order is not loaded 16 bytes at a time.
-        stored_row = line.to(tl.int64) if TRANSPOSED else tl.minimum(line, rows - 1).to(tl.int64)
-        line_ptrs = stored_ptr + expert.to(tl.int64) * expert_stride + stored_row * (1 if TRANSPOSED else stride)
-        scale_place = (expert.to(tl.int64) * rows + stored_row) * groups
-        scale_step = 1
-        unit_places = unit * (stride if TRANSPOSED else 1)
+        row, stored_ptrs, scale_place = _find_rows(
+            stored_ptr, line, unit, expert, rows, expert_stride, stride, groups, TRANSPOSED
+        )
         step_places = BLOCK * (stride if TRANSPOSED else 1)
-    stored_ptrs = line_ptrs[:, None] + unit_places[None, :]
     x_ptrs = x_ptr + (pair // share)[:, None].to(tl.int64) * width + unit[None, :]
     scale = line  # of no use for weights in full
     if HAS_SCALE:
@@ -143,23 +173,10 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     none = tl.zeros((LINES, BLOCK_TOKENS), tl.float32)
     sums, high_sums = none, none
     for step in tl.range(0, tl.cdiv(width, BLOCK)):
-        if EVEN:
-            if TRANSPOSED:
-                stored = tl.load(stored_ptrs + step * step_places, mask=(row < rows)[:, None], other=0)
-            else:
-                stored = tl.load(stored_ptrs + step * step_places)
-            x = tl.load(x_ptrs + step * BLOCK, mask=inside[:, None], other=0)
-            odd_x = x
-            if FORM == "nibbles":
-                odd_x = tl.load(x_ptrs + odd + step * BLOCK, mask=inside[:, None], other=0)
-        else:
-            there = (unit < width - step * BLOCK)[None, :]
-            in_matrix = there & (row < rows)[:, None] if TRANSPOSED else there
-            stored = tl.load(stored_ptrs + step * step_places, mask=in_matrix, other=0)
-            x = tl.load(x_ptrs + step * BLOCK, mask=inside[:, None] & there, other=0)
-            odd_x = x
-            if FORM == "nibbles":
-                odd_x = tl.load(x_ptrs + odd + step * BLOCK, mask=inside[:, None] & there, other=0)
+        stored, x, odd_x = _load_step(
+            stored_ptrs, x_ptrs, step, step_places, unit, width, inside, row, rows, odd,
+            BLOCK, FORM, EVEN, TRANSPOSED,
+        )  # fmt: skip
         if FORM == "full":
             sums, high_sums = _multiply(
                 x, odd_x, stored, zero, sums, high_sums, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO, COMPILED
@@ -173,7 +190,8 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
                 high_sums += high * high_scale[:, None].to(tl.float32)
             if not ONE_GROUP:
                 # The scales of a step are loaded one step ahead: no copy to shared memory brings them early.
-                next_place = scale_place + tl.minimum((step + 1) // STEPS_PER_GROUP, groups - 1) * scale_step
+                group = tl.minimum((step + 1) // STEPS_PER_GROUP, groups - 1)
+                next_place = scale_place + group * (64 if FRAGMENTS else 1)
                 if FRAGMENTS:
                     high_scale = tl.load(scales_ptr + next_place + 1)
                 if HAS_ZERO:
