@@ -9,14 +9,15 @@ import torch
 from family_models import family_model
 from jobs_support import letters_tokenizer, read_rows, write_rows
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from typer.testing import CliRunner
 
 from zinfer.cli import app
-from zinfer.errors import ConfigError
+from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs.job import run_job
 
 DISK = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
+FILES = {"model": "model", "input": "in.jsonl", "output": "out.jsonl"}
 TEXTS = ["a", "hello you", "zinfer streams", "the quick brown fox jumps", "b", "again and again"]
 
 
@@ -122,6 +123,32 @@ def test_rows_that_cannot_be_encoded(tmp_path: Path) -> None:
     assert len(found["fits"]["embedding"]) == 64
     assert "nothing is generated in this job" in found["hot"]["error"]
     assert "nothing is generated in this job" in json.dumps(found["openai"])
+
+
+def test_passes_leave_no_room_for_weights_in_what_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("bert", "BertModel", tmp_path / "model")
+    monkeypatch.setattr("zinfer.outlook.free_device_bytes", lambda limits: 2_000_000)
+    write_rows(tmp_path / "in.jsonl", [{"id": 0, "prompt": "a" * 60}])
+    paths = [tmp_path / name for name in ("model", "in.jsonl", "out.jsonl")]
+    with pytest.raises(
+        PlanError, match=r"activations .* of 2.00 MB device memory.*where texts are encoded, zinfer.tokens_per_pass"
+    ):
+        run_job(*paths, config=DISK, device="cpu", task="embed")
+    run_job(*paths, config=DISK | {"zinfer": {"tokens_per_pass": 256}}, device="cpu", task="embed")
+    assert len(read_rows(tmp_path / "out.jsonl")[0]["embedding"]) == 64
+
+
+def test_where_nothing_can_be_set_aside_for_passes_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: PreTrainedConfig) -> None:
+        raise PlanError("no width")
+
+    saved("bert", "BertModel", tmp_path / "model")
+    monkeypatch.setattr("zinfer.jobs.method.read_encoder_shape", refuse)
+    write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    options = [f"--{name}={tmp_path / path}" for name, path in FILES.items()]
+    result = CliRunner().invoke(app, ["run", *options, "--device", "cpu", "--task", "embed"])
+    assert result.exit_code == 0, result.output
+    assert "weights may take too much: no width" in " ".join(result.stderr.split())
 
 
 def test_numbers_that_are_not_finite_are_an_error_of_the_row(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from collections.abc import Collection, Generator, Sequence
 from typing import Final
 
 import torch
+from transformers import PreTrainedModel
 
-from zinfer.engine import InferenceEngine
+from zinfer.cut import ModelBlock
+from zinfer.engine import FindReserve, InferenceEngine
 from zinfer.jobs.completer import EngineCompleter
 from zinfer.jobs.encoding import Encoding, embeddings, labels
 from zinfer.jobs.progress import Meter
@@ -13,6 +15,9 @@ from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.task import Pooling, Task
 from zinfer.jobs.timeline import Load
 from zinfer.jobs.token_rows import right_padded
+from zinfer.model import find_dtype
+from zinfer.planning.footprint import Footprint, find_encoding_footprint
+from zinfer.planning.model_shape import ModelShape
 
 TOKENS_PER_PASS: Final = 16384
 
@@ -69,6 +74,21 @@ class EncodingCompleter(EngineCompleter[InferenceEngine]):
 
         found: list[Encoding] = self._engine.call(work)
         return found
+
+
+def reserve_of(shape: ModelShape, prompts: Sequence[Prompt], tokens_per_pass: int, *, on_cuda: bool) -> FindReserve:
+    """What passes leave no room for weights in: full ones of rows as long as the longest of these.
+
+    Args:
+        shape: of the encoder.
+    """
+    row_len = max(len(prompt.token_ids) for prompt in prompts)
+    num_rows = max(tokens_per_pass // row_len, 1)
+
+    def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
+        return find_encoding_footprint(shape, find_dtype(module), num_rows, row_len, on_cuda=on_cuda)
+
+    return find_reserve
 
 
 def parts_by_length(prompts: Sequence[Prompt], tokens_per_pass: int) -> list[list[Prompt]]:

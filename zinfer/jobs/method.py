@@ -8,19 +8,21 @@ from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import check_family
 from zinfer.batching.job_plan import ROWS_TOGETHER
-from zinfer.config import Settings
+from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
+from zinfer.engine import FindReserve, InferenceEngine
 from zinfer.entry import init_inference
-from zinfer.errors import ConfigError
+from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs.completer import Completer
-from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter
+from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter, reserve_of
 from zinfer.jobs.padded import Engine, PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt, Room
 from zinfer.jobs.ragged import RaggedCompleter
 from zinfer.jobs.request import JobRequest
 from zinfer.jobs.task import Task
-from zinfer.planning.model_shape import is_generating_decoder
+from zinfer.planning.machine import find_limits
+from zinfer.planning.model_shape import is_generating_decoder, read_encoder_shape
 
 EngineFactory = Callable[..., Engine]
 
@@ -57,6 +59,7 @@ class Method:
         self._meter = meter
         _check_task(model, request.task)
         self._encodes = request.task is not Task.GENERATE
+        self._config = model.config
         self._is_predictable = is_generating_decoder(model)
         self._is_padded = engine_factory is not None
         if not self._is_padded and not self._encodes:
@@ -89,7 +92,7 @@ class Method:
         """
         request, settings = self._request, self._settings
         if self._encodes:
-            return self._open_encoder(tokenizer)
+            return self._open_encoder(prompts, tokenizer)
         if not self._is_padded:
             return RaggedCompleter(request, settings.batching, sizes, self._meter)
         options = self._options()
@@ -100,14 +103,24 @@ class Method:
         most_tokens = room.max_tokens if room is not None and room.counts == "both" else None
         return PaddedCompleter(engine, tokenizer, most_tokens, self._meter)
 
-    def _open_encoder(self, tokenizer: Any) -> Completer:
+    def _open_encoder(self, prompts: Sequence[Prompt], tokenizer: Any) -> Completer:
         request = self._request
-        engine = init_inference(request.model, request.config, device=request.device, **self._options())
+        settings = resolve_settings(request.config, {"device": request.device, **self._options()})
+        engine = InferenceEngine(request.model, settings, find_reserve=self._find_reserve(prompts, settings))
         pad_token_id = engine.module.config.pad_token_id
         pad_token_id = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
         return EncodingCompleter(
             engine, request.task, request.pooling, pad_token_id or 0, self._tokens_per_pass, self._meter
         )
+
+    def _find_reserve(self, prompts: Sequence[Prompt], settings: Settings) -> FindReserve | None:
+        """Of an encoder; None where its config does not say how wide it is."""
+        try:
+            shape = read_encoder_shape(self._config)
+        except PlanError as error:
+            self._meter.note(f"no memory is set aside for activations, and weights may take too much: {error}")
+            return None
+        return reserve_of(shape, prompts, self._tokens_per_pass, on_cuda=find_limits(settings).on_cuda)
 
     def _options(self) -> dict[str, object]:
         return {} if self._request.trace is None else {"trace": str(self._request.trace)}

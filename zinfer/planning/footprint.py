@@ -1,7 +1,7 @@
 """What a request takes of the device's memory beside the weights: the KV cache and the activations of a forward.
 
-Pure arithmetic over a `ModelShape`, an upper bound for transformers' eager and sdpa forwards under `generate`. Every
-formula names the code it counts; `tests/test_footprint.py` holds them against measured peaks.
+Pure arithmetic over a `ModelShape`, an upper bound for transformers' eager and sdpa forwards under `generate`, and for
+those of encoders. Every formula names the code it counts; `tests/test_footprint.py` holds them against measured peaks.
 """
 
 from dataclasses import dataclass
@@ -74,6 +74,21 @@ def find_footprint(
     )
 
 
+def find_encoding_footprint(
+    shape: ModelShape, dtype: torch.dtype, num_rows: int, row_len: int, *, on_cuda: bool = True
+) -> Footprint:
+    """The bound for one pass of an encoder, and for vectors in float32 made of what it gives.
+
+    Args:
+        shape: `read_encoder_shape` makes it.
+        dtype: of weights and activations.
+        num_rows: texts of the pass.
+        row_len: tokens of each, padding included.
+        on_cuda: as for `find_footprint`.
+    """
+    return Footprint(0, _Forward(shape, dtype.itemsize, num_rows, on_cuda).peak_bytes(row_len, row_len), 0)
+
+
 def weight_budget(device_memory_bytes: int, footprint: Footprint, *, on_cuda: bool = True) -> int:
     """Bytes of device memory that weights and slots may take beside a request.
 
@@ -89,7 +104,7 @@ def weight_budget(device_memory_bytes: int, footprint: Footprint, *, on_cuda: bo
             f"the request does not fit: the KV cache takes {human_bytes(footprint.kv_bytes)}, activations "
             f"{human_bytes(footprint.activation_bytes)} and the reserve {human_bytes(reserve_bytes)} of "
             f"{human_bytes(device_memory_bytes)} device memory, which leaves nothing for weights; lower the batch size "
-            f"first, then the lengths of prompts and outputs"
+            f"first, then the lengths of prompts and outputs; where texts are encoded, zinfer.tokens_per_pass"
         )
     return left_bytes
 

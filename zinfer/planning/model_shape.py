@@ -15,6 +15,7 @@ from zinfer.errors import PlanError
 
 # Activations that torch computes in one operation; the others are written out in Python, with intermediates.
 _ONE_OPERATION: Final = frozenset({"relu", "silu", "swish", "gelu", "gelu_pytorch_tanh", "tanh", "sigmoid", "relu6"})
+_MLP_WIDTHS: Final = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "d_inner", "hidden_dim")
 _DEFAULT_EXPANSION: Final = 4  # GPT-2, BLOOM and others whose config may leave the width of the MLP out
 _SHARED_LAYER: Final = "DummyLayer"  # a cache layer that holds nothing: another layer's cache is used, or none
 
@@ -102,6 +103,25 @@ def read_shape(config: PretrainedConfig) -> ModelShape:
         PlanError: the model keeps a state other than keys and values, whose size is not known here.
     """
     text = config.get_text_config(decoder=True)
+    return _read(text, int(text.vocab_size), _windows(text))
+
+
+def read_encoder_shape(config: PretrainedConfig) -> ModelShape:
+    """The shape of the encoder that a config describes, or of a decoder without its head: no logits and no cache.
+
+    Args:
+        config: as for `read_shape`.
+
+    Raises:
+        PlanError: it does not say how wide the model is.
+    """
+    text = config.get_text_config(encoder=True)
+    if not _widest(text, "hidden_size") or not _widest(text, "num_attention_heads"):
+        raise PlanError(f"the config of a {text.model_type} model states no hidden_size or no num_attention_heads")
+    return _read(text, 0, (None,))
+
+
+def _read(text: PretrainedConfig, vocab: int, windows: tuple[int | None, ...]) -> ModelShape:
     hidden, num_heads = int(text.hidden_size), _widest(text, "num_attention_heads")
     query, cached, expanded = _attention_widths(text, hidden, num_heads)
     activation = _first(text, "hidden_act", "hidden_activation", "activation_function")
@@ -111,11 +131,11 @@ def read_shape(config: PretrainedConfig) -> ModelShape:
         query=query,
         cached=cached,
         expanded=expanded,
-        mlp=_widest(text, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or _DEFAULT_EXPANSION * hidden,
+        mlp=_widest(text, *_MLP_WIDTHS) or _DEFAULT_EXPANSION * hidden,
         # Gated: activation, gate and product. Written out in Python: an input and four intermediates (NewGELU).
         mlp_copies=3 if activation in _ONE_OPERATION else 5,
-        vocab=int(text.vocab_size),
-        windows=_windows(text),
+        vocab=vocab,
+        windows=windows,
         is_eager=getattr(text, "_attn_implementation", None) != "sdpa",
         is_uneven=bool(getattr(text, "kv_lora_rank", None)) and text.v_head_dim != _mla_key(text),
         experts=_experts(text),
