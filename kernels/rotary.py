@@ -62,7 +62,7 @@ def rotate_kernel(
     if tokens * batch:
         dependent = is_dependent(queries.device)
         with on_device(queries):
-            _rotate_kernel[(tokens, batch)](
+            _rotate_kernel[(tokens, batch, triton.cdiv(max(queries.shape[1], keys.shape[1]), _HEADS))](
                 queries,
                 keys,
                 cos,
@@ -75,7 +75,7 @@ def rotate_kernel(
                 QUERY_HEADS=queries.shape[1],
                 KEY_HEADS=keys.shape[1],
                 DIM=dim,
-                COLUMNS=triton.next_power_of_2(dim),
+                PAIRS=triton.next_power_of_2(dim // 2),
                 QUERY_BLOCK=min(_HEADS, triton.next_power_of_2(queries.shape[1])),
                 KEY_BLOCK=min(_HEADS, triton.next_power_of_2(keys.shape[1])),
                 INTERLEAVED=interleaved,
@@ -88,19 +88,41 @@ def rotate_kernel(
 
 
 @triton.jit
-def _rotate_heads(  # type: ignore[no-untyped-def]
-    source, target, cos, sin, column, partner, sign, head_stride, column_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+def _load_pairs(  # type: ignore[no-untyped-def]
+    source, head, pair, head_stride, column_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Of one token."""
-    for first in tl.static_range(0, HEADS, BLOCK):
-        head = first + tl.arange(0, BLOCK)
+    """The first and the second element of each pair, [heads, pairs]; neighbours come as one, and are parted here."""
+    begin = source + head[:, None].to(tl.int64) * head_stride
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * pair.shape[0])
         inside = (head < HEADS)[:, None] & (column < DIM)[None, :]
-        begin = source + head[:, None].to(tl.int64) * head_stride
-        x = tl.load(begin + column[None, :] * column_stride, mask=inside, other=0).to(tl.float32)
-        other = tl.load(begin + partner[None, :] * column_stride, mask=inside, other=0).to(tl.float32)
-        x = x * cos[None, :] + other * (sign * sin)[None, :]
-        tl.store(target + head[:, None] * DIM + column[None, :], x.to(target.dtype.element_ty), mask=inside)
+        both = tl.load(begin + column[None, :] * column_stride, mask=inside, other=0)
+        first, second = tl.split(both.reshape(head.shape[0], pair.shape[0], 2))
+    else:
+        inside = (head < HEADS)[:, None] & (pair < DIM // 2)[None, :]
+        first = tl.load(begin + pair[None, :] * column_stride, mask=inside, other=0)
+        second = tl.load(begin + (pair + DIM // 2)[None, :] * column_stride, mask=inside, other=0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _store_pairs(  # type: ignore[no-untyped-def]
+    target, first, second, head, pair,
+    HEADS: tl.constexpr, DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """To where `_load_pairs` would find them, in heads beside each other."""
+    first, second = first.to(target.dtype.element_ty), second.to(target.dtype.element_ty)
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * pair.shape[0])
+        inside = (head < HEADS)[:, None] & (column < DIM)[None, :]
+        both = tl.join(first, second).reshape(head.shape[0], 2 * pair.shape[0])
+        tl.store(target + head[:, None] * DIM + column[None, :], both, mask=inside)
+    else:
+        inside = (head < HEADS)[:, None] & (pair < DIM // 2)[None, :]
+        begin = target + head[:, None] * DIM + pair[None, :]
+        tl.store(begin, first, mask=inside)
+        tl.store(begin + DIM // 2, second, mask=inside)
 
 
 @triton.jit
@@ -108,31 +130,31 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     queries, keys, cos_ptr, sin_ptr, query_out, key_out,
     query_batch, query_head, query_token, query_column, key_batch, key_head, key_token, key_column,
     cos_batch, cos_token, cos_column, sin_batch, sin_token, sin_column,
-    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
     QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program turns all heads of one token."""
+    """A program turns some heads of one token. All is loaded before anything is waited for, queries first."""
     let_next_begin(IS_DEPENDENT)
     wait_for_others(IS_DEPENDENT)
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     place = batch * tl.num_programs(0) + token
-    column = tl.arange(0, COLUMNS)
-    if INTERLEAVED:
-        partner, is_first = column ^ 1, column % 2 == 0
-    else:
-        is_first = column < DIM // 2
-        partner = tl.where(is_first, column + DIM // 2, column - DIM // 2)
-    sign = tl.where(is_first, -1.0, 1.0)
-    there = column < DIM
-    cos = tl.load(cos_ptr + batch * cos_batch + token * cos_token + column * cos_column, mask=there, other=0)
-    sin = tl.load(sin_ptr + batch * sin_batch + token * sin_token + column * sin_column, mask=there, other=0)
-    cos, sin = cos.to(tl.float32), sin.to(tl.float32)
-    _rotate_heads(
-        queries + batch * query_batch + token * query_token, query_out + place * QUERY_HEADS * DIM,
-        cos, sin, column, partner, sign, query_head, query_column, QUERY_HEADS, DIM, QUERY_BLOCK,
-    )  # fmt: skip
-    _rotate_heads(
-        keys + batch * key_batch + token * key_token, key_out + place * KEY_HEADS * DIM,
-        cos, sin, column, partner, sign, key_head, key_column, KEY_HEADS, DIM, KEY_BLOCK,
-    )  # fmt: skip
+    pair = tl.arange(0, PAIRS)
+    head = tl.program_id(2) * QUERY_BLOCK + tl.arange(0, QUERY_BLOCK)
+    key_number = tl.program_id(2) * KEY_BLOCK + tl.arange(0, KEY_BLOCK)
+    source = queries + batch * query_batch + token * query_token
+    x, y = _load_pairs(source, head, pair, query_head, query_column, QUERY_HEADS, DIM, INTERLEAVED)
+    source = keys + batch * key_batch + token * key_token
+    key_x, key_y = _load_pairs(source, key_number, pair, key_head, key_column, KEY_HEADS, DIM, INTERLEAVED)
+    one = tl.arange(0, 1)  # a token has one row of cosines, which all heads share
+    cos_x, cos_y = _load_pairs(
+        cos_ptr + batch * cos_batch + token * cos_token, one, pair, 0, cos_column, 1, DIM, INTERLEAVED
+    )
+    sin_x, sin_y = _load_pairs(
+        sin_ptr + batch * sin_batch + token * sin_token, one, pair, 0, sin_column, 1, DIM, INTERLEAVED
+    )
+    target = query_out + place * QUERY_HEADS * DIM
+    _store_pairs(target, x * cos_x - y * sin_x, y * cos_y + x * sin_y, head, pair, QUERY_HEADS, DIM, INTERLEAVED)
+    x, y = key_x, key_y
+    target = key_out + place * KEY_HEADS * DIM
+    _store_pairs(target, x * cos_x - y * sin_x, y * cos_y + x * sin_y, key_number, pair, KEY_HEADS, DIM, INTERLEAVED)

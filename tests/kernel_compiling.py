@@ -87,7 +87,8 @@ class Compiled:
         aligned: dict[tuple[int], list[list[object]]] = {}
         for index, parameter in enumerate(self.kernel.params):
             value = values[parameter.name]
-            if parameter.is_constexpr or value is None or value is True:
+            is_one = type(value) is int and value == 1 and not parameter.do_not_specialize
+            if parameter.is_constexpr or value is None or value is True or is_one:
                 signature[parameter.name], known[parameter.name] = "constexpr", value
             elif isinstance(value, TensorDescriptor):
                 signature[parameter.name] = f"tensordesc<{KINDS[value.base.dtype]}{list(value.block_shape)}>"
