@@ -140,5 +140,7 @@ def forward_inputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -
 
 
 def outputs_of(found: Any) -> Tensors:
-    """All tensors that a forward gave."""
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    """All tensors that a forward gave, those of hidden states with their numbers."""
+    tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    several = {name: value for name, value in found.items() if name.endswith("hidden_states")}
+    return tensors | {f"{name}.{at}": each for name, states in several.items() for at, each in enumerate(states)}

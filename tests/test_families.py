@@ -44,7 +44,7 @@ class Case:
 
     def outputs(self, model: Any) -> Tensors:
         with torch.no_grad():
-            return outputs_of(model(**forward_inputs(self.model, self.inputs)))
+            return outputs_of(model(**forward_inputs(self.model, self.inputs), output_hidden_states=True))
 
     def texts(self, model: Any, **options: Any) -> torch.Tensor:
         found: torch.Tensor = model.generate(**self.inputs, max_new_tokens=NUM_NEW_TOKENS, do_sample=False, **options)
@@ -69,6 +69,7 @@ def streamed(case: Case) -> Iterator[zinfer.InferenceEngine]:
 def check(case: Case, engine: zinfer.InferenceEngine) -> None:
     wanted, found = case.outputs(case.model), case.outputs(engine)
     assert found.keys() == wanted.keys()
+    assert any("hidden_states" in name for name in wanted) or "clip" in case.family.model_type
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
 

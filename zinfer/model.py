@@ -85,7 +85,9 @@ def report_device(model: nn.Module, device: torch.device) -> None:
     original = type(model)
     if not hasattr(original, "device"):
         return
-    model.__class__ = type(original.__name__, (original,), {"device": property(lambda self: device)})
+    # transformers finds by the class's whole name what a model can record, hidden states for one.
+    name = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    model.__class__ = type(original.__name__, (original,), {**name, "device": property(lambda self: device)})
 
 
 def _load_config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
