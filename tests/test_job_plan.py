@@ -181,4 +181,13 @@ def test_the_command_looks_at_the_rows_of_an_input(tmp_path: Path) -> None:
     empty = write_rows(tmp_path / "bad.jsonl", ["{"] * 4)
     refused = zinfer_plan(folder, "--machine", "h200", "--input", str(empty))
     assert refused.exit_code == 2
-    assert "none of 4 rows that were looked at is a prompt" in refused.stderr
+    assert "none of 4 rows that were looked at can be used" in refused.stderr
+
+
+def test_rows_that_would_get_an_error_are_left_out_of_the_plan(tmp_path: Path) -> None:
+    folder = letters_model(tmp_path / "model")
+    rows: list[dict[str, Any]] = [{"prompt": "abc"}] * 3
+    path = write_rows(tmp_path / "in.jsonl", [*rows, {"prompt": "a" * 1000}, {"prompt": "b", "max_new_tokens": 1000}])
+    result = zinfer_plan(folder, "--machine", "h200", "--input", str(path), "--new-tokens", "7")
+    assert result.exit_code == 0, result.output
+    assert "2 of 5 rows that were looked at get an error, and are left out" in result.stdout

@@ -165,10 +165,11 @@ def test_numbers_that_are_not_finite_are_an_error_of_the_row(tmp_path: Path) -> 
     [
         ("BertModel", "generate", "a BertModel does not go on with texts; use the task embed"),
         ("BertModel", "classify", r"a BertModel gives no labels; the task classify takes a \*ForSequenceClass"),
+        ("CLIPModel", "embed", "a CLIPModel takes pictures beside text"),
     ],
 )
 def test_a_model_that_has_not_what_the_task_needs(class_name: str, task: str, message: str, tmp_path: Path) -> None:
-    saved("bert", class_name, tmp_path / "model")
+    saved("clip" if "CLIP" in class_name else "bert", class_name, tmp_path / "model")
     with pytest.raises(ConfigError, match=message):
         encoded(tmp_path, task)
 

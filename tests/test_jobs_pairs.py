@@ -52,8 +52,8 @@ def test_rows_equal_transformers_own(model_type: str, class_name: str, forced_en
 def test_prompt_and_answer_have_positions_each(tmp_path: Path) -> None:
     saved("bart", "BartForConditionalGeneration", tmp_path / "model")
     rows = [
-        {"id": "fits", "prompt": "a" * 63, "max_new_tokens": 4},
-        {"id": "too long", "prompt": "a" * 64, "max_new_tokens": 4},
+        {"id": "fits", "prompt": "a" * 64, "max_new_tokens": 4},
+        {"id": "too long", "prompt": "a" * 65, "max_new_tokens": 4},
         {"id": "too many", "prompt": "ab", "max_new_tokens": 64},
         {"id": "many", "prompt": "ab", "max_new_tokens": 63},
     ]
@@ -62,8 +62,19 @@ def test_prompt_and_answer_have_positions_each(tmp_path: Path) -> None:
     found = {row["id"]: row for row in read_rows(tmp_path / "out.jsonl")}
     assert len(found["fits"]["token_ids"]) == 4
     assert "token_ids" in found["many"]
-    assert "the prompt's 64 tokens or its 4 new ones are more than 63" in found["too long"]["error"]
-    assert "64 new ones are more than 63 (the model's positions) each" in found["too many"]["error"]
+    assert "the prompt's 65 tokens are more than 64 (the encoder's positions)" in found["too long"]["error"]
+    assert "64 new tokens are more than 63 (the decoder's positions, less" in found["too many"]["error"]
+
+
+def test_a_limit_that_is_stated_is_of_prompt_and_answer_together(tmp_path: Path) -> None:
+    saved("bart", "BartForConditionalGeneration", tmp_path / "model")
+    rows = [{"id": number, "prompt": "ab", "max_new_tokens": number} for number in (17, 18)]
+    write_rows(tmp_path / "in.jsonl", rows)
+    paths = [tmp_path / name for name in ("model", "in.jsonl", "out.jsonl")]
+    run_job(*paths, config={"max_out_tokens": 20}, device="cpu")
+    fits, too_many = sorted(read_rows(paths[2]), key=lambda row: row["id"])
+    assert "token_ids" in fits
+    assert "2 tokens and 18 new ones are more than 19 (max_out_tokens, less the decoder's first" in too_many["error"]
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def _print_job(
     from zinfer.config import resolve_settings
     from zinfer.errors import ConfigError
     from zinfer.jobs.lengths import sample_lengths
+    from zinfer.jobs.room import Room
     from zinfer.planning.outline import read_outline
 
     if rows is not None and input is not None:
@@ -99,10 +100,11 @@ def _print_job(
     outline = read_outline(model, settings.dtype, settings.quantization)
     machine = _choose_machine(machine_name, probe, settings, outline)
     prompt_len, new_tokens = lengths
+    num_looked_at = num_unusable = 0
+    job = Job(rows or 1, [prompt_len], [new_tokens])
     if input is not None:
-        job = sample_lengths(input, model, outline.config, new_tokens)
-    else:
-        job = Job(rows or 1, [prompt_len], [new_tokens])
+        room = Room.of_decoder(outline.max_positions, settings.max_out_tokens)
+        job, num_looked_at, num_unusable = sample_lengths(input, model, outline.config, new_tokens, room)
     planned = plan_job(outline, machine, settings, job)
     advice = job_advice(outline, machine, settings, planned)
     if as_json:
@@ -110,6 +112,8 @@ def _print_job(
         return
     console = Console()
     console.print(job_table(outline, machine, job, planned))
+    if num_unusable:
+        console.print(f"{num_unusable:,} of {num_looked_at:,} rows that were looked at get an error, and are left out")
     for line in advice:
         console.print(f"advice: {line}", markup=False, highlight=False, soft_wrap=True)
 

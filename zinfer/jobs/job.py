@@ -30,9 +30,10 @@ from zinfer.jobs.method import EngineFactory, Method
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, Resumed, RowState
 from zinfer.jobs.progress import Meter
-from zinfer.jobs.prompts import Prompt, PromptMaker, Room
+from zinfer.jobs.prompts import Prompt, PromptMaker
 from zinfer.jobs.records import Records, first_error
 from zinfer.jobs.request import JobRequest, PathLike
+from zinfer.jobs.room import Room
 from zinfer.jobs.rows import BadRow
 from zinfer.jobs.run_page import write_run_page
 from zinfer.jobs.summary import JobSummary

@@ -17,9 +17,10 @@ from zinfer.jobs.completer import Completer
 from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter, reserve_of
 from zinfer.jobs.padded import Engine, PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
-from zinfer.jobs.prompts import Prompt, Room
+from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.ragged import RaggedCompleter
 from zinfer.jobs.request import JobRequest
+from zinfer.jobs.room import Room
 from zinfer.jobs.task import Task
 from zinfer.planning.machine import find_limits
 from zinfer.planning.model_shape import is_generating_decoder, read_encoder_shape
@@ -81,7 +82,7 @@ class Method:
         stated = {name: value for name, value in asdict(self._settings.batching).items() if value is not None}
         return {"batch_size": self.batch_size, "batching": "continuous", **stated}
 
-    def open(self, prompts: Sequence[Prompt], sizes: Mapping[str, int], tokenizer: Any, room: Room | None) -> Completer:
+    def open(self, prompts: Sequence[Prompt], sizes: Mapping[str, int], tokenizer: Any, room: Room) -> Completer:
         """Load the model.
 
         Args:
@@ -100,7 +101,7 @@ class Method:
         if self._is_predictable and not states_room:
             options |= batch_shape(prompts)
         engine = self._factory(request.model, config=request.config, device=request.device, **options)
-        most_tokens = room.max_tokens if room is not None and room.counts == "both" else None
+        most_tokens = room.both.max_tokens if room.both else None
         return PaddedCompleter(engine, tokenizer, most_tokens, self._meter)
 
     def _open_encoder(self, prompts: Sequence[Prompt], tokenizer: Any) -> Completer:
@@ -139,3 +140,5 @@ def _check_task(model: PreTrainedModel, task: Task) -> None:
         raise ConfigError(f"a {name} does not go on with texts; use the task embed or classify, or another model")
     if task is Task.CLASSIFY and not name.endswith(_CLASSIFIER):
         raise ConfigError(f"a {name} gives no labels; the task classify takes a *{_CLASSIFIER}")
+    if task is Task.EMBED and getattr(model.config, "vision_config", None) is not None:
+        raise ConfigError(f"a {name} takes pictures beside text; the task embed takes its text tower alone")

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from torch import nn
 from transformers import AutoTokenizer
 
 from zinfer.batching.prompt_encoder import encode_chat, encode_text
@@ -22,8 +21,8 @@ from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import ConfigError
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import RowIndex
+from zinfer.jobs.room import Room
 from zinfer.jobs.rows import BadRow, Line, Row, RowId, id_key, parse_line, row_of
-from zinfer.sequence_length import encoder_positions, is_encoder_decoder, max_positions
 
 _STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
@@ -48,42 +47,10 @@ class Prompt:
         return self.row.params.max_new_tokens
 
 
-@dataclass(frozen=True)
-class Room:
-    """How many tokens a prompt and its new tokens may take together, each of the two, or the prompt where nothing comes
-    after it; and what says so."""
-
-    max_tokens: int
-    source: str
-    counts: Literal["both", "each", "prompt"] = "both"
-
-    @classmethod
-    def of(cls, model: nn.Module, max_out_tokens: int | None, *, generates: bool = True) -> "Room | None":
-        """The model's, whose encoder and decoder have positions each where it has both."""
-        positions = max_positions(model)
-        if not generates:
-            positions = encoder_positions(model) if is_encoder_decoder(model) else positions
-            room = cls.least(positions, max_out_tokens)
-            return room and replace(room, counts="prompt")
-        if not is_encoder_decoder(model):
-            return cls.least(positions, max_out_tokens)
-        both = [limit for limit in (positions, encoder_positions(model)) if limit is not None]
-        if max_out_tokens is not None or not both:
-            return cls.least(min(both, default=None), max_out_tokens)
-        return cls(min(both) - 1, "the model's positions", "each")  # a decoder begins with a token of its own
-
-    @classmethod
-    def least(cls, positions: int | None, max_out_tokens: int | None) -> "Room | None":
-        """The tighter of the model's own limit and the configuration's."""
-        limits = ((positions, "the model's positions"), (max_out_tokens, "max_out_tokens"))
-        rooms = [cls(limit, source) for limit, source in limits if limit is not None]
-        return min(rooms, key=lambda room: room.max_tokens, default=None)
-
-
 class PromptMaker:
     """Makes prompts for one model.
 
-    room: None if nothing limits a row's length.
+    room: of a row.
     generates: whether anything comes after prompts.
     now: what a chat template takes for the present, with its time zone; it must stay the same for a whole job, on
         whatever day it ends. Only templates that call `strftime_now` with a format computed at run time still see the
@@ -91,7 +58,7 @@ class PromptMaker:
     """
 
     def __init__(
-        self, tokenizer: Any, room: Room | None, vocab_size: int, max_new_tokens: int, *, generates: bool = True
+        self, tokenizer: Any, room: Room, vocab_size: int, max_new_tokens: int, *, generates: bool = True
     ) -> None:
         self.tokenizer = tokenizer
         self.room = room
@@ -102,7 +69,7 @@ class PromptMaker:
 
     @classmethod
     def from_folder(
-        cls, folder: Path, room: Room | None, vocab_size: int, max_new_tokens: int, *, generates: bool = True
+        cls, folder: Path, room: Room, vocab_size: int, max_new_tokens: int, *, generates: bool = True
     ) -> "PromptMaker":
         """Loads the tokenizer that lies in the model's folder; nothing is downloaded.
 
@@ -141,7 +108,7 @@ class PromptMaker:
         num_new = row.params.max_new_tokens
         if not self.generates and (row.openai or row.params != SamplingParams(max_new_tokens=self.max_new_tokens)):
             return row.bad(line_number, "nothing is generated in this job; give a source and an id alone")
-        if problem := self._token_problem(row, token_ids) or self._length_problem(len(token_ids), num_new):
+        if problem := self._token_problem(row, token_ids) or self.room.problem(len(token_ids), num_new):
             return row.bad(line_number, problem)
         return Prompt(row, tuple(token_ids), line_number)
 
@@ -173,29 +140,4 @@ class PromptMaker:
         return (
             f"the tokenizer gives token {largest}, but the model's vocabulary ends at {self.vocab_size - 1}; "
             "the tokenizer is another model's, or a token was added to it alone"
-        )
-
-    def _length_problem(self, num_prompt: int, num_new: int) -> str | None:
-        if self.room is None:
-            return None
-        if self.room.counts == "prompt":
-            num_new = 0
-        if self.room.counts == "each":
-            excess = max(num_prompt, num_new)
-            limit = f"{self.room.max_tokens} ({self.room.source}) each"
-            return (
-                None
-                if excess <= self.room.max_tokens
-                else (f"the prompt's {num_prompt} tokens or its {num_new} new ones are more than {limit}; shorten it")
-            )
-        if num_prompt + num_new <= self.room.max_tokens:
-            return None
-        limit = f"{self.room.max_tokens} ({self.room.source})"
-        if self.room.counts == "prompt":
-            return f"the prompt's {num_prompt} tokens are more than {limit}; shorten it"
-        if num_prompt >= self.room.max_tokens:
-            return f"the prompt has {num_prompt} tokens, which leaves no room for new ones within {limit}; shorten it"
-        return (
-            f"the prompt's {num_prompt} tokens and {num_new} new ones are more than {limit}; "
-            f"shorten it or ask for at most {self.room.max_tokens - num_prompt} new tokens"
         )

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 from zinfer.errors import ConfigError
 from zinfer.jobs.index import scan_input
-from zinfer.jobs.prompts import PromptMaker, Room
+from zinfer.jobs.prompts import PromptMaker
+from zinfer.jobs.room import Room
 from zinfer.jobs.rows import BadRow, read_lines
 from zinfer.planning.model_shape import is_generating_decoder
-from zinfer.sequence_length import max_positions
 
 
 def read_token_rows(
@@ -33,7 +33,7 @@ def read_token_rows(
             f"{prompts}: only decoders that generate are measured on prompts, and a {type(model).__name__} is none; "
             "leave the prompts out"
         )
-    room = Room.least(max_positions(model), most_tokens)
+    room = Room.of(model, most_tokens)
     vocab_size = model.config.get_text_config().vocab_size
     maker = PromptMaker.from_folder(tokenizer, room, vocab_size, num_new_tokens)
     index = scan_input(prompts)
