@@ -8,7 +8,7 @@ import torch
 from checkpoints import MAX_POSITIONS, tiny_checkpoint
 from engine_support import PROMPT, eager, engine, folder, greedy, moved
 from engines import engine_for
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import zinfer
 
@@ -105,6 +105,32 @@ def test_max_out_tokens(folder: Path, eager: PreTrainedModel) -> None:
             engine.generate(torch.full((1, 13), 5), max_new_tokens=1)
         assert moved(engine) == before
         assert torch.equal(greedy(engine, max_new_tokens=7), greedy(eager, max_new_tokens=7))
+
+
+@pytest.mark.parametrize(
+    ("rope", "stretched"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 4 * MAX_POSITIONS),
+        ({"rope_type": "dynamic", "factor": 2.0}, 2 * MAX_POSITIONS),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 4 * 64),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, MAX_POSITIONS),
+    ],
+    ids=lambda value: str(value),
+)
+def test_positions_that_rotations_are_scaled_to_are_usable(
+    folder: Path, tmp_path: Path, rope: dict[str, Any], stretched: int
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.rope_parameters = {"rope_theta": 10000.0, **rope}
+    model.save_pretrained(tmp_path)
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(2, 131, (1, stretched - 8), generator=torch.Generator().manual_seed(1))
+    with engine_for(tmp_path, "disk") as engine:
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+        wanted = eager.generate(ids, max_new_tokens=8, **options)
+        assert torch.equal(engine.generate(ids, max_new_tokens=8, **options), wanted)
+        with pytest.raises(ValueError, match=rf"9 new ones exceed the model's positions \({stretched}\)"):
+            engine.generate(ids, max_new_tokens=9, **options)
 
 
 def test_gpt2_has_an_end_too(tmp_path: Path) -> None:

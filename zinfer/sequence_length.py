@@ -11,6 +11,7 @@ from zinfer.errors import ConfigError, LengthError
 
 # GenerationMixin's own, where neither max_new_tokens nor max_length is set (transformers, generation/utils.py).
 _DEFAULT_NUM_NEW_TOKENS: Final = 20
+_STRETCHING: Final = frozenset({"linear", "dynamic", "yarn"})
 
 
 def max_positions(model: nn.Module) -> int | None:
@@ -31,7 +32,21 @@ def _positions(model: nn.Module, *names: str) -> int | None:
     stated = next((value for name in names if (value := getattr(text, name, None))), None)
     if stated is None and not getattr(text, "relative_attention_num_buckets", None):  # T5 states some and has none
         stated = getattr(text, "n_positions", None)
-    return int(stated) - _num_skipped(model) if stated else None
+    return max(int(stated), _stretched(text, int(stated))) - _num_skipped(model) if stated else None
+
+
+def _stretched(text: PretrainedConfig, stated: int) -> int:
+    """Positions that rotations are scaled to (transformers, modeling_rope_utils.py).
+
+    Linear and dynamic scaling stretch those that the config states, yarn the ones from before; where another kind is
+    used the config states what it is scaled to.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    kind, factor = rope.get("rope_type"), rope.get("factor")
+    if kind not in _STRETCHING or not factor:
+        return 0
+    original = rope.get("original_max_position_embeddings") if kind == "yarn" else None
+    return int((original or stated) * factor)
 
 
 def _num_skipped(model: nn.Module) -> int:
