@@ -40,6 +40,13 @@ def test_stop_strings_count_once_the_least_tokens_are_there(
     assert ended("abcabcxxabc", Ending(TOKENIZER, (), stop, 8, least)) == wanted
 
 
+def test_a_stop_string_is_seen_across_any_number_of_special_tokens() -> None:
+    tokens = [*ids("ab"), *[TOKENIZER.eos_token_id] * 40, *ids("c")]
+    ending = Ending(TOKENIZER, (), ("bc",), 100)
+    assert [ending.reason(tokens[:count]) for count in range(1, len(tokens))] == [None] * (len(tokens) - 1)
+    assert (ending.reason(tokens), ending.text(tokens)) == ("stop", "a")
+
+
 def test_an_end_token_ends_whatever_the_stops_are() -> None:
     assert ended("ab", Ending(TOKENIZER, ids("b"), ("q",), 8)) == (2, "stop", "a")
 

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import VOCAB_SIZE, tiny_checkpoint
@@ -149,6 +150,12 @@ def test_the_passes_of_the_last_call_are_predicted(folder: Path) -> None:
 def test_as_many_params_as_prompts(llm: LLM) -> None:
     with pytest.raises(zinfer.errors.ConfigError, match="2 params for 1 prompts"):
         llm.generate([{"prompt_token_ids": [3]}], [SamplingParams(), SamplingParams()])
+
+
+@pytest.mark.parametrize("params", [{"max_new_tokens": 3}, [None]], ids=["dict", "none"])
+def test_params_of_another_type(llm: LLM, params: Any) -> None:
+    with pytest.raises(zinfer.errors.ConfigError, match=r"params are SamplingParams, not a (dict|NoneType)"):
+        llm.generate([{"prompt_token_ids": [3]}], params)
 
 
 def test_calls_do_not_mix(llm: LLM, prompts: list[list[int]]) -> None:

@@ -18,12 +18,15 @@ def paired(
     """Each prompt with its params, by default greedy ones.
 
     Raises:
-        ConfigError: there are not as many params as prompts.
+        ConfigError: there are not as many params as prompts, or they are none.
     """
     several = as_list(prompts)
     each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
     if len(each) != len(several):
         raise ConfigError(f"{len(each)} params for {len(several)} prompts; give one, or as many as prompts")
+    for own in each:
+        if not isinstance(own, SamplingParams):
+            raise ConfigError(f"params are SamplingParams, not a {type(own).__name__}; write SamplingParams(...)")
     return list(zip(several, each, strict=True))
 
 

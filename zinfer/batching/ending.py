@@ -3,7 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-# A stop string of n bytes spans at most n tokens, bar tokens without text; those few are allowed for.
+# A stop string of n bytes spans at most n tokens, bar tokens without text: special ones are not counted, and a few
+# others are allowed for.
 _SPARE_TOKENS: Final = 8
 
 
@@ -48,6 +49,7 @@ class Ending:
         self._tokenizer = tokenizer
         self._end_token_ids = frozenset(end_token_ids)
         self._stop = tuple(stop)
+        self._special_ids = frozenset(tokenizer.all_special_ids) if stop else frozenset()
         self._window = max((len(text.encode()) for text in stop), default=0) + _SPARE_TOKENS
         self._max_new_tokens = max_new_tokens
         self._min_new_tokens = min_new_tokens
@@ -67,10 +69,18 @@ class Ending:
     def _has_stop(self, token_ids: Sequence[int]) -> bool:
         if len(token_ids) <= self._min_new_tokens:
             return False
-        tail = self._decode(token_ids[-self._window :])
+        tail = self._decode(token_ids[self._tail_begin(token_ids) :])
         if not any(stop in tail for stop in self._stop):
             return False
         return self._first_stop(self._decode(token_ids), token_ids) is not None
+
+    def _tail_begin(self, token_ids: Sequence[int]) -> int:
+        """Where the last tokens begin that a stop string which ends with the last one may span."""
+        begin, num_left = len(token_ids), self._window
+        while begin and num_left:
+            begin -= 1
+            num_left -= token_ids[begin] not in self._special_ids
+        return begin
 
     def _first_stop(self, text: str, token_ids: Sequence[int]) -> int | None:
         """Where the first stop string begins that counts; None where there is none."""
