@@ -202,7 +202,7 @@ def test_what_is_not_known_of_other_models_than_decoders_is_said(class_name: str
         measure_squares(tmp_path, tmp_path / "prompts.jsonl", resolve_settings({"zinfer": {"device": "cpu"}}))
 
 
-def test_the_table() -> None:
+def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(FAMILIES) == sorted(FAMILIES, key=lambda family: family.name.lower().replace("-", " "))
     batched = {family.model_type for family in FAMILIES if family.is_batched}
     assert batched == {name.split("-")[0] for name in ragged_models.FAMILIES}
@@ -210,6 +210,9 @@ def test_the_table() -> None:
         result = CliRunner().invoke(app, ["families", *argument], env={"COLUMNS": "240"})
         assert result.exit_code == 0
         assert all(family.name in result.stdout for family in FAMILIES)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    piped = CliRunner().invoke(app, ["families"])
+    assert all(name in piped.stdout for family in FAMILIES for name in family.classes)
 
 
 def test_the_readme_has_the_table() -> None:

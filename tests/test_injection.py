@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, tiny_checkpoint
+from engines import loaded
 from ragged_models import FAMILIES, Reference, tiny_model
 from torch import nn
 from torch.nn import functional
@@ -80,6 +81,17 @@ def test_an_engine_says_what_it_computes_by_kernels(device: str, tmp_path: Path)
         assert {kind.split("; ")[0] for kind in llm.injected.values()} == {RMS, HALVES, SILU}
         prompts, params = [{"prompt_token_ids": ids[0].tolist()}], SamplingParams(max_new_tokens=12)
         assert llm.generate(prompts, params)[0].token_ids == plain.generate(prompts, params)[0].token_ids
+
+
+def test_a_model_without_anything_to_fuse_is_said_to_run_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for family, said in (("mpt", True), ("llama", False)):
+        tiny_model(family).save_pretrained(tmp_path / family)
+        caplog.clear()
+        with loaded(tmp_path / family, {"zinfer": {"device": "cpu"}}, replace_with_kernel_inject=True) as engine:
+            assert bool(engine.injected) is not said
+        assert ("nothing in a MptForCausalLM has a fused kernel; it runs as it is" in caplog.text) is said
 
 
 def test_a_model_of_the_callers_is_his_again(tmp_path: Path) -> None:

@@ -143,6 +143,20 @@ def test_an_empty_plain_module_with_its_checkpoint(config: dict[str, object], li
             assert engine.stats().disk_bytes_per_pass == (NUM_BLOCKS * weights_bytes if home == "DISK" else 0)
 
 
+def test_an_empty_plain_module_with_a_folder_of_weights_alone(tmp_path: Path) -> None:
+    weights = tiny_decoder().state_dict()
+    names = sorted(weights)
+    for number, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :])):
+        save_file({name: weights[name] for name in part}, tmp_path / f"part-{number}.safetensors")
+    with OnDevice(torch.float32, device="meta"):
+        model = Decoder()
+    with loaded(model, DISK, injection_policy=POLICY, checkpoint=tmp_path) as engine:
+        assert torch.equal(logits_of(engine), logits_of(tiny_decoder()))
+        assert engine.stats().blocks_by_home["DISK"] == NUM_BLOCKS
+    with pytest.raises(CheckpointError, match="nowhere"), OnDevice(torch.float32, device="meta"):
+        refused(Decoder(), injection_policy=POLICY, checkpoint=tmp_path / "nowhere")
+
+
 def test_tied_weights_of_an_empty_plain_module(tmp_path: Path) -> None:
     def tied(model: Decoder) -> Decoder:
         model.head = nn.Linear(WIDTH, VOCAB_SIZE, bias=False)

@@ -1,5 +1,6 @@
 """What lies over a module while an engine runs it, and comes off it in the end."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -16,6 +17,8 @@ from zinfer.hooks import Forward
 from zinfer.inject.injection import Injection
 from zinfer.inject.packs import Pack
 from zinfer.pass_times import PassTimes
+
+log = logging.getLogger(__name__)
 
 
 class Fittings:
@@ -65,6 +68,9 @@ class Fittings:
     def inject(self, packs: Iterable[Pack], *, replayed: bool) -> None:
         """Put in fused kernels; arguments as for `Injection`."""
         self._injection = Injection(self._module, packs, replayed=replayed)
+        if not self._injection.injected:
+            name = type(self._module).__name__
+            log.warning("replace_with_kernel_inject: nothing in a %s has a fused kernel; it runs as it is", name)
 
     @property
     def injected(self) -> dict[str, str]:

@@ -153,7 +153,7 @@ def find_model(
     if settings.checkpoint is None:
         return module, None
     compute_buffers(module)
-    return module, _open(settings.checkpoint)
+    return module, _open(settings.checkpoint, needs_config=isinstance(model, PreTrainedModel))
 
 
 def _check_module(model: nn.Module, settings: Settings) -> None:
@@ -176,10 +176,10 @@ def _check_module(model: nn.Module, settings: Settings) -> None:
         raise ConfigError(f"model: {on_meta[0]} is on the meta device; say where its weights are: checkpoint=FOLDER")
 
 
-def _open(place: Path | CheckpointListing) -> Checkpoint:
-    return (
-        Checkpoint.listed(place.paths, place.label) if isinstance(place, CheckpointListing) else Checkpoint.open(place)
-    )
+def _open(place: Path | CheckpointListing, *, needs_config: bool) -> Checkpoint:
+    if isinstance(place, CheckpointListing):
+        return Checkpoint.listed(place.paths, place.label)
+    return Checkpoint.open(place) if needs_config else Checkpoint.of_weights(place)
 
 
 def find_dtype(model: nn.Module) -> torch.dtype:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zinfer.checkpoint.faults import listed, shorten, unreadable
-from zinfer.checkpoint.folder import CONFIG_NAME, INDEX_SUFFIX, check_weights_file, resolve_folder
+from zinfer.checkpoint.folder import CONFIG_NAME, INDEX_SUFFIX, SAFETENSORS_SUFFIX, check_weights_file, resolve_folder
 from zinfer.checkpoint.header import Header, TensorEntry, read_header
 from zinfer.checkpoint.json_text import JsonFault, parse_object
 from zinfer.checkpoint.shards import loose_files
@@ -69,6 +69,18 @@ class Checkpoint:
         if not tensors:
             raise CheckpointError(f"{folder}: its safetensors hold no tensor: download the weights again")
         return cls._of(folder, headers, tensors, _fingerprint(folder, config, headers))
+
+    @classmethod
+    def of_weights(cls, folder: Path) -> "Checkpoint":
+        """As `open`, but without a config.json all of the folder's safetensors together hold a model.
+
+        Raises:
+            CheckpointError: as `open` and `listed`.
+        """
+        files = sorted(folder.expanduser().glob(f"*{SAFETENSORS_SUFFIX}"))
+        if not files or (folder.expanduser() / CONFIG_NAME).exists():
+            return cls.open(folder)
+        return cls.listed(files, f"checkpoint {folder}")
 
     @classmethod
     def listed(cls, files: Sequence[Path], label: str) -> "Checkpoint":

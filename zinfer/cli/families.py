@@ -1,9 +1,12 @@
 """`zinfer families`: which models are tested, and what each can use."""
 
-from typing import Annotated
+import os
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
+
+_MOST_COLUMNS: Final = 1000
 
 
 def families(
@@ -15,4 +18,7 @@ def families(
     if markdown:
         print(families_markdown(), end="")
     else:
-        Console().print(families_table())
+        table, console = families_table(), Console()
+        if not console.is_terminal and "COLUMNS" not in os.environ:  # in a pipe nothing is cut
+            console = Console(width=Console(width=_MOST_COLUMNS).measure(table).maximum)
+        console.print(table)
