@@ -57,6 +57,14 @@ def test_what_comes_before_the_layers_is_told_apart(folder: Path) -> None:
     assert str(bad.error).endswith("come from what comes before the first layer")
 
 
+def test_what_comes_after_the_layers_broke_a_text(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.lm_head.weight.data[7] = float("nan")
+    with LLM(model, device="cpu", kv_cache_memory="1MB") as llm:
+        (bad,) = llm.generate(by_ids([[3, 4, 5]]), SamplingParams(max_new_tokens=2))
+    assert str(bad.error).endswith(f"the first that are not come from {AFTER}")
+
+
 def test_an_engine_names_the_layer_where_it_is_asked_to_look(folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.model.layers[1].input_layernorm.weight.data[3] = float("nan")

@@ -117,8 +117,8 @@ class InferenceEngine(AroundModule):
         """The module's own forward; tensors among the arguments are moved to the device. No gradients.
 
         Raises:
-            NonFiniteError: `zinfer.check_finite` is set, and a layer gave infinities or NaN, or what is returned holds
-                some (`FiniteWatch` says what is looked at); names the first.
+            NonFiniteError: `zinfer.check_finite` is set, and infinities or NaN came up; `FiniteWatch` says where it
+                looks.
             LengthError: the input, with what the cache holds, exceeds `max_out_tokens` or the model's positions.
         """
 
@@ -138,13 +138,12 @@ class InferenceEngine(AroundModule):
             NonFiniteError: the logits of a text are NaN or infinite; names the layer that was the first to give such
                 numbers, for which the call is computed once more.
         """
-        work = self._generation(args, kwargs)
+        work, repeats = self._generation(args, kwargs), can_repeat(args, kwargs)
         if looks_at_logits(kwargs, args[1] if len(args) > 1 else self.module.generation_config):
             work = choosable(work, self.module)
         if self.settings.check_finite:
             return self.call(self._checked(work))
-        dtype, repeats = find_dtype(self.module), can_repeat(args, kwargs)
-        second = self._fittings.eagerly(work)
+        second, dtype = self._fittings.eagerly(work), find_dtype(self.module)
         return self.call(explained(work, self._watch(), dtype, self.device, repeats=repeats, second=second))
 
     def generate_unchecked(self, *args: Any, **kwargs: Any) -> Any:
