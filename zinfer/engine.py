@@ -117,8 +117,7 @@ class InferenceEngine(AroundModule):
         """The module's own forward; tensors among the arguments are moved to the device. No gradients.
 
         Raises:
-            NonFiniteError: `zinfer.check_finite` is set, and infinities or NaN came up; `FiniteWatch` says where it
-                looks.
+            NonFiniteError: `zinfer.check_finite` is set, and infinities or NaN came up where `FiniteWatch` looks.
             LengthError: the input, with what the cache holds, exceeds `max_out_tokens` or the model's positions.
         """
 
@@ -151,11 +150,9 @@ class InferenceEngine(AroundModule):
         return self.call(self._generation(args, kwargs))
 
     def find_broken(self, work: Callable[[], Any], num_rows: int) -> list[str | None]:
-        """What was the first to give infinities or NaN, in each row of a batch; None of rows that had none.
+        """What was the first to give infinities or NaN in each of the rows of a batch; None of those that had none.
 
-        Args:
-            work: calls of this engine; a tensor that it returns is looked at too.
-            num_rows: of the batch.
+        ``work`` calls this engine; a tensor that it returns is looked at too.
         """
         with self._lock:
             return broken_rows(self._fittings.eagerly(work) or work, self._watch(num_rows))
