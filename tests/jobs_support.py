@@ -1,7 +1,7 @@
 """What tests of batch jobs share: a tiny model, a tokenizer of single letters, an engine that streams nothing."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from zinfer.finite import FiniteWatch, broken_rows
+from zinfer.layers import find_layers
 from zinfer.offload.stats import RunStats
 from zinfer.planning.prediction import PassTime, Prediction
 
@@ -56,6 +58,12 @@ class ResidentEngine:
     def generate(self, **kwargs: Any) -> Any:
         self.calls += 1
         return self.module.generate(**kwargs)
+
+    def generate_unchecked(self, **kwargs: Any) -> Any:
+        return self.generate(**kwargs)
+
+    def find_broken(self, work: Callable[[], Any], num_rows: int) -> list[str | None]:
+        return broken_rows(work, FiniteWatch(self.module, find_layers(self.module), num_rows))
 
     def stats(self) -> RunStats:
         return RunStats(passes=self.calls)

@@ -1,16 +1,28 @@
 """Numbers that are not finite: which layer made them first is said, by `LLM` of itself and by an engine if asked."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ragged_models
 import torch
+from family_models import family_inputs, family_model, forward_inputs
 from llm_support import by_ids, folder
-from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessorList, T5Config, T5ForConditionalGeneration
+from plain_models import Block, tiny_decoder
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LogitsProcessorList,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from zinfer import LLM, InferenceEngine, SamplingParams, init_inference
 from zinfer.errors import NonFiniteError
+from zinfer.finite import AFTER
 
 __all__ = ["folder"]  # fixture
 
@@ -45,6 +57,14 @@ def test_what_comes_before_the_layers_is_told_apart(folder: Path) -> None:
     assert str(bad.error).endswith("come from what comes before the first layer")
 
 
+def test_what_comes_after_the_layers_broke_a_text(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.lm_head.weight.data[7] = float("nan")
+    with LLM(model, device="cpu", kv_cache_memory="1MB") as llm:
+        (bad,) = llm.generate(by_ids([[3, 4, 5]]), SamplingParams(max_new_tokens=2))
+    assert str(bad.error).endswith(f"the first that are not come from {AFTER}")
+
+
 def test_an_engine_names_the_layer_where_it_is_asked_to_look(folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.model.layers[1].input_layernorm.weight.data[3] = float("nan")
@@ -63,6 +83,94 @@ def test_an_engine_names_the_layer_where_it_is_asked_to_look(folder: Path, tmp_p
     assert whole.generate(input_ids=ids, max_new_tokens=2).shape == (1, 5)
     assert num_hooks(whole) == hooks
     whole.destroy()
+
+
+def refused(model: nn.Module, *args: Any, **kwargs: Any) -> str:
+    """What a forward that is looked at says of it."""
+    policy = {} if hasattr(model, "config") else {"injection_policy": {Block: ()}}
+    engine = init_inference(model, device="cpu", check_finite=True, **policy)
+    try:
+        with pytest.raises(NonFiniteError) as caught:
+            engine(*args, **kwargs)
+    finally:
+        engine.destroy()
+    assert not model._forward_hooks
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("names", [True, False])
+@pytest.mark.parametrize("weight", ["model.norm.weight", "lm_head.weight"])
+def test_a_forward_is_looked_at_to_its_end(weight: str, names: bool, folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.get_parameter(weight).data[0] = float("nan")
+    found = refused(model, input_ids=torch.tensor([[3, 4, 5]]), return_dict=names)
+    assert found.startswith(f"infinities or NaN come first from {AFTER}: its weights may be damaged")
+    assert "all layers gave finite numbers" in found
+
+
+def test_a_pooler_is_looked_at() -> None:
+    model = family_model("bert", "BertModel")
+    model.pooler.dense.weight.data[0, 0] = float("nan")
+    assert AFTER in refused(model, **family_inputs(model))
+
+
+class Told(nn.Module):
+    """Gives a mask of infinities beside its logits, to which ``value`` is added."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.decoder = tiny_decoder()
+        self.value = value
+
+    def forward(self, ids: torch.Tensor) -> dict[str, Any]:
+        return {"parts": [self.decoder(ids) + self.value], "causal_mask": torch.full((3, 3), -torch.inf), "ids": ids}
+
+
+def test_masks_may_hold_infinities_and_what_lies_beside_them_may_not() -> None:
+    ids = torch.tensor([[3, 4, 5]])
+    engine = init_inference(Told(1.0), device="cpu", check_finite=True, injection_policy={Block: ()})
+    assert engine(ids)["causal_mask"].isinf().all()
+    engine.destroy()
+    for value in (float("nan"), float("inf"), -float("inf")):
+        assert AFTER in refused(Told(value), ids)
+
+
+PAIRS = {"bart": "BartForConditionalGeneration", "t5": "T5ForConditionalGeneration"}
+
+
+@pytest.mark.parametrize(
+    ("family", "weight", "named"),
+    [
+        ("bart", "model.encoder.layernorm_embedding.weight", "what comes before model.encoder.layers.0"),
+        ("bart", "model.encoder.layers.1.fc1.weight", "model.encoder.layers.1"),
+        ("bart", "model.decoder.layernorm_embedding.weight", "what comes before model.decoder.layers.0"),
+        ("bart", "model.decoder.layers.0.fc1.weight", "model.decoder.layers.0"),
+        ("bart", "model.decoder.layers.2.fc2.weight", "model.decoder.layers.2"),
+        ("t5", "encoder.final_layer_norm.weight", "what comes before decoder.block.0"),
+        ("t5", "decoder.block.0.layer.1.EncDecAttention.v.weight", "decoder.block.0"),
+        ("t5", "decoder.final_layer_norm.weight", AFTER),
+    ],
+)
+def test_what_comes_before_a_stack_is_told_from_its_first_layer(family: str, weight: str, named: str) -> None:
+    def damaged() -> PreTrainedModel:
+        model = family_model(family, PAIRS[family])
+        model.get_parameter(weight).data[0] = float("nan")
+        return model
+
+    inputs = family_inputs(damaged())
+    assert f"come first from {named}:" in refused(damaged(), **forward_inputs(damaged(), inputs))
+    engine = init_inference(damaged(), device="cpu")
+    with pytest.raises(NonFiniteError, match=f"come first from {re.escape(named)}:"):
+        engine.generate(**inputs, max_new_tokens=3)
+    engine.destroy()
+
+
+def test_a_layer_that_is_called_again_is_not_what_came_before_it() -> None:
+    model = family_model("albert", "AlbertModel")
+    layers = model.encoder.albert_layer_groups
+    layers[0].albert_layers[0].ffn.weight.data[0, 0] = float("nan")
+    found = refused(model, **family_inputs(model))
+    assert "come first from encoder.albert_layer_groups.0" in found
 
 
 CHOICES: list[dict[str, Any]] = [

@@ -188,6 +188,10 @@ def test_a_layer_that_breaks_in_a_replayed_pass_is_named(engine: zinfer.Inferenc
     with pytest.raises(NonFiniteError, match=r"come first from model\.layers\.1"):
         greedy(engine.generate, ids_of(4))
     assert engine.graphs.eager["its layers are looked at"] == 1
+    ids, before = ids_of(4, rows=2), engine.graphs.replayed
+    found = engine.find_broken(lambda: greedy(engine.generate_unchecked, ids), len(ids))
+    assert found == ["model.layers.1"] * len(ids)
+    assert engine.graphs.replayed == before
     engine.destroy()
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from zinfer.cli import app
 from zinfer.errors import ConfigError, PlanError
+from zinfer.finite import AFTER
 from zinfer.jobs.job import run_job
 
 DISK = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
@@ -31,10 +32,14 @@ def saved(model_type: str, class_name: str, folder: Path, **config: Any) -> PreT
 
 
 def encoded(
-    tmp_path: Path, task: str, rows: list[dict[str, Any]] | None = None, **options: Any
+    tmp_path: Path,
+    task: str,
+    rows: list[dict[str, Any]] | None = None,
+    zinfer: dict[str, Any] | None = None,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     write_rows(tmp_path / "in.jsonl", rows or [{"id": text, "prompt": text} for text in TEXTS])
-    config = DISK | {"zinfer": {"tokens_per_pass": 48}}
+    config = DISK | {"zinfer": {"tokens_per_pass": 48, **(zinfer or {})}}
     summary = run_job(
         tmp_path / "model",
         tmp_path / "in.jsonl",
@@ -151,13 +156,61 @@ def test_where_nothing_can_be_set_aside_for_passes_it_is_said(tmp_path: Path, mo
     assert "weights may take too much: no width" in " ".join(result.stderr.split())
 
 
-def test_numbers_that_are_not_finite_are_an_error_of_the_row(tmp_path: Path) -> None:
-    model = saved("bert", "BertModel", tmp_path / "model")
-    model.embeddings.word_embeddings.weight.data[ids_of("z")[0, 0]] = torch.nan
+@pytest.mark.parametrize("config", [{}, {"check_finite": True}], ids=["unasked", "asked"])
+@pytest.mark.parametrize(
+    ("model_type", "class_name", "task"),
+    [
+        ("bert", "BertModel", "embed"),
+        ("bert", "BertForSequenceClassification", "classify"),
+        ("t5", "T5EncoderModel", "embed"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_an_error_of_the_row(
+    model_type: str, class_name: str, task: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    model = saved(model_type, class_name, tmp_path / "model")
+    rows = {row["id"]: row for row in encoded(tmp_path, task)}
+    model.get_input_embeddings().weight.data[ids_of("z")[0, 0]] = torch.nan
     model.save_pretrained(tmp_path / "model")
-    rows = {row["id"]: row for row in encoded(tmp_path, "embed")}
-    assert "not finite numbers" in rows["zinfer streams"]["error"]
-    assert "embedding" in rows["hello you"]
+    damaged = {row["id"]: row for row in encoded(tmp_path, task, zinfer=config, restart=True)}
+    error = damaged["zinfer streams"].pop("error")
+    assert "not finite numbers" in error
+    assert error.endswith("the first that are not come from what comes before the first layer")
+    rows["zinfer streams"] = {"id": "zinfer streams"}
+    assert damaged == rows
+
+
+@pytest.mark.parametrize(
+    ("class_name", "task", "weight", "named"),
+    [
+        ("BertModel", "embed", "encoder.layer.1.output.dense.weight", "encoder.layer.1"),
+        (
+            "BertForSequenceClassification",
+            "classify",
+            "bert.encoder.layer.2.output.dense.weight",
+            "bert.encoder.layer.2",
+        ),
+        ("BertForSequenceClassification", "classify", "classifier.weight", AFTER),
+        ("T5ForConditionalGeneration", "embed", "encoder.block.2.layer.0.SelfAttention.o.weight", "encoder.block.2"),
+        ("T5ForConditionalGeneration", "embed", "encoder.final_layer_norm.weight", AFTER),
+    ],
+)
+def test_the_layer_that_broke_rows_is_named(
+    class_name: str, task: str, weight: str, named: str, tmp_path: Path
+) -> None:
+    model = saved("t5" if class_name.startswith("T5") else "bert", class_name, tmp_path / "model")
+    model.get_parameter(weight).data[0] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    for row in encoded(tmp_path, task):
+        assert row["error"].endswith(f"the first that are not come from {named}")
+
+
+def test_infinite_logits_are_no_certain_labels(tmp_path: Path) -> None:
+    kind = "multi_label_classification"
+    model = saved("bert", "BertForSequenceClassification", tmp_path / "model", problem_type=kind)
+    model.classifier.bias.data[1] = torch.inf
+    model.save_pretrained(tmp_path / "model")
+    assert all("not finite numbers" in row["error"] for row in encoded(tmp_path, "classify"))
 
 
 @pytest.mark.parametrize(

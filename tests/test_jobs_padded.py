@@ -1,6 +1,8 @@
 """Decoding a batch: every row as if it were alone, by its own settings."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from jobs_support import CHAT_TEMPLATE, EOS, ResidentEngine, letters_model, lett
 
 from zinfer.batching.completion import Completion
 from zinfer.batching.sampling_params import SamplingParams
+from zinfer.finite import BEFORE
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.padded import complete, left_padded
 from zinfer.jobs.prompts import Prompt, PromptMaker
@@ -164,7 +167,58 @@ def test_logits_that_are_no_numbers_end_their_own_row(engine: ResidentEngine) ->
         embedding.data[10] = kept
     assert (broken.finish_reason, broken.token_ids) == ("error", ())
     assert "logits are not finite numbers" in str(broken.error)
+    assert str(broken.error).endswith("the first that are not come from what comes before the first layer")
     assert whole == run(engine, prompt("ab"))[0]
+
+
+@contextmanager
+def broken_embedding(engine: ResidentEngine, token_id: int) -> Iterator[None]:
+    weight = engine.module.get_input_embeddings().weight
+    kept = weight[token_id].clone()
+    weight.data[token_id] = math.nan
+    try:
+        yield
+    finally:
+        weight.data[token_id] = kept
+
+
+def test_what_broke_each_row_of_a_batch_is_told_apart(engine: ResidentEngine) -> None:
+    token_ids = prompt("zq").token_ids
+    seen: list[torch.Tensor] = []
+
+    def see(module: Any, args: Any, output: Any) -> None:
+        seen.append(args[0] if args else output)
+
+    def overflow(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.where((seen[-1] == token_ids[1]).any(dim=1)[:, None, None], torch.inf, output)
+
+    hooks = [
+        engine.module.get_input_embeddings().register_forward_hook(see),
+        engine.module.model.layers[1].register_forward_hook(overflow),
+    ]
+    try:
+        with broken_embedding(engine, token_ids[0]):
+            found = run(engine, *map(prompt, ("az", "aaaq", "hello", "bz", "q")))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    ends = [str(each.error).rpartition("come from ")[2] for each in found]
+    assert ends == [BEFORE, "model.layers.1", "None", BEFORE, "model.layers.1"]
+    assert found[2] == run(engine, prompt("hello"))[0]
+
+
+def test_a_text_that_breaks_late_costs_no_other_of_its_row(engine: ResidentEngine) -> None:
+    row, seen = prompt("abc", temperature=3.0, n=4, seed=1), list[int]()
+    (before,) = complete(engine, [row], TOKENIZER, seen.append)
+    others = {token for each in before if each.sample_index != 2 for token in each.token_ids}
+    place = next(place for place in range(2, 11) if before[2].token_ids[place] not in others)
+    steps: list[int] = []
+    with broken_embedding(engine, before[2].token_ids[place]):
+        (found,) = complete(engine, [row], TOKENIZER, steps.append)
+    assert str(found[2].error).endswith(f"come from {BEFORE}")
+    assert found[2].token_ids == before[2].token_ids[: place + 1]
+    assert [found[number] for number in (0, 1, 3)] == [before[number] for number in (0, 1, 3)]
+    assert len(steps) == len(seen), "what is computed again is no progress"
 
 
 def bad(**fields: Any) -> str:

@@ -1,14 +1,17 @@
 """Jobs of encoder-decoders: padded batches, rows as transformers' `generate` gives them for each prompt alone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from family_models import family_model
 from jobs_support import letters_tokenizer, prompt_rows, read_rows, write_rows
+from torch import nn
 from transformers import PreTrainedModel
 
 from zinfer.errors import ConfigError
+from zinfer.finite import AFTER
 from zinfer.jobs.job import run_job
 
 DISK = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
@@ -91,3 +94,60 @@ def test_models_that_do_not_go_on_with_texts_are_refused(
     write_rows(tmp_path / "in.jsonl", prompt_rows(2))
     with pytest.raises(ConfigError, match=message):
         run_job(tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl", device="cpu")
+
+
+@pytest.mark.parametrize("config", [{}, {"check_finite": True}], ids=["unasked", "asked"])
+@pytest.mark.parametrize(
+    ("model_type", "class_name", "named"),
+    [
+        ("gpt_neo", "GPTNeoForCausalLM", "what comes before the first layer"),
+        ("t5", "T5ForConditionalGeneration", "what comes before encoder.block.0"),
+    ],
+)
+def test_a_row_that_breaks_costs_no_other(
+    model_type: str, class_name: str, named: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """A token has an embedding of NaN, but not in the head that chooses tokens; one row of five has it."""
+    model = saved(model_type, class_name, tmp_path / "model")
+    embedding = model.get_input_embeddings().weight
+    if model.lm_head.weight is embedding:
+        model.lm_head.weight = nn.Parameter(embedding.detach().clone())
+        model.config.tie_word_embeddings = False
+        model.save_pretrained(tmp_path / "model")
+    rows = [{"id": text, "prompt": text, "max_new_tokens": 4} for text in ("ab", "hello", "bad", "x" * 20, "again")]
+    write_rows(tmp_path / "in.jsonl", rows)
+    options: dict[str, Any] = {"config": DISK | {"zinfer": config}, "device": "cpu"}
+    run_job(tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl", **options)
+    whole = {row["id"]: row for row in read_rows(tmp_path / "out.jsonl")}
+    assert not {token for row in whole.values() for token in row["token_ids"]} & {letter("d")}
+    embedding.data[letter("d")] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    summary = run_job(tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl", **options, restart=True)
+    assert (summary.num_done, summary.num_failed) == (4, 1)
+    found = {row["id"]: row for row in read_rows(tmp_path / "out.jsonl")}
+    assert found.pop("bad")["error"].endswith(f"the first that are not come from {named}")
+    assert found == {name: row for name, row in whole.items() if name != "bad"}
+
+
+@pytest.mark.parametrize(
+    ("weight", "named"),
+    [
+        ("decoder.block.1.layer.2.DenseReluDense.wo.weight", "decoder.block.1"),
+        ("encoder.final_layer_norm.weight", "what comes before decoder.block.0"),
+        ("lm_head.weight", AFTER),
+    ],
+)
+def test_the_layer_that_broke_rows_is_named(weight: str, named: str, tmp_path: Path) -> None:
+    model = saved("t5", "T5ForConditionalGeneration", tmp_path / "model")
+    model.get_parameter(weight).data[0] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    write_rows(tmp_path / "in.jsonl", prompt_rows(5))
+    run_job(tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl", device="cpu", batch_size=3)
+    rows = read_rows(tmp_path / "out.jsonl")
+    assert len(rows) == 5
+    assert all(row["error"].endswith(f"the first that are not come from {named}") for row in rows)
+
+
+def letter(character: str) -> int:
+    found: int = letters_tokenizer()(character).input_ids[0]
+    return found

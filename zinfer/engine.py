@@ -17,7 +17,7 @@ from zinfer.config import Settings
 from zinfer.cut import ModelBlock
 from zinfer.cut_model import CutModel
 from zinfer.errors import ConfigError
-from zinfer.finite import checked, choosable, explained, looks_at_logits
+from zinfer.finite import FiniteWatch, broken_rows, checked, choosable, explained, looks_at_logits
 from zinfer.fittings import Fittings
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.graphs.open_graphs import open_graphs
@@ -117,7 +117,7 @@ class InferenceEngine(AroundModule):
         """The module's own forward; tensors among the arguments are moved to the device. No gradients.
 
         Raises:
-            NonFiniteError: `zinfer.check_finite` is set, and a layer gave infinities or NaN.
+            NonFiniteError: `zinfer.check_finite` is set, and infinities or NaN came up where `FiniteWatch` looks.
             LengthError: the input, with what the cache holds, exceeds `max_out_tokens` or the model's positions.
         """
 
@@ -137,23 +137,25 @@ class InferenceEngine(AroundModule):
             NonFiniteError: the logits of a text are NaN or infinite; names the layer that was the first to give such
                 numbers, for which the call is computed once more.
         """
-        if not getattr(self.module, "can_generate", bool)():
-            raise ConfigError(
-                f"generate: a {type(self.module).__name__} has no such method; call the engine, which is its forward, "
-                "or give a transformers model with a head that generates"
-            )
-
-        def generate() -> Any:
-            check_length(self.module, args, kwargs, self.settings.max_out_tokens)
-            return self._fittings.generate(*moved(args, self.device), **moved(kwargs, self.device))
-
-        is_looked_at = looks_at_logits(kwargs, args[1] if len(args) > 1 else self.module.generation_config)
-        work = choosable(generate, self.module) if is_looked_at else generate
+        work, repeats = self._generation(args, kwargs), can_repeat(args, kwargs)
+        if looks_at_logits(kwargs, args[1] if len(args) > 1 else self.module.generation_config):
+            work = choosable(work, self.module)
         if self.settings.check_finite:
             return self.call(self._checked(work))
-        layers, dtype, repeats = self.named_layers, find_dtype(self.module), can_repeat(args, kwargs)
-        second = self._fittings.eagerly(work)
-        return self.call(explained(work, layers, dtype, self.device, repeats=repeats, second=second))
+        second, dtype = self._fittings.eagerly(work), find_dtype(self.module)
+        return self.call(explained(work, self._watch(), dtype, self.device, repeats=repeats, second=second))
+
+    def generate_unchecked(self, *args: Any, **kwargs: Any) -> Any:
+        """As `generate`, whatever numbers come: for a caller that looks at the logits of every row himself."""
+        return self.call(self._generation(args, kwargs))
+
+    def find_broken(self, work: Callable[[], Any], num_rows: int) -> list[str | None]:
+        """What was the first to give infinities or NaN in each of the rows of a batch; None of those that had none.
+
+        ``work`` calls this engine; a tensor that it returns is looked at too.
+        """
+        with self._lock:
+            return broken_rows(self._fittings.eagerly(work) or work, self._watch(num_rows))
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Take the time of every forward call of the module from now on, for `model_times`.
@@ -279,5 +281,21 @@ class InferenceEngine(AroundModule):
                 self._wall_s += time.perf_counter() - begin_s
                 runtime.settle()
 
+    def _generation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+        if not getattr(self.module, "can_generate", bool)():
+            raise ConfigError(
+                f"generate: a {type(self.module).__name__} has no such method; call the engine, which is its forward, "
+                "or give a transformers model with a head that generates"
+            )
+
+        def generate() -> Any:
+            check_length(self.module, args, kwargs, self.settings.max_out_tokens)
+            return self._fittings.generate(*moved(args, self.device), **moved(kwargs, self.device))
+
+        return generate
+
     def _checked(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        return checked(work, self.named_layers, find_dtype(self.module))
+        return checked(work, self._watch(), find_dtype(self.module))
+
+    def _watch(self, num_rows: int = 1) -> FiniteWatch:
+        return FiniteWatch(self.module, self.named_layers, num_rows)

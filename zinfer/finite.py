@@ -1,6 +1,7 @@
 """Finds the first layer that gives something which is no finite number: damaged weights and overflow show so."""
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -10,21 +11,67 @@ from torch.utils.hooks import RemovableHandle
 from zinfer.errors import NonFiniteError
 
 BEFORE: Final = "what comes before the first layer"
+AFTER: Final = "what comes after the last layer (all layers gave finite numbers)"
+
+_NEVER: Final = torch.iinfo(torch.int64).max
 
 
-class FiniteWatch:
-    """Looks at what goes into the first layer and at what comes out of each, between `start` and `stop`.
+class Looks:
+    """Looks at activations one after the other, and which was the first at something not finite, of each row.
 
     A look reads an activation once on its device, and waits for nothing.
 
     Args:
-        layers: by name, in the model's order.
+        num_rows: of the batch. An activation whose first dimension is another is of all rows together.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, num_rows: int = 1) -> None:
+        self._num_rows = num_rows
+        self._names: list[str] = []
+        self._first_R: torch.Tensor | None = None  # number of a look, on the device
+
+    def add(self, name: str, hidden: torch.Tensor) -> None:
+        """Look at ``hidden`` [rows, ...] once it is computed."""
+        finite = torch.isfinite(hidden)
+        is_by_row = self._num_rows > 1 and hidden.ndim > 0 and hidden.shape[0] == self._num_rows
+        finite = finite.reshape(self._num_rows, -1).all(dim=1) if is_by_row else finite.all()
+        if self._first_R is None:
+            self._first_R = torch.full((self._num_rows,), _NEVER, device=hidden.device)
+        first_R = self._first_R
+        self._first_R = torch.where(finite.to(first_R.device), first_R, first_R.clamp(max=len(self._names)))
+        self._names.append(name)
+
+    def by_row(self) -> list[str | None]:
+        """The first that gave each row something not finite, in words; None where all that was seen is. Waits for the
+        device."""
+        if self._first_R is None:
+            return [None] * self._num_rows
+        return [None if number == _NEVER else self._names[number] for number in self._first_R.tolist()]
+
+    def where(self) -> str | None:
+        """The same of the first row, which is all of the batch unless rows are told apart."""
+        return self.by_row()[0]
+
+
+class FiniteWatch:
+    """Looks at what a module computes between `start` and `stop`.
+
+    It looks at what goes into the first layer of each stack (its first argument, and others named as hidden states,
+    such as an encoder's in a decoder), at what comes out of each layer, and at what the module returns: all floating
+    tensors in tensors, tuples, lists and mappings, but for those whose names end in "mask".
+
+    Args:
+        module: called as a whole, or a part of it.
+        layers: its own by name, in the model's order.
+        num_rows: of a batch whose rows are told apart.
+    """
+
+    def __init__(self, module: nn.Module, layers: Mapping[str, nn.Module], num_rows: int = 1) -> None:
+        self._module = module
         self._layers = dict(layers)
+        self._num_rows = num_rows
         self._handles: list[RemovableHandle] = []
-        self._looks: list[torch.Tensor | None] = [None] * (len(self._layers) + 1)
+        self._looks = Looks(num_rows)
 
     @property
     def is_on(self) -> bool:
@@ -34,41 +81,90 @@ class FiniteWatch:
         """Look from now on."""
         if self.is_on:
             return
-        for place, layer in enumerate(self._layers.values()):
-            self._handles.append(layer.register_forward_hook(self._look_after(place + 1)))
-            if place == 0:
-                self._handles.append(layer.register_forward_pre_hook(self._look_before, with_kwargs=True))
+        entries = self._entries()
+        for name, layer in self._layers.items():
+            if name in entries:
+                look = self._look_before(entries[name], layer)
+                self._handles.append(layer.register_forward_pre_hook(look, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(self._look_after(name)))
+        self._handles.append(self._module.register_forward_hook(self._look_at_all))
 
     def stop(self) -> None:
         """Look no more, and forget what was seen."""
         while self._handles:
             self._handles.pop().remove()
-        self._looks = [None] * len(self._looks)
+        self._looks = Looks(self._num_rows)
 
-    def take(self) -> list[torch.Tensor | None]:
-        """What was seen since the last call, for `where`; a pass may go on meanwhile."""
-        taken, self._looks = self._looks, [None] * len(self._looks)
+    def take(self) -> Looks:
+        """What was seen since the last call; a pass may go on meanwhile."""
+        taken, self._looks = self._looks, Looks(self._num_rows)
         return taken
 
-    def where(self, taken: list[torch.Tensor | None]) -> str | None:
-        """The first that gave something not finite, in words; None where all that was seen is. Waits for the device."""
-        for name, look in zip([BEFORE, *self._layers], taken, strict=True):
-            if look is not None and not bool(look):
-                return name
-        return None
+    def over(self, work: Callable[[], Any]) -> tuple[Any, Looks]:
+        """What the work returns, and what was seen while it was done."""
+        self.start()
+        try:
+            return work(), self.take()
+        finally:
+            self.stop()
 
-    def _look_after(self, place: int) -> Any:
-        def look(layer: nn.Module, args: Any, output: Any) -> None:
-            self._note(place, output[0] if isinstance(output, tuple) else output)
+    def _entries(self) -> dict[str, str]:
+        """The first layers of stacks, and what is said of what goes into them: an encoder-decoder has two stacks."""
+        firsts: dict[str, str] = {}
+        for name in self._layers:
+            firsts.setdefault(name.rpartition(".")[0], name)
+        if len(firsts) == 1:
+            return dict.fromkeys(firsts.values(), BEFORE)
+        return {name: f"what comes before {name}" for name in firsts.values()}
+
+    def _look_before(self, said: str, layer: nn.Module) -> Any:
+        names = list(inspect.signature(type(layer).forward).parameters)[1:]  # without self
+
+        def look(layer: nn.Module, args: Any, kwargs: Any) -> None:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            for place, (name, value) in enumerate(given.items()):
+                if place == 0 or name.endswith("_states"):
+                    for hidden in floating_tensors(value):
+                        self._looks.add(said, hidden)
 
         return look
 
-    def _look_before(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        self._note(0, args[0] if args else next(iter(kwargs.values())))
+    def _look_after(self, name: str) -> Any:
+        def look(layer: nn.Module, args: Any, output: Any) -> None:
+            hidden = next(floating_tensors(output), None)  # others are masks, and weights of experts or attention
+            if hidden is not None:
+                self._looks.add(name, hidden)
 
-    def _note(self, place: int, hidden: torch.Tensor) -> None:
-        look, before = torch.isfinite(hidden).all(), self._looks[place]
-        self._looks[place] = look if before is None else before & look
+        return look
+
+    def _look_at_all(self, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in floating_tensors(output):
+            self._looks.add(AFTER, tensor)
+
+
+def floating_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Those in a value that a module returned, in their order; no mask, which may rightly hold infinities."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            if not str(name).endswith("mask"):
+                yield from floating_tensors(each)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from floating_tensors(each)
+
+
+def broken_rows(work: Callable[[], Any], watch: FiniteWatch) -> list[str | None]:
+    """What gave each row of a batch its first infinities or NaN while the work was done; None where nothing did.
+
+    What the work returns is looked at last, as far as it is of floating numbers.
+    """
+    found, looks = watch.over(work)
+    for tensor in floating_tensors(found):
+        looks.add(AFTER, tensor)
+    return looks.by_row()
 
 
 class _NoTokenError(Exception):
@@ -113,22 +209,18 @@ def choosable(work: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:
     return looking
 
 
-def checked(work: Callable[[], Any], layers: Mapping[str, nn.Module], dtype: torch.dtype) -> Callable[[], Any]:
-    """The same work, which raises NonFiniteError where a layer of a model in ``dtype`` gives infinities or NaN."""
+def checked(work: Callable[[], Any], watch: FiniteWatch, dtype: torch.dtype) -> Callable[[], Any]:
+    """The same work, which raises NonFiniteError where the watched model, in ``dtype``, gives infinities or NaN."""
+
+    def settled() -> Any:
+        try:
+            return work()
+        except _NoTokenError as error:
+            return error
 
     def watched() -> Any:
-        watch, found, failure = FiniteWatch(layers), None, None
-        watch.start()
-        try:
-            try:
-                found = work()
-            except _NoTokenError as error:
-                failure = error
-            where = watch.where(watch.take())
-        finally:
-            watch.stop()
-        if where is None and failure is not None:
-            where = "what comes after the last layer"
+        found, looks = watch.over(settled)
+        where = looks.where() or (AFTER if isinstance(found, _NoTokenError) else None)
         if where is not None:
             raise NonFiniteError(
                 f"infinities or NaN come first from {where}: its weights may be damaged, or {dtype} too narrow for "
@@ -141,7 +233,7 @@ def checked(work: Callable[[], Any], layers: Mapping[str, nn.Module], dtype: tor
 
 def explained(
     work: Callable[[], Any],
-    layers: Mapping[str, nn.Module],
+    watch: FiniteWatch,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -169,7 +261,7 @@ def explained(
             torch.set_rng_state(state)
             if device_state is not None:
                 torch.cuda.set_rng_state(device_state, device)
-            checked(second or work, layers, dtype)()
+            checked(second or work, watch, dtype)()
         raise NonFiniteError(
             "the model gave logits that are NaN or infinite; set zinfer.check_finite to true to learn which layer gave "
             "the first"

@@ -24,7 +24,7 @@ from zinfer.batching.scheduler import Scheduler
 from zinfer.batching.sequence import Sequence as Text
 from zinfer.batching.sequence import SequenceState
 from zinfer.errors import PlanError
-from zinfer.finite import FiniteWatch
+from zinfer.finite import FiniteWatch, Looks
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _Drawing:
 
     rows: Sequence[_Writing]
     result: Drawn
-    looks: list[torch.Tensor | None]
+    looks: Looks
 
 
 class Batcher:
@@ -78,7 +78,7 @@ class Batcher:
         self._in_pass = False
         self._drawn: _Drawing | None = None
         self._writing: dict[int, _Writing] = {}
-        self._watch = FiniteWatch(runner.engine.named_layers)
+        self._watch = FiniteWatch(runner.engine.module, runner.engine.named_layers)
         self._suspects: dict[int, str] = {}  # texts that are tried again, and where they broke
         self._num_added = 0
         self.num_tokens = 0
@@ -231,7 +231,7 @@ class Batcher:
         sampled = drawn.result.take()
         self.pass_ends_s.append(time.perf_counter())
         broken = {drawn.rows[place].sequence.number for place in sampled.broken}
-        if self._watch.is_on and (where := self._watch.where(drawn.looks)) is not None:
+        if self._watch.is_on and (where := drawn.looks.where()) is not None:
             self._suspects |= {number: self._suspects[number] or where for number in self._suspects}
         tokens = zip(drawn.rows, sampled.token_ids, strict=True)
         whole = [(each.sequence, token_id) for each, token_id in tokens if token_id >= 0]

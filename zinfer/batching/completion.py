@@ -12,9 +12,9 @@ NOT_FINITE: Final = (
 )
 
 
-def not_finite(where: str | None) -> str:
-    """`NOT_FINITE`, and what made such numbers first, if that was seen."""
-    return f"{NOT_FINITE}; the first that are not come from {where}" if where else NOT_FINITE
+def not_finite(where: str | None, error: str = NOT_FINITE) -> str:
+    """The error, and what made such numbers first, if that was seen."""
+    return f"{error}; the first that are not come from {where}" if where else error
 
 
 @dataclass(frozen=True)

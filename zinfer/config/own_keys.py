@@ -76,7 +76,7 @@ OWN_KEYS: Final[tuple[Key, ...]] = (
     honoured(
         "zinfer.check_finite",
         values.flag,
-        "generate and forward fail where a layer gives infinities or NaN, and name the first one",
+        "generate and forward fail at infinities or NaN, before, in or after the layers, and name the first place",
         field="check_finite",
         default=False,
     ),

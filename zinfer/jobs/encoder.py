@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from zinfer.cut import ModelBlock
 from zinfer.engine import FindReserve, InferenceEngine
 from zinfer.jobs.completer import EngineCompleter
-from zinfer.jobs.encoding import Encoding, embeddings, labels
+from zinfer.jobs.encoding import Encoding, embedded, embeddings, labelled, logits
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.task import Pooling, Task
@@ -41,7 +41,7 @@ class EncodingCompleter(EngineCompleter[InferenceEngine]):
         meter: Meter,
     ) -> None:
         super().__init__(engine, meter)
-        self._task = task
+        self._labels = task is Task.CLASSIFY
         self._pooling = pooling
         self._pad_token_id = pad_token_id
         self._tokens_per_pass = tokens_per_pass
@@ -65,15 +65,30 @@ class EncodingCompleter(EngineCompleter[InferenceEngine]):
         return Load(self._meter.num_tokens, 0, 0)
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[Encoding]:
+        """Rows whose numbers broke are computed once more, without the others, to learn which layer broke each."""
+        found = self._read(self._compute(prompts))
+        broken = [place for place, each in enumerate(found) if each.error is not None]
+        if broken:
+            again = [prompts[place] for place in broken]
+            names = self._engine.find_broken(lambda: self._compute(again), len(again))
+            for place, name in zip(broken, names, strict=True):
+                found[place] = found[place].broken_by(name)
+        return found
+
+    def _compute(self, prompts: Sequence[Prompt]) -> torch.Tensor:
+        """[prompts, numbers of each]."""
         ids, mask = right_padded([prompt.token_ids for prompt in prompts], self._pad_token_id)
         device, module = self._engine.device, self._engine.module
         inputs: dict[str, torch.Tensor] = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
-        def work() -> list[Encoding]:
-            return labels(module, inputs) if self._task is Task.CLASSIFY else embeddings(module, inputs, self._pooling)
+        def work() -> torch.Tensor:
+            return logits(module, inputs) if self._labels else embeddings(module, inputs, self._pooling)
 
-        found: list[Encoding] = self._engine.call(work)
+        found: torch.Tensor = self._engine.call(work)
         return found
+
+    def _read(self, numbers: torch.Tensor) -> list[Encoding]:
+        return labelled(numbers, self._engine.module.config) if self._labels else embedded(numbers)
 
 
 def reserve_of(shape: ModelShape, prompts: Sequence[Prompt], tokens_per_pass: int, *, on_cuda: bool) -> FindReserve:

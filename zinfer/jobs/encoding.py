@@ -1,13 +1,15 @@
 """What an encoder makes of a text, as fields of its row: an embedding, or a label and the scores of all."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from zinfer.batching.completion import not_finite
 from zinfer.jobs.task import Pooling
 from zinfer.sequence_length import is_encoder_decoder
 
@@ -21,9 +23,13 @@ class Encoding:
     fields: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
 
+    def broken_by(self, name: str | None) -> "Encoding":
+        """The same, which has an error, with what gave the first of the numbers that are none, if that was seen."""
+        return replace(self, error=not_finite(name, str(self.error)))
 
-def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], pooling: Pooling) -> list[Encoding]:
-    """A vector of length 1 for each row of ``input_ids`` [rows, tokens], padded on the right.
+
+def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], pooling: Pooling) -> torch.Tensor:
+    """A vector of length 1 for each row of ``input_ids`` [rows, tokens], padded on the right; [rows, width].
 
     Heads are left out, and of an encoder-decoder its decoder.
     """
@@ -34,28 +40,37 @@ def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], pooli
         pooled_RW = hidden_RTW[:, 0]
     else:
         pooled_RW = hidden_RTW.masked_fill(mask_RT1 == 0, 0).sum(dim=1) / mask_RT1.sum(dim=1)
-    vectors = nn.functional.normalize(pooled_RW, dim=-1)
-    return [_encoding({"embedding": vector}, vector) for vector in vectors.tolist()]
+    return nn.functional.normalize(pooled_RW, dim=-1)
 
 
-def labels(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> list[Encoding]:
-    """The likeliest label of each row, and the scores of all by their names in config.json.
+def logits(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What the model's head gives each row of ``input_ids`` [rows, tokens]; [rows, labels]."""
+    logits_RL: torch.Tensor = model(**inputs).logits.float()
+    return logits_RL
+
+
+def embedded(vectors_RW: torch.Tensor) -> list[Encoding]:
+    """The rows of `embeddings`."""
+    return [_checked({"embedding": vector}, vector) for vector in vectors_RW.tolist()]
+
+
+def labelled(logits_RL: torch.Tensor, config: PreTrainedConfig) -> list[Encoding]:
+    """The likeliest label of each row of `logits`, and the scores of all by their names in config.json.
 
     Scores are probabilities: of all labels together, or of each by itself (`problem_type`). Of a model of one label
     they are the numbers that it gives.
     """
-    config = model.config
-    logits = model(**inputs).logits.float()
     if config.problem_type == "multi_label_classification":
-        scores = logits.sigmoid()
+        scores_RL = logits_RL.sigmoid()
     else:
-        scores = logits if logits.shape[-1] == 1 else logits.softmax(dim=-1)
-    names = [config.id2label[number] for number in range(logits.shape[-1])]
+        scores_RL = logits_RL if logits_RL.shape[-1] == 1 else logits_RL.softmax(dim=-1)
+    names = [config.id2label[number] for number in range(logits_RL.shape[-1])]
+    rows = zip(scores_RL.tolist(), logits_RL.tolist(), strict=True)
     return [
-        _encoding({"label": names[row.index(max(row))], "scores": dict(zip(names, row, strict=True))}, row)
-        for row in scores.tolist()
+        _checked({"label": names[scores.index(max(scores))], "scores": dict(zip(names, scores, strict=True))}, raw)
+        for scores, raw in rows
     ]
 
 
-def _encoding(fields: Mapping[str, Any], numbers: list[float]) -> Encoding:
-    return Encoding(fields) if all(abs(each) < float("inf") for each in numbers) else Encoding(error=_NOT_FINITE)
+def _checked(fields: Mapping[str, Any], numbers: Sequence[float]) -> Encoding:
+    return Encoding(fields) if all(math.isfinite(each) for each in numbers) else Encoding(error=_NOT_FINITE)

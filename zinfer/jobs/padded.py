@@ -37,7 +37,9 @@ class Engine(PlannedEngine, Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def generate(self, **kwargs: Any) -> Any: ...
+    def generate_unchecked(self, **kwargs: Any) -> Any: ...
+
+    def find_broken(self, work: Callable[[], Any], num_rows: int) -> list[str | None]: ...
 
     def predict(self, batch_size: int, prompt_len: int, new_tokens: int) -> Prediction: ...
 
@@ -102,19 +104,39 @@ def batch_shape(prompts: Sequence[Prompt]) -> dict[str, int]:
 def complete(
     engine: Engine, prompts: Sequence[Prompt], tokenizer: Any, on_step: Callable[[int], None]
 ) -> list[tuple[Completion, ...]]:
-    """The completions of a batch, in the prompts' order. `on_step` is `TextStops`' own."""
+    """The completions of a batch, in the prompts' order. `on_step` is `TextStops`' own.
+
+    Texts whose logits broke are computed once more, without the others, to learn which layer broke each.
+    """
     end_token_ids = find_end_token_ids(engine.module.generation_config, tokenizer)
     pad_token_id = _pad_token_id(engine.module.generation_config, tokenizer, end_token_ids)
+
+    def text(prompt: Prompt, sample: int) -> Text:
+        return Text.of(prompt, sample, end_token_ids, tokenizer)
+
+    texts = [text(prompt, sample) for prompt in prompts for sample in range(prompt.params.n)]
+    _generate(engine, texts, pad_token_id, on_step)
+    broken = [each for each in texts if each.finish_reason == "error"]
+    if broken:
+        again = [text(each.prompt, each.sample) for each in broken]
+        named = engine.find_broken(lambda: _generate(engine, again, pad_token_id, lambda num_running: None), len(again))
+        for each, name in zip(broken, named, strict=True):
+            each.broken_by = name
+    found = iter(texts)
+    return [tuple(next(found).completion() for _ in range(prompt.params.n)) for prompt in prompts]
+
+
+def _generate(engine: Engine, texts: Sequence[Text], pad_token_id: int, on_step: Callable[[int], None]) -> None:
+    """Write texts that have no token yet."""
     vocab_size = engine.module.config.get_text_config().vocab_size
-    texts = [Text.of(each, sample, end_token_ids, tokenizer) for each in prompts for sample in range(each.params.n)]
     padded = right_padded if is_encoder_decoder(engine.module) else left_padded
     input_ids, attention_mask = padded([text.prompt.token_ids for text in texts], pad_token_id)
-    engine.generate(
+    engine.generate_unchecked(
         input_ids=input_ids.to(engine.device),
         attention_mask=attention_mask.to(engine.device),
         logits_processor=LogitsProcessorList([TextSampler(texts, Sampler(vocab_size, engine.device))]),
         stopping_criteria=StoppingCriteriaList([TextStops(texts, on_step)]),
-        max_new_tokens=max(prompt.max_new_tokens for prompt in prompts),
+        max_new_tokens=max(text.prompt.max_new_tokens for text in texts),
         eos_token_id=[vocab_size],  # which never comes: each text ends by its own tokens
         pad_token_id=pad_token_id,
         do_sample=False,
@@ -126,8 +148,6 @@ def complete(
         no_repeat_ngram_size=0,
         forced_eos_token_id=None,
     )
-    found = iter(texts)
-    return [tuple(next(found).completion() for _ in range(prompt.params.n)) for prompt in prompts]
 
 
 def fitting_parts(prompts: Sequence[Prompt], max_tokens: int | None) -> list[tuple[Prompt, ...]]:

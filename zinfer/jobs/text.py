@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from zinfer.batching.completion import NOT_FINITE, Completion, text_seed
+from zinfer.batching.completion import Completion, not_finite, text_seed
 from zinfer.batching.ending import Ending, special_stops
 from zinfer.batching.sampler import Logprobs, Row, Sampler, row_uniform
 from zinfer.errors import JobError
@@ -17,7 +17,12 @@ from zinfer.jobs.prompts import Prompt
 
 @dataclass
 class Text:
-    """One completion under way. `token_ids`: what was generated, the token that ended it included."""
+    """One completion under way.
+
+    Attributes:
+        token_ids: what was generated, the token that ended it included.
+        broken_by: what gave the first of the numbers that ended it as none, where that was looked for.
+    """
 
     prompt: Prompt
     sample: int
@@ -26,6 +31,7 @@ class Text:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    broken_by: str | None = None
 
     @classmethod
     def of(cls, prompt: Prompt, sample: int, end_token_ids: Collection[int], tokenizer: Any) -> "Text":
@@ -50,7 +56,7 @@ class Text:
                 "own; remove limits such as max_time from the model's generation_config.json"
             )
         if self.finish_reason == "error":
-            return Completion(0, self.sample, "", tuple(self.token_ids), "error", error=NOT_FINITE)
+            return Completion(0, self.sample, "", tuple(self.token_ids), "error", error=not_finite(self.broken_by))
         logprobs = None if self.prompt.params.logprobs is None else tuple(self.logprobs)
         text = self.ending.text(self.token_ids)
         return Completion(0, self.sample, text, tuple(self.token_ids), self.finish_reason, logprobs)
