@@ -108,6 +108,15 @@ def test_a_forward_is_looked_at_to_its_end(weight: str, names: bool, folder: Pat
     assert "all layers gave finite numbers" in found
 
 
+def test_a_loss_of_labels_that_are_all_ignored_is_no_damage(folder: Path) -> None:
+    ids = torch.tensor([[3, 4, 5]])
+    engine = init_inference(folder, device="cpu", check_finite=True)
+    found = engine(input_ids=ids, labels=torch.full_like(ids, -100))
+    assert found.loss.isnan()
+    assert found.logits.isfinite().all()
+    engine.destroy()
+
+
 def test_a_pooler_is_looked_at() -> None:
     model = family_model("bert", "BertModel")
     model.pooler.dense.weight.data[0, 0] = float("nan")

@@ -58,7 +58,7 @@ class FiniteWatch:
 
     It looks at what goes into the first layer of each stack (its first argument, and others named as hidden states,
     such as an encoder's in a decoder), at what comes out of each layer, and at what the module returns: all floating
-    tensors in tensors, tuples, lists and mappings, but for those whose names end in "mask".
+    tensors in tensors, tuples, lists and mappings, but for those whose names end in "mask" or "loss".
 
     Args:
         module: called as a whole, or a part of it.
@@ -143,13 +143,14 @@ class FiniteWatch:
 
 
 def floating_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in a value that a module returned, in their order; no mask, which may rightly hold infinities."""
+    """Those in a value that a module returned, in their order; no mask, which may rightly hold infinities, and no
+    loss, which is NaN where all labels are to be ignored."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield value
     elif isinstance(value, Mapping):
         for name, each in value.items():
-            if not str(name).endswith("mask"):
+            if not str(name).endswith(("mask", "loss")):
                 yield from floating_tensors(each)
     elif isinstance(value, tuple | list):
         for each in value:
