@@ -21,7 +21,7 @@ from zinfer.finite import FiniteWatch, broken_rows, checked, choosable, explaine
 from zinfer.fittings import Fittings
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.graphs.open_graphs import open_graphs
-from zinfer.model import find_dtype, find_model
+from zinfer.model import find_model
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, open_stream
 from zinfer.offload.trace import Trace
@@ -125,7 +125,7 @@ class InferenceEngine(AroundModule):
             check_input(self.module, args, kwargs, self.settings.max_out_tokens)
             return self.module(*moved(args, self.device), **moved(kwargs, self.device))
 
-        return self.call(self._checked(forward) if self.settings.check_finite else forward)
+        return self.call(checked(forward, self._watch()) if self.settings.check_finite else forward)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own `generate`: same arguments, same result; beams too.
@@ -141,9 +141,9 @@ class InferenceEngine(AroundModule):
         if looks_at_logits(kwargs, args[1] if len(args) > 1 else self.module.generation_config):
             work = choosable(work, self.module)
         if self.settings.check_finite:
-            return self.call(self._checked(work))
-        second, dtype = self._fittings.eagerly(work), find_dtype(self.module)
-        return self.call(explained(work, self._watch(), dtype, self.device, repeats=repeats, second=second))
+            return self.call(checked(work, self._watch()))
+        second = self._fittings.eagerly(work)
+        return self.call(explained(work, self._watch(), self.device, repeats=repeats, second=second))
 
     def generate_unchecked(self, *args: Any, **kwargs: Any) -> Any:
         """As `generate`, whatever numbers come: for a caller that looks at the logits of every row himself."""
@@ -293,9 +293,6 @@ class InferenceEngine(AroundModule):
             return self._fittings.generate(*moved(args, self.device), **moved(kwargs, self.device))
 
         return generate
-
-    def _checked(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        return checked(work, self._watch(), find_dtype(self.module))
 
     def _watch(self, num_rows: int = 1) -> FiniteWatch:
         return FiniteWatch(self.module, self.named_layers, num_rows)

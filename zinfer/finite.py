@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zinfer.errors import NonFiniteError
+from zinfer.model import find_dtype
 
 BEFORE: Final = "what comes before the first layer"
 AFTER: Final = "what comes after the last layer (all layers gave finite numbers)"
@@ -76,6 +77,11 @@ class FiniteWatch:
     @property
     def is_on(self) -> bool:
         return bool(self._handles)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Which the module computes in."""
+        return find_dtype(self._module)
 
     def start(self) -> None:
         """Look from now on."""
@@ -210,8 +216,8 @@ def choosable(work: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:
     return looking
 
 
-def checked(work: Callable[[], Any], watch: FiniteWatch, dtype: torch.dtype) -> Callable[[], Any]:
-    """The same work, which raises NonFiniteError where the watched model, in ``dtype``, gives infinities or NaN."""
+def checked(work: Callable[[], Any], watch: FiniteWatch) -> Callable[[], Any]:
+    """The same work, which raises NonFiniteError where the watched module gives infinities or NaN."""
 
     def settled() -> Any:
         try:
@@ -224,8 +230,8 @@ def checked(work: Callable[[], Any], watch: FiniteWatch, dtype: torch.dtype) -> 
         where = looks.where() or (AFTER if isinstance(found, _NoTokenError) else None)
         if where is not None:
             raise NonFiniteError(
-                f"infinities or NaN come first from {where}: its weights may be damaged, or {dtype} too narrow for "
-                "this model; try the dtype that it was trained in, or float32"
+                f"infinities or NaN come first from {where}: its weights may be damaged, or {watch.dtype} too narrow "
+                "for this model; try the dtype that it was trained in, or float32"
             )
         return found
 
@@ -235,7 +241,6 @@ def checked(work: Callable[[], Any], watch: FiniteWatch, dtype: torch.dtype) -> 
 def explained(
     work: Callable[[], Any],
     watch: FiniteWatch,
-    dtype: torch.dtype,
     device: torch.device,
     *,
     repeats: bool,
@@ -262,7 +267,7 @@ def explained(
             torch.set_rng_state(state)
             if device_state is not None:
                 torch.cuda.set_rng_state(device_state, device)
-            checked(second or work, watch, dtype)()
+            checked(second or work, watch)()
         raise NonFiniteError(
             "the model gave logits that are NaN or infinite; set zinfer.check_finite to true to learn which layer gave "
             "the first"
