@@ -67,7 +67,7 @@ class PagedEngine:
         for sequence, pages in coming.resumed:
             self._resume(sequence, pages)
         self._bring(coming)
-        written: dict[int, Chunk] = {}
+        written: dict[int, int] = {}  # who wrote to a page
         for chunk in coming.chunks:
             self._write(chunk, written)
             self._check_context(chunk)  # as an engine does that computes a part of the pass after the other
@@ -148,7 +148,7 @@ class PagedEngine:
             assert self._held[page] == 0, "a page that others read is written to"
             self._pages[page] = content
 
-    def _write(self, chunk: Chunk, written: dict[int, Chunk]) -> None:
+    def _write(self, chunk: Chunk, written: dict[int, int]) -> None:
         size, sequence = self.pool.page_size, chunk.sequence
         prefixes = self._prefixes_of(sequence, chunk.end)
         own = self._before.get(sequence.number, (sequence, []))[1]
@@ -156,7 +156,7 @@ class PagedEngine:
             page = sequence.pages[index]
             assert page not in written, "two chunks write to a page"
             assert self._held[page] == (page in own[index:]), "a page that others read is written to"
-            written[page] = chunk
+            written[page] = sequence.number
             begin, end = max(chunk.begin, index * size), min(chunk.end, (index + 1) * size)
             self._pages[page][begin - index * size : end - index * size] = prefixes[begin:end]
 
@@ -171,14 +171,14 @@ class PagedEngine:
         skipped = first % size
         assert read[skipped : skipped + chunk.end - first] == self._prefixes_of(chunk.sequence, chunk.end)[first:]
 
-    def _check_sharers(self, coming: Pass, written: dict[int, Chunk]) -> None:
+    def _check_sharers(self, coming: Pass, written: dict[int, int]) -> None:
         """Who holds a page that was written in this pass comes after its writer, and has nothing in it to write."""
         places = {chunk.sequence.number: place for place, chunk in enumerate(coming.chunks)}
         for chunk in coming.chunks:
             for index, page in enumerate(chunk.sequence.pages):
-                writer = written.get(page, chunk)
-                if writer is not chunk:
-                    assert places[writer.sequence.number] < places[chunk.sequence.number]
+                writer = written.get(page, chunk.sequence.number)
+                if writer != chunk.sequence.number:
+                    assert places[writer] < places[chunk.sequence.number]
                     assert chunk.begin >= (index + 1) * self.pool.page_size
 
     def _prefixes_of(self, sequence: Sequence, end: int) -> list[int]:

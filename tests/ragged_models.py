@@ -12,7 +12,7 @@ from zinfer.batching.hosted_kv_cache import HostedKVCache
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.page_cache import PageCache
-from zinfer.batching.passes import Chunk
+from zinfer.batching.passes import Chunk, Chunks
 from zinfer.batching.ragged import BatchBuilder, RaggedBatch
 from zinfer.batching.runner import PassRunner
 from zinfer.batching.sequence import Sequence as Text
@@ -172,7 +172,7 @@ class Reference:
         while any(len(text.output_ids) < num_new for text in texts):
             chunks = [self._chunk(text, chunk) for text in texts if len(text.output_ids) < num_new]
             cache.expect(chunks)
-            self._pass(runner, chunks, builder.build(chunks))
+            self._pass(runner, chunks, builder.build(Chunks(chunks)))
         runner.close()
         cache.close()
 

@@ -14,7 +14,7 @@ from ragged_models import tiny_model
 
 from zinfer import LLM, SamplingParams
 from zinfer.batching.decode_form import DecodeForm, find_form
-from zinfer.batching.passes import Chunk
+from zinfer.batching.passes import Chunk, Chunks
 from zinfer.batching.ragged import BatchBuilder
 from zinfer.batching.sequence import Sequence as Text
 from zinfer.graphs.forward_graphs import FIRST
@@ -106,14 +106,14 @@ def test_forms_hold_their_passes(lengths: list[int], page_size: int, is_prompt: 
     assert find_form(chunks, page_size, form.num_rows) == form
     assert find_form(chunks, page_size, form.num_rows - 1) is None, "of two parts"
     assert max(lengths) <= form.num_pages * page_size < 2 * max(1024, *lengths) + page_size
-    batch = BatchBuilder(page_size, torch.device("cpu")).build(chunks, form=form)
+    batch = BatchBuilder(page_size, torch.device("cpu")).build(Chunks(chunks), form=form)
     (part,) = batch.parts
     assert part.layout.page_table.shape == (form.num_rows, form.num_pages)
     assert part.layout.num_decodes == form.num_rows == batch.num_tokens
     assert part.layout.most_context == form.num_pages * page_size
     assert batch.wanted.tolist() == list(range(form.num_rows))
     assert part.layout.context_lengths.tolist() == lengths + lengths[-1:] * (form.num_rows - len(lengths))
-    plain = BatchBuilder(page_size, torch.device("cpu")).build(chunks)
+    plain = BatchBuilder(page_size, torch.device("cpu")).build(Chunks(chunks))
     assert torch.equal(part.places[: len(chunks)], plain.parts[0].places)
     assert set(part.places[len(chunks) :].tolist()) <= {int(plain.parts[0].places[-1])}
 

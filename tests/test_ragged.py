@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinfer.batching.passes import Chunk
+from zinfer.batching.passes import Chunk, Chunks
 from zinfer.batching.ragged import BatchBuilder, RaggedBatch
 from zinfer.batching.sequence import Sequence
 
@@ -69,7 +69,7 @@ def test_every_number(
             while len(sequence.pages) * page_size < end:
                 sequence.pages.append(next(free))
             chunks.append(Chunk(sequence, sequence.num_computed, end, end == sequence.num_tokens))
-        check(builder.build(chunks), chunks, page_size, most_part_tokens)
+        check(builder.build(Chunks(chunks)), chunks, page_size, most_part_tokens)
         for chunk in chunks:
             chunk.sequence.num_computed = chunk.end
 
@@ -83,7 +83,7 @@ def test_sequences_come_and_go() -> None:
         for sequence in sequences:
             sequence.pages = [next(free) % 9973 for _ in range(-(-sequence.num_tokens // 4))]
         chunks = [Chunk(sequence, 0, sequence.num_tokens, True) for sequence in sequences]
-        check(builder.build(chunks), chunks, 4, None)
+        check(builder.build(Chunks(chunks)), chunks, 4, None)
 
 
 def test_decodes_that_come_first_are_counted() -> None:
@@ -91,6 +91,6 @@ def test_decodes_that_come_first_are_counted() -> None:
     builder = BatchBuilder(16, CPU)
     ones = [Chunk(sequence, 8, 9, True) for sequence in sequences[:3]]
     more = Chunk(sequences[3], 2, 6, False)
-    assert builder.build([*ones, more]).parts[0].layout.num_decodes == 3
-    assert builder.build([more]).parts[0].layout.num_decodes == 0
-    assert builder.build([ones[0], more, ones[1]]).parts[0].layout.num_decodes is None
+    assert builder.build(Chunks([*ones, more])).parts[0].layout.num_decodes == 3
+    assert builder.build(Chunks([more])).parts[0].layout.num_decodes == 0
+    assert builder.build(Chunks([ones[0], more, ones[1]])).parts[0].layout.num_decodes is None

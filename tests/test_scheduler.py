@@ -261,7 +261,7 @@ def test_calls_that_make_no_sense_are_assertions() -> None:
     with pytest.raises(AssertionError, match="has its pages"):
         scheduler.confine(4)
     with pytest.raises(AssertionError, match="scheduled last"):
-        scheduler.advance(Pass([], [], []))
+        scheduler.advance(Pass())
     scheduler.advance(coming)
     scheduler.receive([(sequence, 7)])
     with pytest.raises(AssertionError, match="has all its tokens"):

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 
 import torch
 
@@ -204,8 +205,8 @@ class Batcher:
         self._cache.expect(coming.chunks)
         pending = None
         if self._drawn is not None:
-            places = {each.sequence.number: place for place, each in enumerate(self._drawn.rows)}
-            pending = Pending(self._drawn.result.token_ids, places)
+            numbers = [each.sequence.number for each in self._drawn.rows]
+            pending = Pending(self._drawn.result.token_ids, dict(zip(numbers, range(len(numbers)), strict=True)))
         # A watch looks at what Python launches.
         may_replay = self._runner.replays and not self._watch.is_on
         most = self._budget.most_part_tokens
@@ -219,11 +220,12 @@ class Batcher:
     def _draw(self, coming: Pass, logits: torch.Tensor) -> _Drawing:
         """Choose the next tokens of those that have not ended since the pass was scheduled."""
         running = SequenceState.RUNNING  # a look at the enum for each text costs
-        sampling = [sequence for sequence, _, _, samples in coming.chunks if samples]
-        places = [place for place, sequence in enumerate(sampling) if sequence.state is running]
-        if len(places) < len(sampling):
+        sampling = list(compress(coming.chunks.sequences, coming.chunks.samples))
+        writing = self._writing
+        rows = [writing[sequence.number] for sequence in sampling if sequence.state is running]
+        if len(rows) < len(sampling):
+            places = [place for place, sequence in enumerate(sampling) if sequence.state is running]
             logits = logits[send(places, torch.int64, logits.device)]
-        rows = [self._writing[sampling[place].number] for place in places]
         return _Drawing(rows, self._sampler.draw(logits, [each.row for each in rows]), self._watch.take())
 
     def _receive(self, drawn: _Drawing) -> list[Finished]:
@@ -233,7 +235,7 @@ class Batcher:
         broken = {drawn.rows[place].sequence.number for place in sampled.broken}
         if self._watch.is_on and (where := drawn.looks.where()) is not None:
             self._suspects |= {number: self._suspects[number] or where for number in self._suspects}
-        tokens = zip(drawn.rows, sampled.token_ids, strict=True)
+        tokens = list(zip(drawn.rows, sampled.token_ids, strict=True))
         whole = [(each.sequence, token_id) for each, token_id in tokens if token_id >= 0]
         self.num_new_tokens += len(whole)
         self._scheduler.receive(whole)
@@ -242,7 +244,7 @@ class Batcher:
                 each.logprobs.append(logprobs)
         restarted = self._restart(broken)
         finished = []
-        for each in drawn.rows:
+        for each in _perhaps_complete(tokens):
             number = each.sequence.number
             if number in broken:
                 if number not in restarted:
@@ -282,3 +284,13 @@ class Batcher:
         output_ids = sequence.output_ids
         logprobs = None if each.row.params.logprobs is None else tuple(each.logprobs)
         return Finished(sequence.number, tuple(output_ids), reason, each.ending.text(output_ids), logprobs, error)
+
+
+def _perhaps_complete(tokens: Sequence[tuple[_Writing, int]]) -> list[_Writing]:
+    """Those to look at with their new tokens: few; a look at more than this for each costs."""
+    ended = SequenceState.FINISHED  # with all the tokens that they may have
+    return [
+        each
+        for each, token_id in tokens
+        if token_id < 0 or token_id in each.ending.last_ids or each.ending.reads or each.sequence.state is ended
+    ]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from zinfer.batching.passes import Chunk
+from zinfer.batching.passes import Chunk, Chunks
 
 _MOST_ROWS: Final = 64
 """Beyond it a pass computes for longer than Python takes to launch it."""
@@ -23,9 +23,9 @@ class DecodeForm:
     num_rows: int
     num_pages: int
 
-    def fill(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+    def fill(self, chunks: Sequence[Chunk]) -> Chunks:
         """The chunks, and the last one again for each row that is left."""
-        return [*chunks, *[chunks[-1]] * (self.num_rows - len(chunks))]
+        return Chunks([*chunks, *[chunks[-1]] * (self.num_rows - len(chunks))])
 
 
 def find_form(chunks: Sequence[Chunk], page_size: int, most_part_tokens: int | None = None) -> DecodeForm | None:

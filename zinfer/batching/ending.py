@@ -35,6 +35,10 @@ class Ending:
         stop: strings before which it is cut.
         max_new_tokens: most tokens that it gets.
         min_new_tokens: stop strings that are complete within so many do not count, as in vLLM.
+
+    Attributes:
+        last_ids: the tokens that end it.
+        reads: whether it looks for stop strings; without any, no other token ends it but the last that it may have.
     """
 
     def __init__(
@@ -47,8 +51,9 @@ class Ending:
     ) -> None:
         assert tokenizer is not None or not stop, "stop strings need a tokenizer"
         self._tokenizer = tokenizer
-        self._end_token_ids = frozenset(end_token_ids)
+        self.last_ids = frozenset(end_token_ids)
         self._stop = tuple(stop)
+        self.reads = bool(stop)
         self._special_ids = frozenset(tokenizer.all_special_ids) if stop else frozenset()
         self._window = max((len(text.encode()) for text in stop), default=0) + _SPARE_TOKENS
         self._max_new_tokens = max_new_tokens
@@ -56,13 +61,13 @@ class Ending:
 
     def reason(self, token_ids: Sequence[int]) -> str | None:
         """Why the text ends with the last of these tokens: "stop" or "length"; None: it goes on."""
-        if token_ids[-1] in self._end_token_ids or (self._stop and self._has_stop(token_ids)):
+        if token_ids[-1] in self.last_ids or (self._stop and self._has_stop(token_ids)):
             return "stop"
         return "length" if len(token_ids) >= self._max_new_tokens else None
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text: without end and special tokens, cut before the first stop string."""
-        ends = bool(token_ids) and token_ids[-1] in self._end_token_ids
+        ends = bool(token_ids) and token_ids[-1] in self.last_ids
         text = self._decode(token_ids[:-1] if ends else token_ids)
         return text[: self._first_stop(text, token_ids)]
 

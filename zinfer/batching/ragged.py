@@ -3,14 +3,14 @@
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
 
 from zinfer.batching.decode_form import DecodeForm
 from zinfer.batching.delivery import on_its_way
-from zinfer.batching.passes import Chunk
+from zinfer.batching.passes import Chunks
 from zinfer.batching.sequence import PENDING
 from zinfer.batching.sequence import Sequence as Text
 from zinfer.kernels.kv_pages import PagedLayout
@@ -87,9 +87,7 @@ class BatchBuilder:
         self._most_part_tokens = most_part_tokens
         self._tables = _PageTables()
 
-    def build(
-        self, chunks: Sequence[Chunk], pending: Pending | None = None, form: DecodeForm | None = None
-    ) -> RaggedBatch:
+    def build(self, chunks: Chunks, pending: Pending | None = None, form: DecodeForm | None = None) -> RaggedBatch:
         """The batch of these chunks, in their order.
 
         Args:
@@ -97,12 +95,11 @@ class BatchBuilder:
             form: what to fill it up to; of these chunks.
         """
         chunks = form.fill(chunks) if form else chunks
-        sequences, begins_of, ends_of, samples = zip(*chunks, strict=True)
-        begins = np.array(begins_of, dtype=np.int64)
-        sizes = np.array(ends_of, dtype=np.int64) - begins
+        begins = np.array(chunks.begins, dtype=np.int64)
+        sizes = np.array(chunks.ends, dtype=np.int64) - begins
         ends = sizes.cumsum()
         fewest_pages = form.num_pages if form else 0
-        table = self._tables.of(sequences, fewest_pages) * self._stride
+        table = self._tables.of(chunks.sequences, fewest_pages) * self._stride
         positions = np.arange(ends[-1]) + np.repeat(begins - (ends - sizes), sizes)
         places = self._places(table, sizes, positions)
         cuts = list(self._cuts(begins, sizes, ends))
@@ -111,7 +108,7 @@ class BatchBuilder:
         token_ids, sources = _token_ids(chunks, {} if pending is None else pending.places)
         unknown = np.flatnonzero(token_ids == PENDING)
         packed = _Packed(
-            [token_ids, positions, ends[np.array(samples)] - 1, places, unknown, sources, *layouts], self._device
+            [token_ids, positions, ends[np.array(chunks.samples)] - 1, places, unknown, sources, *layouts], self._device
         )
         ids, at, wanted, where, targets, origins, *rest = packed.tensors
         ids = ids.long()
@@ -171,52 +168,48 @@ class _Cut:
         return count if bool(single[:count].all()) else None
 
 
-class _CopiedPages(NamedTuple):
-    """A sequence's row in the table, and what of its pages is there.
-
-    The very list, because it is another one where a sequence has given its pages back.
-    """
-
-    row: int
-    pages: list[int]
-    length: int
-
-
 class _PageTables:
     """The pages of sequences as rows of one table, brought up to date where a sequence has others than before."""
 
     def __init__(self) -> None:
         self._table = np.zeros((0, 1), dtype=np.int64)
-        self._copies: dict[int, _CopiedPages] = {}
+        self._rows: dict[int, int] = {}
+        # Of each row what of its sequence's pages is there. The very list, because it is another one where a sequence
+        # has given its pages back.
+        self._pages: list[list[int]] = []
+        self._lengths: list[int] = []
 
     def of(self, sequences: Sequence[Text], fewest_pages: int = 0) -> Ints:
         """[sequences, most pages]; whatever is beyond a sequence's pages says nothing."""
-        most = max(fewest_pages, max([len(sequence.pages) for sequence in sequences]))
-        if most > self._table.shape[1]:
+        pages = [sequence.pages for sequence in sequences]
+        lengths = list(map(len, pages))
+        most = max(fewest_pages, max(lengths))
+        numbers = [sequence.number for sequence in sequences]
+        num_new = len(set(numbers).difference(self._rows))
+        if most > self._table.shape[1] or len(self._rows) + num_new > len(self._table):
             self._begin_anew(len(sequences), most)
-        rows = []
-        copies, height, nothing = self._copies, len(self._table), _CopiedPages(-1, [], 0)
-        for sequence in sequences:
-            pages = sequence.pages
-            row, copied, length = copies.get(sequence.number, nothing)
-            if copied is not pages or length != len(pages):
-                if row < 0 and len(copies) == height:
-                    self._begin_anew(len(sequences), most)
-                    return self.of(sequences, fewest_pages)
-                row = self._bring_up(sequence.number, pages)
-            rows.append(row)
-        return self._table[rows, :most]
+        rows = [self._rows.get(number, -1) for number in numbers]
+        held, copied = self._pages, self._lengths
+        for place, (row, own, length) in enumerate(zip(rows, pages, lengths, strict=True)):
+            if row < 0 or held[row] is not own or copied[row] != length:
+                rows[place] = self._bring_up(numbers[place], own)
+        return self._table.take(np.array(rows), axis=0)[:, :most]
 
     def _bring_up(self, number: int, pages: list[int]) -> int:
-        row, copied, length = self._copies.get(number) or _CopiedPages(len(self._copies), pages, 0)
-        begin = length if copied is pages else 0
+        row = self._rows.get(number)
+        if row is None:
+            row = self._rows[number] = len(self._rows)
+            self._pages.append(pages)
+            self._lengths.append(0)
+        begin = self._lengths[row] if self._pages[row] is pages else 0
         self._table[row, begin : len(pages)] = pages[begin:]
-        self._copies[number] = _CopiedPages(row, pages, len(pages))
+        self._pages[row], self._lengths[row] = pages, len(pages)
         return row
 
     def _begin_anew(self, num_rows: int, num_pages: int) -> None:
         """A table with as much room again; rows of sequences that are gone are given up with the old one."""
-        self._copies.clear()
+        self._rows.clear()
+        self._pages, self._lengths = [], []
         width = max(num_pages + num_pages // 2, self._table.shape[1])
         self._table = np.zeros((2 * num_rows, width), dtype=np.int64)
 
@@ -236,15 +229,14 @@ class _Packed:
         self.tensors = [piece[: each.size].view(each.shape) for piece, each in zip(pieces, arrays, strict=True)]
 
 
-def _token_ids(chunks: Sequence[Chunk], known: Mapping[int, int]) -> tuple[Ints, Ints]:
+def _token_ids(chunks: Chunks, known: Mapping[int, int]) -> tuple[Ints, Ints]:
     """The chunks' tokens, and what is known of the places of those that are `PENDING`, in order."""
-    found, sources = array("i"), []
-    for sequence, begin, end, samples in chunks:
-        last = sequence.output_ids[-1] if samples and sequence.output_ids else None
-        if last is None or end - begin > 1:
-            found += sequence.tokens(begin, end)
-        else:
-            found.append(last)
-        if last == PENDING:
+    decoding = chunks.sequences[: chunks.num_decodes]
+    found = array("i", [sequence.output_ids[-1] for sequence in decoding])
+    pairs = zip(decoding, found, strict=True)
+    sources = [known[sequence.number] for sequence, last in pairs if last == PENDING]
+    for sequence, begin, end, _ in chunks[chunks.num_decodes :]:
+        found += sequence.tokens(begin, end)
+        if found[-1] == PENDING:
             sources.append(known[sequence.number])
     return np.array(found, np.int64), np.array(sources, np.int64)

@@ -21,7 +21,7 @@ from zinfer.batching.admission_queue import AdmissionQueue, Order
 from zinfer.batching.allotment import Allotment
 from zinfer.batching.demand import Demand
 from zinfer.batching.pages import PagePool
-from zinfer.batching.passes import Chunk, Pass
+from zinfer.batching.passes import Chunk, Chunks, Pass
 from zinfer.batching.sequence import PENDING, Sequence, SequenceState
 from zinfer.batching.set_aside import SetAside
 from zinfer.batching.window import Window
@@ -129,7 +129,7 @@ class Scheduler:
     def schedule(self) -> Pass | None:
         """The next pass, with one chunk at least; None where nothing is left to do."""
         assert self._in_flight is None, "the pass before was not followed by advance"
-        coming = Pass([], [], [], self._num_lent)
+        coming = Pass(self._num_lent)
         self._num_lent = self.num_spare_pages
         self._allotment.is_short = False
         num_left = self._go_on(coming)
@@ -138,7 +138,7 @@ class Scheduler:
             sequence = self._next()
             if sequence is None or not self._admit(sequence, num_left, coming):
                 break
-            num_left -= coming.chunks[-1].end - coming.chunks[-1].begin
+            num_left -= coming.chunks.ends[-1] - coming.chunks.begins[-1]
         if not coming.chunks:
             assert not self._running, "no running sequence goes on"
             assert sequence is None, "nothing runs, and yet nothing is admitted"
@@ -154,23 +154,25 @@ class Scheduler:
         """
         assert computed is self._in_flight, "advance without the pass that was scheduled last"
         self._in_flight = None
-        running, slides = SequenceState.RUNNING, self._window.slides
-        for sequence, _, end, samples in computed.chunks:
+        running, slides, chunks = SequenceState.RUNNING, self._window.slides, computed.chunks
+        for sequence, end, samples in zip(chunks.sequences, chunks.ends, chunks.samples, strict=True):
             if sequence.state is not running:
                 continue
             sequence.num_computed = end
             if slides:
                 self.pool.drop_before(sequence, self._window.first_needed(end))
             if samples:
-                sequence.output_ids.append(PENDING)
-                if len(sequence.output_ids) >= sequence.max_new_tokens:
+                output_ids = sequence.output_ids
+                output_ids.append(PENDING)
+                if len(output_ids) >= sequence.max_new_tokens:
                     self.end(sequence)
 
     def receive(self, next_ids: Iterable[tuple[Sequence, int]]) -> None:
         """Say the tokens that the pass before has come to, before the next `advance`."""
         for sequence, token_id in next_ids:
-            assert sequence.output_ids[-1] == PENDING, f"sequence {sequence.number} has all its tokens"
-            sequence.output_ids[-1] = token_id
+            output_ids = sequence.output_ids
+            assert output_ids[-1] == PENDING, f"sequence {sequence.number} has all its tokens"
+            output_ids[-1] = token_id
 
     def end(self, sequence: Sequence) -> None:
         """End a sequence that is not finished, whatever its state; what was parked of it is the caller's to drop.
@@ -226,26 +228,56 @@ class Scheduler:
 
         Nor is anything admitted behind a prompt under way that does not reach its end: it took all tokens or all pages.
         """
-        page_size = self.pool.page_size
         num_pages = max(self.pool.num_pages - self._allotment.most_reserved, 1)
         pace = max(self._demand.pace(num_pages, self._max_sequences), len(self._running))
         num_left = min(self._token_budget, pace)
-        chunks, running = coming.chunks, SequenceState.RUNNING
-        for sequence in list(self._running.values()):
-            if sequence.state is not running:
-                return 0  # it and all after it were set aside for one before
+        running = list(self._running.values())
+        prompt = running.pop() if running and _is_under_way(running[-1]) else None
+        going = self._with_room(running[:num_left], coming)
+        self._decode(going, coming)
+        if len(self._running) < len(running) + (prompt is not None) or len(going) < min(len(running), num_left):
+            return 0
+        num_left -= len(going)
+        if prompt is None or not num_left:
+            return num_left
+        return num_left - self._continue(prompt, num_left, coming)
+
+    def _with_room(self, decodes: list[Sequence], coming: Pass) -> list[Sequence]:
+        """Those of the first that run that have a page for their next token, all but the last ones that run by then."""
+        page_size = self.pool.page_size
+        # One comprehension for all: a call for each, or a look at more than this, costs.
+        full = [sequence for sequence in decodes if sequence.num_computed >= len(sequence.pages) * page_size]
+        num_running, waiting = len(self._running), None
+        for sequence in full:
+            if sequence.state is not SequenceState.RUNNING:
+                break  # it and all after it were set aside for one before
             begin = sequence.num_computed
-            num_tokens = len(sequence.prompt_ids) + len(sequence.output_ids)  # written out: a call for each text costs
-            end = num_tokens if num_tokens - begin <= num_left else begin + num_left
-            if end > len(sequence.pages) * page_size:
-                end = self._extend(sequence, end, coming)
-            if end == begin:
-                return 0  # the last one waits for a page
-            chunks.append(Chunk(sequence, begin, end, end == num_tokens))
-            if end // page_size > sequence.num_named:
-                self._allotment.publish(sequence, end)
-            num_left -= end - begin
-        return num_left
+            if self._extend(sequence, begin + 1, coming) == begin:
+                waiting = sequence  # the last one, for a page
+        if waiting is None and len(self._running) == num_running:
+            return decodes
+        running = SequenceState.RUNNING
+        return [sequence for sequence in decodes if sequence.state is running and sequence is not waiting]
+
+    def _decode(self, going: list[Sequence], coming: Pass) -> None:
+        """A token for each of these, which have pages for it."""
+        coming.chunks = Chunks.of_decodes(going)
+        page_size = self.pool.page_size
+        whole = [sequence for sequence in going if (sequence.num_computed + 1) // page_size > sequence.num_named]
+        for sequence in whole:
+            self._allotment.publish(sequence, sequence.num_computed + 1)
+
+    def _continue(self, prompt: Sequence, most_tokens: int, coming: Pass) -> int:
+        """Go on with the prompt under way, as far as tokens and pages go; says how many tokens, or all where none."""
+        begin, num_tokens = prompt.num_computed, prompt.num_tokens
+        end = min(num_tokens, begin + most_tokens)
+        if end > len(prompt.pages) * self.pool.page_size:
+            end = self._extend(prompt, end, coming)
+        if end == begin:
+            return most_tokens
+        coming.chunks.append(Chunk(prompt, begin, end, end == num_tokens))
+        self._allotment.publish(prompt, end)
+        return end - begin
 
     def _extend(self, sequence: Sequence, end: int, coming: Pass) -> int:
         """Take pages for a running sequence up to position ``end``, or as far as they go; says how far."""
@@ -290,3 +322,8 @@ class Scheduler:
         sequence.num_computed = begin
         sequence.state = SequenceState.RUNNING
         self._running[sequence.number] = sequence
+
+
+def _is_under_way(last: Sequence) -> bool:
+    """Whether the last one that runs has more to compute than the last token of its output; no other has."""
+    return last.num_tokens - last.num_computed > 1 or not last.output_ids
