@@ -33,13 +33,16 @@ class Allotment:
         pool: all pages that there are; nobody else takes them.
         window: what a sequence needs of its own past.
 
-    ``is_short`` tells whether a sequence got fewer pages than were wanted since it was last set to False.
+    Attributes:
+        is_short: whether a sequence got fewer pages than were wanted since it was last set to False.
+        most_reserved: pages that prompts leave to decodes at most.
     """
 
     def __init__(self, pool: PagePool, window: Window) -> None:
         self._pool = pool
         self._window = window
         self.is_short = False
+        self.most_reserved = int(pool.num_pages * _MOST_RESERVED)
 
     def pages_alone(self, sequence: Sequence) -> int:
         """Pages without which the sequence cannot be completed."""
@@ -58,11 +61,6 @@ class Allotment:
                 f"pages of {pool.page_size} tokens, but the KV cache has {pool.num_pages}; shorten the prompt, lower "
                 "max_new_tokens, or give the KV cache more memory"
             )
-
-    @property
-    def most_reserved(self) -> int:
-        """Pages that prompts leave to decodes at most."""
-        return int(self._pool.num_pages * _MOST_RESERVED)
 
     def num_free_for_prompts(self, num_others: int) -> int:
         """Pages that a prompt may take: one is left for each of the others that run, within a share of the pool."""
@@ -84,8 +82,9 @@ class Allotment:
         begin = max(num_parked, num_found * pool.page_size)
         end = min(sequence.num_tokens, begin + most_tokens)
         num_behind = self._window.first_needed(begin) // pool.page_size
-        sequence.pages += [HOLE] * (num_behind - num_found)
-        pool.drop_before(sequence, num_behind * pool.page_size)
+        if num_behind:
+            sequence.pages += [HOLE] * (num_behind - num_found)
+            pool.drop_before(sequence, num_behind * pool.page_size)
 
         num_wanted = pool.pages_for(end) - len(sequence.pages)
         num_free = self.num_free_for_prompts(num_others)

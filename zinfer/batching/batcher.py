@@ -19,7 +19,7 @@ from zinfer.batching.page_cache import PageCache
 from zinfer.batching.passes import Pass, PassSize
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.runner import PassRunner
-from zinfer.batching.sampler import Drawn, Logprobs, Row, Sampler, row_uniform
+from zinfer.batching.sampler import BROKEN, Drawn, Logprobs, Row, Sampler, row_uniform
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.batching.scheduler import Scheduler
 from zinfer.batching.sequence import Sequence as Text
@@ -79,6 +79,9 @@ class Batcher:
         self._in_pass = False
         self._drawn: _Drawing | None = None
         self._writing: dict[int, _Writing] = {}
+        # Of all texts since there were none: the tokens after which to look at one, and whether any has stop strings.
+        self._last_ids: set[int] = set()
+        self._reads = False
         self._watch = FiniteWatch(runner.engine.module, runner.engine.named_layers)
         self._suspects: dict[int, str] = {}  # texts that are tried again, and where they broke
         self._num_added = 0
@@ -113,6 +116,10 @@ class Batcher:
         # First what abort needs: Ctrl-C may strike between any two lines.
         self._num_added += 1
         row = Row(params, sequence.prompt_ids, sequence.output_ids, end_token_ids, partial(row_uniform, seed))
+        if not self._writing:
+            self._last_ids, self._reads = {BROKEN}, False
+        self._last_ids |= ending.last_ids
+        self._reads |= ending.reads
         self._writing[sequence.number] = _Writing(sequence, row, ending)
         try:
             self._scheduler.add(sequence)
@@ -236,7 +243,7 @@ class Batcher:
         if self._watch.is_on and (where := drawn.looks.where()) is not None:
             self._suspects |= {number: self._suspects[number] or where for number in self._suspects}
         tokens = list(zip(drawn.rows, sampled.token_ids, strict=True))
-        whole = [(each.sequence, token_id) for each, token_id in tokens if token_id >= 0]
+        whole = [(each.sequence, token_id) for each, token_id in tokens if token_id != BROKEN]
         self.num_new_tokens += len(whole)
         self._scheduler.receive(whole)
         for each, logprobs in zip(drawn.rows, sampled.logprobs, strict=True):
@@ -244,7 +251,7 @@ class Batcher:
                 each.logprobs.append(logprobs)
         restarted = self._restart(broken)
         finished = []
-        for each in _perhaps_complete(tokens):
+        for each in self._perhaps_complete(tokens):
             number = each.sequence.number
             if number in broken:
                 if number not in restarted:
@@ -252,6 +259,13 @@ class Batcher:
             elif (reason := each.ending.reason(each.sequence.output_ids)) is not None:
                 finished.append(self._finish(each, reason))
         return finished
+
+    def _perhaps_complete(self, tokens: Sequence[tuple[_Writing, int]]) -> list[_Writing]:
+        """Those to look at with their new tokens: few; a look at more than this for each costs."""
+        if self._reads:
+            return [each for each, _ in tokens]
+        last_ids, ended = self._last_ids, SequenceState.FINISHED  # with all the tokens that they may have
+        return [each for each, token_id in tokens if token_id in last_ids or each.sequence.state is ended]
 
     def _restart(self, broken: set[int]) -> set[int]:
         """Have the broken ones tried again that may have their damage from others: those that share pages.
@@ -284,13 +298,3 @@ class Batcher:
         output_ids = sequence.output_ids
         logprobs = None if each.row.params.logprobs is None else tuple(each.logprobs)
         return Finished(sequence.number, tuple(output_ids), reason, each.ending.text(output_ids), logprobs, error)
-
-
-def _perhaps_complete(tokens: Sequence[tuple[_Writing, int]]) -> list[_Writing]:
-    """Those to look at with their new tokens: few; a look at more than this for each costs."""
-    ended = SequenceState.FINISHED  # with all the tokens that they may have
-    return [
-        each
-        for each, token_id in tokens
-        if token_id < 0 or token_id in each.ending.last_ids or each.ending.reads or each.sequence.state is ended
-    ]

@@ -65,13 +65,16 @@ class PagePool:
     def take(self, num_pages: int) -> list[int]:
         """Pages for one user to write to: those without a name first, then the least recently used."""
         assert num_pages <= self.num_free, f"{num_pages} pages wanted, {self.num_free} free"
-        num_blank = min(num_pages, len(self._blank))
-        taken = [self._blank.pop() for _ in range(num_blank)]
-        taken += [self._idle.popitem(last=False)[0] for _ in range(num_pages - num_blank)]
-        for page in taken[num_blank:]:
+        blank, users = self._blank, self._num_users
+        first = max(len(blank) - num_pages, 0)
+        taken = blank[first:][::-1]
+        del blank[first:]
+        while len(taken) < num_pages:
+            page, _ = self._idle.popitem(last=False)
             self._forget_name(page)
+            taken.append(page)
         for page in taken:
-            self._num_users[page] = 1
+            users[page] = 1
         return taken
 
     def find(self, sequence: Sequence) -> None:
@@ -172,13 +175,15 @@ class PagePool:
         self._key_of[page] = None
 
     def _give_back(self, pages: list[int]) -> None:
+        users, key_of = self._num_users, self._key_of
         for page in reversed(pages):
             if page == HOLE:
                 continue
-            assert self._num_users[page] > 0, f"page {page} was given back more often than it was taken"
-            self._num_users[page] -= 1
-            if self._num_users[page] == 0:
-                if self._key_of[page] is None:
-                    self._blank.append(page)
-                else:
-                    self._idle[page] = None
+            num_left = users[page] = users[page] - 1
+            assert num_left >= 0, f"page {page} was given back more often than it was taken"
+            if num_left:
+                continue
+            if key_of[page] is None:
+                self._blank.append(page)
+            else:
+                self._idle[page] = None

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -99,7 +100,9 @@ class BatchBuilder:
         sizes = np.array(chunks.ends, dtype=np.int64) - begins
         ends = sizes.cumsum()
         fewest_pages = form.num_pages if form else 0
-        table = self._tables.of(chunks.sequences, fewest_pages) * self._stride
+        table = self._tables.of(chunks.sequences, fewest_pages)
+        if self._stride > 1:
+            table = table * self._stride
         positions = np.arange(ends[-1]) + np.repeat(begins - (ends - sizes), sizes)
         places = self._places(table, sizes, positions)
         cuts = list(self._cuts(begins, sizes, ends))
@@ -185,15 +188,15 @@ class _PageTables:
         lengths = list(map(len, pages))
         most = max(fewest_pages, max(lengths))
         numbers = [sequence.number for sequence in sequences]
-        num_new = len(set(numbers).difference(self._rows))
-        if most > self._table.shape[1] or len(self._rows) + num_new > len(self._table):
-            self._begin_anew(len(sequences), most)
         rows = [self._rows.get(number, -1) for number in numbers]
+        if most > self._table.shape[1] or len(self._rows) + rows.count(-1) > len(self._table):
+            self._begin_anew(len(sequences), most)
+            rows = [-1] * len(rows)
         held, copied = self._pages, self._lengths
         for place, (row, own, length) in enumerate(zip(rows, pages, lengths, strict=True)):
             if row < 0 or held[row] is not own or copied[row] != length:
                 rows[place] = self._bring_up(numbers[place], own)
-        return self._table.take(np.array(rows), axis=0)[:, :most]
+        return self._table[np.array(rows), :most]
 
     def _bring_up(self, number: int, pages: list[int]) -> int:
         row = self._rows.get(number)
@@ -221,12 +224,14 @@ class _Packed:
         sizes = [align_up(each.size, _ALIGNMENT) for each in arrays]
         host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         flat = host.numpy()
-        begin = 0
-        for each, size in zip(arrays, sizes, strict=True):
+        begins = list(accumulate(sizes, initial=0))
+        for each, begin in zip(arrays, begins, strict=False):
             flat[begin : begin + each.size] = each.reshape(-1)
-            begin += size
-        pieces = torch.split(on_its_way(host, device), sizes)
-        self.tensors = [piece[: each.size].view(each.shape) for piece, each in zip(pieces, arrays, strict=True)]
+        there = on_its_way(host, device)
+        pieces = [there[begin : begin + each.size] for each, begin in zip(arrays, begins, strict=False)]
+        self.tensors = [
+            piece.view(each.shape) if each.ndim > 1 else piece for piece, each in zip(pieces, arrays, strict=True)
+        ]
 
 
 def _token_ids(chunks: Chunks, known: Mapping[int, int]) -> tuple[Ints, Ints]:

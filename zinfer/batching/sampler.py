@@ -24,6 +24,9 @@ _PART_LOGITS: Final = 2**23
 
 _STREAM: Final = b"zinfer draw"
 
+BROKEN: Final = -1
+"""Stands for the token of a row that has none: its logits are not finite."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -56,7 +59,7 @@ class Logprobs:
 class Sampled:
     """One batch's result, row by row.
 
-    token_ids: -1 for a broken row. logprobs: None where the row did not ask, or is broken.
+    token_ids: `BROKEN` for a broken row. logprobs: None where the row did not ask, or is broken.
     broken: rows without a token: their logits hold NaN or +inf, or nothing finite before or after biases and penalties.
     """
 
@@ -78,7 +81,7 @@ def row_uniform(seed: int, step: int) -> float:
 class Drawn:
     """What was drawn for one batch, on the device; on its way to the host.
 
-    ``token_ids`` is [rows] int64 on the device, -1 for a broken row.
+    ``token_ids`` is [rows] int64 on the device, `BROKEN` for a broken row.
     """
 
     def __init__(self, token_ids: torch.Tensor, weighed: Sequence["_Weighed"]) -> None:
@@ -94,8 +97,8 @@ class Drawn:
         for each in self._weighed:
             own, rest = rest[: len(each.tensors)], rest[len(each.tensors) :]
             for row, found in each.logprobs(own):
-                logprobs[row] = found if ids[row] >= 0 else None
-        return Sampled(ids, logprobs, tuple(row for row, token_id in enumerate(ids) if token_id < 0))
+                logprobs[row] = found if ids[row] != BROKEN else None
+        return Sampled(ids, logprobs, tuple(row for row, token_id in enumerate(ids) if token_id == BROKEN))
 
 
 class Sampler:
@@ -117,9 +120,9 @@ class Sampler:
         assert logits.shape[0] == len(rows)
         assert logits.shape[1] >= self.vocab_size
         logits_RV = logits[:, : self.vocab_size]
-        if all(row.params.is_plain or _is_plain(row) for row in rows):
+        if all(map(_is_plain, [row for row in rows if not row.params.is_plain])):
             peak_R, best_R = logits_RV.max(dim=1)
-            return Drawn(torch.where(peak_R.isfinite(), best_R, -1), [])
+            return Drawn(torch.where(peak_R.isfinite(), best_R, BROKEN), [])
         num_at_once = max(1, _PART_LOGITS // self.vocab_size)
         chosen: list[torch.Tensor] = []
         weighed: list[_Weighed] = []
@@ -137,7 +140,7 @@ class Sampler:
 
 
 def _choose(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Each row's token, -1 for a broken one."""
+    """Each row's token, `BROKEN` for a broken one."""
     peak_R, best_R = raw_RV.max(dim=1)
     usable_R = peak_R.isfinite()
     logits_RV = raw_RV
@@ -158,7 +161,7 @@ def _choose(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         peak_M = torch.where(whole_M, peak_R[places], 0)
         uniforms = [rows[i].uniform_at(len(rows[i].output_ids)) for i in members]
         best_R[places] = draw(logits_MV, peak_M, params, uniforms)
-    return torch.where(usable_R, best_R, -1)
+    return torch.where(usable_R, best_R, BROKEN)
 
 
 def _adjusted(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
