@@ -22,6 +22,7 @@ from zinfer.batching.allotment import Allotment
 from zinfer.batching.demand import Demand
 from zinfer.batching.pages import PagePool
 from zinfer.batching.passes import Chunk, Chunks, Pass
+from zinfer.batching.running import Running
 from zinfer.batching.sequence import PENDING, Sequence, SequenceState
 from zinfer.batching.set_aside import SetAside
 from zinfer.batching.window import Window
@@ -66,7 +67,7 @@ class Scheduler:
         self._lends = lends
         self._queue = AdmissionQueue(order)
         self._set_aside = SetAside(most_parked_pages)
-        self._running: dict[int, Sequence] = {}  # by number, in the order of admission
+        self._running = Running()
         self._last_number = -1
         self._in_flight: Pass | None = None
         self._demand = Demand(pool.page_size, shares=not self._window.slides)
@@ -98,8 +99,7 @@ class Scheduler:
 
         A prompt may take more pages at once, where a window slides, than it cannot do without.
         """
-        last = next(reversed(self._running.values()), None)
-        if not self._lends or self._next() or (last and last.num_tokens - last.num_computed > 1):
+        if not self._lends or self._next() or self._running.prompt:
             return 0
         return max(self.pool.num_pages - self._demand.num_pages, 0)
 
@@ -201,7 +201,7 @@ class Scheduler:
     def forget(self) -> None:
         """Let nobody find what is computed so far: it may be damaged. Who holds pages of it keeps them to himself."""
         self.pool.forget()
-        for sequence in self._running.values():
+        for sequence in self._running:
             self._demand.keep_apart(sequence)
 
     def confine(self, num_pages: int) -> dict[int, int]:
@@ -212,7 +212,7 @@ class Scheduler:
         """
         assert self._in_flight is None, "a pass that was scheduled has its pages"
         moved = self.pool.confine(num_pages)
-        for sequence in self._running.values():
+        for sequence in self._running:
             if not moved.keys().isdisjoint(sequence.pages):
                 sequence.pages = [moved.get(page, page) for page in sequence.pages]
         return moved
@@ -220,7 +220,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is."""
         self._set_aside.remove(sequence)
-        self._running.pop(sequence.number, None)
+        self._running.remove(sequence)
         self.pool.release(sequence)
 
     def _go_on(self, coming: Pass) -> int:
@@ -231,41 +231,28 @@ class Scheduler:
         num_pages = max(self.pool.num_pages - self._allotment.most_reserved, 1)
         pace = max(self._demand.pace(num_pages, self._max_sequences), len(self._running))
         num_left = min(self._token_budget, pace)
-        running = list(self._running.values())
-        prompt = running.pop() if running and _is_under_way(running[-1]) else None
-        going = self._with_room(running[:num_left], coming)
-        self._decode(going, coming)
-        if len(self._running) < len(running) + (prompt is not None) or len(going) < min(len(running), num_left):
-            return 0
-        num_left -= len(going)
-        if prompt is None or not num_left:
-            return num_left
-        return num_left - self._continue(prompt, num_left, coming)
-
-    def _with_room(self, decodes: list[Sequence], coming: Pass) -> list[Sequence]:
-        """Those of the first that run that have a page for their next token, all but the last ones that run by then."""
-        page_size = self.pool.page_size
-        # One comprehension for all: a call for each, or a look at more than this, costs.
-        full = [sequence for sequence in decodes if sequence.num_computed >= len(sequence.pages) * page_size]
-        num_running, waiting = len(self._running), None
-        for sequence in full:
-            if sequence.state is not SequenceState.RUNNING:
-                break  # it and all after it were set aside for one before
-            begin = sequence.num_computed
-            if self._extend(sequence, begin + 1, coming) == begin:
-                waiting = sequence  # the last one, for a page
-        if waiting is None and len(self._running) == num_running:
-            return decodes
-        running = SequenceState.RUNNING
-        return [sequence for sequence in decodes if sequence.state is running and sequence is not waiting]
-
-    def _decode(self, going: list[Sequence], coming: Pass) -> None:
-        """A token for each of these, which have pages for it."""
+        num_running, prompt, decodes = len(self._running), self._running.prompt, self._running.decodes()
+        going = self._with_room(decodes[:num_left], coming)
         coming.chunks = Chunks.of_decodes(going)
         page_size = self.pool.page_size
-        whole = [sequence for sequence in going if (sequence.num_computed + 1) // page_size > sequence.num_named]
-        for sequence in whole:
+        for sequence in [each for each in going if (each.num_computed + 1) // page_size > each.num_named]:
             self._allotment.publish(sequence, sequence.num_computed + 1)
+        num_left -= len(going)
+        if len(self._running) < num_running or len(going) < len(decodes):
+            return 0
+        return num_left - self._continue(prompt, num_left, coming) if prompt and num_left else num_left
+
+    def _with_room(self, decodes: list[Sequence], coming: Pass) -> list[Sequence]:
+        """Those of the first ones that have a page for their next token: all before the first that has not."""
+        page_size, running = self.pool.page_size, SequenceState.RUNNING
+        # One comprehension for all: a call for each, or a look at more than this, costs.
+        for sequence in [each for each in decodes if each.num_computed >= len(each.pages) * page_size]:
+            begin = sequence.num_computed
+            if sequence.state is not running or self._extend(sequence, begin + 1, coming) == begin:
+                # It waits for a page, and is the last; or it and all after it were set aside for one before.
+                decodes = decodes[: decodes.index(sequence)]
+                break
+        return [each for each in decodes if each.state is running]
 
     def _continue(self, prompt: Sequence, most_tokens: int, coming: Pass) -> int:
         """Go on with the prompt under way, as far as tokens and pages go; says how many tokens, or all where none."""
@@ -282,15 +269,16 @@ class Scheduler:
     def _extend(self, sequence: Sequence, end: int, coming: Pass) -> int:
         """Take pages for a running sequence up to position ``end``, or as far as they go; says how far."""
         if sequence.num_tokens - sequence.num_computed > 1:
-            assert next(reversed(self._running.values())) is sequence, "a prompt under way is the last one running"
+            assert self._running.last is sequence, "a prompt under way is the last one running"
             return self._allotment.extend(sequence, end, self._allotment.num_free_for_prompts(len(self._running) - 1))
-        while not self.pool.num_free and (last := next(reversed(self._running.values()))) is not sequence:
+        while not self.pool.num_free and (last := self._running.last) is not sequence:
+            assert last is not None, "the sequence runs"
             self._make_room(last, coming)
         return self._allotment.extend(sequence, end, self.pool.num_free)
 
     def _make_room(self, last: Sequence, coming: Pass) -> None:
         """Set the last running sequence aside; it has no chunk in the pass yet, because it is the last."""
-        del self._running[last.number]
+        self._running.remove(last)
         pages = tuple(last.pages[last.num_dropped :])
         self._set_aside.add(last, len(pages))
         if last.state is SequenceState.PARKED:
@@ -321,9 +309,4 @@ class Scheduler:
             self._queue.remove_first()
         sequence.num_computed = begin
         sequence.state = SequenceState.RUNNING
-        self._running[sequence.number] = sequence
-
-
-def _is_under_way(last: Sequence) -> bool:
-    """Whether the last one that runs has more to compute than the last token of its output; no other has."""
-    return last.num_tokens - last.num_computed > 1 or not last.output_ids
+        self._running.add(sequence)
