@@ -42,6 +42,7 @@ class _Writing:
 class _Drawing:
     """The texts that get a token by a pass, and the tokens, wherever they are."""
 
+    sequences: Sequence[Text]
     rows: Sequence[_Writing]
     result: Drawn
     looks: Looks
@@ -212,7 +213,7 @@ class Batcher:
         self._cache.expect(coming.chunks)
         pending = None
         if self._drawn is not None:
-            numbers = [each.sequence.number for each in self._drawn.rows]
+            numbers = [sequence.number for sequence in self._drawn.sequences]
             pending = Pending(self._drawn.result.token_ids, dict(zip(numbers, range(len(numbers)), strict=True)))
         # A watch looks at what Python launches.
         may_replay = self._runner.replays and not self._watch.is_on
@@ -228,30 +229,30 @@ class Batcher:
         """Choose the next tokens of those that have not ended since the pass was scheduled."""
         running = SequenceState.RUNNING  # a look at the enum for each text costs
         sampling = list(compress(coming.chunks.sequences, coming.chunks.samples))
-        writing = self._writing
-        rows = [writing[sequence.number] for sequence in sampling if sequence.state is running]
-        if len(rows) < len(sampling):
+        sequences = [sequence for sequence in sampling if sequence.state is running]
+        if len(sequences) < len(sampling):
             places = [place for place, sequence in enumerate(sampling) if sequence.state is running]
             logits = logits[send(places, torch.int64, logits.device)]
-        return _Drawing(rows, self._sampler.draw(logits, [each.row for each in rows]), self._watch.take())
+        writing = self._writing
+        rows = [writing[sequence.number] for sequence in sequences]
+        return _Drawing(sequences, rows, self._sampler.draw(logits, [each.row for each in rows]), self._watch.take())
 
     def _receive(self, drawn: _Drawing) -> list[Finished]:
         """Take the tokens of the pass before; the texts that are complete with them."""
         sampled = drawn.result.take()
         self.pass_ends_s.append(time.perf_counter())
-        broken = {drawn.rows[place].sequence.number for place in sampled.broken}
+        broken = {drawn.sequences[place].number for place in sampled.broken}
         if self._watch.is_on and (where := drawn.looks.where()) is not None:
             self._suspects |= {number: self._suspects[number] or where for number in self._suspects}
-        tokens = list(zip(drawn.rows, sampled.token_ids, strict=True))
-        whole = [(each.sequence, token_id) for each, token_id in tokens if token_id != BROKEN]
-        self.num_new_tokens += len(whole)
-        self._scheduler.receive(whole)
+        tokens = zip(drawn.sequences, sampled.token_ids, strict=True)
+        self._scheduler.receive((each, token_id) for each, token_id in tokens if token_id != BROKEN)
+        self.num_new_tokens += len(drawn.sequences) - len(broken)
         for each, logprobs in zip(drawn.rows, sampled.logprobs, strict=True):
             if logprobs is not None:
                 each.logprobs.append(logprobs)
         restarted = self._restart(broken)
         finished = []
-        for each in self._perhaps_complete(tokens):
+        for each in self._perhaps_complete(drawn, sampled.token_ids):
             number = each.sequence.number
             if number in broken:
                 if number not in restarted:
@@ -260,12 +261,14 @@ class Batcher:
                 finished.append(self._finish(each, reason))
         return finished
 
-    def _perhaps_complete(self, tokens: Sequence[tuple[_Writing, int]]) -> list[_Writing]:
+    def _perhaps_complete(self, drawn: _Drawing, token_ids: Sequence[int]) -> Sequence[_Writing]:
         """Those to look at with their new tokens: few; a look at more than this for each costs."""
         if self._reads:
-            return [each for each, _ in tokens]
+            return drawn.rows
         last_ids, ended = self._last_ids, SequenceState.FINISHED  # with all the tokens that they may have
-        return [each for each, token_id in tokens if token_id in last_ids or each.sequence.state is ended]
+        each = enumerate(zip(drawn.sequences, token_ids, strict=True))
+        places = [place for place, (text, token_id) in each if token_id in last_ids or text.state is ended]
+        return [drawn.rows[place] for place in places]
 
     def _restart(self, broken: set[int]) -> set[int]:
         """Have the broken ones tried again that may have their damage from others: those that share pages.
