@@ -101,20 +101,21 @@ class PagePool:
         Where the same tokens lie in a page already, that one goes on being found, and what follows here is named after
         it. What follows a hole that nobody else has filled is found by no one.
         """
-        begin = sequence.num_named
+        begin, prefix = sequence.num_named, sequence.prefix
+        key_of, users, names = self._key_of, self._num_users, self._names
         for page, tokens in zip(sequence.pages[begin:end], self._tokens(sequence, begin, end), strict=True):
-            key = sequence.prefix, tokens
+            key = prefix, tokens
             if page == HOLE:
-                sequence.prefix = self._found[key][1] if key in self._found else next(self._names)
+                prefix = self._found[key][1] if key in self._found else next(names)
                 continue
-            own = page, next(self._names)
+            own = page, next(names)
             found = self._found.setdefault(key, own)
-            sequence.prefix = found[1]
+            prefix = found[1]
             if found is own:
-                assert self._num_users[page] == 1, f"page {page} is published by a sequence that shares it"
-                assert self._key_of[page] is None, f"page {page} was published before"
-                self._key_of[page] = key
-        sequence.num_named = max(sequence.num_named, end)
+                assert users[page] == 1, f"page {page} is published by a sequence that shares it"
+                assert key_of[page] is None, f"page {page} was published before"
+                key_of[page] = key
+        sequence.prefix, sequence.num_named = prefix, max(begin, end)
 
     def drop_before(self, sequence: Sequence, position: int) -> None:
         """Leave holes for the pages that lie wholly before a position; for models whose every layer slides."""
