@@ -171,6 +171,14 @@ def tensors_of(given: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
 
 
+def assert_in_order() -> None:
+    """As where no capture is under way, and none has broken off: of torch on a GPU."""
+    assert not torch.cuda.is_current_stream_capturing()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert len(set(torch.rand(3, device="cuda").tolist())) > 1
+    torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Graphs also on the CPU; on a GPU they stay those of CUDA."""

@@ -45,14 +45,14 @@ class NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _waits(self._kind, func, args, kwargs):
-            self._refused = f"{func.name()} waits for the device"
-            raise Unrecordable(self._refused)
         if torch.is_inference_mode_enabled():  # there operators that consist of others come in one piece
             with self:
                 found = func.decompose(*args, **kwargs)
             if found is not NotImplemented:
                 return found
+        if _waits(self._kind, func, args, kwargs):
+            self._refused = f"{func.name()} waits for the device"
+            raise Unrecordable(self._refused)
         return func(*args, **kwargs)
 
 
