@@ -110,7 +110,8 @@ def test_pinned_memory_is_copied_without_waiting() -> None:
     assert (back.tolist(), pinned.tolist()) == ([1.0] * 4, [2.0] * 4)
 
 
-def test_another_way_after_a_refusal_is_no_way_out() -> None:
+@MODES
+def test_another_way_after_a_refusal_is_no_way_out(grad_mode: Any) -> None:
     mode = NoWaits(torch.device("cpu"))
 
     def compute() -> None:
@@ -118,10 +119,10 @@ def test_another_way_after_a_refusal_is_no_way_out() -> None:
             try:
                 torch.ones(1).item()
             except Unrecordable:
-                torch.ones(1)
+                torch.ones(1).to(torch.float64)
 
     for _ in range(2):
-        with pytest.raises(Unrecordable, match="_local_scalar_dense"):
+        with grad_mode(), pytest.raises(Unrecordable, match="_local_scalar_dense"):
             compute()
     with mode:
         torch.ones(1)

@@ -46,8 +46,11 @@ class NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():  # there operators that consist of others come in one piece
-            with self:
+            super().__enter__()
+            try:
                 found = func.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
             if found is not NotImplemented:
                 return found
         if _waits(self._kind, func, args, kwargs):
