@@ -46,7 +46,7 @@ class NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():  # there operators that consist of others come in one piece
-            super().__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
             try:
                 found = func.decompose(*args, **kwargs)
             finally:
