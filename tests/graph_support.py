@@ -2,8 +2,8 @@
 
 What is recorded changes nothing that was there before, as a capture computes nothing, and what it made is spoilt. It is
 computed anew, in the same memory, when it is replayed. As in a graph's pool, memory that the program has let go of is
-taken again by what is recorded after. What would wait for the device fails, and transformers takes it for a capture, in
-which it asks tensors for nothing.
+taken again by what is recorded after. transformers takes it for a capture, in which it asks tensors for nothing; what
+would wait for the device is refused before it comes here (`zinfer/graphs/waits.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers.utils import import_utils
 from triton.runtime import interpreter
 
@@ -94,8 +94,6 @@ class StandIn(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._tape is None:
             return func(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default or func is torch.ops.aten.nonzero.default:
-            raise RuntimeError("operation not permitted when stream is capturing")
         own = self._own((args, kwargs))
         if func._schema.is_mutable:
             self._tape.append(lambda: func(*own[0], **own[1]))
@@ -115,7 +113,8 @@ class StandIn(TorchDispatchMode):
             return
         own = self._own((args, kwargs))
         self._tape.append(lambda: kernel(*own))
-        self._undone(lambda: kernel(args, kwargs), (args, kwargs))
+        with _disable_current_modes():  # what the interpreter itself does is no part of a forward
+            self._undone(lambda: kernel(args, kwargs), (args, kwargs))
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same numbers in memory that outlives whoever holds them."""
@@ -170,6 +169,14 @@ def _place(tensor: torch.Tensor) -> int:
 
 def tensors_of(given: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+
+
+def assert_in_order() -> None:
+    """As where no capture is under way, and none has broken off: of torch on a GPU."""
+    assert not torch.cuda.is_current_stream_capturing()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert len(set(torch.rand(3, device="cuda").tolist())) > 1
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

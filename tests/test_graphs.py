@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import left_padded, random_prompts, tiny_checkpoint
-from graph_support import StandIn, stand_in
+from graph_support import StandIn, assert_in_order, stand_in
 from ragged_models import VOCAB_SIZE, tiny_model
 from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
 from transformers.cache_utils import StaticLayer
@@ -234,14 +234,20 @@ def test_what_cannot_be_recorded_is_launched_by_python(
     engine: zinfer.InferenceEngine, monkeypatch: pytest.MonkeyPatch, part: str, fails: Callable[..., Any], reason: str
 ) -> None:
     wanted = greedy(engine.generate, ids_of(1))
-    for recorder in (StandIn, CudaRecorder):
-        monkeypatch.setattr(recorder, part, fails)
-    engine._fittings.caches.close()
-    try:
-        raise ValueError("what the caller was busy with")
-    except ValueError:
-        assert greedy(engine.generate, ids_of(1)) == wanted
+    with monkeypatch.context() as patch:
+        for recorder in (StandIn, CudaRecorder):
+            patch.setattr(recorder, part, fails)
+        engine._fittings.caches.close()
+        try:
+            raise ValueError("what the caller was busy with")
+        except ValueError:
+            assert greedy(engine.generate, ids_of(1)) == wanted
     assert engine.graphs.eager[f"cannot be recorded: {reason}"] > NEW // 2, engine.graphs
+    if engine.device.type == "cuda":
+        assert_in_order()  # a session ends what is open, whoever was to end it
+    assert engine.graphs.recorded == 1, "before it failed"
+    assert greedy(engine.generate, ids_of(1).repeat(2, 1)) == wanted * 2
+    assert engine.graphs.recorded == 2
     engine.destroy()
 
 

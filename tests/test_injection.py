@@ -76,7 +76,10 @@ def test_an_engine_says_what_it_computes_by_kernels(device: str, tmp_path: Path)
             assert engine.injected["model.layers.1.self_attn"] == f"{HALVES}; q_proj, k_proj and v_proj in one product"
         engine.destroy()
     assert found[None] == found[False] == found[True]
-    with LLM(folder, device=device) as plain, LLM(folder, device=device, kernel_inject=True) as llm:
+    with LLM(folder, device=device) as llm:
+        assert bool(llm.injected) == (device == "cuda"), "where nothing is said of them"
+    both = (LLM(folder, device=device, kernel_inject=injects) for injects in (False, True))
+    with next(both) as plain, next(both) as llm:
         assert not plain.injected
         assert {kind.split("; ")[0] for kind in llm.injected.values()} == {RMS, HALVES, SILU}
         prompts, params = [{"prompt_token_ids": ids[0].tolist()}], SamplingParams(max_new_tokens=12)

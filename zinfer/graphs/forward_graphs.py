@@ -4,12 +4,12 @@ import functools
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
 from zinfer.graphs.cuts import Cuts
@@ -18,6 +18,7 @@ from zinfer.graphs.form import CONSTANTS, Call, Unrecordable
 from zinfer.graphs.inside import Inside
 from zinfer.graphs.recorder import Recorder
 from zinfer.graphs.recording import Recording
+from zinfer.graphs.waits import NoWaits
 from zinfer.graphs.whole_masks import spared
 
 _MOST_GRAPHS: Final = 32
@@ -119,7 +120,7 @@ class ForwardGraphs:
     def begin_anew(self) -> None:
         """Forget all forms: forwards have parts by torch.compile from now on, which are compiled before a recording.
 
-        Within a mode for dispatching, as `EarlySums` is, torch runs none of them.
+        Within a mode for dispatching, as those of a recording are, torch runs none of them.
         """
         self.close()
         self._seen.clear()
@@ -158,16 +159,17 @@ class ForwardGraphs:
     def _record(self, call: Call, form: Hashable, forward: Callable[..., Any]) -> "_Graph":
         # Where this fails nothing was computed: Python launches it anew, and what is really wrong is raised there.
         handled = sys.exception()
-        sums = nullcontext() if self._is_compiled else EarlySums()  # type: ignore[no-untyped-call]
-        inside = None if self._is_compiled or not self.cuts.are_any else Inside()
-        recording = Recording(self._recorder, inside)
+        modes: list[TorchDispatchMode] = []
+        inside = None
+        if not self._is_compiled:
+            modes = [NoWaits(self._device), EarlySums()]  # type: ignore[no-untyped-call]
+            inside = Inside() if self.cuts.are_any else None
+        recording = Recording(self._recorder, modes, inside)
         try:
             with self.cuts.within(recording):
-                return _Graph(forward, recording, call, sums)
+                return _Graph(forward, recording, call)
         except (RuntimeError, Unrecordable) as error:
-            first = _first_cause(error, handled)
-            reason = next(iter(str(first).splitlines()), type(first).__name__)
-            self._seen[form] = f"cannot be recorded: {reason}"
+            self._seen[form] = f"cannot be recorded: {_reason(error, handled)}"
             raise Unrecordable(self._seen[form]) from error
 
     def _expect_again(self, form: Hashable) -> None:
@@ -180,6 +182,12 @@ class ForwardGraphs:
             raise Unrecordable(FIRST)
         if reason:
             raise Unrecordable(reason)
+
+
+def _reason(error: BaseException, handled: BaseException | None) -> str:
+    """The first cause in a line. Whoever kept that itself would keep the memory of all that was computed up to it."""
+    first = _first_cause(error, handled)
+    return next(iter(str(first).splitlines()), type(first).__name__)
 
 
 def _first_cause(error: BaseException, handled: BaseException | None) -> BaseException:
@@ -198,15 +206,13 @@ def _first_cause(error: BaseException, handled: BaseException | None) -> BaseExc
 class _Graph:
     """One recorded forward, with the places that it reads and what it leaves."""
 
-    def __init__(
-        self, forward: Callable[..., Any], recording: Recording, call: Call, sums: AbstractContextManager[Any]
-    ) -> None:
+    def __init__(self, forward: Callable[..., Any], recording: Recording, call: Call) -> None:
         self.leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves]
         self._places = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         args, kwargs = pytree.tree_unflatten(self.leaves, call.spec)
 
         def compute() -> Any:
-            with sums, spared(call.padding):
+            with spared(call.padding):
                 return forward(*args, **kwargs)
 
         given = recording.run(compute)

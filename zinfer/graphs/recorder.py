@@ -58,9 +58,8 @@ class CudaRecorder:
             try:
                 yield
             finally:
-                if self._open is not None and torch.cuda.is_current_stream_capturing():
-                    self.end()
-                self._open = None
+                if self._open is not None:
+                    self._give_up(*self._open)
 
     def begin(self) -> None:
         """As `Recorder.begin`; launches of other threads, such as copies of weights, go on meanwhile."""
@@ -82,6 +81,35 @@ class CudaRecorder:
     def close(self) -> None:
         """As `Recorder.close`: a pool gives nothing back as long as a graph uses it."""
         self._keeper = None
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph, capture: torch.cuda.graph) -> None:
+        """End a capture that is open still, and see to one that has broken off."""
+        self._open = None
+        with torch.cuda.stream(capture.capture_stream):
+            try:
+                graph.capture_end()
+            except RuntimeError:  # it has broken off, or ended before; what broke it is on its way to the caller
+                assert self._keeper is not None
+                if _end_allocation(torch.cuda.current_device(), self._keeper.pool()):
+                    # Torch goes on with the capture also where it keeps the pool's pinned memory. Nothing reaches that
+                    # from here, and nothing can be captured into the pool again.
+                    self._keeper = None
+                # Random numbers that are not captured can be drawn again once the end of a capture has succeeded.
+                _empty_graph()
+
+
+def _end_allocation(device: int, pool: Any) -> bool:
+    """Do what torch before 2.12 leaves undone where the end of a capture fails; whether there was anything.
+
+    Its allocator goes on with the capture, so that no cached memory of the process is given back any more, and counts
+    it among the users of the pool for ever. Later versions end it themselves, and count as they see fit.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:  # nothing is captured into the pool
+        return False
+    torch._C._cuda_releasePool(device, pool)
+    return True
 
 
 def _empty_graph() -> torch.cuda.CUDAGraph:

@@ -1,8 +1,10 @@
 """A forward while it is recorded: pieces, in the order in which they are replayed."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zinfer.graphs.float_masks import float_masks
 from zinfer.graphs.inside import Inside
@@ -14,15 +16,17 @@ class Recording:
 
     Args:
         recorder: makes the pieces.
-        inside: watches what is computed within a part of the forward; None: nobody asks for that.
+        modes: within which the forward runs, the last one sees its operators first.
+        inside: one mode more, which watches what is computed within a part of the forward; None: nobody asks for that.
 
     Attributes:
         steps: what computes the forward, one after the other.
         num_pieces: recorded so far.
     """
 
-    def __init__(self, recorder: Recorder, inside: Inside | None) -> None:
+    def __init__(self, recorder: Recorder, modes: Sequence[TorchDispatchMode], inside: Inside | None) -> None:
         self._recorder = recorder
+        self._modes = [*([] if inside is None else [inside]), *modes]
         self._forget_masks: Callable[[], None] | None = None
         self.inside = inside
         self.steps: list[Callable[[], None]] = []
@@ -34,7 +38,9 @@ class Recording:
         Raises:
             RuntimeError, Unrecordable: it cannot be recorded.
         """
-        with self._recorder.session(), self.inside or nullcontext(), float_masks() as self._forget_masks:
+        with self._recorder.session(), float_masks() as self._forget_masks, ExitStack() as modes:
+            for mode in self._modes:
+                modes.enter_context(mode)
             self.begin()
             given = forward()
             self.steps.append(self.end())
