@@ -32,6 +32,7 @@ from zinfer.kernels import (
     norm,
     paged_attention,
     prompt_attention,
+    quarters,
     rotary,
     write_pages,
     write_static,
@@ -64,6 +65,7 @@ KINDS = {
     torch.float32: "fp32",
     torch.int8: "i8",
     torch.uint8: "u8",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv",
@@ -158,6 +160,7 @@ def stand_in() -> None:
         gemv: ["_gemv_kernel"],
         grouped_linear: ["grouped_kernel"],
         groups: ["_order_kernel"],
+        quarters: ["_quarters_kernel"],
         write_static: ["_write_static_kernel"],
     }
     for module, kernels in names.items():
