@@ -73,25 +73,25 @@ _TABLES: Final = {"full": _FULL, "bytes": _BYTES, "nibbles": _NIBBLES}
 _CANDIDATES: Final = {
     ("full", False): (
         (32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3),
-        (128, 64, 4, 4), (128, 64, 4, 6), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 4), (128, 256, 8, 3),
+        (128, 64, 4, 4), (128, 64, 4, 6), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 4),
     ),
     ("full", True): (
-        (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4),
+        (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4),
         (128, 64, 8, 5), (128, 128, 8, 2), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4), (256, 128, 8, 2),
     ),
     ("bytes", False): (
         (64, 128, 4, 6), (64, 256, 4, 3), (128, 128, 4, 3),
     ),
     ("bytes", True): (
-        (128, 128, 4, 3), (128, 128, 8, 3),
+        (128, 128, 8, 3),
     ),
     ("words", False): (
         (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (64, 256, 4, 4), (128, 128, 4, 3),
         (128, 128, 4, 4), (128, 256, 4, 3), (128, 256, 8, 3),
     ),
     ("words", True): (
-        (64, 128, 4, 3), (64, 256, 4, 2), (128, 128, 4, 2), (128, 128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3),
-        (128, 128, 8, 4), (128, 256, 8, 2), (256, 128, 8, 2), (256, 128, 8, 3),
+        (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 2), (128, 128, 4, 2), (128, 128, 4, 3), (128, 128, 8, 2),
+        (128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 2),
     ),
     ("nibbles", False): (
         (32, 128, 4, 6), (32, 256, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 4),
@@ -137,9 +137,12 @@ def table_of(weight: torch.Tensor | QuantizedMatrix) -> str:
 
 
 def candidates(table: str, block_tokens: int) -> Iterator[GroupedTiles]:
-    """Tiles of a table worth measuring for so many tokens of a tile, at most 12."""
+    """Tiles of a table worth measuring for so many tokens of a tile, at most 12: of many tokens also those of half as
+    many, of which the last tile of an expert leaves fewer unused."""
     block_tokens = min(block_tokens, max(_TABLES[table]))
     yield from (GroupedTiles(block_tokens, *shape) for shape in _CANDIDATES[table, block_tokens >= 64])
+    if block_tokens >= 128:
+        yield _TABLES[table][block_tokens // 2]
     if table == "bytes":
         words = _CANDIDATES["words", block_tokens >= 64]
         yield from (GroupedTiles(block_tokens, *shape, in_words=True) for shape in words)
