@@ -68,39 +68,32 @@ _NIBBLES: Final = {
     64: GroupedTiles(64, 128, 128, 4, 3),
 }
 _TABLES: Final = {"full": _FULL, "bytes": _BYTES, "nibbles": _NIBBLES}
-# Rows, columns, warps and stages; of few tokens, and of 64 and more.
+# Rows, columns, warps and stages, by the fewest tokens of a tile.
 # fmt: off
-_CANDIDATES: Final = {
-    ("full", False): (
-        (32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3),
-        (128, 64, 4, 4), (128, 64, 4, 6), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 4),
-    ),
-    ("full", True): (
-        (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4),
-        (128, 64, 8, 5), (128, 128, 8, 2), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4), (256, 128, 8, 2),
-    ),
-    ("bytes", False): (
-        (64, 128, 4, 6), (64, 256, 4, 3), (128, 128, 4, 3),
-    ),
-    ("bytes", True): (
-        (128, 128, 8, 3),
-    ),
-    ("words", False): (
-        (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (64, 256, 4, 4), (128, 128, 4, 3),
-        (128, 128, 4, 4), (128, 256, 4, 3), (128, 256, 8, 3),
-    ),
-    ("words", True): (
-        (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 2), (128, 128, 4, 2), (128, 128, 4, 3), (128, 128, 8, 2),
-        (128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 2),
-    ),
-    ("nibbles", False): (
-        (32, 128, 4, 6), (32, 256, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 4),
-        (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3),
-    ),
-    ("nibbles", True): (
-        (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 4, 2), (128, 128, 4, 3), (128, 128, 4, 4),
-        (128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 2), (256, 128, 8, 3),
-    ),
+_CANDIDATES: Final[dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]]] = {
+    "full": {
+        16: ((32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3),
+             (128, 64, 4, 4), (128, 64, 4, 6), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 4)),
+        64: ((64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 8, 5),
+             (128, 128, 8, 2), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4), (256, 128, 8, 2)),
+    },
+    "bytes": {
+        16: ((64, 128, 4, 6), (64, 256, 4, 3), (128, 128, 4, 3)),
+        64: ((128, 128, 8, 3),),
+    },
+    "words": {
+        16: ((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (64, 256, 4, 4), (128, 128, 4, 3),
+             (128, 128, 4, 4), (128, 256, 4, 3), (128, 256, 8, 3)),
+        64: ((64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 4, 2), (128, 128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3),
+             (128, 128, 8, 4), (128, 256, 8, 2)),
+    },
+    "nibbles": {
+        16: ((32, 128, 4, 6), (32, 256, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 4),
+             (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3)),
+        64: ((64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 4, 2), (128, 128, 4, 3), (128, 128, 8, 3),
+             (128, 128, 8, 4), (128, 256, 8, 2)),
+        128: ((128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 2)),
+    },
 }
 # fmt: on
 _FLOAT32: Final = GroupedTiles(16, 32, 64, 4, 2)
@@ -139,13 +132,12 @@ def table_of(weight: torch.Tensor | QuantizedMatrix) -> str:
 def candidates(table: str, block_tokens: int) -> Iterator[GroupedTiles]:
     """Tiles of a table worth measuring for so many tokens of a tile, at most 12: of many tokens also those of half as
     many, of which the last tile of an expert leaves fewer unused."""
-    block_tokens = min(block_tokens, max(_TABLES[table]))
-    yield from (GroupedTiles(block_tokens, *shape) for shape in _CANDIDATES[table, block_tokens >= 64])
-    if block_tokens >= 128:
+    for kind in (table, "words") if table == "bytes" else (table,):
+        shapes = _CANDIDATES[kind]
+        for shape in shapes[max(least for least in shapes if least <= block_tokens)]:
+            yield GroupedTiles(block_tokens, *shape, in_words=kind == "words")
+    if block_tokens == MOST_TOKENS:
         yield _TABLES[table][block_tokens // 2]
-    if table == "bytes":
-        words = _CANDIDATES["words", block_tokens >= 64]
-        yield from (GroupedTiles(block_tokens, *shape, in_words=True) for shape in words)
 
 
 def most_token_tiles(pairs: int, num_experts: int, block_tokens: int) -> int:
