@@ -152,9 +152,11 @@ def num_programs(pairs: int, num_experts: int, rows: int, tiles: GroupedTiles) -
 
 
 def takes_words(matrix: QuantizedMatrix, tiles: GroupedTiles) -> bool:
-    """Whether codes are taken as words: of 8 bits, in rows of whole words, and a step has enough of them."""
-    is_of_bytes = matrix.format.bits == 8 and tiles.in_words
-    return is_of_bytes and matrix.columns % 4 == 0 and _step_columns(matrix, tiles) >= 4 * _LEAST_STEP
+    """Whether codes are taken as words: of 8 bits, for x of 16, where rows are whole words and a step has enough."""
+    if matrix.format.bits != 8 or not tiles.in_words or matrix.dtype == torch.float32:
+        return False
+    are_whole = matrix.columns % 4 == 0 and matrix.codes.storage_offset() % 4 == 0
+    return are_whole and _step_columns(matrix, tiles) >= 4 * _LEAST_STEP
 
 
 def step_units(matrix: QuantizedMatrix, tiles: GroupedTiles) -> int:

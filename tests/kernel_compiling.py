@@ -194,7 +194,9 @@ def compile_experts(dtype: torch.dtype) -> None:
     turned = torch.empty(mixture.experts, mixture.columns, mixture.rows, dtype=dtype, device="meta").transpose(1, 2)
     codes = [random_experts(format, mixture, dtype, "meta") for format in TYPICAL]
     full = random_experts(None, mixture, dtype, "meta")
-    for tokens, weights in {4: (full, codes[0], codes[2], codes[3]), 4096: (turned, *codes)}.items():
+    asymmetric = random_experts(QuantFormat(8, 128, symmetric=False), mixture, dtype, "meta")
+    cases = {4: (full, codes[0], codes[2], codes[3]), 1024: (codes[0], asymmetric), 4096: (turned, *codes)}
+    for tokens, weights in cases.items():
         found = groups.groups_kernel(random_choice(mixture, tokens, "cpu"), mixture.experts)
         x = torch.zeros(tokens, mixture.columns, dtype=dtype)
         for weight in weights:

@@ -118,15 +118,26 @@ def test_codes_taken_as_words(kernel_device: str, format: QuantFormat, dtype: to
             assert_right(grouped_linear_kernel(x, weight, groups, bias, IN_WORDS), x, weight, groups, bias)
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 def test_what_is_not_taken_as_words(kernel_device: str) -> None:
+    """Rows of half a word, short groups, halves of bytes, x of 32 bits, and codes that begin within a word."""
     torch.manual_seed(0)
     mixture = Mixture(3, 2, 33, 96)
-    for format, columns in ((QuantFormat(8), 98), (QuantFormat(8, 32), 96), (QuantFormat(4), 96)):
-        weight = random_experts(format, replace(mixture, columns=columns), torch.float16, kernel_device)
+    cases = [
+        (QuantFormat(8), 98, torch.float16, 0),
+        (QuantFormat(8, 32), 96, torch.float16, 0),
+        (QuantFormat(4), 96, torch.float16, 0),
+        (QuantFormat(8), 96, torch.float32, 0),
+        (QuantFormat(8), 96, torch.float16, 1),
+    ]
+    for format, columns, dtype, offset in cases:
+        weight = random_experts(format, replace(mixture, columns=columns), dtype, kernel_device)
         assert isinstance(weight, QuantizedMatrix)
+        held = torch.empty(weight.codes.numel() + offset, dtype=weight.codes.dtype, device=kernel_device)
+        weight = replace(weight, codes=held[offset:].view(weight.codes.shape).copy_(weight.codes))
         assert not takes_words(weight, IN_WORDS)
         groups = Groups.of(random_choice(mixture, 5, kernel_device), mixture.experts)
-        x = torch.randn(5, columns, dtype=torch.float16, device=kernel_device)
+        x = torch.randn(5, columns, dtype=dtype, device=kernel_device)
         assert_right(grouped_linear_kernel(x, weight, groups, tiles=IN_WORDS), x, weight, groups)
 
 
