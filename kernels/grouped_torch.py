@@ -29,7 +29,7 @@ _ALIGNMENT: Final = 8  # elements of 16 bytes
 
 
 def is_torchs(weight: torch.Tensor, groups: Groups) -> bool:
-    """Whether torch's product is to be taken for weights on a GPU, [experts, rows, columns]: by how they lie alone."""
+    """Whether torch's product is to be taken for weights on a GPU, [experts, rows, columns]: by shapes and dtype."""
     _, rows, columns = weight.shape
     are_many = groups.num_pairs >= LEAST_PAIRS_PER_EXPERT * groups.num_experts
     return are_many and rows * columns >= LEAST_SIZE * (rows + columns) and has_kernel(weight)
