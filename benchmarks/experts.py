@@ -1,15 +1,19 @@
 """Times the products of experts: over the bytes of the experts that have tokens, and over torch's grouped product.
 
-    python benchmarks/experts.py [--models qwen3,mixtral] [--tokens 1,16,512,4096] [--formats full,int8,int4-128]
-                                 [--dtype bfloat16] [--tune] [--out FILE]
+    python benchmarks/experts.py [--models qwen3,mixtral] [--tokens 1,16,512,1024,4096]
+                                 [--formats full,int8,int4-128] [--dtype bfloat16] [--tune] [--out FILE]
 
 ``of_copy`` is what has to be read and written (the matrices of those experts that have tokens, once, and what goes in
-and comes out) over the time taken, as a share of a copy's rate in the same run; ``tflops`` what is multiplied a second;
-``over_torch`` the time of torch's grouped product with full bfloat16 weights over ours, whatever ours are stored in.
-``groups`` is the time of putting tokens in the order of their experts. Every call has tokens of other experts, so that
-their bytes come from memory.
+and comes out) over the time that our kernel takes, as a share of a copy's rate in the same run; ``tflops`` what is
+multiplied a second; ``over_torch`` the time of torch's grouped product with full bfloat16 weights over ours, whatever
+ours are stored in, its tokens being in the order of experts already; ``over_gathering`` that of torch's with gathering:
+from tokens as they lie to pairs in their places, as ours. The lines of ``torch`` have both times, and whether
+`grouped_linear` takes it there (``is_taken``): it should where full weights have ``over_gathering`` below 1. ``groups``
+is the time of putting tokens in the order of their experts. Every call has tokens of other experts, so that their bytes
+come from memory.
 
---tune measures the candidates of kernels/grouped_tiles.py instead, and prints the best.
+--tune measures the candidates of kernels/grouped_tiles.py instead, for the same tokens, and prints the best of those
+whose sums are right.
 
 A correctness gate comes first. The last line is JSON.
 """
@@ -38,13 +42,13 @@ from zinfer.kernels.cases import (
 )
 from zinfer.kernels.grouped_linear import (
     ExpertWeights,
-    grouped_linear,
     grouped_linear_kernel,
     grouped_linear_ref,
 )
-from zinfer.kernels.grouped_tiles import block_tokens_for, candidates
+from zinfer.kernels.grouped_tiles import block_tokens_for, candidates, table_of
+from zinfer.kernels.grouped_torch import grouped_linear_torch, is_torchs
 from zinfer.kernels.groups import Groups
-from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.kernels.quantized import QuantFormat
 
 MODELS: Final = {"qwen3": QWEN3_30B_A3B, "mixtral": MIXTRAL_8X7B}
 FORMATS: Final = {
@@ -55,7 +59,7 @@ FORMATS: Final = {
     "int4-128-asymmetric": QuantFormat(4, group_size=128, symmetric=False),
 }
 _GATE: Final = (Mixture(7, 3, 192, 512), Mixture(40, 4, 512, 768))
-_TUNED_TOKENS: Final = (1, 16, 512, 1024, 4096)
+_GROUPINGS: Final = 4
 
 
 def check_kernels(dtype: torch.dtype, names: Sequence[str]) -> None:
@@ -66,10 +70,20 @@ def check_kernels(dtype: torch.dtype, names: Sequence[str]) -> None:
             for tokens in (1, 33, 900):
                 groups = Groups.of(random_choice(mixture, tokens, "cuda"), mixture.experts)
                 x = torch.randn(tokens, mixture.columns, dtype=dtype, device="cuda")
-                wanted = grouped_linear_ref(x.double(), weight, groups)
-                distance = (grouped_linear(x, weight, groups).double() - wanted).abs()
-                if not bool((distance <= grouped_allowed_error(x, weight, groups, wanted)).all()):
+                products = [grouped_linear_kernel] + [grouped_linear_torch] * (name == "full")
+                if not all(Sums(x, weight, groups).are_right(product(x, weight, groups)) for product in products):
                     raise SystemExit(f"gate: {name}, {mixture}, {tokens} tokens: no figure is reported")
+
+
+class Sums:
+    """Those of float64, for others to be compared with."""
+
+    def __init__(self, x: torch.Tensor, weight: ExpertWeights, groups: Groups) -> None:
+        self.wanted = grouped_linear_ref(x.double(), weight, groups)
+        self.allowed = grouped_allowed_error(x, weight, groups, self.wanted)
+
+    def are_right(self, found: torch.Tensor) -> bool:
+        return bool(((found.double() - self.wanted).abs() <= self.allowed).all())
 
 
 def experts_in(name: str, mixture: Mixture, dtype: torch.dtype) -> ExpertWeights:
@@ -99,63 +113,82 @@ def measure(
     mixture: Mixture, names: Sequence[str], token_counts: Sequence[int], dtype: torch.dtype, copy_rate: float
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Name and figures of each case of one matrix's shape."""
-    torchs = _torch_seconds(mixture, token_counts)
+    shape = f"{mixture.experts}x{mixture.rows}x{mixture.columns}"
+    torchs = {}
+    for tokens, figures in measure_torch(mixture, token_counts):
+        torchs[tokens] = figures
+        yield f"torch {shape} tokens {tokens}", figures
     for name in names:
         weight = experts_in(name, mixture, dtype)
         for tokens in token_counts:
             calls = Calls(mixture, tokens, weight.nbytes, dtype)
-            seconds = graph_seconds([partial(grouped_linear, calls.x, weight, groups) for groups in calls.groups])
+            products = [partial(grouped_linear_kernel, calls.x, weight, groups) for groups in calls.groups]
+            seconds = graph_seconds(products)
             yield (
-                f"{name} {mixture.experts}x{mixture.rows}x{mixture.columns} tokens {tokens}",
+                f"{name} {shape} tokens {tokens}",
                 {
                     "us": round(seconds * 1e6, 2),
                     "of_copy": round(calls.moved_bytes / seconds / copy_rate, 3),
                     "tflops": round(calls.flops / seconds / 1e12, 1),
-                    "over_torch": round(torchs[tokens] / seconds, 3),
+                    "over_torch": round(torchs[tokens]["us"] / seconds / 1e6, 3),
+                    "over_gathering": round(torchs[tokens]["gathering_us"] / seconds / 1e6, 3),
                     "experts": calls.used,
                 },
             )
         del weight
     for tokens in token_counts:
-        choices = Calls(mixture, tokens, 1, dtype).choices
-        seconds = graph_seconds([partial(Groups.of, choice, mixture.experts) for choice in choices[:4]])
+        choices = [random_choice(mixture, tokens, "cuda") for _ in range(_GROUPINGS)]
+        seconds = graph_seconds([partial(Groups.of, choice, mixture.experts) for choice in choices])
         yield f"groups of {mixture.experts} tokens {tokens}", {"us": round(seconds * 1e6, 2)}
 
 
-def _torch_seconds(mixture: Mixture, token_counts: Sequence[int]) -> dict[int, float]:
-    """Of torch's grouped product of tokens that are in order already, by tokens."""
+def measure_torch(mixture: Mixture, token_counts: Sequence[int]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Tokens, and figures of torch's grouped product of them: of pairs in order already, and with gathering."""
     weight = random_experts(None, mixture, torch.bfloat16, "cuda")
     assert isinstance(weight, torch.Tensor)
-    found = {}
     for tokens in token_counts:
         calls = Calls(mixture, tokens, weight.nbytes, torch.bfloat16)
         x = calls.x.repeat_interleave(mixture.chosen, dim=0)
-        products = [
-            partial(functional.grouped_mm, x, weight.transpose(1, 2), offs=groups.ends) for groups in calls.groups
-        ]
-        found[tokens] = graph_seconds(products)
-    return found
+        bare = graph_seconds(
+            [partial(functional.grouped_mm, x, weight.transpose(1, 2), offs=groups.ends) for groups in calls.groups]
+        )
+        gathering = graph_seconds([partial(grouped_linear_torch, calls.x, weight, groups) for groups in calls.groups])
+        yield (
+            tokens,
+            {
+                "us": round(bare * 1e6, 2),
+                "gathering_us": round(gathering * 1e6, 2),
+                "tflops": round(calls.flops / bare / 1e12, 1),
+                "is_taken": is_torchs(weight, calls.groups[0]),
+            },
+        )
 
 
-def tune(mixtures: Sequence[Mixture], names: Sequence[str], dtype: torch.dtype) -> dict[str, str]:
+def tune(
+    mixtures: Sequence[Mixture], names: Sequence[str], token_counts: Sequence[int], dtype: torch.dtype
+) -> dict[str, str]:
     """The best tiles of each table's entry, by the geometric mean of seconds over the shapes."""
     times: dict[str, dict[object, list[float]]] = defaultdict(lambda: defaultdict(list))
     for mixture in mixtures:
         for name in names:
             weight = experts_in(name, mixture, dtype)
-            for tokens in _TUNED_TOKENS:
+            for tokens in token_counts:
                 calls = Calls(mixture, tokens, weight.nbytes, dtype)
                 block_tokens = block_tokens_for(calls.pairs, mixture.experts)
                 tried = {
                     tiles: [
                         partial(grouped_linear_kernel, calls.x, weight, groups, None, tiles) for groups in calls.groups
                     ]
-                    for tiles in candidates(block_tokens)
+                    for tiles in candidates(table_of(weight), block_tokens)
                 }
                 label = f"{name} {mixture.rows}x{mixture.columns} tokens {tokens}"
-                table = "codes" if isinstance(weight, QuantizedMatrix) else "full"
+                sums = Sums(calls.x, weight, calls.groups[0])
                 for tiles, seconds in race(label, tried).items():
-                    times[f"{table} {block_tokens}"][tiles].append(seconds)
+                    if sums.are_right(tried[tiles][0]()):
+                        times[f"{table_of(weight)} {block_tokens}"][tiles].append(seconds)
+                    else:
+                        print(f"{label}: WRONG SUMS of {tiles}", flush=True)
+                del sums
             del weight
     return {key: str(least(found)) for key, found in times.items()}
 
@@ -163,7 +196,7 @@ def tune(mixtures: Sequence[Mixture], names: Sequence[str], dtype: torch.dtype) 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="qwen3,mixtral")
-    parser.add_argument("--tokens", default="1,16,512,4096")
+    parser.add_argument("--tokens", default="1,16,512,1024,4096")
     parser.add_argument("--formats", default="full,int8,int4-128")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16"])
     parser.add_argument("--tune", action="store_true")
@@ -176,19 +209,18 @@ def main() -> None:
     torch.set_grad_enabled(False)
     dtype, names = getattr(torch, args.dtype), args.formats.split(",")
     check_kernels(dtype, names)
+    token_counts = [int(count) for count in args.tokens.split(",")]
     mixtures = [mixture for model in args.models.split(",") for mixture in MODELS[model]]
     copy_rate = copy_bytes_per_s()
     work = {"benchmark": "experts", "dtype": args.dtype, "copy_gb_per_s": round(copy_rate / 1e9, 1)}
     if args.tune:
-        best = tune(mixtures, names, dtype)
+        best = tune(mixtures, names, token_counts, dtype)
         print(*(f"{key}: {tiles}," for key, tiles in best.items()), sep="\n", flush=True)
         publish(work | {"tiles": best}, args.out)
         return
     found: dict[str, object] = {}
     for mixture in mixtures:
-        for name, figures in measure(
-            mixture, names, [int(count) for count in args.tokens.split(",")], dtype, copy_rate
-        ):
+        for name, figures in measure(mixture, names, token_counts, dtype, copy_rate):
             found[name] = figures
             print(name, json.dumps(figures), flush=True)
             keep(work | {"cases": found}, args.out)

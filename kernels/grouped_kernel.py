@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from zinfer.kernels.widening import widen_bytes, widen_nibbles
+from zinfer.kernels.widening import widen_bytes, widen_nibbles, widen_words
 
 
 @triton.jit
@@ -32,17 +32,24 @@ def _accumulate(weights, x, sums, COMPILED: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _multiply(  # type: ignore[no-untyped-def]
-    x, odd_x, stored, zero, sums, high_sums,
+    x, second_x, third_x, last_x, stored, zero, sums, high_sums,
     FORM: tl.constexpr, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_ZERO: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Adds a step's products to sums; of fragments those of the rows in high halves of bytes to sums of their own."""
-    if FORM == "full":
-        return _accumulate(stored, x, sums, COMPILED), high_sums
-    elif FORM == "bytes":
+    if FORM == "bytes":
         weights = widen_bytes(stored, IS_BFLOAT, IS_FLOAT, COMPILED)
         if HAS_ZERO:
             weights -= (zero.to(tl.float32) - 128).to(weights.dtype)[:, None]
         return _accumulate(weights, x, sums, COMPILED), high_sums
+    elif FORM == "words":
+        if HAS_ZERO:  # unsigned codes become signed ones, less 128
+            stored ^= -0x7F7F7F80
+        first, second, third, last = widen_words(stored, IS_BFLOAT, IS_FLOAT, COMPILED)
+        if HAS_ZERO:
+            centred = (zero.to(tl.float32) - 128).to(first.dtype)[:, None]
+            first, second, third, last = first - centred, second - centred, third - centred, last - centred
+        sums = _accumulate(second, second_x, _accumulate(first, x, sums, COMPILED), COMPILED)
+        return _accumulate(last, last_x, _accumulate(third, third_x, sums, COMPILED), COMPILED), high_sums
     else:
         low, high = widen_nibbles(stored, IS_BFLOAT, COMPILED)
         if HAS_ZERO:
@@ -52,7 +59,7 @@ def _multiply(  # type: ignore[no-untyped-def]
         if FORM == "fragments":
             return sums, _accumulate(high, x, high_sums, COMPILED)
         else:
-            return _accumulate(high, odd_x, sums, COMPILED), high_sums
+            return _accumulate(high, second_x, sums, COMPILED), high_sums
 
 
 @triton.jit
@@ -76,10 +83,10 @@ def _find_rows(stored_ptr, line, unit, expert, rows, expert_stride, stride, grou
 
 @triton.jit
 def _load_step(  # type: ignore[no-untyped-def]
-    stored_ptrs, x_ptrs, step, step_places, unit, width, inside, row, rows, odd,
+    stored_ptrs, x_ptrs, step, step_places, unit, width, inside, row, rows, part,
     BLOCK: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """What is stored of a step's units, and x beside it, of nibbles that of the odd columns too."""
+    """What is stored of a step's units, and x beside them: as many parts of it as units have columns, four or less."""
     step_ptrs = stored_ptrs + step * step_places
     if EVEN:
         is_x = inside[:, None]
@@ -89,10 +96,13 @@ def _load_step(  # type: ignore[no-untyped-def]
         is_x = inside[:, None] & there
         stored = tl.load(step_ptrs, mask=there & (row < rows)[:, None] if TRANSPOSED else there, other=0)
     x = tl.load(x_ptrs + step * BLOCK, mask=is_x, other=0)
-    odd_x = x
-    if FORM == "nibbles":
-        odd_x = tl.load(x_ptrs + odd + step * BLOCK, mask=is_x, other=0)
-    return stored, x, odd_x
+    second_x, third_x, last_x = x, x, x
+    if FORM == "nibbles" or FORM == "words":
+        second_x = tl.load(x_ptrs + part + step * BLOCK, mask=is_x, other=0)
+    if FORM == "words":
+        third_x = tl.load(x_ptrs + 2 * part + step * BLOCK, mask=is_x, other=0)
+        last_x = tl.load(x_ptrs + 3 * part + step * BLOCK, mask=is_x, other=0)
+    return stored, x, second_x, third_x, last_x
 
 
 @triton.jit
@@ -124,7 +134,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     expert_stride,
     stride,
     groups,
-    odd,
+    part,
     FORM: tl.constexpr,
     IS_FLOAT: tl.constexpr,
     IS_BFLOAT: tl.constexpr,
@@ -173,18 +183,23 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     none = tl.zeros((LINES, BLOCK_TOKENS), tl.float32)
     sums, high_sums = none, none
     for step in tl.range(0, tl.cdiv(width, BLOCK)):
-        stored, x, odd_x = _load_step(
-            stored_ptrs, x_ptrs, step, step_places, unit, width, inside, row, rows, odd,
+        stored, x, second_x, third_x, last_x = _load_step(
+            stored_ptrs, x_ptrs, step, step_places, unit, width, inside, row, rows, part,
             BLOCK, FORM, EVEN, TRANSPOSED,
         )  # fmt: skip
         if FORM == "full":
+            sums = _accumulate(stored, x, sums, COMPILED)
+        elif FORM == "words" and ONE_GROUP:
+            # Four products that follow each other are waited for one by one, so they may add to those before.
             sums, high_sums = _multiply(
-                x, odd_x, stored, zero, sums, high_sums, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO, COMPILED
+                x, second_x, third_x, last_x, stored, zero, sums, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO, COMPILED
             )
         else:
             # Codes are multiplied out of registers. A product that adds to the one before may still be under way when
             # the next codes come there: sums were wrong on a GPU, in tiles of 128 tokens. What is scaled is waited for.
-            product, high = _multiply(x, odd_x, stored, zero, none, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO, COMPILED)
+            product, high = _multiply(
+                x, second_x, third_x, last_x, stored, zero, none, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO, COMPILED
+            )
             sums += product * scale[:, None].to(tl.float32)
             if FRAGMENTS:
                 high_sums += high * high_scale[:, None].to(tl.float32)
@@ -197,6 +212,8 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
                 if HAS_ZERO:
                     zero = tl.load(zeros_ptr + next_place)
                 scale = tl.load(scales_ptr + next_place)
+    if FORM == "words" and ONE_GROUP:
+        sums *= scale[:, None].to(tl.float32)
     _store(out_ptr, bias_ptr, sums, expert, pair, inside, row, rows)
     if FRAGMENTS:
         _store(out_ptr, bias_ptr, high_sums, expert, pair, inside, row + 8, rows)

@@ -32,6 +32,7 @@ from zinfer.kernels import (
     norm,
     paged_attention,
     prompt_attention,
+    quarters,
     rotary,
     write_pages,
     write_static,
@@ -64,6 +65,7 @@ KINDS = {
     torch.float32: "fp32",
     torch.int8: "i8",
     torch.uint8: "u8",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv",
@@ -158,6 +160,7 @@ def stand_in() -> None:
         gemv: ["_gemv_kernel"],
         grouped_linear: ["grouped_kernel"],
         groups: ["_order_kernel"],
+        quarters: ["_quarters_kernel"],
         write_static: ["_write_static_kernel"],
     }
     for module, kernels in names.items():
@@ -191,7 +194,9 @@ def compile_experts(dtype: torch.dtype) -> None:
     turned = torch.empty(mixture.experts, mixture.columns, mixture.rows, dtype=dtype, device="meta").transpose(1, 2)
     codes = [random_experts(format, mixture, dtype, "meta") for format in TYPICAL]
     full = random_experts(None, mixture, dtype, "meta")
-    for tokens, weights in {4: (full, codes[0], codes[2], codes[3]), 4096: (turned, *codes)}.items():
+    asymmetric = random_experts(QuantFormat(8, 128, symmetric=False), mixture, dtype, "meta")
+    cases = {4: (full, codes[0], codes[2], codes[3]), 1024: (codes[0], asymmetric), 4096: (turned, *codes)}
+    for tokens, weights in cases.items():
         found = groups.groups_kernel(random_choice(mixture, tokens, "cpu"), mixture.experts)
         x = torch.zeros(tokens, mixture.columns, dtype=dtype)
         for weight in weights:

@@ -22,7 +22,8 @@ from zinfer.inject import grouped_experts
 from zinfer.inject.experts import overlay_experts
 from zinfer.inject.grouped_experts import overlay_grouped_experts
 from zinfer.inject.injection import Injection
-from zinfer.kernels.grouped_linear import grouped_linear, grouped_linear_kernel
+from zinfer.kernels.grouped_linear import grouped_linear_kernel
+from zinfer.kernels.grouped_torch import grouped_linear_torch
 from zinfer.quantization.parameter import QuantizedParameter
 
 IDS = torch.randint(2, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -162,20 +163,21 @@ def test_texts_of_a_mixture_in_float16(rules: dict[str, object] | None, tmp_path
     assert bool((logits.amax(-1) - chosen <= 0.05 * logits.std()).all())
 
 
-@pytest.mark.gpu
-def test_experts_in_bfloat16_are_left_to_torch_where_tokens_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("mixtral").to("cuda", torch.bfloat16)
+def test_experts_in_bfloat16_by_torchs_product_are_transformers_own(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = tiny_model("mixtral").to(device, torch.bfloat16)
     experts = experts_of(model)
-    Injection(model)
-    found: list[int] = []
-    monkeypatch.setattr(
-        grouped_experts, "grouped_linear", lambda *args: found.append(args[2].num_pairs) or grouped_linear(*args)
-    )
-    for tokens in (3, grouped_experts.MOST_BFLOAT16_PAIRS):
-        x = torch.randn(tokens, model.config.hidden_size, dtype=torch.bfloat16, device="cuda")
-        chosen = torch.rand(tokens, 4, device="cuda").topk(2).indices
-        experts(x, chosen, torch.full_like(chosen, 0.5, dtype=torch.bfloat16))
-    assert found == [6, 6]
+    x = torch.randn(40, model.config.hidden_size, dtype=torch.bfloat16, device=device)
+    chosen = torch.rand(40, 4, device=device).topk(2).indices
+    given = x, chosen, torch.full_like(chosen, 0.5, dtype=torch.bfloat16)
+    with torch.no_grad():
+        wanted = experts(*given)
+        Injection(model)
+        monkeypatch.setattr(grouped_experts, "grouped_linear", grouped_linear_torch)
+        found = experts(*given)
+    torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.01 * wanted.abs().max().item())
 
 
 def test_what_goes_expert_by_expert_or_gates_otherwise_is_left_alone() -> None:

@@ -45,6 +45,7 @@ def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) ->
         "_added_kernel",
         "_gemv_kernel",
         "_order_kernel",
+        "_quarters_kernel",
         "_write_static_kernel",
     }
     assert kernels == on_tensor_cores | others

@@ -30,10 +30,19 @@ from zinfer.kernels.grouped_linear import (
     grouped_linear_kernel,
     grouped_linear_ref,
 )
-from zinfer.kernels.grouped_tiles import GroupedTiles, grouped_tiles_for, most_token_tiles
+from zinfer.kernels.grouped_tiles import (
+    GroupedTiles,
+    block_tokens_for,
+    candidates,
+    grouped_tiles_for,
+    most_token_tiles,
+    table_of,
+    takes_words,
+)
 from zinfer.kernels.groups import Groups, groups_kernel, groups_ref
 from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.kernels.quarters import in_quarters, in_quarters_ref
 
 GROUPED = [format for format in FORMATS if format.group_size != 5]
 FORMS = (None, *GROUPED, *FRAGMENTS)
@@ -47,6 +56,12 @@ TYPICAL = (
 SMALL = (Mixture(4, 2, 70, 192), Mixture(3, 1, 33, 35))
 SMALL_FRAGMENTS = (Mixture(4, 2, 64, 256), Mixture(3, 1, 192, 512))
 TILES = GroupedTiles(16, 64, 128, 4, 2)
+IN_WORDS = replace(TILES, in_words=True)
+WORDS = tuple(
+    QuantFormat(8, size, symmetric=not is_asymmetric, is_float=is_float)
+    for size in (None, 64)
+    for is_asymmetric, is_float in ((False, False), (True, False), (False, True))
+)
 
 
 def assert_right(
@@ -82,6 +97,58 @@ def test_every_form(kernel_device: str, format: QuantFormat | None, dtype: torch
         bias = torch.randn(mixture.experts, mixture.rows, dtype=dtype, device=kernel_device)
         x = torch.randn(6, mixture.columns, dtype=dtype, device=kernel_device)
         assert_right(grouped_linear_kernel(x, weight, groups, bias, TILES), x, weight, groups, bias)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("format", WORDS, ids=str)
+def test_codes_taken_as_words(kernel_device: str, format: QuantFormat, dtype: torch.dtype) -> None:
+    """Columns that steps divide, those of a last step that is not full, a row for each token and one for each pair."""
+    torch.manual_seed(0)
+    for mixture in (Mixture(4, 2, 70, 192), Mixture(3, 1, 33, 68)):
+        if not fits_experts(format, mixture):
+            continue
+        weight = random_experts(format, mixture, dtype, kernel_device)
+        assert isinstance(weight, QuantizedMatrix)
+        assert takes_words(weight, IN_WORDS)
+        groups = Groups.of(random_choice(mixture, 6, kernel_device), mixture.experts)
+        bias = torch.randn(mixture.experts, mixture.rows, dtype=dtype, device=kernel_device)
+        for rows in (6, groups.num_pairs):
+            x = torch.randn(rows, mixture.columns, dtype=dtype, device=kernel_device)
+            assert_right(grouped_linear_kernel(x, weight, groups, bias, IN_WORDS), x, weight, groups, bias)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+def test_what_is_not_taken_as_words(kernel_device: str) -> None:
+    """Rows of half a word, short groups, halves of bytes, x of 32 bits, and codes that begin within a word."""
+    torch.manual_seed(0)
+    mixture = Mixture(3, 2, 33, 96)
+    cases = [
+        (QuantFormat(8), 98, torch.float16, 0),
+        (QuantFormat(8, 32), 96, torch.float16, 0),
+        (QuantFormat(4), 96, torch.float16, 0),
+        (QuantFormat(8), 96, torch.float32, 0),
+        (QuantFormat(8), 96, torch.float16, 1),
+    ]
+    for format, columns, dtype, offset in cases:
+        weight = random_experts(format, replace(mixture, columns=columns), dtype, kernel_device)
+        assert isinstance(weight, QuantizedMatrix)
+        held = torch.empty(weight.codes.numel() + offset, dtype=weight.codes.dtype, device=kernel_device)
+        weight = replace(weight, codes=held[offset:].view(weight.codes.shape).copy_(weight.codes))
+        assert not takes_words(weight, IN_WORDS)
+        groups = Groups.of(random_choice(mixture, 5, kernel_device), mixture.experts)
+        x = torch.randn(5, columns, dtype=dtype, device=kernel_device)
+        assert_right(grouped_linear_kernel(x, weight, groups, tiles=IN_WORDS), x, weight, groups)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_columns_in_quarters(kernel_device: str, dtype: torch.dtype) -> None:
+    for tokens, columns in ((0, 8), (1, 4), (3, 768), (7, 1028)):
+        held = torch.randn(tokens * columns + 2, device=kernel_device).to(dtype)
+        for begin in (0, 2):  # in the place of words of 64 bits, and not
+            x = held[begin : begin + tokens * columns].view(tokens, columns)
+            assert torch.equal(in_quarters(x), in_quarters_ref(x))
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -168,9 +235,20 @@ def test_tiles_are_of_an_experts_tokens(format: QuantFormat | None, dtype: torch
             tiles = grouped_tiles_for(pairs, mixture.experts, mixture.rows, weight)
             mean = pairs / mixture.experts
             if dtype != torch.float32:
-                assert tiles.block_tokens >= min(mean, 128 if format is None else 64)
+                assert tiles.block_tokens >= min(mean, 64 if format is not None and format.bits == 4 else 128)
                 assert tiles.block_tokens < max(2 * mean, 17)
             assert tiles.block_rows >= 32
+
+
+@pytest.mark.parametrize("format", [None, QuantFormat(8), QuantFormat(4)], ids=str)
+def test_few_candidates_hold_the_tables_tiles(format: QuantFormat | None) -> None:
+    mixture = QWEN3_30B_A3B[0]
+    weight = random_experts(format, mixture, torch.bfloat16, "meta")
+    for tokens in (16, 512, 1024, 4096):
+        pairs = tokens * mixture.chosen
+        tried = list(candidates(table_of(weight), block_tokens_for(pairs, mixture.experts)))
+        assert len(set(tried)) == len(tried) <= 12
+        assert grouped_tiles_for(pairs, mixture.experts, mixture.rows, weight) in tried
 
 
 def test_groups_are_of_one_expert_each() -> None:
@@ -246,7 +324,7 @@ def test_large_products(format: QuantFormat | None, dtype: torch.dtype, mixture:
     torch.manual_seed(0)
     weight = random_experts(format, mixture, dtype, "cuda")
     assert can_group(weight)
-    for tokens in (1, 40, 1024):
+    for tokens in (1, 40, 1024, 4096):
         groups = Groups.of(random_choice(mixture, tokens, "cuda"), mixture.experts)
         x = torch.randn(tokens, mixture.columns, dtype=dtype, device="cuda")
         found = grouped_linear(x, weight, groups)

@@ -1,8 +1,9 @@
 """Mixtures of experts: the products of all experts that have tokens in one launch each, without waiting for the device.
 
 Of transformers' own ways one goes expert by expert and waits for each, one copies the weights of every expert chosen,
-and torch's grouped product takes bfloat16 alone on a GPU, and would have quantized experts dequantized whole. A module
-is recognised like any other: its own forward, expert by expert, is run on a few numbers and compared with this one.
+and torch's grouped product takes bfloat16 alone on a GPU, and would have quantized experts dequantized whole; where it
+is the faster, `grouped_linear` takes it by itself. A module is recognised like any other: its own forward, expert by
+expert, is run on a few numbers and compared with this one.
 """
 
 from collections.abc import Callable
@@ -19,12 +20,7 @@ from zinfer.quantization.parameter import QuantizedParameter
 
 GROUPED_EXPERTS: Final = "grouped experts"
 
-MOST_BFLOAT16_PAIRS: Final = 512
-"""The most pairs of a token and an expert for which experts in full bfloat16 are multiplied here and not by torch's
-grouped product: more multiply longer than they read, which that is made for. Not yet measured."""
-
-_TORCHS: Final = "grouped_mm"
-_TRANSFORMERS_CHOICE: Final = (_TORCHS, "batched_mm")  # it takes the one by itself, the other while `generate` decodes
+_TRANSFORMERS_CHOICE: Final = ("grouped_mm", "batched_mm")  # the one by itself, the other while `generate` decodes
 _TRAITS: Final = ("has_gate", "has_bias", "is_transposed", "num_experts", "config")
 _NUM_EXPERTS, _WIDTH, _INNER = 4, 6, 10
 _CHOSEN: Final = ((0, 2), (3, 0), (2, 3), (0, 3), (2, 0))  # not the second
@@ -71,7 +67,7 @@ def _numbers(*shape: int) -> nn.Parameter:
 
 def _overlaid(plain: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 3 and not kwargs and _is_ours(self, *args):
+        if len(args) == 3 and not kwargs and _is_ours(self, args[0]):
             return _computed(self, *args)
         return plain(self, *args, **kwargs)
 
@@ -79,19 +75,14 @@ def _overlaid(plain: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
-def _is_ours(module: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> bool:
+def _is_ours(module: Any, x: torch.Tensor) -> bool:
     """Whether the products of these tokens are to be taken here, and not by whatever else the config names."""
-    implementation = module.config._experts_implementation
-    is_left = implementation not in _TRANSFORMERS_CHOICE
+    is_left = module.config._experts_implementation not in _TRANSFORMERS_CHOICE
     if is_left or getattr(module, "_is_expert_parallel", False) or torch.is_autocast_enabled(x.device.type):
         return False
     parameters = [getattr(module, name) for name in _names(module)]
     stored = [_stored(parameter, module.is_transposed) for parameter in parameters]
-    if any(each is None or each.dtype != x.dtype or not can_group(each) for each in stored):
-        return False
-    are_torchs = all(isinstance(each, torch.Tensor) and each.dtype == torch.bfloat16 for each in stored)
-    is_torchs = are_torchs and x.is_cuda and implementation == _TORCHS
-    return not is_torchs or chosen.numel() <= MOST_BFLOAT16_PAIRS
+    return all(each is not None and each.dtype == x.dtype and can_group(each) for each in stored)
 
 
 def _computed(module: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
