@@ -52,15 +52,15 @@ _PROGRAMS: Final = 264  # two for each multiprocessor of an H200: fewer leave so
 # sums on a GPU where a row is one group; they were multiplied otherwise then, and no GPU has run them since.
 _FULL: Final = {
     16: GroupedTiles(16, 64, 128, 4, 4),
-    32: GroupedTiles(32, 64, 128, 4, 4),
+    32: GroupedTiles(32, 128, 64, 4, 4),
     64: GroupedTiles(64, 128, 64, 4, 4),
-    128: GroupedTiles(128, 128, 64, 8, 4),
+    128: GroupedTiles(128, 256, 64, 8, 4),
 }
 _BYTES: Final = {
     16: GroupedTiles(16, 64, 128, 4, 6),
     32: GroupedTiles(32, 128, 128, 4, 3, in_words=True),
     64: GroupedTiles(64, 128, 128, 4, 3, in_words=True),
-    128: GroupedTiles(128, 128, 128, 8, 3, in_words=True),
+    128: GroupedTiles(128, 128, 128, 4, 2, in_words=True),
 }
 _NIBBLES: Final = {
     16: GroupedTiles(16, 64, 128, 4, 6),

@@ -1,6 +1,7 @@
 """Forwards that cannot be recorded: the same results, launched by Python, and torch as it was before."""
 
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -106,7 +107,8 @@ def test_a_capture_that_breaks_off(kind: str) -> None:
     graphs = ForwardGraphs(CudaRecorder(), torch.device("cuda"))
     assert_replayed(graphs, "cuda", 2)
     reason = assert_launched_by_python(graphs, "cuda", BEHIND_TORCH[kind])
-    assert reason.startswith("cannot be recorded: CUDA error"), reason
+    # Torch looks itself at what it copies from memory that is not pinned.
+    assert re.match("cannot be recorded: (CUDA error|Cannot copy between CPU and CUDA)", reason), reason
     assert_in_order()
     assert_replayed(graphs, "cuda", 2)  # what was recorded before still holds
     assert_replayed(graphs, "cuda", 3)

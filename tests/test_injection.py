@@ -81,7 +81,8 @@ def test_an_engine_says_what_it_computes_by_kernels(device: str, tmp_path: Path)
     both = (LLM(folder, device=device, kernel_inject=injects) for injects in (False, True))
     with next(both) as plain, next(both) as llm:
         assert not plain.injected
-        assert {kind.split("; ")[0] for kind in llm.injected.values()} == {RMS, HALVES, SILU}
+        replayed = {"product of few tokens"} if device == "cuda" else set()
+        assert {kind.split("; ")[0] for kind in llm.injected.values()} == {RMS, HALVES, SILU} | replayed
         prompts, params = [{"prompt_token_ids": ids[0].tolist()}], SamplingParams(max_new_tokens=12)
         assert llm.generate(prompts, params)[0].token_ids == plain.generate(prompts, params)[0].token_ids
 
