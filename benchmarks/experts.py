@@ -7,10 +7,9 @@
 and comes out) over the time that our kernel takes, as a share of a copy's rate in the same run; ``tflops`` what is
 multiplied a second; ``over_torch`` the time of torch's grouped product with full bfloat16 weights over ours, whatever
 ours are stored in, its tokens being in the order of experts already; ``over_gathering`` that of torch's with gathering:
-from tokens as they lie to pairs in their places, as ours. The lines of ``torch`` have both times, and whether
-`grouped_linear` takes it there (``is_taken``): it should where full weights have ``over_gathering`` below 1. ``groups``
-is the time of putting tokens in the order of their experts. Every call has tokens of other experts, so that their bytes
-come from memory.
+from tokens as they lie to pairs in their places, as ours. The lines of ``torch`` have both times. ``groups`` is the
+time of putting tokens in the order of their experts. Every call has tokens of other experts, so that their bytes come
+from memory.
 
 --tune measures the candidates of kernels/grouped_tiles.py instead, for the same tokens, and prints the best of those
 whose sums are right.
@@ -46,7 +45,6 @@ from zinfer.kernels.grouped_linear import (
     grouped_linear_ref,
 )
 from zinfer.kernels.grouped_tiles import block_tokens_for, candidates, table_of
-from zinfer.kernels.grouped_torch import grouped_linear_torch, is_torchs
 from zinfer.kernels.groups import Groups
 from zinfer.kernels.quantized import QuantFormat
 
@@ -70,7 +68,7 @@ def check_kernels(dtype: torch.dtype, names: Sequence[str]) -> None:
             for tokens in (1, 33, 900):
                 groups = Groups.of(random_choice(mixture, tokens, "cuda"), mixture.experts)
                 x = torch.randn(tokens, mixture.columns, dtype=dtype, device="cuda")
-                products = [grouped_linear_kernel] + [grouped_linear_torch] * (name == "full")
+                products = [grouped_linear_kernel] + [torch_gathering] * (name == "full")
                 if not all(Sums(x, weight, groups).are_right(product(x, weight, groups)) for product in products):
                     raise SystemExit(f"gate: {name}, {mixture}, {tokens} tokens: no figure is reported")
 
@@ -142,6 +140,14 @@ def measure(
         yield f"groups of {mixture.experts} tokens {tokens}", {"us": round(seconds * 1e6, 2)}
 
 
+def torch_gathering(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """As `grouped_linear`, by torch's grouped product, which wants pairs in the order of experts."""
+    place = torch.arange(groups.num_pairs, device=x.device)
+    gathered = x[groups.order // (groups.num_pairs // x.shape[0])]
+    products = functional.grouped_mm(gathered, weight.transpose(1, 2), offs=groups.ends)
+    return products[torch.empty_like(place).scatter_(0, groups.order, place)]
+
+
 def measure_torch(mixture: Mixture, token_counts: Sequence[int]) -> Iterator[tuple[int, dict[str, float]]]:
     """Tokens, and figures of torch's grouped product of them: of pairs in order already, and with gathering."""
     weight = random_experts(None, mixture, torch.bfloat16, "cuda")
@@ -152,14 +158,13 @@ def measure_torch(mixture: Mixture, token_counts: Sequence[int]) -> Iterator[tup
         bare = graph_seconds(
             [partial(functional.grouped_mm, x, weight.transpose(1, 2), offs=groups.ends) for groups in calls.groups]
         )
-        gathering = graph_seconds([partial(grouped_linear_torch, calls.x, weight, groups) for groups in calls.groups])
+        gathering = graph_seconds([partial(torch_gathering, calls.x, weight, groups) for groups in calls.groups])
         yield (
             tokens,
             {
                 "us": round(bare * 1e6, 2),
                 "gathering_us": round(gathering * 1e6, 2),
                 "tflops": round(calls.flops / bare / 1e12, 1),
-                "is_taken": is_torchs(weight, calls.groups[0]),
             },
         )
 

@@ -6,10 +6,12 @@ nothing is gathered or put back, and the host need not know how many tokens an e
 Matrices of experts without tokens are not read.
 
 Weights are in full, [experts, rows, columns] with rows or columns beside each other, or quantized, where bare codes are
-multiplied and the sum over each group is scaled (`fused_linear`). Sums are taken in a fixed order, in float32. Large
-matrices in full bfloat16 with many tokens an expert are torch's (`grouped_torch`). Quantized ones are not dequantized
-for it: INT8's 403 MB of Qwen3-30B-A3B's gate and up would be 805 MB that no plan counts, and 0.29 ms to write them
-beside 0.43 to multiply, by arithmetic; ours took 0.99, before codes came as words.
+multiplied and the sum over each group is scaled (`fused_linear`). Sums are taken in a fixed order, in float32.
+
+Torch has a grouped product for full bfloat16, of pairs in the order of experts. With gathering before it and putting
+back after it took 0.97 to 1.58 times as long as this one on an H200 (Qwen3-30B-A3B's and Mixtral-8x7B's experts, 512 to
+4,096 tokens; `benchmarks/experts.py`), by itself 0.88 to 1.47: so it is not called. Nor are quantized matrices
+dequantized for it: INT8's of Mixtral's gate and up would be 1.9 GB that no plan counts, and 0.7 ms beside 3.7.
 """
 
 from dataclasses import dataclass
@@ -31,7 +33,6 @@ from zinfer.kernels.grouped_tiles import (
     step_units,
     takes_words,
 )
-from zinfer.kernels.grouped_torch import grouped_linear_torch, is_torchs
 from zinfer.kernels.groups import Groups
 from zinfer.kernels.launching import INTERPRETED, on_device
 from zinfer.kernels.quantized import QuantizedMatrix
@@ -53,8 +54,7 @@ def can_group(weight: ExpertWeights) -> bool:
 def grouped_linear(
     x: torch.Tensor, weight: ExpertWeights, groups: Groups, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x @ W.T + bias`` of each pair's own expert: on a GPU by the kernel, or by torch's where `is_torchs` says so,
-    elsewhere by torch, one expert at a time.
+    """``x @ W.T + bias`` of each pair's own expert: by the kernel on a GPU, elsewhere by torch, one expert at a time.
 
     Args:
         x: [tokens, columns] or [pairs, columns], of the weights' dtype and device.
@@ -66,8 +66,6 @@ def grouped_linear(
     """
     if x.device.type == "cpu":
         return grouped_linear_ref(x, weight, groups, bias)
-    if isinstance(weight, torch.Tensor) and is_torchs(weight, groups):
-        return grouped_linear_torch(x, weight, groups, bias)
     return grouped_linear_kernel(x, weight, groups, bias)
 
 

@@ -1,14 +1,13 @@
 """How the grouped product of experts is cut into tiles.
 
-Measured on an H200 with the tiles of full weights and of 4 bits, and of 8 bits before those took words: 128 experts of
-1536 x 2048 in bfloat16, 8 of them a token, 4,096 tokens: full 390 TFLOP/s, INT8 209, INT4 in groups of 128 297; the
-time of torch's grouped product over theirs 0.81, 0.43, 0.62. With 512 tokens 1.15, 1.09 and 1.54, with 16 1.51, 1.73
-and 1.87, with one 1.79, 2.17 and 1.31. The tiles themselves were chosen by arithmetic and raced against no others.
+Raced on an H200 with Qwen3-30B-A3B's experts (128 of 1536 x 2048 and 2048 x 768, 8 a token), 512 and 4,096 tokens, in
+full bfloat16, INT8 and INT4 in groups of 128 (`benchmarks/experts.py --tune`): those of 32 and 128 tokens here won or
+were within 2 %. Those of 16 and 64 are chosen by arithmetic. With 4,096 tokens full weights come to 465 TFLOP/s where
+the tiles before had 393, INT8 to 355 where bytes had 209, INT4 to 297.
 
 Codes of 8 bits were the slowest for the way into the registers: two bytes a load from shared memory, and 799
 instructions of each thread for a step of 128 columns of 128 rows and 64 tokens (INT4: 549). Taken as words they come
-eight bytes a load and the step has 432; with 128 tokens and 8 warps, twice the work by twice the threads, 258. That is
-not yet measured.
+eight bytes a load, and the step has 432.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,8 @@
 """Mixtures of experts: the products of all experts that have tokens in one launch each, without waiting for the device.
 
 Of transformers' own ways one goes expert by expert and waits for each, one copies the weights of every expert chosen,
-and torch's grouped product takes bfloat16 alone on a GPU, and would have quantized experts dequantized whole; where it
-is the faster, `grouped_linear` takes it by itself. A module is recognised like any other: its own forward, expert by
-expert, is run on a few numbers and compared with this one.
+and torch's grouped product takes bfloat16 alone on a GPU, and would have quantized experts dequantized whole. A module
+is recognised like any other: its own forward, expert by expert, is run on a few numbers and compared with this one.
 """
 
 from collections.abc import Callable
