@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinfer.batching.passes import Chunk, Chunks
-from zinfer.batching.ragged import BatchBuilder, RaggedBatch
-from zinfer.batching.sequence import Sequence
+from zinfer.batching.ragged import BatchBuilder, Pending, RaggedBatch
+from zinfer.batching.sequence import PENDING, Sequence
 
 CPU = torch.device("cpu")
 
@@ -94,3 +94,34 @@ def test_decodes_that_come_first_are_counted() -> None:
     assert builder.build(Chunks([*ones, more])).parts[0].layout.num_decodes == 3
     assert builder.build(Chunks([more])).parts[0].layout.num_decodes == 0
     assert builder.build(Chunks([ones[0], more, ones[1]])).parts[0].layout.num_decodes is None
+
+
+@given(
+    outputs=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6), st.booleans()), min_size=1, max_size=8),
+    prompt=st.integers(0, 9),
+)
+def test_decodes_are_the_same_as_the_chunks_that_they_stand_for(
+    outputs: list[tuple[int, int, bool]], prompt: int
+) -> None:
+    sequences = [
+        Sequence(number, [number] * size, 9, [*range(50, 49 + output), PENDING if waits else 49])
+        for number, (size, output, waits) in enumerate(outputs)
+    ]
+    for place, sequence in enumerate(sequences):
+        sequence.num_computed, sequence.pages = sequence.num_tokens - 1, [2 * place, 2 * place + 1]
+    decodes = Chunks.of_decodes(sequences)
+    plain = Chunks(decodes)
+    assert [*plain] == [*decodes]
+    assert (plain.num_decodes, decodes.num_decodes) == (0, len(sequences))
+    for chunks in (plain, decodes) if prompt else ():
+        chunks.append(Chunk(Sequence(99, range(100, 110), 9, pages=[90]), 0, prompt, False))
+    pending = Pending(torch.arange(1000, 1000 + len(sequences)), {number: number for number in range(len(sequences))})
+    builder = BatchBuilder(16, CPU)
+    one, other = (builder.build(chunks, pending) for chunks in (plain, decodes))
+    wanted = [1000 + number if waits else 49 for number, (_, _, waits) in enumerate(outputs)]
+    for batch in (one, other):
+        assert batch.input_ids.tolist() == [[*wanted, *range(100, 100 + prompt)]]
+        assert batch.wanted.tolist() == list(range(len(sequences)))
+    assert torch.equal(one.position_ids, other.position_ids)
+    assert torch.equal(one.parts[0].places, other.parts[0].places)
+    assert torch.equal(one.parts[0].layout.page_table, other.parts[0].layout.page_table)

@@ -43,10 +43,10 @@ class Chunks(abc.Sequence[Chunk]):
             self.append(chunk)
 
     @classmethod
-    def of_decodes(cls, sequences: list[Sequence]) -> "Chunks":
+    def of_decodes(cls, sequences: abc.Sequence[Sequence]) -> "Chunks":
         """One of each: its last token, which is of its output and the only one that is not computed."""
         chunks = cls()
-        chunks.sequences = sequences
+        chunks.sequences = list(sequences)
         chunks.begins = [sequence.num_computed for sequence in sequences]
         chunks.ends = [begin + 1 for begin in chunks.begins]
         chunks.num_decodes = len(sequences)
