@@ -1,13 +1,14 @@
 """How the grouped product of experts is cut into tiles.
 
 Raced on an H200 with Qwen3-30B-A3B's experts (128 of 1536 x 2048 and 2048 x 768, 8 a token), 512 and 4,096 tokens, in
-full bfloat16, INT8 and INT4 in groups of 128 (`benchmarks/experts.py --tune`): those of 32 and 128 tokens here won or
-were within 2 %. Those of 16 and 64 are chosen by arithmetic. With 4,096 tokens full weights come to 465 TFLOP/s where
-the tiles before had 393, INT8 to 355 where bytes had 209, INT4 to 297.
+full bfloat16, INT8 with a scale a row and INT4 in groups of 128 (`benchmarks/experts.py --tune`): those of 32 and 128
+tokens here won or were within 2 %. Those of 16 and 64 are chosen by arithmetic. With 4,096 tokens full weights come to
+465 TFLOP/s where the tiles before had 393, INT8 to 355 where bytes had 209, INT4 to 297.
 
 Codes of 8 bits were the slowest for the way into the registers: two bytes a load from shared memory, and 799
 instructions of each thread for a step of 128 columns of 128 rows and 64 tokens (INT4: 549). Taken as words they come
-eight bytes a load, and the step has 432.
+eight bytes a load, and the step has 432. In groups of 128 the tile of 128 tokens would spill 1,140 bytes a thread to
+memory, and that of 64 spills 112.
 """
 
 from collections.abc import Iterator
@@ -43,12 +44,13 @@ class GroupedTiles:
 
 FEWEST_TOKENS: Final = 16
 MOST_TOKENS: Final = 128
+_MOST_TOKENS_OF_GROUPS: Final = 64
 _LEAST_ROWS: Final = 32
 _LEAST_STEP: Final = 16  # units of one tensor core instruction
 _PROGRAMS: Final = 264  # two for each multiprocessor of an H200: fewer leave some of the memory's rate unused
 
-# By tokens of a tile: those of 16 wait for memory, those of 128 multiply. With codes of 4 bits, tiles of 128 gave wrong
-# sums on a GPU where a row is one group; they were multiplied otherwise then, and no GPU has run them since.
+# By tokens of a tile: those of 16 wait for memory, those of 128 multiply. With codes of 4 bits none of 128 beat that of
+# 64; with codes of 8 the sums over a group beside those over all leave no registers for 128.
 _FULL: Final = {
     16: GroupedTiles(16, 64, 128, 4, 4),
     32: GroupedTiles(32, 128, 64, 4, 4),
@@ -107,7 +109,8 @@ def grouped_tiles_for(pairs: int, num_experts: int, rows: int, weight: torch.Ten
     if weight.dtype == torch.float32:
         return _FLOAT32
     table = _TABLES[table_of(weight)]
-    block_tokens = min(block_tokens_for(pairs, num_experts), max(table))
+    has_groups = isinstance(weight, QuantizedMatrix) and weight.scales.shape[1] > 1
+    block_tokens = min(block_tokens_for(pairs, num_experts), _MOST_TOKENS_OF_GROUPS if has_groups else max(table))
     tiles = table[block_tokens]
     least_rows = _LEAST_ROWS if block_tokens == FEWEST_TOKENS else 2 * _LEAST_ROWS
     while tiles.block_rows > least_rows and num_programs(pairs, num_experts, rows, tiles) < _PROGRAMS:

@@ -50,6 +50,7 @@ TYPICAL = (
     None,
     QuantFormat(8),
     QuantFormat(8, 128),
+    QuantFormat(8, is_float=True),
     QuantFormat(4, 128, in_fragments=True),
     QuantFormat(4, 64, symmetric=False),
 )

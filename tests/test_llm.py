@@ -182,6 +182,30 @@ def test_stop_strings_and_chats() -> None:
         assert "the chat template refuses them: no such role" in str(refused.error)
 
 
+def test_each_text_ends_where_its_own_settings_say(
+    llm: LLM, prompts: list[list[int]], alone: list[tuple[int, ...]]
+) -> None:
+    params = [
+        SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True, stop_token_ids=(tokens[place],))
+        for tokens, place in zip(alone, [3, 5, 0], strict=False)
+    ]
+    params += [SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)] * (len(prompts) - len(params))
+    wanted = [tokens[: tokens.index(tokens[place]) + 1] for tokens, place in zip(alone, [3, 5, 0], strict=False)]
+    wanted += alone[len(wanted) :]
+    for order in (1, -1):
+        found = llm.generate(by_ids(prompts)[::order], params[::order])
+        assert [each.token_ids for each in found] == wanted[::order]
+        assert [each.finish_reason for each in found] == [*["stop"] * 3, *["length"] * (len(prompts) - 3)][::order]
+
+
+def test_stop_strings_of_one_text_are_none_of_another() -> None:
+    with LLM(DEMO / "model", device="cpu", kv_cache_memory="8MB") as llm:
+        params = [SamplingParams(max_new_tokens=8, stop=("79",)), SamplingParams(max_new_tokens=8)]
+        for order in (1, -1):
+            found = llm.generate(["123+456="] * 2, params[::order])
+            assert [each.text for each in found] == ["5", "579"][::order]
+
+
 def test_texts_are_encoded_together_and_a_refused_one_stops_no_other() -> None:
     texts = ["123+456=", "1+2=", "", "20+30="]
     with LLM(DEMO / "model", device="cpu", kv_cache_memory="8MB") as llm:

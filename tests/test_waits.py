@@ -36,6 +36,7 @@ COPYING: dict[str, tuple[str, Compute]] = {
     "into the host's": ("aten::copy_", lambda x, mask: torch.ones(4).copy_(x)),
     "into unpinned memory, not waited for": ("aten::copy_", lambda x, mask: torch.ones(4).copy_(x, non_blocking=True)),
     "out of the host's": ("aten::copy_", lambda x, mask: x.copy_(torch.ones(4))),
+    "places on the host": ("aten::index.Tensor", lambda x, mask: x[torch.zeros(2, dtype=torch.long)]),
     "a number of the host in some places": (
         "aten::index_put_",
         lambda x, mask: x.index_put_((torch.zeros_like(mask, dtype=torch.long),), torch.tensor(1.0)),

@@ -30,7 +30,8 @@ class Chunks(abc.Sequence[Chunk]):
 
     Attributes:
         sequences, begins, ends, samples: the columns.
-        num_decodes: how many of the first are the last token of an output, one each, and sample.
+        num_decodes: how many of the first are known to be the last token of an output, one each, and to sample; none
+            of those that were given one by one.
     """
 
     def __init__(self, chunks: abc.Iterable[Chunk] = ()) -> None:

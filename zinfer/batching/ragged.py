@@ -179,7 +179,7 @@ class _PageTables:
         self._rows: dict[int, int] = {}
         # Of each row what of its sequence's pages is there. The very list, because it is another one where a sequence
         # has given its pages back.
-        self._pages: list[list[int]] = []
+        self._pages: list[list[int] | None] = []
         self._lengths: list[int] = []
 
     def of(self, sequences: Sequence[Text], fewest_pages: int = 0) -> Ints:
@@ -199,22 +199,23 @@ class _PageTables:
         return self._table[np.array(rows), :most]
 
     def _bring_up(self, number: int, pages: list[int]) -> int:
-        row = self._rows.get(number)
-        if row is None:
-            row = self._rows[number] = len(self._rows)
-            self._pages.append(pages)
-            self._lengths.append(0)
-        begin = self._lengths[row] if self._pages[row] is pages else 0
+        # A row is known last, when all of it is there: Ctrl-C may strike between any two lines.
+        row = self._rows.get(number, len(self._rows))
+        begin = self._lengths[row] if number in self._rows and self._pages[row] is pages else 0
         self._table[row, begin : len(pages)] = pages[begin:]
-        self._pages[row], self._lengths[row] = pages, len(pages)
+        self._pages[row] = None
+        self._lengths[row] = len(pages)
+        self._pages[row] = pages
+        self._rows[number] = row
         return row
 
     def _begin_anew(self, num_rows: int, num_pages: int) -> None:
         """A table with as much room again; rows of sequences that are gone are given up with the old one."""
         self._rows.clear()
-        self._pages, self._lengths = [], []
-        width = max(num_pages + num_pages // 2, self._table.shape[1])
-        self._table = np.zeros((2 * num_rows, width), dtype=np.int64)
+        height, width = 2 * num_rows, max(num_pages + num_pages // 2, self._table.shape[1])
+        self._table = np.zeros((0, width), dtype=np.int64)
+        self._pages, self._lengths = [None] * height, [0] * height
+        self._table = np.zeros((height, width), dtype=np.int64)
 
 
 class _Packed:

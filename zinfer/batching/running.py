@@ -6,7 +6,8 @@ from zinfer.batching.sequence import Sequence
 
 
 class Running:
-    """All that run; every one but the last has the last token of its output left to compute, and nothing else."""
+    """All that run; between two passes every one but the last has the last token of its output left to compute, and
+    nothing else."""
 
     def __init__(self) -> None:
         self._sequences: dict[int, Sequence] = {}

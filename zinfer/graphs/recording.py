@@ -17,7 +17,8 @@ class Recording:
     Args:
         recorder: makes the pieces.
         modes: within which the forward runs, the last one sees its operators first.
-        inside: one mode more, which watches what is computed within a part of the forward; None: nobody asks for that.
+        inside: one mode more, around the others, which watches what is computed within a part of the forward; None:
+            nobody asks for that.
 
     Attributes:
         steps: what computes the forward, one after the other.

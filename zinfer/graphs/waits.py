@@ -19,8 +19,8 @@ _WRITING: Final = (_aten.index_put, _aten.index_put_, _aten._index_put_impl_, _a
 class NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses such operators of the code within it before anything of them reaches the device.
 
-    CUDA refuses them too, but breaks off what is recorded, and leaves torch in disorder. Waits that are no operators of
-    torch are not seen here.
+    CUDA refuses them too, but breaks off what is recorded, and leaves torch in disorder. Waits inside of operators, and
+    those that are none of torch's, are not seen here.
 
     Args:
         device: where what is recorded computes.
@@ -69,7 +69,7 @@ def _waits(kind: str, func: Any, args: Any, kwargs: Any) -> bool:
     if not any(isinstance(leaf, torch.Tensor) and leaf.device.type == kind for leaf in leaves):
         return False
     if packet in _READING:
-        return bool(_masks(args[1]))
+        return bool(_masks(args[1])) or _are_elsewhere(kind, args[1])
     if packet in _WRITING:
         return _writing_waits(kind, *args, **kwargs)
     if func is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
@@ -103,7 +103,12 @@ def _writing_waits(
     are_masks_alone = len(masks) == sum(place is not None for place in places) == 1
     if are_masks_alone and values.device.type == "cpu" and values.numel() == 1 and not accumulate:
         return False  # torch fills where one mask says with one number of the host
-    return bool(masks) or _are_apart(kind, values.device, target.device)
+    return bool(masks) or _are_elsewhere(kind, places) or _are_apart(kind, values.device, target.device)
+
+
+def _are_elsewhere(kind: str, places: Any) -> bool:
+    """Whether some lie on the host, from where they are copied within the operator."""
+    return any(place is not None and place.device.type != kind for place in places)
 
 
 def _masks(places: Any) -> list[torch.Tensor]:
