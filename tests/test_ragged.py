@@ -138,7 +138,7 @@ def test_pages_after_ctrl_c_at_any_line_of_the_table() -> None:
 
     for struck in sorted(places):
         tables = _PageTables()
-        old = [Sequence(number, (5,) * 9, 3, pages=[number]) for number in range(3)]
+        old = [Sequence(number, (5,) * 9, 3, pages=[100 + number]) for number in range(3)]
         tables.of(old)
 
         def strike(frame: FrameType, event: str, _: object, struck: int = struck) -> Any:
