@@ -1,5 +1,9 @@
-"""Whatever arrives, ends, and is given up, in whatever room: every sequence says what it says alone."""
+"""Whatever arrives, ends, and is given up, in whatever room: every sequence says what it says alone.
 
+``ZINFER_WORKLOADS=10000`` runs so many random ones in each test instead of a few hundred.
+"""
+
+import os
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,6 +17,7 @@ from zinfer.batching.scheduler import Scheduler
 from zinfer.batching.sequence import Sequence, SequenceState
 
 MOST_PROMPT_TOKENS = 200
+NUM_WORKLOADS = int(os.environ.get("ZINFER_WORKLOADS", "250"))
 FAMILIES = [tuple((place * place // (7 + family)) % NUM_TOKENS_KNOWN for place in range(200)) for family in range(3)]
 """Texts that prompts begin with."""
 
@@ -177,13 +182,13 @@ class Workload:
 
 
 @given(rows=st.lists(ROWS, min_size=1, max_size=16), room=ROOMS)
-@settings(max_examples=250)
+@settings(max_examples=NUM_WORKLOADS)
 def test_every_sequence_says_what_it_says_alone(rows: list[Row], room: Room) -> None:
     Workload(rows, room).run()
 
 
 @given(rows=st.lists(ROWS, min_size=1, max_size=16), room=ROOMS)
-@settings(max_examples=150)
+@settings(max_examples=NUM_WORKLOADS)
 def test_pages_that_are_lent_are_not_missed(rows: list[Row], room: Room) -> None:
     rows = [replace(row, arrives_at=0) for row in rows]
     plain, lending = Workload(rows, room), Workload(rows, room, lends=True)
@@ -193,7 +198,7 @@ def test_pages_that_are_lent_are_not_missed(rows: list[Row], room: Room) -> None
 
 
 @given(rows=st.lists(ROWS, min_size=1, max_size=16), room=ROOMS, most_gap=st.integers(0, 6))
-@settings(max_examples=250)
+@settings(max_examples=NUM_WORKLOADS)
 def test_pages_that_a_pass_needs_come_and_those_that_it_writes_go_back(
     rows: list[Row], room: Room, most_gap: int
 ) -> None:
