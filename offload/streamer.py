@@ -107,14 +107,13 @@ class Streamer:
         """
         assert block.index not in self._held, f"block {block.name} is in use already"
         begin_s = time.perf_counter()
-        self._drop_failed_guess(block)
-        if not self._is_here(block.index):
+        guessed = self._is_here(block.index)
+        if not guessed:
             self._make_room()
             self.prefetch(block)
         self._order.use(block.index)
         self._look_ahead()
-        use = self._staying.get(block.index) or self._moving[block.index]
-        self._wait_for(use)
+        use = self._come(block, guessed)
         self._stalls.note_wait(use.move, begin_s)
         begin = use.move.target.stream.join(use.move.sent())
         self._held[block.index] = _Use(block, use.slot, use.move, begin)
@@ -261,12 +260,6 @@ class Streamer:
     def _is_on_disk(self, index: int) -> bool:
         return self._sources[index].tier is Tier.DISK
 
-    def _drop_failed_guess(self, block: Block) -> None:
-        """Forget a move that was made ahead and failed: what was wrong then (a file being replaced) may be mended."""
-        use = self._moving.get(block.index)
-        if use is not None and use.move.is_over and use.move.failure() is not None:
-            self._give_up(use)
-
     def _make_room(self) -> None:
         """Free a slot for a block that nobody expected: the farthest guess gives way."""
         if self._slots.num_free or self._borrowed:
@@ -285,11 +278,19 @@ class Streamer:
         else:
             self._slots.put(use.slot)
 
-    def _wait_for(self, use: _Use) -> None:
-        """Wait until the block is sent; for the synchronous twin, until it is there."""
+    def _come(self, block: Block, guessed: bool) -> _Use:
+        """Wait until the block is sent; for the synchronous twin, until it is there.
+
+        A guess that failed is made again: what was wrong when it was made (a file being replaced) may be mended.
+        """
+        use = self._staying.get(block.index) or self._moving[block.index]
         failure = use.move.failure()
         if failure is not None:
             self._give_up(use)
-            raise failure
+            if not guessed:
+                raise failure
+            self.prefetch(block)
+            return self._come(block, guessed=False)
         if self._synchronous:
             use.move.sent().synchronize()
+        return use

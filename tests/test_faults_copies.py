@@ -149,7 +149,6 @@ def test_in_a_storm_of_faults_every_answer_that_comes_is_exact(
             storm.blows = True
             answers = [answer(engine) for _ in range(25)]
             storm.blows = False
-            answer(engine)  # a move that was struck may still be under way
             assert torch.equal(logits_of(engine), expected)
         finally:
             storm.blows = False

@@ -2,11 +2,14 @@
 tensors hold its own bytes."""
 
 import os
+import threading
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import pytest
+from faults_support import Fault, Preadv, failing_reads, read_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streamer_support import HOMES, file, make_blocks, streaming, use
@@ -15,6 +18,7 @@ from threads import within
 
 from zinfer.nvme.reader import DiskReadError
 from zinfer.offload.host_memory import HostBuffer
+from zinfer.offload.move import Move
 from zinfer.offload.order import AccessOrder
 from zinfer.offload.stream import HostStream
 
@@ -119,6 +123,38 @@ def test_a_file_that_changes_is_seen_and_the_streamer_goes_on_once_it_is_mended(
         streamer.settle()
         for block in blocks:
             use(streamer, block, contents, compute_s=0)
+
+
+def test_a_guess_that_fails_while_it_is_waited_for_is_made_again(
+    file: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was wrong when it was made is over by then; a read that was begun at that time only ends late."""
+    blocks = make_blocks(file, 3)
+    contents = file.read_bytes()
+    begun, awaited, fault = threading.Event(), threading.Event(), Fault(armed=False)
+    wait = Move.wait
+
+    def fail_late(real: Preadv, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        begun.set()
+        assert awaited.wait(20)
+        return read_error(real, fd, buffers, offset)
+
+    def let_fail(move: Move) -> None:
+        if move.name == blocks[1].name:
+            assert begun.wait(20)
+            fault.armed = False
+            awaited.set()
+        wait(move)
+
+    with (
+        failing_reads(fail_late, fault),
+        streaming(blocks, ["host", "disk", "host"], 2, partial(late_stream, device, seed=4)) as streamer,
+    ):
+        fault.armed = True
+        monkeypatch.setattr(Move, "wait", let_fail)
+        for block in blocks:
+            use(streamer, block, contents, compute_s=0)
+    assert awaited.is_set()
 
 
 def test_a_refused_pin_streams_as_planned(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
