@@ -42,4 +42,4 @@ def _quarters_kernel(words_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: i
     inside = place < count
     words = tl.load(words_ptr + place, mask=inside, other=0)
     for part in tl.static_range(4):
-        tl.store(out_ptr + part * count + place, (words >> 16 * part).to(tl.int16), mask=inside)
+        tl.store(out_ptr + part * count.to(tl.int64) + place, (words >> 16 * part).to(tl.int16), mask=inside)
