@@ -43,7 +43,7 @@ class ScratchFile:
         self._path = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._fd, name = tempfile.mkstemp(prefix="zinfer-parked-", dir=folder)
+            self._fd, name = tempfile.mkstemp(prefix="zinfer-", dir=folder)
         except OSError as error:
             raise self._failure(error, "making it") from error
         self._path = Path(name)
@@ -54,6 +54,11 @@ class ScratchFile:
         except OSError as error:
             raise self._failure(error, "unlinking it") from error
         self._set_direct(True)
+
+    @property
+    def path(self) -> Path:
+        """By which this process may open the file once more (proc_pid_fd(5)), until it is closed."""
+        return Path(f"/proc/self/fd/{self._fd}")
 
     def take(self, count: int) -> list[int]:
         """Places for someone to write to; those given back first, then new ones.
@@ -90,6 +95,10 @@ class ScratchFile:
         """
         self._move(os.preadv, places, memory, "reading")
         self.bytes_read += memory.nbytes
+
+    def end_at(self, num_bytes: int) -> None:
+        """Cut off what lies behind so many bytes; no place is taken after that."""
+        os.ftruncate(self._fd, num_bytes)
 
     def _move(
         self,

@@ -128,12 +128,6 @@ def test_the_memory_of_a_module_is_let_go(batch: Tensors, config: dict[str, obje
         assert torch.equal(engine(**batch).logits, expected)
 
 
-def test_a_module_in_memory_has_no_home_on_disk() -> None:
-    """nvme is asked for and cannot be had: placing the weights elsewhere without a word is not what was asked."""
-    with pytest.raises(ZinferError, match=r"(?s)nvme.*(memory|checkpoint)"):
-        refused(tiny_model("llama", num_layers=2), DISK)
-
-
 def test_a_refused_module_keeps_its_weights(batch: Tensors) -> None:
     model = tiny_model("llama", num_layers=3)
     expected = eager_logits(model, batch)

@@ -1,7 +1,7 @@
 """A model before its blocks have homes: the module, the files that hold its weights, and the blocks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from zinfer.inject.packs import Pack, find_packs, packs_in
 from zinfer.model import find_dtype, report_device
 from zinfer.narrow import warn_of_overflow
 from zinfer.nvme.file_identity import FileIdentity
+from zinfer.nvme.scratch import ScratchFile
 from zinfer.outlook import beside_others
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import MachineLimits
@@ -21,6 +22,7 @@ from zinfer.planning.planner import Plan, make_plan
 from zinfer.quantization.forms import check_patterns, find_activations, find_form, find_rounding
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.store.first_use import stored_copy
+from zinfer.store.module_file import module_file
 from zinfer.weights import Weight, load_buffers, match_weights
 
 
@@ -35,6 +37,7 @@ class CutModel:
         blocks: all of them, in the model's order.
         weights: where the checkpoint holds each parameter and buffer; nowhere for weights in memory.
         wanted_packs: layers that could share a product, if kernels are to be injected.
+        scratch: what the checkpoint's file is, if weights that were in memory have been written for the disk.
     """
 
     module: PreTrainedModel
@@ -43,6 +46,7 @@ class CutModel:
     blocks: tuple[ModelBlock, ...]
     weights: Mapping[str, Weight]
     wanted_packs: tuple[Pack, ...]
+    scratch: ScratchFile | None = None
 
     @classmethod
     def of(cls, module: PreTrainedModel, checkpoint: Checkpoint | None, settings: Settings) -> "CutModel":
@@ -65,9 +69,16 @@ class CutModel:
         return cls(module, settings, checkpoint, tuple(blocks), weights, packs)
 
     def as_stored(self) -> "CutModel":
-        """The same over a copy whose files stream as they lie, where the settings name a place for one."""
+        """The same over a copy whose files stream as they lie, where the settings name a place for one.
+
+        Raises:
+            as `stored_copy` and `module_file`.
+        """
         if self.checkpoint is None:
-            return self
+            scratch = module_file(self.module, self.blocks, self.settings)
+            if scratch is None:
+                return self
+            return replace(CutModel.of(self.module, Checkpoint.of_file(scratch.path), self.settings), scratch=scratch)
         copy = stored_copy(self.checkpoint, list(self.blocks), find_dtype(self.module), self.settings)
         return CutModel.of(self.module, copy, self.settings) if copy else self
 

@@ -101,6 +101,7 @@ class InferenceEngine(AroundModule):
             lambda: open_stream(self.device),
             settings,
             cut.files,
+            scratch=cut.scratch,
             trace=self.trace,
             wrap=self._fittings.wrap,
             cuts=graphs.cuts if graphs else None,

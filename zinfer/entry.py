@@ -43,7 +43,7 @@ def init_inference(
         CheckpointError: the checkpoint is incomplete, damaged, or not a model that can be built.
         PlanError: a memory budget is too small.
     """
-    settings = resolve_settings(config, kwargs)
+    settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module))
     say_without_effect(settings)
     return InferenceEngine(model, settings)
 
@@ -76,7 +76,9 @@ def initialize(
         if kwargs.pop(name, None) is not None:
             raise ConfigError(f"initialize: {name} asks for training, and nothing is trained here; leave it out")
     idle = tuple(Ignored(name, reason) for name, reason in _IDLE.items() if kwargs.pop(name, None) is not None)
-    settings = resolve_settings(_one_config(args, config, config_params), kwargs)
+    settings = resolve_settings(
+        _one_config(args, config, config_params), kwargs, is_module=isinstance(model, nn.Module)
+    )
     settings = replace(settings, without_effect=settings.without_effect + idle)
     say_without_effect(settings)
     return InferenceEngine(model, settings), None, None, None

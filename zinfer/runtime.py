@@ -17,6 +17,7 @@ from zinfer.hooks import Forward, StreamingHooks, absent_tensors
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.gds import choose_backend
 from zinfer.nvme.reader import DEFAULT_BLOCK_BYTES, DEFAULT_NUM_THREADS, Reader
+from zinfer.nvme.scratch import ScratchFile
 from zinfer.offload.block import Block, Tier
 from zinfer.offload.homes import Homes
 from zinfer.offload.host_memory import HostBuffer
@@ -64,6 +65,7 @@ class Runtime:
         open_stream: makes copy streams to the device.
         settings: how the disk is read, whether anything moves ahead of its use, and where `close` writes the trace.
         files: the checkpoint's, empty for a model whose weights are in memory.
+        scratch: what one of the files is, to be closed at the end.
         trace: where reads, copies and computes are noted.
         wrap: around the model's own forward, inside of what counts passes.
         cuts: of recorded forwards, where blocks stream.
@@ -78,6 +80,7 @@ class Runtime:
         settings: Settings,
         files: Mapping[Path, FileIdentity],
         *,
+        scratch: ScratchFile | None = None,
         trace: Trace | None = None,
         wrap: Callable[[Forward], Forward] | None = None,
         cuts: Cuts | None = None,
@@ -87,6 +90,8 @@ class Runtime:
         self._streamer: Streamer | None = None
         streams = {tier: open_stream() for tier in (Tier.DISK, Tier.HOST)}
         with ExitStack() as owned:  # what was made before a failure is given back
+            if scratch is not None:
+                owned.enter_context(closing(scratch))
             if trace is not None and settings.trace is not None:
                 owned.callback(trace.write, settings.trace)
             on_cuda = streams[Tier.DISK].needs_pinned

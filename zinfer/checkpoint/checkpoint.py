@@ -98,10 +98,24 @@ class Checkpoint:
             return cls.open(paths[0])
         for path in paths:
             check_weights_file(path, label)
+        checkpoint = cls._of_files(paths)
+        if not checkpoint.tensors:
+            raise CheckpointError(f"{label}: the files hold no tensor: download the weights again")
+        return checkpoint
+
+    @classmethod
+    def of_file(cls, file: Path) -> "Checkpoint":
+        """Reads the header of a safetensors file, whatever it is called.
+
+        Raises:
+            CheckpointError: as `open`.
+        """
+        return cls._of_files([file])
+
+    @classmethod
+    def _of_files(cls, paths: list[Path]) -> "Checkpoint":
         folder = Path(os.path.commonpath([path.parent for path in paths]))
         headers, tensors = _union(paths)
-        if not tensors:
-            raise CheckpointError(f"{label}: the files hold no tensor: download the weights again")
         return cls._of(folder, headers, tensors, _fingerprint(folder, b"", headers), is_listed=True)
 
     @classmethod

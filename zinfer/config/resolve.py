@@ -29,6 +29,8 @@ NVME_PATH = "zero_optimization.offload_param.nvme_path"
 def resolve_settings(
     config: str | os.PathLike[str] | Mapping[str, object] | None = None,
     kwargs: Mapping[str, object] | None = None,
+    *,
+    is_module: bool = False,
 ) -> Settings:
     """The settings that `init_inference(model, config, **kwargs)` states. Neither mapping is changed.
 
@@ -36,6 +38,8 @@ def resolve_settings(
     (`zero_optimization`, `aio`, `fp16` ...) or of both; zinfer's own keys lie under "zinfer", and may stand alone among
     `kwargs`. "auto" and None mean the default. A key in both must have one meaning. What every key becomes is in
     `zinfer.config.triage.KEYS`; those given without effect are listed in the result.
+
+    `is_module` tells that the model is a module, whose weights are in memory unless a checkpoint is named.
 
     Raises:
         ConfigError: an unreadable file, an unknown key, an unusable value, a feature that is not available yet, or
@@ -53,11 +57,12 @@ def resolve_settings(
             section, _, name = item.key.field.rpartition(".")
             fields[section][name] = item.value
     quantization, idle = resolve_quantization(given)
+    writes = quantization is not None or (is_module and "checkpoint" not in given)
     fields[""] |= {
         "dtype": _dtype(given),
         "checkpoint": _checkpoint(given),
         "quantization": quantization,
-        "without_effect": _without_effect(reading) + idle + _idle_nvme_path(given, quantizes=quantization is not None),
+        "without_effect": _without_effect(reading) + idle + _idle_nvme_path(given, writes=writes),
     }
     return Settings(
         **fields[""],
@@ -137,14 +142,14 @@ def _without_effect(reading: Reading) -> tuple[Ignored, ...]:
     return tuple(ignored)
 
 
-def _idle_nvme_path(given: Mapping[str, Given], *, quantizes: bool) -> tuple[Ignored, ...]:
+def _idle_nvme_path(given: Mapping[str, Given], *, writes: bool) -> tuple[Ignored, ...]:
     """`nvme_path` where no weights are written there, as far as the configuration alone can tell."""
     if NVME_PATH not in given:
         return ()
     beside = "only zinfer.LLM keeps what texts have left that had to make room"
     if OFFLOAD_DEVICE not in given or given[OFFLOAD_DEVICE].value != "nvme":
         return (Ignored(NVME_PATH, f'no weights are written there unless {OFFLOAD_DEVICE} is "nvme"; {beside}'),)
-    if not quantizes:
+    if not writes:
         reason = "the checkpoint's files are read where they lie; only weights that other tools quantized are written"
         return (Ignored(NVME_PATH, f"{reason} there, in the form that streams; {beside}"),)
     return ()

@@ -129,8 +129,8 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
     honoured(
         f"{_OFFLOAD}.nvme_path",
         values.folder_or_empty,
-        "folder for weights that are converted for the disk, once, and for what parked texts of zinfer.LLM leave; "
-        "weights that stream as they lie are read in place",
+        "folder for weights that are converted for the disk, once, for those of a module that is given in memory, and "
+        "for what parked texts of zinfer.LLM leave; weights that stream as they lie are read in place",
         field="offload.nvme_path",
     ),
     honoured(

@@ -1,22 +1,13 @@
-"""A block as a safetensors file: its tensors in the slab's order, end to end, from a multiple of 4096 bytes on.
+"""A block as a safetensors file: its tensors in the slab's order, end to end, from a multiple of 4096 bytes on."""
 
-The reference library sorts tensors by name and width and aligns nothing; the format leaves both open, and permits the
-spaces at a header's end that make the alignment (huggingface/safetensors, README.md, "Format").
-"""
-
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
 
-from zinfer.checkpoint.header import DTYPES, LENGTH_BYTES
 from zinfer.cut import ModelBlock
-from zinfer.nvme.aligned import ALIGNMENT_BYTES, align_up
 from zinfer.offload.block import Block, SlabTensor
 from zinfer.quantization.slab_matrix import SlabMatrix
-
-_DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+from zinfer.store.head import head_of
 
 
 @dataclass(frozen=True)
@@ -43,19 +34,7 @@ class BlockFile:
     @cached_property
     def header(self) -> bytes:
         """All bytes before the weights."""
-        members: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for tensor in self.tensors:
-            offsets = [offset, offset + tensor.nbytes]
-            members[tensor.name] = {
-                "dtype": _DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": offsets,
-            }
-            offset = offsets[1]
-        text = json.dumps(members, separators=(",", ":")).encode()
-        text = text.ljust(align_up(LENGTH_BYTES + len(text), ALIGNMENT_BYTES) - LENGTH_BYTES)
-        return len(text).to_bytes(LENGTH_BYTES, "little") + text
+        return head_of(self.tensors)
 
     @property
     def data_bytes(self) -> int:

@@ -25,9 +25,9 @@ from zinfer.units import human_bytes
 
 log = logging.getLogger(__name__)
 
-_KEY: Final = "zero_optimization.offload_param.nvme_path"
+KEY: Final = "zero_optimization.offload_param.nvme_path"
 ENGINE: Final = Asker(
-    f"{_KEY}:", _KEY, "a", "write a store with `zinfer quantize --device cpu` and give that as the model", waits=True
+    f"{KEY}:", KEY, "a", "write a store with `zinfer quantize --device cpu` and give that as the model", waits=True
 )
 """An engine that finds no store yet."""
 _NAME_CHARS: Final = 60  # of up to 4 bytes: with the digits within the 255 bytes that file systems give a name
@@ -61,7 +61,7 @@ def stored_copy(
         return None
     if checkpoint.is_listed:
         raise ConfigError(
-            f"{_KEY}: weights are converted for the disk out of a model's folder, not out of a list of files; give the "
+            f"{KEY}: weights are converted for the disk out of a model's folder, not out of a list of files; give the "
             "folder with config.json as the checkpoint"
         )
     identity = Identity.of(checkpoint, rules, dtype)
@@ -70,7 +70,7 @@ def stored_copy(
     with _damage_explained(folder):
         is_there = is_finished(folder, identity, ENGINE)
     if not is_there:
-        _make(folder.parent)
+        make_folder(folder.parent)
         wanted = replace(settings, quantization=rules, dtype=dtype)
         _write(checkpoint, folder, wanted, sum(block.block.nbytes for block in blocks))
     with _damage_explained(folder):
@@ -85,26 +85,26 @@ def _model_name(folder: Path) -> str:
     return (repo.name.removeprefix(CACHED_REPO_PREFIX) if is_cached else folder.name)[:_NAME_CHARS]
 
 
-def _make(nvme_path: Path) -> None:
+def make_folder(nvme_path: Path) -> None:
     try:
         nvme_path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{_KEY}: {nvme_path} cannot be made a folder ({error.strerror}); name one that can be written to"
+            f"{KEY}: {nvme_path} cannot be made a folder ({error.strerror}); name one that can be written to"
         ) from error
 
 
 def _write(checkpoint: Checkpoint, folder: Path, settings: Settings, num_bytes: int) -> None:
     log.warning(
         "%s: %s is written once, %s made of %s; later starts stream from there",
-        *(_KEY, folder, human_bytes(num_bytes), checkpoint.folder),
+        *(KEY, folder, human_bytes(num_bytes), checkpoint.folder),
     )
     begin_s = time.perf_counter()
     try:
         summary = write_store(checkpoint.folder, folder, settings, asker=ENGINE)
     except OSError as error:
         if isinstance(error.filename, str) and Path(error.filename).is_relative_to(folder):
-            remedy = f"what is finished in {folder} is kept: make room there, or give another {_KEY}"
+            remedy = f"what is finished in {folder} is kept: make room there, or give another {KEY}"
             raise OSError(error.errno, f"{error.strerror}; {remedy}", error.filename) from error
         raise
     log.warning(
@@ -124,5 +124,5 @@ def _damage_explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        remedy = f"It was written under {_KEY}: remove {folder}, and the next start writes it again"
+        remedy = f"It was written under {KEY}: remove {folder}, and the next start writes it again"
         raise CheckpointError(f"{error}. {remedy}") from error

@@ -1,0 +1,243 @@
+"""Weights of a module that came in memory, streamed from the disk: the right bytes, and nothing left behind."""
+
+import errno
+import gc
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ragged_models
+import torch
+from checkpoints import tiny_model
+from engines import loaded
+from faults_support import Holdings, own_descriptors
+from loading_support import DISK, Tensors, batch, eager_logits, refused
+from torch import nn
+
+import zinfer
+from zinfer.errors import ConfigError, PlanError
+from zinfer.nvme.scratch import ScratchError
+
+__all__ = ["batch"]  # a fixture
+KEY = "zero_optimization.offload_param.nvme_path"
+
+
+def on_disk(folder: Path) -> dict[str, object]:
+    return {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(folder)}}}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mixtral"])
+def test_it_streams_from_the_disk(batch: Tensors, device: str, family: str, tmp_path: Path) -> None:
+    tiny = ragged_models.tiny_model if family == "mixtral" else tiny_model
+    model = tiny(family, num_layers=3).to(device)
+    layers_bytes = sum(parameter.nbytes for parameter in layers_of(model))
+    expected = eager_logits(model, {name: tensor.to(device) for name, tensor in batch.items()})
+    path = tmp_path / "made" / "for it"
+    engine = zinfer.init_inference(model, on_disk(path), device=device)
+    try:
+        assert engine.module is model
+        assert engine.settings.without_effect == ()
+        assert engine.stats().blocks_by_home["HOST"] == 0
+        for _ in range(2):
+            before = engine.stats().bytes_read_disk
+            torch.testing.assert_close(engine(**batch).logits, expected)
+            assert engine.stats().bytes_read_disk > before
+        assert engine.stats().disk_bytes_per_pass == layers_bytes
+        assert list(path.iterdir()) == []
+    finally:
+        engine.destroy()
+    assert list(path.iterdir()) == []
+
+
+def layers_of(model: nn.Module) -> list[nn.Parameter]:
+    return list(next(module for module in model.modules() if isinstance(module, nn.ModuleList)).parameters())
+
+
+def test_initialize_takes_what_deepspeed_takes(batch: Tensors, tmp_path: Path) -> None:
+    model = tiny_model("llama", num_layers=3, tie=True)
+    expected = eager_logits(model, batch)
+    config = on_disk(tmp_path) | {"zinfer": {"device": "cpu"}}
+    engine, *others = zinfer.initialize(model=model, config=config)
+    try:
+        assert others == [None, None, None]
+        assert torch.equal(engine(**batch).logits, expected)
+        assert engine.settings.without_effect == ()
+    finally:
+        engine.destroy()
+
+
+def test_texts_of_an_llm(tmp_path: Path) -> None:
+    prompts: list[Any] = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [9]}]
+    params = zinfer.SamplingParams(max_new_tokens=5)
+    with zinfer.LLM(tiny_model("llama", num_layers=3), device="cpu", kv_cache_memory="1MB") as llm:
+        expected = [completion.token_ids for completion in llm.generate(prompts, params)]
+    config = on_disk(tmp_path) | {"zinfer": {"device": "cpu", "kv_cache_memory": "1MB"}}
+    with zinfer.LLM(tiny_model("llama", num_layers=3), config) as llm:
+        assert [completion.token_ids for completion in llm.generate(prompts, params)] == expected
+        assert llm.stats().blocks_by_home["DISK"] == 3
+
+
+class Block(nn.Module):
+    """With weights that lie crosswise, one of no dimension, one that is wide, and a buffer of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.across = nn.Parameter(torch.randn(width, 4).T)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("shift", torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * (x @ self.across) @ self.across.T + self.shift
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for width in (3, 1_500_000, 5))  # one weight of 24 MB
+        self.blocks.append(self.blocks[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def test_any_module_whose_blocks_are_named(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model, x = Plain(), torch.randn(2, 4)
+    with torch.no_grad():
+        expected = model(x)
+    with loaded(model, on_disk(tmp_path), injection_policy={Block: ()}) as engine:
+        assert engine.stats().blocks_by_home["HOST"] == 0
+        assert engine.stats().blocks_by_home["DISK"] >= 3
+        for _ in range(2):
+            assert torch.equal(engine(x), expected)
+        assert engine.stats().bytes_read_disk > 2 * 24_000_000
+
+
+def test_its_memory_is_let_go_and_all_is_given_back(batch: Tensors, tmp_path: Path) -> None:
+    model = tiny_model("llama", num_layers=3)
+    mappings = []
+    for parameter in model.parameters():
+        mapping = mmap.mmap(-1, parameter.nbytes)
+        values = torch.frombuffer(mapping, dtype=parameter.dtype).view(parameter.shape)
+        parameter.data = values.copy_(parameter.data)
+        mappings.append(weakref.ref(mapping))
+        del mapping, values
+    del parameter
+    expected, before = eager_logits(model, batch), Holdings.now()
+    engine = zinfer.init_inference(model, on_disk(tmp_path), device="cpu")
+    gc.collect()
+    assert [mapping() for mapping in mappings] == [None] * len(mappings)
+    assert torch.equal(engine(**batch).logits, expected)
+    assert [name for name in own_descriptors() if name.startswith(str(tmp_path))]
+    engine.destroy()
+    assert Holdings.now() == before
+
+
+def test_a_refused_module_keeps_its_weights_and_leaves_nothing(batch: Tensors, tmp_path: Path) -> None:
+    model = tiny_model("llama", num_layers=3)
+    expected, before = eager_logits(model, batch), Holdings.now()
+    with pytest.raises(PlanError):
+        refused(model, on_disk(tmp_path), max_device_memory=1)
+    assert torch.equal(eager_logits(model, batch), expected)
+    gc.collect()
+    assert Holdings.now() == before
+
+
+def test_two_at_once_under_one_path(batch: Tensors, tmp_path: Path) -> None:
+    models = [tiny_model("llama", num_layers=3, seed=seed) for seed in range(2)]
+    expected = [eager_logits(model, batch) for model in models]
+    with loaded(models[0], on_disk(tmp_path)) as first, loaded(models[1], on_disk(tmp_path)) as second:
+        assert torch.equal(second(**batch).logits, expected[1])
+        assert torch.equal(first(**batch).logits, expected[0])
+
+
+@contextmanager
+def little_room(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> Iterator[None]:
+    class Found:
+        f_bavail, f_frsize = num_bytes, 1
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstatvfs", lambda _: Found)
+        yield
+
+
+def test_a_full_disk_names_the_key_and_the_module_keeps_its_weights(
+    batch: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", num_layers=3)
+    expected = eager_logits(model, batch)
+    with little_room(monkeypatch, 1000), pytest.raises(ScratchError, match=rf"{KEY}: .*1,000 are free.*make room"):
+        refused(model, on_disk(tmp_path))
+    write = os.pwritev
+
+    def fill_up(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, [buffers[0][:8192]], offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", fill_up)
+        with pytest.raises(ScratchError, match=rf"{KEY}: writing .* at byte 8192: No space left .*make room"):
+            refused(model, on_disk(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(eager_logits(model, batch), expected)
+
+
+def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=rf"{KEY}: .*file cannot be made a folder"):
+        refused(tiny_model("llama", num_layers=2), on_disk(tmp_path / "file"))
+
+
+def test_a_dtype_that_no_file_holds_is_named(tmp_path: Path) -> None:
+    model = Plain()
+    model.blocks[1].register_buffer("angle", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(ConfigError, match=r"model: blocks\.1\.angle is torch\.complex128, which no safetensors"):
+        refused(model, on_disk(tmp_path), injection_policy={Block: ()})
+
+
+def test_without_a_path_the_refusal_asks_for_it() -> None:
+    """nvme is asked for and cannot be had: placing the weights elsewhere without a word is not what was asked."""
+    with pytest.raises(PlanError, match=rf'"nvme", but weights of the module are in memory .*state {KEY}, .*save_pre'):
+        refused(tiny_model("llama", num_layers=2), DISK)
+
+
+def test_a_checkpoint_that_is_named_is_read_where_it_lies(batch: Tensors, tmp_path: Path) -> None:
+    tiny_model("llama", num_layers=3).save_pretrained(tmp_path / "saved")
+    model, path = tiny_model("llama", num_layers=3, seed=9), tmp_path / "nvme"
+    with loaded(model, on_disk(path), checkpoint=str(tmp_path / "saved")) as engine:
+        assert torch.equal(engine(**batch).logits, eager_logits(tmp_path / "saved", batch))
+        assert [ignored.path for ignored in engine.settings.without_effect] == [KEY]
+    assert not path.exists()
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    script = (
+        "import sys, zinfer\n"
+        "from checkpoints import tiny_model\n"
+        "from test_module_file import on_disk\n"
+        "engine = zinfer.init_inference(tiny_model('llama', num_layers=3), on_disk(sys.argv[1]), device='cpu')\n"
+        "engine(input_ids=__import__('torch').tensor([[5, 6]]))\n"
+        "print('runs', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=here
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"runs\n"
+        links = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+        assert any(link.startswith(str(tmp_path)) for link in links)
+        process.send_signal(signal.SIGKILL)
+    assert list(tmp_path.iterdir()) == []
