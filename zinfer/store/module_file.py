@@ -4,6 +4,7 @@ runs. They are no checkpoint, so nothing could tell a later start whose they wer
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Final
 
 import torch
@@ -58,7 +59,7 @@ def module_file(module: nn.Module, blocks: Sequence[ModelBlock], settings: Setti
     make_folder(folder)
     try:
         file = ScratchFile(folder, _PLACE_BYTES)
-        _write(file, num_bytes, [memoryview(head)], (_bytes_of(tensor) for tensor in named.values()))
+        _write(file, num_bytes, chain([memoryview(head)], map(_bytes_of, named.values())))
     except ScratchError as error:
         raise ScratchError(error.errno, f"{KEY}: {error.strerror}", error.filename) from error
     return file
@@ -81,7 +82,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write(file: ScratchFile, num_bytes: int, *pieces: Iterable[memoryview]) -> None:
+def _write(file: ScratchFile, num_bytes: int, pieces: Iterable[memoryview]) -> None:
     """Fill a new file with what comes, one after the other."""
     places = file.take(-(-num_bytes // _PLACE_BYTES))
     buffer = HostBuffer(_PLACE_BYTES)
@@ -90,10 +91,10 @@ def _write(file: ScratchFile, num_bytes: int, *pieces: Iterable[memoryview]) -> 
     file.end_at(num_bytes)
 
 
-def _filled(memory: memoryview, pieces: Iterable[Iterable[memoryview]]) -> Iterator[None]:
+def _filled(memory: memoryview, pieces: Iterable[memoryview]) -> Iterator[None]:
     """Each time the memory is full, and once more for the rest; what lies behind that is of no meaning."""
     end = 0
-    for piece in (piece for several in pieces for piece in several):
+    for piece in pieces:
         begin = 0
         while begin < piece.nbytes:
             count = min(piece.nbytes - begin, memory.nbytes - end)
