@@ -1,6 +1,7 @@
 """A model before its blocks have homes: the module, the files that hold its weights, and the blocks."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from zinfer.quantization.forms import check_patterns, find_activations, find_for
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.store.first_use import stored_copy
 from zinfer.store.module_file import module_file
-from zinfer.weights import Weight, load_buffers, match_weights
+from zinfer.weights import Weight, held_weights, load_buffers, match_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +61,18 @@ class CutModel:
         check_patterns(settings.quantization, module)
         scheme = find_stored_scheme(checkpoint) if checkpoint else None
         weights = match_weights(module, checkpoint, scheme) if checkpoint else {}
-        rules, checksums = settings.quantization, scheme.checksums if scheme else {}
+        return cls._cut(module, checkpoint, weights, scheme.checksums if scheme else {}, settings)
+
+    @classmethod
+    def _cut(
+        cls,
+        module: PreTrainedModel,
+        checkpoint: Checkpoint | None,
+        weights: Mapping[str, Weight],
+        checksums: Mapping[Path, str],
+        settings: Settings,
+    ) -> "CutModel":
+        rules = settings.quantization
         form, rounding, quantizes_input = find_form(rules), find_rounding(rules), find_activations(rules)
         packs = tuple(find_packs(module)) if settings.kernel_inject else ()
         together = [names for pack in packs for names in pack.parameters]
@@ -76,11 +88,23 @@ class CutModel:
         """
         if self.checkpoint is None:
             scratch = module_file(self.module, self.blocks, self.settings)
-            if scratch is None:
-                return self
-            return replace(CutModel.of(self.module, Checkpoint.of_file(scratch.path), self.settings), scratch=scratch)
+            return self if scratch is None else self._over(scratch)
         copy = stored_copy(self.checkpoint, list(self.blocks), find_dtype(self.module), self.settings)
         return CutModel.of(self.module, copy, self.settings) if copy else self
+
+    def _over(self, scratch: ScratchFile) -> "CutModel":
+        with ExitStack() as owned:
+            owned.enter_context(closing(scratch))
+            checkpoint = Checkpoint.of_file(scratch.path)
+            weights = held_weights(self.module, checkpoint)
+            cut = replace(self._cut(self.module, checkpoint, weights, {}, self.settings), scratch=scratch)
+            owned.pop_all()
+        return cut
+
+    def close(self) -> None:
+        """Give back the file that was written for it, if one was; may be called again."""
+        if self.scratch is not None:
+            self.scratch.close()
 
     def plan(self, limits: MachineLimits, reserve: Footprint | None) -> Plan:
         """Homes for the blocks; ``reserve`` and errors as for `beside_others`.

@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -85,27 +86,30 @@ class InferenceEngine(AroundModule):
         cut = CutModel.of(self.module, checkpoint, settings)
         reserve = find_reserve(self.module, cut.blocks, free_device_bytes(limits)) if find_reserve else None
         cut = cut.as_stored()
-        self._blocks = cut.blocks
-        self.plan: Plan = cut.plan(limits, reserve)
-        cut.take_to(self.device)
-        self._lock = threading.RLock()
-        self._wall_s = 0.0
-        self.trace = trace or (Trace() if settings.trace else None)
-        graphs = open_graphs(self.plan, settings, self.device, by_default=replays_passes)
-        self.pass_graphs = graphs if replays_passes else None
-        self._fittings = Fittings(self.module, self.device, None if replays_passes else graphs)
-        runtime = Runtime(
-            self.module,
-            cut.blocks,
-            self.plan,
-            lambda: open_stream(self.device),
-            settings,
-            cut.files,
-            scratch=cut.scratch,
-            trace=self.trace,
-            wrap=self._fittings.wrap,
-            cuts=graphs.cuts if graphs else None,
-        )
+        with ExitStack() as owned:  # whoever keeps the traceback of a failure would keep what was written
+            owned.callback(cut.close)
+            self._blocks = cut.blocks
+            self.plan: Plan = cut.plan(limits, reserve)
+            cut.take_to(self.device)
+            self._lock = threading.RLock()
+            self._wall_s = 0.0
+            self.trace = trace or (Trace() if settings.trace else None)
+            graphs = open_graphs(self.plan, settings, self.device, by_default=replays_passes)
+            self.pass_graphs = graphs if replays_passes else None
+            self._fittings = Fittings(self.module, self.device, None if replays_passes else graphs)
+            runtime = Runtime(
+                self.module,
+                cut.blocks,
+                self.plan,
+                lambda: open_stream(self.device),
+                settings,
+                cut.files,
+                scratch=cut.scratch,
+                trace=self.trace,
+                wrap=self._fittings.wrap,
+                cuts=graphs.cuts if graphs else None,
+            )
+            owned.pop_all()
         self._runtime: Runtime | None = runtime
         self._close = weakref.finalize(self, runtime.close)
         if settings.kernel_inject:

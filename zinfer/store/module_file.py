@@ -4,6 +4,7 @@ runs. They are no checkpoint, so nothing could tell a later start whose they wer
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from itertools import chain
 from typing import Final
 
@@ -27,9 +28,9 @@ _PLACE_BYTES: Final = 16 << 20  # written at once
 
 
 def module_file(module: nn.Module, blocks: Sequence[ModelBlock], settings: Settings) -> ScratchFile | None:
-    """A safetensors file with all parameters and persistent buffers under the module's own names, written now.
+    """A safetensors file with all parameters under the module's own names, written now.
 
-    The module keeps them. What has several names is there under the first.
+    The module keeps them. What has several names is there under the first (`zinfer.weights.held_weights`).
 
     Args:
         module: with its weights in memory.
@@ -40,14 +41,14 @@ def module_file(module: nn.Module, blocks: Sequence[ModelBlock], settings: Setti
         the file; None where none is called for, and for weights that are converted on their way.
 
     Raises:
-        ConfigError: the folder cannot be made, or a tensor is of a dtype that such files do not have.
+        ConfigError: the folder cannot be made, or a parameter is of a dtype that such files do not have.
         ScratchError: the disk is full or failed.
     """
     nvme_path, is_convertible = settings.offload.nvme_path, any(block.block.conversion for block in blocks)
     if nvme_path is None or settings.offload.device != "nvme" or is_convertible:
         return None
     folder = nvme_path.expanduser().absolute()
-    named = _tensors(module)
+    named = _parameters(module)
     tensors = [SlabTensor(name, tensor.dtype, tuple(tensor.shape), 0) for name, tensor in named.items()]
     head = head_of(tensors)
     num_bytes = len(head) + sum(tensor.nbytes for tensor in tensors)
@@ -58,28 +59,25 @@ def module_file(module: nn.Module, blocks: Sequence[ModelBlock], settings: Setti
     )
     make_folder(folder)
     try:
-        file = ScratchFile(folder, _PLACE_BYTES)
-        _write(file, num_bytes, chain([memoryview(head)], map(_bytes_of, named.values())))
+        with ExitStack() as owned:  # whoever keeps the traceback of a failure would keep the bytes on the disk
+            file = owned.enter_context(closing(ScratchFile(folder, _PLACE_BYTES)))
+            _write(file, num_bytes, chain([memoryview(head)], map(_bytes_of, named.values())))
+            owned.pop_all()
     except ScratchError as error:
         raise ScratchError(error.errno, f"{KEY}: {error.strerror}", error.filename) from error
     return file
 
 
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers in the module's order, each once."""
-    seen: set[torch.Tensor] = set()
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if tensor not in seen:
-            if tensor.dtype not in DTYPES.values():
-                raise ConfigError(f"model: {name} is {tensor.dtype}, which no safetensors file holds; convert it")
-            seen.add(tensor)
-            found[name] = tensor.detach()
-    return found
+def _parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+    """In the module's order, each once."""
+    for name, parameter in module.named_parameters():
+        if parameter.dtype not in DTYPES.values():
+            raise ConfigError(f"model: {name} is {parameter.dtype}, which no safetensors file holds; convert it")
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write(file: ScratchFile, num_bytes: int, pieces: Iterable[memoryview]) -> None:
