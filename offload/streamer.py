@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from zinfer.offload.block import Block, SlabLayout, Tier
-from zinfer.offload.lane import Lane
+from zinfer.offload.lane import Lane, LaneClosed
 from zinfer.offload.move import Move, Target
 from zinfer.offload.order import AccessOrder
 from zinfer.offload.slots import DeviceSlots, Slot
@@ -96,8 +96,9 @@ class Streamer:
         try:
             self._moving[block.index] = _Use(block, slot, move)
             lane.submit(move)
-        except BaseException:  # Ctrl-C between the two: a registered move must run, and runs once
-            lane.submit(move)
+        except BaseException:  # Ctrl-C between the two: a registered move must run, and runs once; no other may
+            if block.index in self._moving:
+                lane.submit(move)
             raise
 
     def wait(self, block: Block) -> dict[str, torch.nn.Parameter]:
@@ -281,13 +282,14 @@ class Streamer:
     def _come(self, block: Block, guessed: bool) -> _Use:
         """Wait until the block is sent; for the synchronous twin, until it is there.
 
-        A guess that failed is made again: what was wrong when it was made (a file being replaced) may be mended.
+        A guess that failed is made again: what was wrong when it was made (a file being replaced) may be mended. A lane
+        that was closed would not carry it.
         """
         use = self._staying.get(block.index) or self._moving[block.index]
         failure = use.move.failure()
         if failure is not None:
             self._give_up(use)
-            if not guessed:
+            if not guessed or isinstance(failure, LaneClosed):
                 raise failure
             self.prefetch(block)
             return self._come(block, guessed=False)
