@@ -23,13 +23,15 @@ from zinfer.nvme.threads import ThreadsBackend
 
 DEFAULT_BLOCK_BYTES: Final = 1 << 20
 DEFAULT_NUM_THREADS: Final = 32
+_DESCRIPTORS: Final = Path("/proc/self/fd")
 
 
 class DiskReadError(OSError):
     """A read failed or came back short; carries ``errno``, ``filename`` and ``offset`` (bytes)."""
 
     def __init__(self, code: int, reason: str, path: Path, offset: int) -> None:
-        super().__init__(code, reason, str(path))
+        # A file without a name is opened by its descriptor, which says nothing of the disk that failed.
+        super().__init__(code, reason, os.path.realpath(path) if path.parent == _DESCRIPTORS else str(path))
         self.offset = offset
 
     @classmethod

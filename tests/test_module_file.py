@@ -10,7 +10,9 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,12 +21,14 @@ import torch
 from checkpoints import VOCAB_SIZE, tiny_model
 from engines import loaded
 from family_models import family_inputs, family_model, forward_inputs
-from faults_support import Holdings, own_descriptors
+from faults_support import Fault, Holdings, failing_reads, own_descriptors, read_error
 from loading_support import DISK, Tensors, batch, eager_logits, refused
 from torch import nn
 
 import zinfer
 from zinfer.errors import ConfigError, PlanError
+from zinfer.hooks import StreamingHooks
+from zinfer.nvme.reader import DiskReadError
 from zinfer.nvme.scratch import ScratchError
 
 __all__ = ["batch"]  # a fixture
@@ -199,6 +203,46 @@ def test_a_refused_module_keeps_its_weights_and_leaves_nothing(batch: Tensors, t
     assert torch.equal(eager_logits(model, batch), expected)
     assert Holdings.now() == before
     del kept
+
+
+def test_a_module_whose_hooks_ctrl_c_has_cut_short_keeps_its_weights(batch: Tensors, tmp_path: Path) -> None:
+    model, lines = tiny_model("llama", num_layers=2), count(1)
+    expected, code = eager_logits(model, batch), StreamingHooks._put_on.__code__
+
+    def strike(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal left
+        if frame.f_code is not code:
+            return None
+        left -= event == "line"
+        if event == "line" and not left:
+            raise KeyboardInterrupt
+        return strike
+
+    struck, traced = True, sys.gettrace()
+    while struck:
+        left = num_lines = 4 * next(lines)
+        sys.settrace(strike)
+        try:
+            engine = zinfer.init_inference(model, on_disk(tmp_path), device="cpu")
+        except KeyboardInterrupt:
+            sys.settrace(traced)
+            assert torch.equal(eager_logits(model, batch), expected)
+        else:
+            struck = False
+            engine.destroy()
+        finally:
+            sys.settrace(traced)
+    assert num_lines > 20
+
+
+def test_a_failed_read_names_the_folder(batch: Tensors, tmp_path: Path) -> None:
+    with (
+        loaded(tiny_model("llama", num_layers=3), on_disk(tmp_path)) as engine,
+        failing_reads(read_error, Fault()),
+        pytest.raises(DiskReadError) as failed,
+    ):
+        engine(**batch)
+    assert str(failed.value).startswith(f"{tmp_path}/zinfer-")
 
 
 def test_two_at_once_under_one_path(batch: Tensors, tmp_path: Path) -> None:

@@ -55,8 +55,21 @@ class StreamingHooks:
         self._handles: list[RemovableHandle] = []
         self._in_pass = False
         self.passes = 0
+        before = [(held, leaf, held[leaf]) for places in self._places for held, leaf, _ in places]
+        try:
+            self._put_on(resident, wrap)
+        except BaseException:  # Ctrl-C: the module is as it was, with its weights if it came with them
+            self._take_off()
+            for held, leaf, parameter in before:
+                held[leaf] = parameter
+            raise
+
+    def _put_on(
+        self, resident: Mapping[int, Mapping[str, nn.Parameter]], wrap: Callable[[Forward], Forward] | None
+    ) -> None:
+        model, cuts, streamer = self._model, self._cuts, self._streamer
         model.forward = self._one_pass(wrap(model.forward) if wrap else model.forward)
-        for block in blocks:
+        for block in self._blocks:
             if block.block.index in resident:
                 self._bind(block, resident[block.block.index])
             else:
@@ -68,6 +81,11 @@ class StreamingHooks:
                         bind, unbind = partial(self._bind, block), partial(self._unbind, block)
                         self._handles += cuts.add(site, block.block, streamer, bind, unbind)
 
+    def _take_off(self) -> None:
+        vars(self._model).pop("forward", None)  # the wrapper; the class's own forward is behind it
+        for handle in self._handles:
+            handle.remove()
+
     def settle(self) -> None:
         """Take out what a call that was cut short has left in; after one that came to its end there is nothing."""
         if self._streamer is not None:
@@ -77,9 +95,7 @@ class StreamingHooks:
 
     def remove(self) -> None:
         """Take the hooks off and leave every parameter absent; the slabs may be freed after."""
-        del self._model.forward  # the wrapper; the class's own forward is behind it
-        for handle in self._handles:
-            handle.remove()
+        self._take_off()
         for block in self._blocks:
             self._unbind(block)
 
