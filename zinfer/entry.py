@@ -42,6 +42,7 @@ def init_inference(
         ConfigError: a key or value cannot be used.
         CheckpointError: the checkpoint is incomplete, damaged, or not a model that can be built.
         PlanError: a memory budget is too small.
+        OSError: weights could not be read, or not written under ``nvme_path``.
     """
     settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module))
     say_without_effect(settings)
