@@ -7,8 +7,8 @@ tokens here won or were within 2 %. Those of 16 and 64 are chosen by arithmetic.
 
 Codes of 8 bits were the slowest for the way into the registers: two bytes a load from shared memory, and 799
 instructions of each thread for a step of 128 columns of 128 rows and 64 tokens (INT4: 549). Taken as words they come
-eight bytes a load, and the step has 432. In groups of 128 the tile of 128 tokens would spill 1,140 bytes a thread to
-memory, and that of 64 spills 112.
+eight bytes a load, and the step has 432. In groups of 128 the tile of 128 tokens and as many rows would spill 1,140
+bytes a thread to memory; of half as many rows it was raced with Mixtral's matrices too, and won.
 """
 
 from collections.abc import Iterator
@@ -44,13 +44,12 @@ class GroupedTiles:
 
 FEWEST_TOKENS: Final = 16
 MOST_TOKENS: Final = 128
-_MOST_TOKENS_OF_GROUPS: Final = 64
 _LEAST_ROWS: Final = 32
 _LEAST_STEP: Final = 16  # units of one tensor core instruction
 _PROGRAMS: Final = 264  # two for each multiprocessor of an H200: fewer leave some of the memory's rate unused
 
 # By tokens of a tile: those of 16 wait for memory, those of 128 multiply. With codes of 4 bits none of 128 beat that of
-# 64; with codes of 8 the sums over a group beside those over all leave no registers for 128.
+# 64. In groups the sums over one take registers beside those over all: few rows, or many warps.
 _FULL: Final = {
     16: GroupedTiles(16, 64, 128, 4, 4),
     32: GroupedTiles(32, 128, 64, 4, 4),
@@ -63,12 +62,18 @@ _BYTES: Final = {
     64: GroupedTiles(64, 128, 128, 4, 3, in_words=True),
     128: GroupedTiles(128, 128, 128, 4, 2, in_words=True),
 }
+_BYTES_IN_GROUPS: Final = {
+    16: GroupedTiles(16, 64, 128, 4, 6),
+    32: GroupedTiles(32, 64, 128, 4, 4, in_words=True),
+    64: GroupedTiles(64, 128, 128, 4, 3, in_words=True),
+    128: GroupedTiles(128, 64, 128, 4, 3, in_words=True),
+}
 _NIBBLES: Final = {
     16: GroupedTiles(16, 64, 128, 4, 6),
     32: GroupedTiles(32, 128, 128, 4, 3),
     64: GroupedTiles(64, 128, 128, 4, 3),
 }
-_TABLES: Final = {"full": _FULL, "bytes": _BYTES, "nibbles": _NIBBLES}
+_TABLES: Final = {"full": _FULL, "bytes": _BYTES, "bytes in groups": _BYTES_IN_GROUPS, "nibbles": _NIBBLES}
 # Rows, columns, warps and stages, by the fewest tokens of a tile.
 # fmt: off
 _CANDIDATES: Final[dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]]] = {
@@ -109,8 +114,7 @@ def grouped_tiles_for(pairs: int, num_experts: int, rows: int, weight: torch.Ten
     if weight.dtype == torch.float32:
         return _FLOAT32
     table = _TABLES[table_of(weight)]
-    has_groups = isinstance(weight, QuantizedMatrix) and weight.scales.shape[1] > 1
-    block_tokens = min(block_tokens_for(pairs, num_experts), _MOST_TOKENS_OF_GROUPS if has_groups else max(table))
+    block_tokens = min(block_tokens_for(pairs, num_experts), max(table))
     tiles = table[block_tokens]
     least_rows = _LEAST_ROWS if block_tokens == FEWEST_TOKENS else 2 * _LEAST_ROWS
     while tiles.block_rows > least_rows and num_programs(pairs, num_experts, rows, tiles) < _PROGRAMS:
@@ -125,16 +129,18 @@ def block_tokens_for(pairs: int, num_experts: int) -> int:
 
 
 def table_of(weight: torch.Tensor | QuantizedMatrix) -> str:
-    """Which weights have tiles of their own: "full", "bytes" (codes of 8 bits) or "nibbles" (of 4)."""
+    """Which tiles a matrix has: "full", "bytes" (codes of 8 bits), "bytes in groups" or "nibbles" (codes of 4)."""
     if not isinstance(weight, QuantizedMatrix):
         return "full"
-    return "nibbles" if weight.format.bits == 4 else "bytes"
+    if weight.format.bits == 4:
+        return "nibbles"
+    return "bytes in groups" if weight.scales.shape[1] > 1 else "bytes"
 
 
 def candidates(table: str, block_tokens: int) -> Iterator[GroupedTiles]:
     """Tiles of a table worth measuring for so many tokens of a tile, at most 12: of many tokens also those of half as
     many, of which the last tile of an expert leaves fewer unused."""
-    for kind in (table, "words") if table == "bytes" else (table,):
+    for kind in ("bytes", "words") if table.startswith("bytes") else (table,):
         shapes = _CANDIDATES[kind]
         for shape in shapes[max(least for least in shapes if least <= block_tokens)]:
             yield GroupedTiles(block_tokens, *shape, in_words=kind == "words")

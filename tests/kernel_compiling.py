@@ -195,7 +195,7 @@ def compile_experts(dtype: torch.dtype) -> None:
     codes = [random_experts(format, mixture, dtype, "meta") for format in TYPICAL]
     full = random_experts(None, mixture, dtype, "meta")
     asymmetric = random_experts(QuantFormat(8, 128, symmetric=False), mixture, dtype, "meta")
-    cases = {4: (full, codes[0], codes[2], codes[3]), 1024: (codes[0], asymmetric), 4096: (turned, *codes)}
+    cases = {4: (full, codes[0], codes[2], codes[3]), 1024: (codes[0], asymmetric), 4096: (turned, *codes, asymmetric)}
     for tokens, weights in cases.items():
         found = groups.groups_kernel(random_choice(mixture, tokens, "cpu"), mixture.experts)
         x = torch.zeros(tokens, mixture.columns, dtype=dtype)

@@ -50,6 +50,7 @@ TYPICAL = (
     None,
     QuantFormat(8),
     QuantFormat(8, 128),
+    QuantFormat(8, 128, symmetric=False),
     QuantFormat(8, is_float=True),
     QuantFormat(4, 128, in_fragments=True),
     QuantFormat(4, 64, symmetric=False),
@@ -226,7 +227,9 @@ def test_most_token_tiles_can_be_filled() -> None:
     assert most_token_tiles(4096, 1, 128) == 1 + 4095 // 128
 
 
-@pytest.mark.parametrize("format", [None, QuantFormat(8), QuantFormat(4, 64, in_fragments=True)], ids=str)
+@pytest.mark.parametrize(
+    "format", [None, QuantFormat(8), QuantFormat(8, 128), QuantFormat(4, 64, in_fragments=True)], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tiles_are_of_an_experts_tokens(format: QuantFormat | None, dtype: torch.dtype) -> None:
     for mixture in (*QWEN3_30B_A3B, *MIXTRAL_8X7B):
@@ -241,7 +244,7 @@ def test_tiles_are_of_an_experts_tokens(format: QuantFormat | None, dtype: torch
             assert tiles.block_rows >= 32
 
 
-@pytest.mark.parametrize("format", [None, QuantFormat(8), QuantFormat(4)], ids=str)
+@pytest.mark.parametrize("format", [None, QuantFormat(8), QuantFormat(8, 128), QuantFormat(4)], ids=str)
 def test_few_candidates_hold_the_tables_tiles(format: QuantFormat | None) -> None:
     mixture = QWEN3_30B_A3B[0]
     weight = random_experts(format, mixture, torch.bfloat16, "meta")
