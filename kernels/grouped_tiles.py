@@ -8,7 +8,8 @@ tokens here won or were within 2 %. Those of 16 and 64 are chosen by arithmetic.
 Codes of 8 bits were the slowest for the way into the registers: two bytes a load from shared memory, and 799
 instructions of each thread for a step of 128 columns of 128 rows and 64 tokens (INT4: 549). Taken as words they come
 eight bytes a load, and the step has 432. In groups of 128 the tile of 128 tokens and as many rows would spill 1,140
-bytes a thread to memory; of half as many rows it was raced with Mixtral's matrices too, and won.
+bytes a thread to memory; of half as many rows it was raced with Mixtral's matrices too, and won, as the tile of 64
+tokens did.
 """
 
 from collections.abc import Iterator
@@ -65,7 +66,7 @@ _BYTES: Final = {
 _BYTES_IN_GROUPS: Final = {
     16: GroupedTiles(16, 64, 128, 4, 6),
     32: GroupedTiles(32, 64, 128, 4, 4, in_words=True),
-    64: GroupedTiles(64, 128, 128, 4, 3, in_words=True),
+    64: GroupedTiles(64, 64, 128, 4, 3, in_words=True),
     128: GroupedTiles(128, 64, 128, 4, 3, in_words=True),
 }
 _NIBBLES: Final = {

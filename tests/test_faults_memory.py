@@ -1,7 +1,7 @@
 """Memory, descriptors and threads after failures, and after engines that were made and destroyed again and again."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -91,20 +91,20 @@ def test_a_failed_load_gives_its_memory_back(large: Path, homes: str) -> None:
 
 
 @pytest.fixture
-def full_device() -> Iterator[list[torch.Tensor]]:
-    """A device with hardly any memory left; emptying the list gives it back."""
+def full_device() -> Iterator[Callable[[], None]]:
+    """A device with hardly any memory left for this process; others keep theirs. What it gives back makes room."""
     torch.zeros(1, device="cuda")
     torch.cuda.empty_cache()
-    free_bytes, _ = torch.cuda.mem_get_info()
-    filler = [torch.empty(free_bytes - SPARE_BYTES, dtype=torch.uint8, device="cuda")]
-    yield filler
-    filler.clear()
-    torch.cuda.empty_cache()
+    _, total_bytes = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + SPARE_BYTES) / total_bytes)
+    make_room = partial(torch.cuda.set_per_process_memory_fraction, 1.0)
+    yield make_room
+    make_room()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("homes", ["resident", "host", "disk"])
-def test_a_budget_that_the_device_does_not_have(large: Path, full_device: list[torch.Tensor], homes: str) -> None:
+def test_a_budget_that_the_device_does_not_have(large: Path, full_device: Callable[[], None], homes: str) -> None:
     """The allocator's own error, at once; with room the same call succeeds."""
     config = large_config(homes, "cuda")
     before = Holdings.now()
@@ -114,8 +114,7 @@ def test_a_budget_that_the_device_does_not_have(large: Path, full_device: list[t
         del error
         gc.collect()
         assert Holdings.now() == before
-    full_device.clear()
-    torch.cuda.empty_cache()
+    full_device()
     engine = zinfer.init_inference(large, config)
     try:
         assert engine(input_ids=PROMPT).logits.isfinite().all()
