@@ -1,15 +1,14 @@
 """How the grouped product of experts is cut into tiles.
 
-Raced on an H200 with Qwen3-30B-A3B's experts (128 of 1536 x 2048 and 2048 x 768, 8 a token), 512 and 4,096 tokens, in
-full bfloat16, INT8 with a scale a row and INT4 in groups of 128 (`benchmarks/experts.py --tune`): those of 32 and 128
-tokens here won or were within 2 %. Those of 16 and 64 are chosen by arithmetic. With 4,096 tokens full weights come to
-465 TFLOP/s where the tiles before had 393, INT8 to 355 where bytes had 209, INT4 to 297.
+Raced on an H200 with the experts of Qwen3-30B-A3B (128 of 1536 x 2048 and 2048 x 768, 8 a token) and of Mixtral-8x7B,
+1 to 4,096 tokens, in full bfloat16, INT8 with a scale a row and in groups of 128, and INT4 in groups of 128
+(`benchmarks/experts.py --tune`): those here won or were within 2 %. With 4,096 tokens Qwen3's come to 465 TFLOP/s in
+full, 355 from INT8, 297 from INT4.
 
 Codes of 8 bits were the slowest for the way into the registers: two bytes a load from shared memory, and 799
 instructions of each thread for a step of 128 columns of 128 rows and 64 tokens (INT4: 549). Taken as words they come
 eight bytes a load, and the step has 432. In groups of 128 the tile of 128 tokens and as many rows would spill 1,140
-bytes a thread to memory; of half as many rows it was raced with Mixtral's matrices too, and won, as the tile of 64
-tokens did.
+bytes a thread to memory; that of half as many rows spills none.
 """
 
 from collections.abc import Iterator
@@ -52,29 +51,30 @@ _PROGRAMS: Final = 264  # two for each multiprocessor of an H200: fewer leave so
 # By tokens of a tile: those of 16 wait for memory, those of 128 multiply. With codes of 4 bits none of 128 beat that of
 # 64. In groups the sums over one take registers beside those over all: few rows, or many warps.
 _FULL: Final = {
-    16: GroupedTiles(16, 64, 128, 4, 4),
-    32: GroupedTiles(32, 128, 64, 4, 4),
-    64: GroupedTiles(64, 128, 64, 4, 4),
+    16: GroupedTiles(16, 128, 64, 4, 6),
+    32: GroupedTiles(32, 64, 128, 4, 3),
+    64: GroupedTiles(64, 128, 64, 4, 3),
     128: GroupedTiles(128, 256, 64, 8, 4),
 }
 _BYTES: Final = {
-    16: GroupedTiles(16, 64, 128, 4, 6),
+    16: GroupedTiles(16, 64, 256, 4, 3, in_words=True),
     32: GroupedTiles(32, 128, 128, 4, 3, in_words=True),
     64: GroupedTiles(64, 128, 128, 4, 3, in_words=True),
     128: GroupedTiles(128, 128, 128, 4, 2, in_words=True),
 }
 _BYTES_IN_GROUPS: Final = {
-    16: GroupedTiles(16, 64, 128, 4, 6),
+    16: GroupedTiles(16, 128, 128, 4, 3, in_words=True),
     32: GroupedTiles(32, 64, 128, 4, 4, in_words=True),
     64: GroupedTiles(64, 64, 128, 4, 3, in_words=True),
     128: GroupedTiles(128, 64, 128, 4, 3, in_words=True),
 }
 _NIBBLES: Final = {
-    16: GroupedTiles(16, 64, 128, 4, 6),
+    16: GroupedTiles(16, 128, 128, 4, 3),
     32: GroupedTiles(32, 128, 128, 4, 3),
     64: GroupedTiles(64, 128, 128, 4, 3),
 }
 _TABLES: Final = {"full": _FULL, "bytes": _BYTES, "bytes in groups": _BYTES_IN_GROUPS, "nibbles": _NIBBLES}
+_FEW_BYTES: Final = GroupedTiles(16, _LEAST_ROWS, 128, 4, 6)  # of so few rows words take a quarter longer
 # Rows, columns, warps and stages, by the fewest tokens of a tile.
 # fmt: off
 _CANDIDATES: Final[dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]]] = {
@@ -120,7 +120,7 @@ def grouped_tiles_for(pairs: int, num_experts: int, rows: int, weight: torch.Ten
     least_rows = _LEAST_ROWS if block_tokens == FEWEST_TOKENS else 2 * _LEAST_ROWS
     while tiles.block_rows > least_rows and num_programs(pairs, num_experts, rows, tiles) < _PROGRAMS:
         tiles = replace(tiles, block_rows=tiles.block_rows // 2)
-    return tiles
+    return _FEW_BYTES if tiles.in_words and tiles.block_rows == _LEAST_ROWS else tiles
 
 
 def block_tokens_for(pairs: int, num_experts: int) -> int:
@@ -188,4 +188,4 @@ def _step_columns(matrix: QuantizedMatrix, tiles: GroupedTiles) -> int:
 
 def can_step(matrix: QuantizedMatrix) -> bool:
     """Whether steps of a size that tensor cores take divide the groups of a row, if it has several."""
-    return step_units(matrix, _BYTES[FEWEST_TOKENS]) >= _LEAST_STEP
+    return step_units(matrix, _FEW_BYTES) >= _LEAST_STEP

@@ -255,6 +255,20 @@ def test_few_candidates_hold_the_tables_tiles(format: QuantFormat | None) -> Non
         assert grouped_tiles_for(pairs, mixture.experts, mixture.rows, weight) in tried
 
 
+@pytest.mark.parametrize("format", [QuantFormat(8), QuantFormat(8, 128), QuantFormat(8, is_float=True)], ids=str)
+def test_one_token_leaves_codes_as_bytes(format: QuantFormat) -> None:
+    """Too few programs: rows are halved, and words are slower in so few. More tokens have enough."""
+    for mixture, tokens, is_few in (
+        (QWEN3_30B_A3B[0], 1, True),
+        (QWEN3_30B_A3B[0], 4, False),
+        (MIXTRAL_8X7B[0], 1, False),
+    ):
+        weight = random_experts(format, mixture, torch.bfloat16, "meta")
+        tiles = grouped_tiles_for(tokens * mixture.chosen, mixture.experts, mixture.rows, weight)
+        assert tiles.in_words is not is_few
+        assert (tiles.block_rows == 32) is is_few
+
+
 def test_groups_are_of_one_expert_each() -> None:
     groups = Groups.of(torch.tensor([[3, 0], [0, 3], [5, 0]]), 6)
     assert groups.order.tolist() == [1, 2, 5, 0, 3, 4]
