@@ -41,6 +41,7 @@ from zinfer.kernels.cases import (
 )
 from zinfer.kernels.grouped_linear import (
     ExpertWeights,
+    grouped_linear,
     grouped_linear_kernel,
     grouped_linear_ref,
 )
@@ -65,10 +66,10 @@ def check_kernels(dtype: torch.dtype, names: Sequence[str]) -> None:
     for name in names:
         for mixture in _GATE:
             weight = experts_in(name, mixture, dtype)
-            for tokens in (1, 33, 900):
+            for tokens in (1, 2, 33, 900):
                 groups = Groups.of(random_choice(mixture, tokens, "cuda"), mixture.experts)
                 x = torch.randn(tokens, mixture.columns, dtype=dtype, device="cuda")
-                products = [grouped_linear_kernel] + [torch_gathering] * (name == "full")
+                products = [grouped_linear, grouped_linear_kernel] + [torch_gathering] * (name == "full")
                 if not all(Sums(x, weight, groups).are_right(product(x, weight, groups)) for product in products):
                     raise SystemExit(f"gate: {name}, {mixture}, {tokens} tokens: no figure is reported")
 
@@ -120,7 +121,7 @@ def measure(
         weight = experts_in(name, mixture, dtype)
         for tokens in token_counts:
             calls = Calls(mixture, tokens, weight.nbytes, dtype)
-            products = [partial(grouped_linear_kernel, calls.x, weight, groups) for groups in calls.groups]
+            products = [partial(grouped_linear, calls.x, weight, groups) for groups in calls.groups]
             seconds = graph_seconds(products)
             yield (
                 f"{name} {shape} tokens {tokens}",
@@ -136,8 +137,12 @@ def measure(
         del weight
     for tokens in token_counts:
         choices = [random_choice(mixture, tokens, "cuda") for _ in range(_GROUPINGS)]
-        seconds = graph_seconds([partial(Groups.of, choice, mixture.experts) for choice in choices])
+        seconds = graph_seconds([partial(order_of, choice, mixture.experts) for choice in choices])
         yield f"groups of {mixture.experts} tokens {tokens}", {"us": round(seconds * 1e6, 2)}
+
+
+def order_of(choice: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return Groups.of(choice, num_experts).order
 
 
 def torch_gathering(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:

@@ -156,6 +156,7 @@ def _finish(  # type: ignore[no-untyped-def]
     all_turns,
     thread,
     row,
+    first_token,
     tokens,
     rows,
     OCTETS: tl.constexpr,
@@ -188,7 +189,7 @@ def _finish(  # type: ignore[no-untyped-def]
                 total = added
             values = total
     if is_last:
-        token = tl.program_id(1) * (8 * OCTETS) + thread % 4 * 2
+        token = first_token + thread % 4 * 2
         for i in tl.static_range(COUNT):
             at_row = row + (i // (4 * OCTETS) * 16 + i % 4 // 2 * 8)
             at_token = token + (i // 4 % OCTETS * 8 + i % 2)
@@ -199,15 +200,17 @@ def _finish(  # type: ignore[no-untyped-def]
             tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=at_token < tokens)
 
 
-@triton.jit(do_not_specialize=["tokens", "all_turns"])
+@triton.jit(do_not_specialize=["share", "tokens", "all_turns"])
 def fragment_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     codes_ptr,
     scales_ptr,
     bias_ptr,
+    chosen_ptr,
     out_ptr,
     sums_ptr,
     counters_ptr,
+    share,
     tokens,
     rows,
     columns,
@@ -219,7 +222,11 @@ def fragment_kernel(  # type: ignore[no-untyped-def]
     K_WARPS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """A tile of tokens and a stripe of the turns of all tiles of rows."""
+    """A tile of tokens and a stripe of the turns of all tiles of rows.
+
+    With ``chosen_ptr`` the tile is a pair of one token, which has ``share`` of them, and one of several matrices.
+    """
+    IS_CHOSEN: tl.constexpr = chosen_ptr is not None
     THREADS: tl.constexpr = ROW_WARPS * 32  # that share x
     X_BYTES: tl.constexpr = OCTETS * _DEPTH * 1024  # of a turn
     STEPS: tl.constexpr = K_WARPS * _DEPTH  # of 64 columns, of a turn
@@ -234,6 +241,17 @@ def fragment_kernel(  # type: ignore[no-untyped-def]
     lane, k_warp = thread % 32, thread // THREADS
     row_tile = tile * (2 * ROW_WARPS) + thread // 32 % ROW_WARPS * 2
     block = (row_tile // 4).to(tl.int64)
+    first_token = tl.program_id(1) * (8 * OCTETS)
+    if IS_CHOSEN:
+        if IS_DEPENDENT:  # what was chosen another kernel may have written
+            gdc_wait()
+        matrix = tl.load(chosen_ptr + tl.program_id(1)).to(tl.int64)
+        block += matrix * (rows // 64)
+        first_token = 0
+        x_ptr += (tl.program_id(1) // share).to(tl.int64) * columns
+        out_ptr += tl.program_id(1).to(tl.int64) * rows
+        if bias_ptr is not None:
+            bias_ptr += matrix * rows
     step = (all_turns - left) * STEPS + k_warp * _DEPTH
     codes_offset = (block * (columns // 64) + step) * 2048 + row_tile % 4 * 512 + lane * 16
     scales_offset = (block * (columns // 64) + step) // STEPS_PER_GROUP * 128 + lane // 4 * 16 + row_tile % 4 * 4
@@ -247,11 +265,12 @@ def fragment_kernel(  # type: ignore[no-untyped-def]
         if ahead % STEPS_PER_GROUP == 0:
             scales += (_load_scales(scales_ptrs + ahead // STEPS_PER_GROUP * 128, one),)  # type: ignore[assignment]
     place = thread % THREADS
-    token = tl.program_id(1) * (8 * OCTETS) + place // 64 % OCTETS * 8 + place % 32 // 4
+    token = first_token + place // 64 % OCTETS * 8 + place % 32 // 4
     column = step * 64 + place // (64 * OCTETS) * 64 + place // 32 % 2 * 32 + place % 4 * 8
     x_ptrs = x_ptr.to(tl.pointer_type(tl.int8)) + (token * columns + column) * 2
     if IS_DEPENDENT:  # nothing that another kernel may read or write is touched before
-        gdc_wait()
+        if not IS_CHOSEN:
+            gdc_wait()
         gdc_launch_dependents()
     memory = _with_token(thread, ptx.staging_asm(K_WARPS * (_STAGES * X_BYTES + THREADS * 16 * OCTETS)))
     own = memory + _STAGES * K_WARPS * X_BYTES + thread * 16 + k_warp * (THREADS * 16 * (OCTETS - 1))
@@ -288,7 +307,7 @@ def fragment_kernel(  # type: ignore[no-untyped-def]
             row = tile * THREADS + place // 32 * 32 + k_warp * 16 + lane // 4
             _finish(
                 values, bias_ptr, out_ptr, sums_ptr, counters_ptr, tile, total // all_turns, all_turns, thread, row,
-                tokens, rows, OCTETS, COUNT, THREADS * K_WARPS,
+                first_token, tokens, rows, OCTETS, COUNT, THREADS * K_WARPS,
             )  # fmt: skip
             sums = (none, none)
             tile += 1

@@ -50,14 +50,14 @@ class FragmentCut:
     programs: int
 
     @classmethod
-    def of(cls, tokens: int, rows: int, columns: int, processors: int) -> "FragmentCut":
-        """For x [tokens, columns] on so many multiprocessors: as many programs as run at once, if there are turns."""
+    def of(cls, token_tiles: int, rows: int, columns: int, processors: int) -> "FragmentCut":
+        """For tiles of tokens on so many multiprocessors: as many programs as run at once, if there are turns."""
         row_warps = 4 if rows % (4 * _WARP_ROWS) == 0 else 2
         k_warps = 2 if columns % (2 * FRAGMENT_COLUMNS) == 0 else 1
         turns = columns // (k_warps * FRAGMENT_COLUMNS)
         num_tiles = rows // (row_warps * _WARP_ROWS)
         places = processors * _WARPS_AT_ONCE // (row_warps * k_warps)
-        programs = max(1, min(places // max(-(-tokens // _TILE_TOKENS), 1), num_tiles * turns))
+        programs = max(1, min(places // max(token_tiles, 1), num_tiles * turns))
         return cls(row_warps, k_warps, turns, num_tiles, programs)
 
 
@@ -86,59 +86,95 @@ def fragment_linear(
         programs: among which the turns of all tiles are divided, at most as many as turns; by default as `FragmentCut`
             says.
     """
-    assert matrix.format.in_fragments
-    assert matrix.column_scales is matrix.column_order is None, "x is to be scaled and ordered"
-    flat = x.reshape(-1, matrix.columns).contiguous()
-    if flat.data_ptr() % _ALIGNMENT:
-        flat = flat.clone()
+    flat = _aligned(x.reshape(-1, matrix.columns))
     out = torch.empty((flat.shape[0], matrix.rows), dtype=x.dtype, device=x.device)
-    if out.numel() and matrix.columns:
-        with on_device(x):
-            _launch(flat, matrix, bias, out, programs)
+    _launch(flat, matrix, bias, None, out, programs)
     return out.view(*x.shape[:-1], matrix.rows)
 
 
+def chosen_linear(
+    x: torch.Tensor,
+    matrices: QuantizedMatrix,
+    chosen: torch.Tensor,
+    rows: int,
+    bias: torch.Tensor | None = None,
+    programs: int | None = None,
+) -> torch.Tensor:
+    """``x @ W.T + bias`` of pairs of a token and a matrix, each read for each of its pairs.
+
+    Args:
+        x: [tokens or pairs, columns]; pairs are numbered token after token.
+        matrices: of ``rows`` each, whole 64s, one below the other; one that `can_multiply` names.
+        chosen: [pairs] int64: the number of each one's matrix.
+        bias: [matrices, rows].
+        programs: as of `fragment_linear`, of each pair.
+
+    Returns:
+        [pairs, rows].
+    """
+    out = torch.empty((chosen.numel(), rows), dtype=x.dtype, device=x.device)
+    _launch(_aligned(x), matrices, bias, chosen, out, programs)
+    return out
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % _ALIGNMENT else x
+
+
 def _launch(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None, out: torch.Tensor, programs: int | None
+    x: torch.Tensor,
+    matrix: QuantizedMatrix,
+    bias: torch.Tensor | None,
+    chosen: torch.Tensor | None,
+    out: torch.Tensor,
+    programs: int | None,
 ) -> None:
-    """Fill out [tokens, rows] for x [tokens, columns]."""
+    """Fill out [tokens, rows] for x [tokens, columns], or [pairs, rows]."""
+    assert matrix.format.in_fragments
+    assert matrix.column_scales is matrix.column_order is None, "x is to be scaled and ordered"
     assert matrix.codes.is_contiguous()
     assert matrix.scales.is_contiguous()
     assert matrix.codes.data_ptr() % _ALIGNMENT == matrix.scales.data_ptr() % _ALIGNMENT == 0
+    if not out.numel() or not matrix.columns:
+        return
     capability, processors = _device_facts(x.device)
     is_dependent = capability >= _DEPENDENT_CAPABILITY
-    tokens, rows = out.shape
-    cut = FragmentCut.of(tokens, rows, matrix.columns, processors)
+    tokens, rows = (out.shape[0] if chosen is None else 1), out.shape[1]
+    token_tiles = -(-tokens // _TILE_TOKENS) if chosen is None else len(chosen)
+    cut = FragmentCut.of(token_tiles, rows, matrix.columns, processors)
     programs = programs or cut.programs
-    token_tiles = -(-tokens // _TILE_TOKENS)
     octets = 1 if tokens <= _TILE_TOKENS // 2 else 2
     # Of each tile that a program shares with others, at most one for each step along the row of tiles.
     pieces = (token_tiles, programs + cut.num_tiles, cut.row_warps * _WARP_ROWS * 8 * octets)
     sums = torch.empty(pieces, dtype=torch.float32, device=x.device)
     counters = _counters(x.device)
     assert cut.num_tiles * token_tiles <= len(counters)
-    fragment_kernel[programs, token_tiles](
-        x,
-        matrix.codes,
-        matrix.scales,
-        None if bias is None else bias.contiguous(),
-        out,
-        sums,
-        counters,
-        tokens,
-        rows,
-        matrix.columns,
-        cut.turns,
-        IS_BFLOAT=x.dtype == torch.bfloat16,
-        OCTETS=octets,
-        STEPS_PER_GROUP=matrix.columns // matrix.scales.shape[1] // 64,
-        ROW_WARPS=cut.row_warps,
-        K_WARPS=cut.k_warps,
-        IS_DEPENDENT=is_dependent,
-        launch_pdl=is_dependent,
-        num_warps=cut.row_warps * cut.k_warps,
-        maxnreg=_MOST_REGISTERS,
-    )
+    with on_device(x):
+        fragment_kernel[programs, token_tiles](
+            x,
+            matrix.codes,
+            matrix.scales,
+            None if bias is None else bias.contiguous(),
+            chosen,
+            out,
+            sums,
+            counters,
+            1 if chosen is None else len(chosen) // len(x),
+            tokens,
+            rows,
+            matrix.columns,
+            cut.turns,
+            IS_BFLOAT=x.dtype == torch.bfloat16,
+            OCTETS=octets,
+            STEPS_PER_GROUP=matrix.columns // matrix.scales.shape[1] // 64,
+            ROW_WARPS=cut.row_warps,
+            K_WARPS=cut.k_warps,
+            IS_DEPENDENT=is_dependent,
+            launch_pdl=is_dependent,
+            num_warps=cut.row_warps * cut.k_warps,
+            maxnreg=_MOST_REGISTERS,
+        )
 
 
 @cache

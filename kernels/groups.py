@@ -5,7 +5,8 @@ own. That compares all with all, in one launch, where a sort and what follows ta
 """
 
 from dataclasses import dataclass
-from typing import Final
+from functools import cached_property
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -20,9 +21,8 @@ _MOST_BLOCK: Final = 256
 _LEAST_BLOCK: Final = 16
 
 
-@dataclass(frozen=True, eq=False)
-class Groups:
-    """Pairs of a token and an expert, by experts; all on the device.
+class PairOrder(NamedTuple):
+    """Pairs in the order of their experts, on the device.
 
     Attributes:
         order: [pairs] int64: numbers of pairs, those of the first expert first, and of each in rising order.
@@ -32,31 +32,50 @@ class Groups:
     order: torch.Tensor
     ends: torch.Tensor
 
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Pairs of a token and an expert. They are put in order when somebody asks; nobody waits for anything.
+
+    Attributes:
+        chosen: [pairs] int64: the expert of each, token after token.
+    """
+
+    chosen: torch.Tensor
+    num_experts: int
+
     @classmethod
     def of(cls, chosen: torch.Tensor, num_experts: int) -> "Groups":
-        """For the experts chosen [tokens, of each] int64; pairs are numbered token after token. Waits for nothing."""
-        if chosen.is_cuda and chosen.numel() <= _MOST_COMPARED:
-            return groups_kernel(chosen, num_experts)
-        return groups_ref(chosen, num_experts)
+        """For the experts chosen [tokens, of each] int64."""
+        return cls(chosen.reshape(-1).contiguous(), num_experts)
 
     @property
     def num_pairs(self) -> int:
-        return self.order.numel()
+        return self.chosen.numel()
 
     @property
-    def num_experts(self) -> int:
-        return self.ends.numel()
+    def order(self) -> torch.Tensor:
+        return self._in_order.order
+
+    @property
+    def ends(self) -> torch.Tensor:
+        return self._in_order.ends
+
+    @cached_property
+    def _in_order(self) -> PairOrder:
+        is_small = self.chosen.is_cuda and self.num_pairs <= _MOST_COMPARED
+        return (pair_order_kernel if is_small else pair_order_ref)(self.chosen, self.num_experts)
 
 
-def groups_ref(chosen: torch.Tensor, num_experts: int) -> Groups:
-    """As `Groups.of`, by torch."""
+def pair_order_ref(chosen: torch.Tensor, num_experts: int) -> PairOrder:
+    """The order of pairs for the experts chosen, by torch."""
     found, order = torch.sort(chosen.reshape(-1), stable=True)
     every = torch.arange(num_experts, dtype=found.dtype, device=found.device)
-    return Groups(order, torch.searchsorted(found, every, right=True, out_int32=True))
+    return PairOrder(order, torch.searchsorted(found, every, right=True, out_int32=True))
 
 
-def groups_kernel(chosen: torch.Tensor, num_experts: int) -> Groups:
-    """As `Groups.of`, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter."""
+def pair_order_kernel(chosen: torch.Tensor, num_experts: int) -> PairOrder:
+    """As `pair_order_ref`, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter."""
     flat = chosen.reshape(-1).contiguous()
     pairs = flat.numel()
     order = torch.empty(pairs, dtype=torch.int64, device=flat.device)
@@ -74,7 +93,7 @@ def groups_kernel(chosen: torch.Tensor, num_experts: int) -> Groups:
             BLOCK=max(_LEAST_BLOCK, min(triton.next_power_of_2(pairs), _MOST_BLOCK)),
             num_warps=4,
         )
-    return Groups(order, ends)
+    return PairOrder(order, ends)
 
 
 @triton.jit

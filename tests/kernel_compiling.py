@@ -197,10 +197,15 @@ def compile_experts(dtype: torch.dtype) -> None:
     asymmetric = random_experts(QuantFormat(8, 128, symmetric=False), mixture, dtype, "meta")
     cases = {4: (full, codes[0], codes[2], codes[3]), 1024: (codes[0], asymmetric), 4096: (turned, *codes, asymmetric)}
     for tokens, weights in cases.items():
-        found = groups.groups_kernel(random_choice(mixture, tokens, "cpu"), mixture.experts)
+        found = groups.Groups.of(random_choice(mixture, tokens, "cpu"), mixture.experts)
+        groups.pair_order_kernel(found.chosen, mixture.experts)
         x = torch.zeros(tokens, mixture.columns, dtype=dtype)
         for weight in weights:
             grouped_linear.grouped_linear_kernel(x, weight, found, turned[:, :, 0])
+    chosen = random_choice(mixture, 4, "cpu").view(-1)
+    for format in FRAGMENTS:
+        weight = random_experts(format, mixture, dtype, "meta")
+        fragment_linear.chosen_linear(x[:4], weight, chosen, mixture.rows, turned[:, :, 0])
 
 
 def compile_others(dtype: torch.dtype) -> None:

@@ -41,7 +41,7 @@ def test_products(kernel_device: str, format: QuantFormat, dtype: torch.dtype, s
     torch.manual_seed(0)
     matrix = random_matrix(format, shape.rows, shape.columns, dtype, kernel_device)
     x, bias = random_input(shape, dtype, kernel_device)
-    cut = FragmentCut.of(shape.tokens, shape.rows, shape.columns, 132)
+    cut = FragmentCut.of(-(-shape.tokens // 16), shape.rows, shape.columns, 132)
     most = cut.num_tiles * cut.turns
     for programs in sorted({1, 2, most} & set(range(1, most + 1))):  # whole tiles, pieces of several, one turn each
         assert_right(product(x, matrix, bias, programs), x, matrix, bias)
@@ -122,7 +122,7 @@ def test_leading_dimensions_strides_and_no_tokens(kernel_device: str) -> None:
 )
 def test_a_cut_fills_the_device_and_not_more(tokens: int, row_blocks: int, units: int, processors: int) -> None:
     rows, columns = 64 * row_blocks, FRAGMENT_COLUMNS * units
-    cut = FragmentCut.of(tokens, rows, columns, processors)
+    cut = FragmentCut.of(-(-tokens // 16), rows, columns, processors)
     tile_rows = 32 * cut.row_warps
     assert cut.num_tiles * tile_rows == rows
     assert cut.turns * cut.k_warps * FRAGMENT_COLUMNS == columns
@@ -138,8 +138,8 @@ def test_a_cut_fills_the_device_and_not_more(tokens: int, row_blocks: int, units
 
 
 def test_the_shapes_that_were_measured() -> None:
-    assert FragmentCut.of(16, 28672, 7168, 132) == FragmentCut(4, 2, 14, 224, 264)
-    assert FragmentCut.of(16, 7168, 28672, 132) == FragmentCut(4, 2, 56, 56, 264)
+    assert FragmentCut.of(1, 28672, 7168, 132) == FragmentCut(4, 2, 14, 224, 264)
+    assert FragmentCut.of(1, 7168, 28672, 132) == FragmentCut(4, 2, 56, 56, 264)
 
 
 def test_which_way_a_product_goes(monkeypatch: pytest.MonkeyPatch) -> None:

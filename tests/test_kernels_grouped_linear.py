@@ -1,5 +1,6 @@
 """Products of experts: the grouped kernel beside float64, however tokens are spread, and in a graph."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from ptx_emulation import emulated
 
-import zinfer.kernels.grouped_linear
+from zinfer.kernels import grouped_linear as module
 from zinfer.kernels.cases import (
     DTYPES,
     FORMATS,
@@ -23,6 +25,7 @@ from zinfer.kernels.cases import (
     random_experts,
 )
 from zinfer.kernels.dequantize import dequantize
+from zinfer.kernels.fragment_linear import chosen_linear
 from zinfer.kernels.grouped_linear import (
     ExpertWeights,
     can_group,
@@ -39,7 +42,7 @@ from zinfer.kernels.grouped_tiles import (
     table_of,
     takes_words,
 )
-from zinfer.kernels.groups import Groups, groups_kernel, groups_ref
+from zinfer.kernels.groups import Groups, pair_order_kernel, pair_order_ref
 from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.kernels.quarters import in_quarters, in_quarters_ref
@@ -99,6 +102,43 @@ def test_every_form(kernel_device: str, format: QuantFormat | None, dtype: torch
         bias = torch.randn(mixture.experts, mixture.rows, dtype=dtype, device=kernel_device)
         x = torch.randn(6, mixture.columns, dtype=dtype, device=kernel_device)
         assert_right(grouped_linear_kernel(x, weight, groups, bias, TILES), x, weight, groups, bias)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("format", FRAGMENTS, ids=str)
+def test_few_pairs_of_fragments_each_read_their_matrix(
+    kernel_device: str, format: QuantFormat, dtype: torch.dtype
+) -> None:
+    """A row of x for each token and one for each pair; experts that several chose, and the last of all."""
+    torch.manual_seed(0)
+    for mixture in (Mixture(4, 2, 64, 256), Mixture(3, 2, 128, 1024)):
+        weight = random_experts(format, mixture, dtype, kernel_device)
+        assert isinstance(weight, QuantizedMatrix)
+        groups = Groups.of(torch.tensor([[1, 2], [mixture.experts - 1, 1]], device=kernel_device), mixture.experts)
+        bias = torch.randn(mixture.experts, mixture.rows, dtype=dtype, device=kernel_device)
+        for rows, programs in ((2, None), (2, 1), (4, 2)):
+            x = torch.randn(rows, mixture.columns, dtype=dtype, device=kernel_device)
+            with emulated(x, weight.codes, weight.scales) if INTERPRETED else nullcontext():
+                found = chosen_linear(x, weight, groups.chosen, mixture.rows, bias, programs)
+            assert_right(found, x, weight, groups, bias)
+            with emulated(x, weight.codes, weight.scales) if INTERPRETED else nullcontext():
+                assert torch.equal(found, chosen_linear(x, weight, groups.chosen, mixture.rows, bias, programs))
+
+
+def test_which_pairs_each_read_their_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as experts at most, of fragments, where the kernel runs."""
+    mixture = SMALL_FRAGMENTS[0]
+    calls: list[str] = []
+    for name in ("chosen_linear", "grouped_linear_kernel"):
+        monkeypatch.setattr(module, name, lambda *_, name=name: calls.append(name))
+    for can in (True, False):
+        monkeypatch.setattr(module, "can_multiply", lambda _, can=can: can)
+        for tokens in (2, 3):
+            weight = random_experts(QuantFormat(4, 64, in_fragments=True), mixture, torch.float16, "meta")
+            groups = Groups.of(torch.zeros(tokens, mixture.chosen, dtype=torch.int64), mixture.experts)
+            module.grouped_linear(torch.empty(tokens, mixture.columns, device="meta"), weight, groups)
+    assert calls == ["chosen_linear"] + 3 * ["grouped_linear_kernel"]
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -289,7 +329,7 @@ def test_groups_are_of_one_expert_each() -> None:
 def test_few_pairs_are_put_in_order_by_a_kernel(tokens: int, chosen: int, experts: int, skew: int) -> None:
     device = "cpu" if INTERPRETED else "cuda"
     choice = torch.rand(tokens, chosen, device=device).pow(skew).mul(experts).long()
-    found, wanted = groups_kernel(choice, experts), groups_ref(choice, experts)
+    found, wanted = pair_order_kernel(choice, experts), pair_order_ref(choice, experts)
     assert torch.equal(found.order, wanted.order)
     assert torch.equal(found.ends, wanted.ends)
     assert (found.order.dtype, found.ends.dtype) == (wanted.order.dtype, wanted.ends.dtype)
@@ -299,7 +339,7 @@ def test_few_pairs_are_put_in_order_by_a_kernel(tokens: int, chosen: int, expert
 def test_pairs_by_the_kernel_and_by_torch() -> None:
     for tokens in (1, 16, 1000, 1025, 4096):
         choice = random_choice(QWEN3_30B_A3B[0], tokens, "cuda")
-        found, wanted = Groups.of(choice, 128), groups_ref(choice.cpu(), 128)
+        found, wanted = Groups.of(choice, 128), pair_order_ref(choice.cpu(), 128)
         assert torch.equal(found.order.cpu(), wanted.order)
         assert torch.equal(found.ends.cpu(), wanted.ends)
 
@@ -324,7 +364,7 @@ def test_experts_without_tokens_are_not_dequantized(monkeypatch: pytest.MonkeyPa
         found.append(dequantize(matrix))
         return found[-1]
 
-    monkeypatch.setattr(zinfer.kernels.grouped_linear, "dequantize", noted)
+    monkeypatch.setattr(module, "dequantize", noted)
     grouped_linear(torch.randn(2, 32), weight, Groups.of(torch.tensor([[4, 0], [0, 4]]), 6))
     whole = dequantize(weight)
     assert len(found) == 2
