@@ -5,6 +5,10 @@ which expert its tile of tokens has, reads their rows where they lie, and writes
 nothing is gathered or put back, and the host need not know how many tokens an expert has. A graph can hold all of it.
 Matrices of experts without tokens are not read.
 
+Pairs that are at most as many as experts rarely share one: where codes are in the order of fragments each pair reads its
+own matrix instead (`fragment_linear.chosen_linear`), and nothing is sorted. On an H200 that takes 0.22 to 0.75 of the
+time.
+
 Weights are in full, [experts, rows, columns] with rows or columns beside each other, or quantized, where bare codes are
 multiplied and the sum over each group is scaled (`fused_linear`). Sums are taken in a fixed order, in float32.
 
