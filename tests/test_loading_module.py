@@ -10,9 +10,11 @@ import pytest
 import ragged_models
 import torch
 from accelerate import init_empty_weights
-from checkpoints import tiny_checkpoint, tiny_model
+from checkpoints import VOCAB_SIZE, tiny_checkpoint, tiny_model
 from engines import loaded
+from family_models import family_inputs, family_model, forward_inputs
 from loading_support import DISK, HOST, Tensors, batch, eager_logits, llama, refused, sharded
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel, PreTrainedModel
 
@@ -84,6 +86,34 @@ def test_the_named_checkpoint_goes_before_weights_in_memory(llama: Path, batch: 
     model = tiny_model("llama", num_layers=4, seed=9)
     with loaded(model, HOST, checkpoint=str(llama)) as engine:
         assert torch.equal(engine(**batch).logits, eager_logits(llama, batch))
+
+
+def test_a_checkpoint_goes_by_what_the_module_shares_before_what_its_family_ties(tmp_path: Path) -> None:
+    """The head is one with an embedding of the decoder's own, and the checkpoint holds that under the head's name."""
+    model = family_model("bart", "BartForConditionalGeneration")
+    model.model.decoder.embed_tokens = nn.Embedding(VOCAB_SIZE, 64)
+    model.lm_head.weight = model.model.decoder.embed_tokens.weight
+    inputs = forward_inputs(model, family_inputs(model))
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    named = {name: value.contiguous() for name, value in model.state_dict().items()}
+    for other in ("model.decoder.embed_tokens.weight", "model.encoder.embed_tokens.weight"):
+        named.pop(other)
+    save_file(named, tmp_path / "model.safetensors")
+    model.config.save_pretrained(tmp_path)
+    with loaded(model, HOST, checkpoint=str(tmp_path)) as engine:
+        assert torch.equal(engine(**inputs).logits, expected)
+
+
+class Versioned(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+
+def test_state_that_is_no_tensor_is_refused_beside_a_checkpoint(tmp_path: Path) -> None:
+    save_file({"0.weight": torch.zeros(3, 3), "0.bias": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"0\._extra_state: .*dict .*get_extra_state.*leave the checkpoint out"):
+        refused(nn.Sequential(Versioned(3, 3)), checkpoint=str(tmp_path), injection_policy={Versioned: ()})
 
 
 def test_a_folder_and_another_checkpoint_contradict_each_other(llama: Path, sharded: Path) -> None:

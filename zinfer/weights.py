@@ -38,8 +38,9 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
     Args:
         scheme: how quantized parameters are stored, if any are.
 
-    A tied parameter that the checkpoint lacks takes the tensor of the one it is tied to, whichever way round. Where the
-    checkpoint holds both, each takes its own, as transformers does when they differ.
+    A parameter that the checkpoint lacks takes the tensor of another name that the module has for it, or else of the
+    one that its family ties it to, whichever way round. Where the checkpoint holds both, each takes its own, as
+    transformers does when they differ.
 
     Raises:
         CheckpointError: weights are missing, left over, of another shape, or not floating-point where they must be.
@@ -121,6 +122,12 @@ def _stored_weights(checkpoint: Checkpoint, scheme: Scheme | None) -> dict[str, 
 def _wanted(model: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
     """Shape and floating-pointness of all that must come from the checkpoint."""
     state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{name}: the module keeps a {type(value).__name__} there (get_extra_state), and a checkpoint holds "
+                f"tensors alone; leave the checkpoint out for a module whose weights are in memory"
+            )
     return {name: (tuple(value.shape), value.is_floating_point()) for name, value in state.items()}
 
 
@@ -132,7 +139,7 @@ def _module_name(name: str, wanted: Mapping[str, object], prefix: str) -> str | 
 
 def _share_tied(model: nn.Module, found: dict[str, Weight]) -> None:
     tied = model.all_tied_weights_keys if isinstance(model, PreTrainedModel) else {}
-    ties = [*tied.items(), *_other_names(model)]
+    ties = [*_other_names(model), *tied.items()]  # what the model shares need not be what its family ties
     for _ in range(2):  # a second round reaches parameters tied to one that was itself absent
         for target, source in ties:
             for absent, present in ((target, source), (source, target)):
