@@ -148,6 +148,10 @@ def test_a_path_that_does_not_exist(name: str) -> None:
     assert f"{name!r}: no such folder: pass the folder that holds config.json" in refusal(name)
 
 
+def test_the_home_of_nobody() -> None:
+    assert "~nobody-by-this-name/model: no home is known for what ~ names" in refusal("~nobody-by-this-name/model")
+
+
 @pytest.mark.parametrize(
     "name", ["", "a/b/c", "org/", "org name", "org--name", "a..b", "org/name?", "x\0y", "https://hf.co/a"]
 )

@@ -3,6 +3,7 @@
 import math
 import re
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,12 +119,24 @@ def test_type_errors_name_path_value_and_what_is_expected(path: str, value: obje
         ({"offload_param": {"device": "gpu"}}, 'offload_param.device = "gpu"', 'one of "none", "cpu", "nvme"'),
         ({"offload_param": {"pin_memory": "yes"}}, 'offload_param.pin_memory = "yes"', "true or false"),
         ({"offload_param": "cpu"}, 'offload_param = "cpu"', "an object {...}"),
+        (
+            {"offload_param": {"nvme_path": "~nobody-by-this-name/store"}},
+            'offload_param.nvme_path = "~nobody-by-this-name/store"',
+            "a path whose ~ is the home of a user that there is",
+        ),
     ],
 )
 def test_type_errors_in_sections(section: dict[str, object], value: str, expected: str) -> None:
     with pytest.raises(ConfigError) as refused:
         resolve_settings({"zero_optimization": section})
     assert str(refused.value) == f"zero_optimization.{value}: expected {expected}"
+
+
+def test_paths_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    offload = {"device": "nvme", "nvme_path": "~/store"}
+    settings = resolve_settings({"zero_optimization": {"offload_param": offload}, "zinfer": {"trace": "~/trace.json"}})
+    assert (settings.offload.nvme_path, settings.trace) == (tmp_path / "store", tmp_path / "trace.json")
 
 
 @pytest.mark.parametrize(

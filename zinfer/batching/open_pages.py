@@ -23,7 +23,7 @@ def open_pages(engine: InferenceEngine, shape: KVShape, budget: BatchingBudget) 
     settings, folder = engine.settings, None
     if budget.parks_on_disk:
         assert settings.offload.nvme_path is not None, "texts are to be kept on a disk, and none is named"
-        folder = settings.offload.nvme_path.expanduser().absolute()
+        folder = settings.offload.nvme_path.absolute()
     place = (shape, budget.num_pages, budget.page_size, budget.kv_dtype, engine.device)
     parking = Parking(budget.most_parked_in_memory, folder)
     if not budget.is_hosted:

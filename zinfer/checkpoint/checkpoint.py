@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zinfer.checkpoint.faults import listed, shorten, unreadable
-from zinfer.checkpoint.folder import CONFIG_NAME, INDEX_SUFFIX, SAFETENSORS_SUFFIX, check_weights_file, resolve_folder
+from zinfer.checkpoint.folder import (
+    CONFIG_NAME,
+    INDEX_SUFFIX,
+    SAFETENSORS_SUFFIX,
+    absolute,
+    check_weights_file,
+    resolve_folder,
+)
 from zinfer.checkpoint.header import Header, TensorEntry, read_header
 from zinfer.checkpoint.json_text import JsonFault, parse_object
 from zinfer.checkpoint.shards import loose_files
@@ -77,8 +84,8 @@ class Checkpoint:
         Raises:
             CheckpointError: as `open` and `listed`.
         """
-        files = sorted(folder.expanduser().glob(f"*{SAFETENSORS_SUFFIX}"))
-        if not files or (folder.expanduser() / CONFIG_NAME).exists():
+        files = sorted(absolute(folder).glob(f"*{SAFETENSORS_SUFFIX}"))
+        if not files or (absolute(folder) / CONFIG_NAME).exists():
             return cls.open(folder)
         return cls.listed(files, f"checkpoint {folder}")
 

@@ -26,6 +26,18 @@ CACHED_REPO_PREFIX = "models--"
 HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 
 
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """The absolute path, ~ replaced.
+
+    Raises:
+        CheckpointError: it begins with ~ and the name of nobody.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise CheckpointError(f"{os.fspath(path)}: no home is known for what ~ names; write the path out") from error
+
+
 def resolve_folder(model: str | os.PathLike[str]) -> Path:
     """Returns the absolute folder that holds the model's config.json and safetensors files.
 
@@ -39,7 +51,7 @@ def resolve_folder(model: str | os.PathLike[str]) -> Path:
     """
     name = os.fspath(model)
     try:
-        path = Path(name).expanduser().absolute()
+        path = absolute(name)
         if path.is_dir():
             return _checked(_snapshot(path) if _is_cached_repo(path) else path)
         if path.exists():

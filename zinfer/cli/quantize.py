@@ -102,7 +102,7 @@ def _check_report(model: Path, report: Path | None, prompts: Path | None, settin
 
     if report is None and prompts is not None:
         raise ConfigError(f"--prompts {prompts} is for the report; say where to write that: --report FILE.html")
-    if report is not None and not report.expanduser().absolute().parent.is_dir():
+    if report is not None and not report.absolute().parent.is_dir():
         raise ConfigError(f"--report {report}: {report.parent} is no folder; make it first")
     if prompts is not None and not prompts.is_file():
         raise ConfigError(f"--prompts {prompts}: no such file")

@@ -124,9 +124,12 @@ def size_bytes(value: object) -> int:
 
 
 def path(value: object) -> Path:
-    """A path of the file system."""
+    """A path of the file system, ~ replaced."""
     if isinstance(value, (str, os.PathLike)) and (text := os.fspath(value)) and isinstance(text, str):
-        return Path(text)
+        try:
+            return Path(text).expanduser()
+        except RuntimeError as error:
+            raise Unusable("a path whose ~ is the home of a user that there is") from error
     raise Unusable("a path, as text")
 
 

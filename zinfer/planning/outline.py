@@ -14,6 +14,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint, TensorEntry
+from zinfer.checkpoint.folder import absolute
 from zinfer.checkpoint.json_text import JsonFault, parse_object
 from zinfer.cut import ModelBlock, cut_model
 from zinfer.errors import CheckpointError
@@ -68,7 +69,7 @@ class Outline:
     @property
     def folder(self) -> Path:
         """Of the model, where a store of it is thought to lie."""
-        return Path(self.name).expanduser().absolute()
+        return absolute(self.name)
 
     @property
     def layers(self) -> list[int]:
@@ -96,7 +97,7 @@ def read_outline(
             checkpoint.
         PlanError: the model is no decoder that generates, or keeps a state other than keys and values.
     """
-    folder = Path(model).expanduser().absolute()
+    folder = absolute(model)
     weights: Mapping[str, Weight]
     if _holds_config_alone(folder):
         checkpoint = Checkpoint(folder, {}, {}, 0, "")

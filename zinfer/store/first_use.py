@@ -66,7 +66,7 @@ def stored_copy(
         )
     identity = Identity.of(checkpoint, rules, dtype)
     name = f"{_model_name(checkpoint.folder)}-{identity.digest()[:_NUM_DIGITS]}"
-    folder = nvme_path.expanduser().absolute() / name
+    folder = nvme_path.absolute() / name
     with _damage_explained(folder):
         is_there = is_finished(folder, identity, ENGINE)
     if not is_there:

@@ -47,7 +47,7 @@ def module_file(module: nn.Module, blocks: Sequence[ModelBlock], settings: Setti
     nvme_path, is_convertible = settings.offload.nvme_path, any(block.block.conversion for block in blocks)
     if nvme_path is None or settings.offload.device != "nvme" or is_convertible:
         return None
-    folder = nvme_path.expanduser().absolute()
+    folder = nvme_path.absolute()
     named = _parameters(module)
     tensors = [SlabTensor(name, tensor.dtype, tuple(tensor.shape), 0) for name, tensor in named.items()]
     head = head_of(tensors)

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint, TensorEntry
+from zinfer.checkpoint.folder import absolute
 from zinfer.config import Settings
 from zinfer.cut import ModelBlock, cut_model
 from zinfer.errors import CheckpointError, ConfigError
@@ -58,7 +59,7 @@ class Source:
             CheckpointError: the checkpoint is incomplete, damaged, a store itself, or of no model that transformers
                 builds.
         """
-        _refuse_store(Path(model).expanduser())
+        _refuse_store(absolute(model))
         rules = settings.quantization
         if rules is None:
             raise ConfigError("the configuration asks for no quantized weights; state zinfer.quantization.bits in it")

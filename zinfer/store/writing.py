@@ -16,6 +16,7 @@ import xxhash
 from rich.console import Console
 
 from zinfer.checkpoint.faults import listed
+from zinfer.checkpoint.folder import absolute
 from zinfer.config import Settings
 from zinfer.display import shown
 from zinfer.errors import ConfigError, PlanError
@@ -69,7 +70,7 @@ def write_store(
         source = Source.open(model, settings, calibration.squares if calibration else None)
         prompts = calibration.sha256 if calibration else None
         identity = Identity.of(source.checkpoint, source.rules, source.dtype, prompts)
-        folder = Path(output).expanduser().absolute()
+        folder = absolute(output)
         if not is_finished(folder, identity, asker):
             with locked(folder, asker):
                 if not is_finished(folder, identity, asker):  # by another process in between
