@@ -73,11 +73,14 @@ class Lane:
         return self._staging.slot_bytes
 
     def submit(self, move: Move) -> None:
-        """Have the move run; returns at once. A failure is the move's own, the lane goes on."""
+        """Have the move run; returns at once. A failure is the move's own, the lane goes on; a closed lane's is one."""
         if move.source.staged:
             self._moves.put(move)
         else:  # there is nothing to load
             self._parts.put(move)
+        if self._closing and move.claim():  # the threads may be gone; whoever waits is not to wait for them
+            self._gives_up(move)
+            move.finish(None, time.perf_counter())
 
     def close(self) -> None:
         """Give up what has not begun, wait for what has, end the threads. May be called again."""

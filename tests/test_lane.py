@@ -178,6 +178,18 @@ def test_close_gives_up_what_has_not_begun_and_ends_the_threads() -> None:
     assert {thread for thread in threading.enumerate() if "zinfer" in thread.name} <= before
 
 
+@pytest.mark.parametrize("staged", [True, False])
+def test_what_a_closed_lane_is_given_fails_at_once(staged: bool) -> None:
+    source = Numbers(1, 2)
+    source.staged = staged
+    with lane() as opened:
+        opened.close()
+        move = move_of(source)
+        opened.submit(move)
+        assert isinstance(within(10, move.failure), LaneClosed)
+        assert source.loaded == []
+
+
 def test_wait_is_over_when_the_move_is() -> None:
     with lane() as opened:
         slow = move_of(Numbers(1, 1, delay_s=0.1))
