@@ -105,7 +105,7 @@ def chosen_linear(
     Args:
         x: [tokens or pairs, columns]; pairs are numbered token after token.
         matrices: of ``rows`` each, whole 64s, one below the other; one that `can_multiply` names.
-        chosen: [pairs] int64: the number of each one's matrix.
+        chosen: [pairs] int64: the number of each one's matrix; at most `most_pairs`.
         bias: [matrices, rows].
         programs: as of `fragment_linear`, of each pair.
 
@@ -115,6 +115,11 @@ def chosen_linear(
     out = torch.empty((chosen.numel(), rows), dtype=x.dtype, device=x.device)
     _launch(_aligned(x), matrices, bias, chosen, out, programs)
     return out
+
+
+def most_pairs(rows: int) -> int:
+    """Pairs that `chosen_linear` takes of matrices of so many rows: each has a counter for every tile of them."""
+    return _NUM_COUNTERS // FragmentCut.of(1, rows, FRAGMENT_COLUMNS, 1).num_tiles
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

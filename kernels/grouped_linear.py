@@ -26,7 +26,7 @@ import triton
 from torch.nn import functional
 
 from zinfer.kernels.dequantize import dequantize, dequantize_ref, has_kernels, kernel_codes
-from zinfer.kernels.fragment_linear import can_multiply, chosen_linear
+from zinfer.kernels.fragment_linear import can_multiply, chosen_linear, most_pairs
 from zinfer.kernels.fragments import columns_in_fragments
 from zinfer.kernels.grouped_kernel import grouped_kernel
 from zinfer.kernels.grouped_tiles import (
@@ -71,8 +71,10 @@ def grouped_linear(
     """
     if x.device.type == "cpu":
         return grouped_linear_ref(x, weight, groups, bias)
-    if isinstance(weight, QuantizedMatrix) and groups.num_pairs <= groups.num_experts and can_multiply(weight):
-        return chosen_linear(x, weight, groups.chosen, _rows(weight, groups), bias)
+    if isinstance(weight, QuantizedMatrix) and can_multiply(weight):
+        rows = _rows(weight, groups)
+        if groups.num_pairs <= min(groups.num_experts, most_pairs(rows)):
+            return chosen_linear(x, weight, groups.chosen, rows, bias)
     return grouped_linear_kernel(x, weight, groups, bias)
 
 

@@ -126,18 +126,25 @@ def test_few_pairs_of_fragments_each_read_their_matrix(
                 assert torch.equal(found, chosen_linear(x, weight, groups.chosen, mixture.rows, bias, programs))
 
 
-def test_which_pairs_each_read_their_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as experts at most, of fragments, where the kernel runs."""
-    mixture = SMALL_FRAGMENTS[0]
+@pytest.mark.parametrize(
+    ("mixture", "most"),
+    [
+        (Mixture(4, 2, 64, 256), 4),  # as many as experts
+        (Mixture(384, 8, 7168, 256), 288),  # 56 tiles of rows for each, and 16,384 counters in all
+    ],
+    ids=str,
+)
+def test_which_pairs_each_read_their_matrix(monkeypatch: pytest.MonkeyPatch, mixture: Mixture, most: int) -> None:
+    """Of fragments, where the kernel runs."""
     calls: list[str] = []
     for name in ("chosen_linear", "grouped_linear_kernel"):
         monkeypatch.setattr(module, name, lambda *_, name=name: calls.append(name))
+    weight = random_experts(QuantFormat(4, 64, in_fragments=True), mixture, torch.float16, "meta")
     for can in (True, False):
         monkeypatch.setattr(module, "can_multiply", lambda _, can=can: can)
-        for tokens in (2, 3):
-            weight = random_experts(QuantFormat(4, 64, in_fragments=True), mixture, torch.float16, "meta")
-            groups = Groups.of(torch.zeros(tokens, mixture.chosen, dtype=torch.int64), mixture.experts)
-            module.grouped_linear(torch.empty(tokens, mixture.columns, device="meta"), weight, groups)
+        for pairs in (most, most + mixture.chosen):
+            groups = Groups.of(torch.zeros(pairs, dtype=torch.int64), mixture.experts)
+            module.grouped_linear(torch.empty(pairs, mixture.columns, device="meta"), weight, groups)
     assert calls == ["chosen_linear"] + 3 * ["grouped_linear_kernel"]
 
 
