@@ -112,6 +112,7 @@ def chosen_linear(
     Returns:
         [pairs, rows].
     """
+    assert (x.dtype, x.shape[1]) == (matrices.dtype, matrices.columns)
     out = torch.empty((chosen.numel(), rows), dtype=x.dtype, device=x.device)
     _launch(_aligned(x), matrices, bias, chosen, out, programs)
     return out

@@ -5,15 +5,15 @@ which expert its tile of tokens has, reads their rows where they lie, and writes
 nothing is gathered or put back, and the host need not know how many tokens an expert has. A graph can hold all of it.
 Matrices of experts without tokens are not read.
 
-Pairs that are at most as many as experts rarely share one: where codes are in the order of fragments each reads its own
-matrix (`fragment_linear.chosen_linear`), and nothing is sorted. On an H200 that takes 0.22 to 0.75 of the time.
+Of pairs that are at most as many as experts few share one: where codes are in the order of fragments each reads its own
+matrix (`fragment_linear.chosen_linear`), and nothing is sorted. On an H200 that takes 0.2 to 0.9 of the time.
 
 Weights are in full, [experts, rows, columns] with rows or columns beside each other, or quantized, where bare codes are
 multiplied and the sum over each group is scaled (`fused_linear`). Sums are taken in a fixed order, in float32.
 
 Torch has a grouped product for full bfloat16, of pairs in the order of experts. With gathering before it and putting
 back after it took 0.95 to 1.71 times as long as this one on an H200 (Qwen3-30B-A3B's and Mixtral-8x7B's experts, 512 to
-4,096 tokens; `benchmarks/experts.py`), by itself 0.84 to 1.62: so it is not called. Nor are quantized matrices
+4,096 tokens; `benchmarks/experts.py`), by itself 0.86 to 1.62: so it is not called. Nor are quantized matrices
 dequantized for it. For Mixtral's and 4,096 tokens that would be the faster way by arithmetic (4.4 ms for 4.65 of INT8's
 gate and up), and take 1.9 GB that no plan counts.
 """

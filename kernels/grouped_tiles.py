@@ -2,8 +2,8 @@
 
 Raced on an H200 with the experts of Qwen3-30B-A3B (128 of 1536 x 2048 and 2048 x 768, 8 a token) and of Mixtral-8x7B,
 1 to 4,096 tokens, in full bfloat16, INT8 with a scale a row and in groups of 128, and INT4 in groups of 128
-(`benchmarks/experts.py --tune`): those here won or were within 2 %. With 4,096 tokens Qwen3's come to 472 TFLOP/s in
-full, 356 from INT8, 294 from INT4.
+(`benchmarks/experts.py --tune`): those here won or were within 2 %. With 4,096 tokens Qwen3's come to 468 TFLOP/s in
+full, 354 from INT8, 297 from INT4.
 
 Codes of 8 bits were the slowest for the way into the registers: two bytes a load from shared memory, and 799
 instructions of each thread for a step of 128 columns of 128 rows and 64 tokens (INT4: 549). Taken as words they come

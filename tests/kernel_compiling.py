@@ -105,8 +105,9 @@ class Compiled:
         source = ASTSource(self.kernel, signature, known, aligned)
         found = triton.compile(source, target=TARGET, options=options)
         products = sorted(set(re.findall(r"wgmma\.mma_async|mma\.sync", found.asm["ptx"])))
+        is_chosen = self.kernel.__name__ == "fragment_kernel" and values["chosen_ptr"] is not None
         print(
-            self.kernel.__name__,
+            self.kernel.__name__ + "_of_chosen" * is_chosen,
             len(found.asm["cubin"]),
             *products,
             *early_accesses(found.asm["ptx"], options.get("launch_pdl", False)),

@@ -12,7 +12,7 @@ import torch
 from checkpoints import write_safetensors
 from huggingface_hub import constants
 
-from zinfer.checkpoint import resolve_folder
+from zinfer.checkpoint import Checkpoint, resolve_folder
 from zinfer.errors import CheckpointError
 
 
@@ -149,6 +149,8 @@ def test_a_path_that_does_not_exist(name: str) -> None:
 
 
 def test_the_home_of_nobody() -> None:
+    with pytest.raises(CheckpointError, match="no home is known for what ~ names"):
+        Checkpoint.listed([Path("~nobody-by-this-name/model.safetensors")], "checkpoint")
     assert "~nobody-by-this-name/model: no home is known for what ~ names" in refusal("~nobody-by-this-name/model")
 
 

@@ -112,7 +112,7 @@ def test_few_pairs_of_fragments_each_read_their_matrix(
 ) -> None:
     """A row of x for each token and one for each pair; experts that several chose, and the last of all."""
     torch.manual_seed(0)
-    for mixture in (Mixture(4, 2, 64, 256), Mixture(3, 2, 128, 1024)):
+    for mixture in (Mixture(4, 2, 192, 256), Mixture(3, 2, 128, 1024)):
         weight = random_experts(format, mixture, dtype, kernel_device)
         assert isinstance(weight, QuantizedMatrix)
         groups = Groups.of(torch.tensor([[1, 2], [mixture.experts - 1, 1]], device=kernel_device), mixture.experts)
@@ -398,19 +398,20 @@ def test_large_products(format: QuantFormat | None, dtype: torch.dtype, mixture:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [5, 20])  # fewer pairs than experts, and more
 @pytest.mark.parametrize("format", TYPICAL, ids=str)
-def test_a_graph_holds_it_whatever_is_chosen(format: QuantFormat | None) -> None:
+def test_a_graph_holds_it_whatever_is_chosen(format: QuantFormat | None, tokens: int) -> None:
     torch.manual_seed(0)
     mixture = QWEN3_30B_A3B[1]
     weight = random_experts(format, mixture, torch.float16, "cuda")
-    chosen = random_choice(mixture, 20, "cuda")
-    x = torch.randn(20, mixture.columns, dtype=torch.float16, device="cuda")
+    chosen = random_choice(mixture, tokens, "cuda")
+    x = torch.randn(tokens, mixture.columns, dtype=torch.float16, device="cuda")
     grouped_linear(x, weight, Groups.of(chosen, mixture.experts))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = grouped_linear(x, weight, Groups.of(chosen, mixture.experts))
-    for choice in (random_choice(mixture, 20, "cuda"), torch.full_like(chosen, 77)):
+    for choice in (random_choice(mixture, tokens, "cuda"), torch.full_like(chosen, 77)):
         chosen.copy_(choice)
         graph.replay()
         assert_right(found, x, weight, Groups.of(choice, mixture.experts))

@@ -140,7 +140,9 @@ def _module_name(name: str, wanted: Mapping[str, object], prefix: str) -> str | 
 def _share_tied(model: nn.Module, found: dict[str, Weight]) -> None:
     tied = model.all_tied_weights_keys if isinstance(model, PreTrainedModel) else {}
     ties = [*_other_names(model), *tied.items()]  # what the model shares need not be what its family ties
-    for _ in range(2):  # a second round reaches parameters tied to one that was itself absent
+    known = -1
+    while len(found) != known:  # a further round reaches parameters tied to one that was itself absent
+        known = len(found)
         for target, source in ties:
             for absent, present in ((target, source), (source, target)):
                 if absent not in found and present in found:

@@ -100,7 +100,7 @@ class Checkpoint:
         Raises:
             CheckpointError: as `open`, and files in another format.
         """
-        paths = [file.expanduser().absolute() for file in files]
+        paths = [absolute(file) for file in files]
         if len(paths) == 1 and paths[0].is_dir():
             return cls.open(paths[0])
         for path in paths:
