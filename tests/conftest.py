@@ -59,8 +59,26 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a CUDA device the `gpu` tests are skipped, each saying so."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked slow too")
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether only ``--all`` runs it: marked so, or an interpreted kernel in a second dtype of the same format."""
+    if item.get_closest_marker("gpu"):
+        return False
+    if item.get_closest_marker("slow"):
+        return True
+    params = getattr(item, "callspec", None)
+    dtype = params.params.get("dtype", torch.float16) if params else torch.float16
+    return "kernel_device" in getattr(item, "fixturenames", ()) and dtype is not torch.float16
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests out unless asked for; skip the `gpu` tests without a CUDA device, each saying so."""
+    if not config.getoption("--all"):
+        config.hook.pytest_deselected(items=[item for item in items if is_slow(item)])
+        items[:] = [item for item in items if not is_slow(item)]
     if torch.cuda.is_available():
         return
     for item in items:

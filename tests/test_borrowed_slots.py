@@ -38,7 +38,7 @@ def lent(streamer: Streamer, nbytes: int, count: int) -> torch.Tensor:
     loans=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.integers(0, 8)), min_size=1, max_size=5),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_is_borrowed_and_given_back_a_block_in_use_holds_its_own_bytes(
     file: Path,
     device: str,

@@ -138,6 +138,7 @@ def test_answers_are_right_with_plain_transformers(tokenizer: PreTrainedTokenize
     assert num_right >= 0.98 * len(prompts)
 
 
+@pytest.mark.slow
 def test_training_runs_end_to_end_and_repeats(tmp_path: Path) -> None:
     script = str(ROOT / "scripts" / "train_demo.py")
     options = ["--steps", "2", "--batch-size", "16", "--threads", "1", "--seed", "5"]

@@ -48,7 +48,9 @@ def large_config(homes: str, device: str) -> dict[str, object]:
     return {"zero_optimization": {"offload_param": offload}, "zinfer": budgets}
 
 
-@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize(
+    "homes", [home if home == "mixed" else pytest.param(home, marks=pytest.mark.slow) for home in HOMES]
+)
 def test_twenty_engines_do_not_grow(small: Path, homes: str, device: str) -> None:
     reads = homes in ("disk", "mixed")
     held: list[Holdings] = []

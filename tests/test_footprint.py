@@ -110,8 +110,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [
+        (64, torch.float32),
+        (256, torch.bfloat16),
+        pytest.param(64, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(256, torch.float32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_the_bound_holds_and_is_near(family: str, attention: str | None, width: int, dtype: torch.dtype) -> None:
     model = model_of(family, width, dtype, attention)

@@ -80,7 +80,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Reference, Path]:
     synchronous=st.booleans(),
     seed=st.integers(0, 10_000),
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_late_copies_change_nothing(
     llama: tuple[Reference, Path],
     device: str,

@@ -25,7 +25,7 @@ def hosted(folder: Path, device: str = "cpu", *, home: str = "none", **options: 
 
 
 @pytest.mark.parametrize("home", ["none", "nvme"])
-@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("synchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("tokens_per_pass", "num_pages", "page_size"), SIZES)
 def test_greedy_tokens_are_those_alone(
     folder: Path,
@@ -101,7 +101,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     tokens_per_pass=st.sampled_from([3, 17, 200]),
     home=st.sampled_from(["none", "nvme"]),
 )
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_is_asked_and_however_small_the_pool_is(
     model: tuple[Path, LLM],
     rows: list[tuple[int, int, int, int]],

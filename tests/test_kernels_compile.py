@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_every_kernel_compiles_and_multiplies_on_tensor_cores(tmp_path: Path) -> None:
     script = Path(__file__).with_name("kernel_compiling.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -58,6 +58,7 @@ def cached_bytes(path: Path) -> int:
     return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
+@pytest.mark.slow
 @pytest.mark.large
 def test_three_gigabytes_run_within_1200_megabytes(big: Path, tmp_path: Path) -> None:
     shards = sorted(big.glob("*.safetensors"))

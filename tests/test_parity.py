@@ -41,7 +41,7 @@ def reference(folder: Path, batch: dict[str, torch.Tensor], device: str) -> tupl
 
 
 @pytest.mark.parametrize("homes", HOMES)
-@pytest.mark.parametrize("num_slots", [2, 3, 4])
+@pytest.mark.parametrize("num_slots", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_tokens_and_logits_equal_transformers(
     folder: Path, batch: dict[str, torch.Tensor], homes: str, num_slots: int, device: str
 ) -> None:

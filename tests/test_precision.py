@@ -37,6 +37,7 @@ def error(difference: torch.Tensor, is_mixture: bool) -> float:
     return float(of_tokens.median() if is_mixture else of_tokens.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("family", "class_name"), MODELS, ids=[family for family, _ in MODELS])
 def test_errors_are_those_of_transformers(

@@ -1,6 +1,6 @@
 """Whatever arrives, ends, and is given up, in whatever room: every sequence says what it says alone.
 
-``ZINFER_WORKLOADS=10000`` runs so many random ones in each test instead of a few hundred.
+``ZINFER_WORKLOADS=10000`` runs so many random ones in each test instead of a hundred.
 """
 
 import os
@@ -17,7 +17,7 @@ from zinfer.batching.scheduler import Scheduler
 from zinfer.batching.sequence import Sequence, SequenceState
 
 MOST_PROMPT_TOKENS = 200
-NUM_WORKLOADS = int(os.environ.get("ZINFER_WORKLOADS", "250"))
+NUM_WORKLOADS = int(os.environ.get("ZINFER_WORKLOADS", "100"))
 FAMILIES = [tuple((place * place // (7 + family)) % NUM_TOKENS_KNOWN for place in range(200)) for family in range(3)]
 """Texts that prompts begin with."""
 

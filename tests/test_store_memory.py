@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from checkpoints import wide_llama
 from engines import drop_page_cache
 
@@ -32,6 +33,7 @@ print(json.dumps(peak - before))
 """
 
 
+@pytest.mark.slow
 def test_the_memory_is_that_of_a_few_blocks(tmp_path: Path) -> None:
     model = wide_llama(tmp_path / "model", NUM_LAYERS)
     drop_page_cache(model)

@@ -47,7 +47,7 @@ class PinnedOnlyStream(HostStream):
     num_staging=st.integers(1, 4),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_block_in_use_holds_its_own_bytes(
     file: Path,
     device: str,
