@@ -13,7 +13,7 @@ from jobs_support import write_rows
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import scan_input
-from zinfer.jobs.rows import BadRow, Line, Row, id_key, parse_line, read_lines, row_of
+from zinfer.jobs.rows import BadRow, Line, Row, _unique_keys, id_key, parse_line, read_lines, row_of
 
 
 def row_at_7(data: bytes) -> Row | BadRow:
@@ -184,3 +184,23 @@ def test_the_index_of_many_rows_is_small(tmp_path: Path) -> None:
     )
     index = scan_input(path)
     assert index.keys.nbytes + index.order.nbytes == 16 * 2000
+
+
+def test_a_line_of_many_fields_is_read_in_linear_time() -> None:
+    num_compared = 0
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return str.__eq__(self, other)
+
+    pairs: list[tuple[str, Any]] = [(Name(number), number) for number in range(2000)]
+    assert len(_unique_keys(pairs)) == 2000
+    with pytest.raises(ValueError, match="the field '1999' is given twice"):
+        _unique_keys([*pairs, (Name(1999), 0)])
+    assert num_compared < 40_000, "with a comparison for every pair of fields it were 2,000,000"
+    line = json.dumps({f"f{number}": number for number in range(40_000)}).removesuffix("}") + ', "f39999": 0}'
+    assert row_at_7(line.encode()) == BadRow(7, "line 7: not JSON that can be used: the field 'f39999' is given twice")

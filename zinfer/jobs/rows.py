@@ -234,9 +234,9 @@ def _refuse_constant(name: str) -> object:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the field '{twice}' is given twice")
+    record: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in record:
+            raise ValueError(f"the field '{name}' is given twice")
+        record[name] = value
     return record
