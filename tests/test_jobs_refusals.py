@@ -1,6 +1,8 @@
 """A job refuses what does not fit the rows it would go on from, and says why."""
 
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,21 +69,68 @@ def test_restart_keeps_the_former_rows_until_the_model_is_loaded(
     assert output.read_bytes() == whole
 
 
-@pytest.mark.parametrize("change", ["renamed rows", "fewer rows"])
-def test_an_input_that_changes_under_way_is_noticed(
-    model: Path, prompts: Path, output: Path, tmp_path: Path, change: str
-) -> None:
+def meddling(meddle: Callable[[], object]) -> type[ResidentEngine]:
+    """An engine before whose first batch something happens."""
+
     class Meddling(ResidentEngine):
         def generate(self, **kwargs: Any) -> Any:
-            data = prompts.read_bytes()
-            prompts.write_bytes(data.replace(b"tail", b"TAIL") if change == "renamed rows" else data[:200_000])
+            if self.calls == 0:
+                meddle()
             return super().generate(**kwargs)
 
-    tail = [{"id": f"tail-{number}", "prompt": "a" * 3000} for number in range(200)]
-    write_rows(prompts, [*prompt_rows(4), *tail])
-    with pytest.raises(JobError, match="was changed while the job ran"):
-        job(model, prompts, output, engine_factory=Meddling)
-    assert len(read_rows(output)) >= 4
+    return Meddling
+
+
+def long_input(path: Path) -> Path:
+    """Two batches, with more rows between them than are read at once."""
+    between = [{"id": f"long-{number}", "prompt": "a" * 3000} for number in range(200)]
+    tail = [{"id": f"tail-{number}", "prompt": "abc"} for number in range(4)]
+    return write_rows(path, [*prompt_rows(4), *between, *tail])
+
+
+@pytest.mark.parametrize(
+    ("change", "keeps_time"),
+    [
+        (lambda data: data.replace(b"abc", b"xyz"), False),
+        (lambda data: data.replace(b"abc", b"xyz"), True),
+        (lambda data: data.replace(b"tail", b"TAIL"), True),
+        (lambda data: data[:200_000], False),
+        (lambda data: data[:200_000], True),
+        (lambda data: data + b'{"id": "more", "prompt": "a"}\n', False),
+        (lambda data: b"\n" + data, False),
+    ],
+)
+def test_an_input_that_changes_under_way_stops_the_job(
+    model: Path, prompts: Path, output: Path, change: Callable[[bytes], bytes], keeps_time: bool
+) -> None:
+    data, times = long_input(prompts).read_bytes(), prompts.stat()
+
+    def meddle() -> None:
+        prompts.write_bytes(change(data))
+        if keeps_time:
+            os.utime(prompts, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    message = f"input {prompts} was changed while the job ran; the rows that were written are those of the input as it"
+    with pytest.raises(JobError, match=re.escape(message)):
+        job(model, prompts, output, engine_factory=meddling(meddle))
+    assert [row["id"] for row in read_rows(output)][:4] == [f"row-{number}" for number in range(4)]
+    prompts.write_bytes(data)
+    assert job(model, prompts, output).num_done == 8
+
+
+@pytest.mark.parametrize("change", ["the same bytes", "a new file"])
+def test_an_input_whose_rows_stay_may_be_written_again(model: Path, prompts: Path, output: Path, change: str) -> None:
+    data = long_input(prompts).read_bytes()
+
+    def meddle() -> None:
+        if change == "the same bytes":
+            with prompts.open("r+b") as file:
+                file.write(data)
+        else:
+            prompts.unlink()
+            write_rows(prompts, prompt_rows(1))
+
+    assert job(model, prompts, output, engine_factory=meddling(meddle)).num_done == 8
 
 
 @pytest.mark.parametrize("option", ["max_new_tokens", "batch_size"])

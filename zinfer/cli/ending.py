@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 
 import typer
 
-from zinfer.errors import CheckpointError, ConfigError, PlanError
+from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
 from zinfer.jobs.failure import Interrupted, UnusableInput
 
 EXIT_STOPPED: Final = 1
@@ -41,7 +41,7 @@ def failing_disk_explained() -> Iterator[None]:
     try:
         with unusable_input_explained():
             yield
-    except OSError as error:
+    except (OSError, JobError) as error:
         say(f"error: {error}")
         raise typer.Exit(EXIT_STOPPED) from None
 

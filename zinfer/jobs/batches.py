@@ -6,14 +6,12 @@ same rows, a job that was killed and begun again writes the very bytes that it w
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 
 from zinfer.errors import JobError
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.output import RowState
 from zinfer.jobs.prompts import Prompt
-from zinfer.jobs.rows import BadRow, Line, RowId, read_lines
+from zinfer.jobs.rows import BadRow, Line, RowId
 
 # Bounds the memory of an input with long runs of unusable rows.
 _MAX_BAD_ROWS = 1024
@@ -70,16 +68,16 @@ class BatchCutter:
         if self._states[slot.ordinal] == RowState.DONE:
             return True
         # A row that failed may have been one all the same, whose completion failed.
-        return isinstance(self._item(slot.ordinal, slot.line) if slot.item is None else slot.item, Prompt)
+        return isinstance(self._item(slot.line) if slot.item is None else slot.item, Prompt)
 
     def _slots(self) -> Iterator[_Slot]:
-        for ordinal, line in enumerate(islice(self._lines(), self._index.num_rows)):
+        for ordinal, line in enumerate(self._lines()):
             is_written = self._states[ordinal] != RowState.MISSING
-            yield _Slot(ordinal, line, None if is_written else self._item(ordinal, line))
+            yield _Slot(ordinal, line, None if is_written else self._item(line))
 
     def _lines(self) -> Iterator[Line]:
         try:
-            yield from read_lines(self._index.path)
+            yield from self._index.lines()
         except OSError as error:
             raise JobError(
                 f"input {self._index.path} cannot be read: {error.strerror} (errno {error.errno}). The rows in the "
@@ -92,19 +90,9 @@ class BatchCutter:
             return
         prompts: list[Prompt] = []
         if any(isinstance(item, Prompt) for _, item in missing):
-            items = (self._item(slot.ordinal, slot.line) if slot.item is None else slot.item for slot in slots)
+            items = (self._item(slot.line) if slot.item is None else slot.item for slot in slots)
             prompts += [item for item in items if isinstance(item, Prompt)]
         yield Batch(missing, tuple(prompts))
 
-    def _item(self, ordinal: int, line: Line) -> Prompt | BadRow:
-        row_id, item = self._prepare(line, self._index)
-        if self._index.ordinal_of(row_id, ordinal) != ordinal:
-            raise input_changed(self._index.path)
-        return item
-
-
-def input_changed(path: Path) -> JobError:
-    """The error for an input that was written to while the job ran."""
-    return JobError(
-        f"input {path} was changed while the job ran; restore it and run the same command again, or use --restart"
-    )
+    def _item(self, line: Line) -> Prompt | BadRow:
+        return self._prepare(line, self._index)[1]

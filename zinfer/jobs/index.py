@@ -1,19 +1,24 @@
 """The input, looked at once before any compute: its hash, how many rows it holds, and that no two rows share an id.
 
-Ids are kept as 64-bit hashes, so that ten million rows cost 160 MB and not gigabytes.
+Ids are kept as 64-bit hashes and lines as 32-bit checksums, so that ten million rows cost 200 MB and not gigabytes.
 """
 
 import hashlib
+import os
+import stat
+import zlib
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zinfer.errors import JobError
 from zinfer.jobs.failure import UnusableInput
-from zinfer.jobs.rows import Line, Parsed, RowId, id_key, parse_line, read_lines
+from zinfer.jobs.rows import Line, Parsed, RowId, id_key, lines_of, parse_line
 
 _MAX_DUPLICATES_NAMED = 5
 
@@ -22,7 +27,9 @@ _MAX_DUPLICATES_NAMED = 5
 class RowIndex:
     """What the first reading of an input found. A row's ordinal counts rows (lines that are not blank) from 0.
 
+    modified_ns: when the file was last written to.
     keys: [num_rows] hashes of the ids, by ordinal.
+    sums: [num_rows] checksums of the lines, by ordinal.
     order: [num_rows] the ordinals sorted by key.
     renamed: ids of unreadable lines whose line number is another row's own id, by line number.
     """
@@ -30,7 +37,9 @@ class RowIndex:
     path: Path
     sha256: str
     size_bytes: int
+    modified_ns: int
     keys: NDArray[np.uint64]
+    sums: NDArray[np.uint32]
     order: NDArray[np.int64]
     renamed: dict[int, str]
 
@@ -53,36 +62,89 @@ class RowIndex:
             return None
         return int(self.order[place])
 
+    def lines(self) -> Iterator[Line]:
+        """Read the rows' lines again, in order, and compare each with what was scanned.
+
+        A file that was written to meanwhile is hashed again, and may be read on if it holds the same bytes.
+
+        Raises:
+            JobError: the file holds something else now.
+            OSError: it cannot be read.
+        """
+        with self.path.open("rb") as file:
+            state, num_rows = (self.size_bytes, self.modified_ns), 0
+            for num_rows, line in enumerate(lines_of(file), start=1):
+                if (now := _state(file)) != state:
+                    self._compare_hash(file)
+                    state = now
+                if num_rows > self.num_rows or _line_sum(line) != self.sums[num_rows - 1]:
+                    raise self._changed()
+                yield line
+            if num_rows < self.num_rows:
+                raise self._changed()
+
+    def _compare_hash(self, file: BufferedReader) -> None:
+        place = file.tell()
+        file.seek(0)
+        if hashlib.file_digest(file, "sha256").hexdigest() != self.sha256:
+            raise self._changed()
+        file.seek(place)
+
+    def _changed(self) -> JobError:
+        return JobError(
+            f"input {self.path} was changed while the job ran; the rows that were written are those of the input as it "
+            "was. Restore it and run the same command again, or use --restart"
+        )
+
 
 def scan_input(path: Path) -> RowIndex:
     """Reads the whole input once.
 
     Raises:
         UnusableInput: it cannot be read, holds no row, or two rows have the same id (both lines are named).
+        JobError: it was written to between two looks at it.
     """
-    if not path.exists():
-        raise UnusableInput(f"input {path} does not exist")
-    if not path.is_file():
-        raise UnusableInput(f"input {path} is not a regular file; it is read twice, so write it to a file first")
     try:
-        digest, size_bytes = _hash_file(path)
-        keys = array("Q", (id_key(parse_line(line).id) for line in read_lines(path)))
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UnusableInput(f"input {path} is not a regular file; it is read twice, so write it to a file first")
+        index = _scan(path)
+        if not index.num_rows:
+            raise UnusableInput(f"input {path} holds no row; give one JSON object a line")
+        shared = _shared_keys(index.keys)
+        return _resolved(index, shared) if shared else index
+    except FileNotFoundError as error:
+        raise UnusableInput(f"input {path} does not exist") from error
     except OSError as error:
-        raise UnusableInput(f"input {path} cannot be read: {error.strerror}") from error
-    if not keys:
-        raise UnusableInput(f"input {path} holds no row; give one JSON object a line")
-    keys_N = np.frombuffer(keys, dtype=np.uint64)
-    renamed: dict[int, str] = {}
-    if shared := _shared_keys(keys_N):
-        keys_N = keys_N.copy()
-        renamed = _resolve(path, keys_N, shared)
-    return RowIndex(path, digest, size_bytes, keys_N, np.argsort(keys_N, kind="stable"), renamed)
+        raise UnusableInput(f"input {path} cannot be read: {error.strerror} (errno {error.errno})") from error
 
 
-def _hash_file(path: Path) -> tuple[str, int]:
+def _scan(path: Path) -> RowIndex:
+    digest, keys, sums = hashlib.sha256(), array("Q"), array("I")
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return digest, file.tell()
+        _, modified_ns = _state(file)
+        for line in lines_of(_hashed(file, digest)):
+            keys.append(id_key(parse_line(line).id))
+            sums.append(_line_sum(line))
+        size_bytes = file.tell()
+    keys_N, sums_N = np.frombuffer(keys, dtype=np.uint64), np.frombuffer(sums, dtype=np.uint32)
+    order_N = np.argsort(keys_N, kind="stable")
+    return RowIndex(path, digest.hexdigest(), size_bytes, modified_ns, keys_N, sums_N, order_N, {})
+
+
+def _hashed(file: BufferedReader, digest: "hashlib._Hash") -> Iterator[bytes]:
+    for data in file:
+        digest.update(data)
+        yield data
+
+
+def _state(file: BufferedReader) -> tuple[int, int]:
+    """Size and time of the last write."""
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns
+
+
+def _line_sum(line: Line) -> int:
+    return zlib.crc32(line.data, line.number & 0xFFFFFFFF)
 
 
 def _shared_keys(keys_N: NDArray[np.uint64]) -> set[int]:
@@ -90,15 +152,13 @@ def _shared_keys(keys_N: NDArray[np.uint64]) -> set[int]:
     return {int(key) for key in ordered_N[1:][ordered_N[1:] == ordered_N[:-1]]}
 
 
-def _resolve(path: Path, keys_N: NDArray[np.uint64], shared: set[int]) -> dict[int, str]:
-    """Renames unreadable lines that only by their line number share an id; any other sharing is refused.
-
-    Writes the renamed rows' new keys into `keys_N`.
-    """
+def _resolved(index: RowIndex, shared: set[int]) -> RowIndex:
+    """Renames unreadable lines that only by their line number share an id; any other sharing is refused."""
+    path, keys_N = index.path, index.keys.copy()
     first: dict[int, Parsed] = {}
     duplicates: list[str] = []
     unreadable: list[tuple[int, Parsed]] = []
-    for ordinal, line, parsed in _rows_with(path, shared):
+    for ordinal, line, parsed in _rows_with(index, shared):
         if parsed.record is None:
             unreadable.append((ordinal, parsed))
             continue
@@ -116,11 +176,11 @@ def _resolve(path: Path, keys_N: NDArray[np.uint64], shared: set[int]) -> dict[i
         keys_N[ordinal] = id_key(renamed[parsed.line])
     if _shared_keys(keys_N):
         raise UnusableInput(f"input {path}: ids of the form 'line N' clash with the names given to unreadable lines")
-    return renamed
+    return replace(index, keys=keys_N, order=np.argsort(keys_N, kind="stable"), renamed=renamed)
 
 
-def _rows_with(path: Path, shared: set[int]) -> Iterator[tuple[int, Line, Parsed]]:
-    for ordinal, line in enumerate(read_lines(path)):
+def _rows_with(index: RowIndex, shared: set[int]) -> Iterator[tuple[int, Line, Parsed]]:
+    for ordinal, line in enumerate(index.lines()):
         parsed = parse_line(line)
         if id_key(parsed.id) in shared:
             yield ordinal, line, parsed

@@ -21,7 +21,7 @@ from zinfer.config.without_effect import said_before, say_without_effect
 from zinfer.display import shown
 from zinfer.errors import JobError
 from zinfer.jobs.ahead import ahead
-from zinfer.jobs.batches import Batch, BatchCutter, input_changed
+from zinfer.jobs.batches import Batch, BatchCutter
 from zinfer.jobs.completer import Answer, Completer
 from zinfer.jobs.encoding import Encoding
 from zinfer.jobs.index import RowIndex, scan_input
@@ -159,8 +159,7 @@ class _Job:
                 with closing(RowWriter(out, self._meter.add_finished)) as writer, closing(ahead(cutter)) as batches:
                     for batch in batches:
                         self._finish(batch, out, writer, manifest, resumed.states)
-                if RowState.MISSING in resumed.states:
-                    raise input_changed(request.input)
+                assert RowState.MISSING not in resumed.states
                 return self._ended(resumed.states)
             finally:
                 self._close()

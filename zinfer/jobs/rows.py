@@ -7,7 +7,7 @@ A line with a `custom_id` is in the OpenAI form, which `openai_batch` reads. A l
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -113,10 +113,15 @@ class Parsed:
 def read_lines(path: Path) -> Iterator[Line]:
     """The lines that are not blank, in order, one at a time."""
     with path.open("rb") as file:
-        for number, data in enumerate(file, start=1):
-            content = data.removeprefix(_BYTE_ORDER_MARK) if number == 1 else data
-            if content.strip():
-                yield Line(number, content)
+        yield from lines_of(file)
+
+
+def lines_of(file: Iterable[bytes]) -> Iterator[Line]:
+    """The lines of an open file that are not blank."""
+    for number, data in enumerate(file, start=1):
+        content = data.removeprefix(_BYTE_ORDER_MARK) if number == 1 else data
+        if content.strip():
+            yield Line(number, content)
 
 
 def id_key(row_id: RowId) -> int:
