@@ -124,11 +124,9 @@ def test_an_unusable_config_exits_2(
 
 def test_unusable_files_exit_2(model: Path, prompts: Path, output: Path, tmp_path: Path) -> None:
     twice = write_rows(tmp_path / "twice.jsonl", [{"id": "a", "prompt": "p"}, {"id": "a", "prompt": "p"}])
-    empty = write_rows(tmp_path / "empty.jsonl", [])
     output.write_text("a stranger's\n")
     for path, target, message in (
         (twice, tmp_path / "new", "lines 1 and 2 both have the id 'a'"),
-        (empty, tmp_path / "new", "holds no row"),
         (tmp_path / "gone", tmp_path / "new", "does not exist"),
         (prompts, output, "has no manifest"),
         (prompts, tmp_path / "no" / "folder", "No such file or directory"),
@@ -137,6 +135,13 @@ def test_unusable_files_exit_2(model: Path, prompts: Path, output: Path, tmp_pat
         assert result.exit_code == 2, result.output
         assert message in result.stderr
     assert output.read_text() == "a stranger's\n"
+
+
+def test_an_empty_input_exits_0(model: Path, output: Path, tmp_path: Path) -> None:
+    result = zinfer_run(model, write_rows(tmp_path / "empty.jsonl", []), output)
+    assert result.exit_code == 0, result.output
+    assert "0 done, 0 failed" in result.stdout
+    assert output.read_bytes() == b""
 
 
 def test_another_job_needs_restart(model: Path, prompts: Path, output: Path) -> None:

@@ -12,6 +12,7 @@ from jobs_support import CHAT_TEMPLATE, ResidentEngine, letters_model, prompt_ro
 
 from zinfer.errors import CheckpointError, ConfigError, JobError
 from zinfer.jobs import UnusableInput
+from zinfer.jobs.paths import manifest_path
 
 __all__ = ["model", "output", "prompts", "whole"]  # fixtures
 
@@ -131,6 +132,18 @@ def test_an_input_whose_rows_stay_may_be_written_again(model: Path, prompts: Pat
             write_rows(prompts, prompt_rows(1))
 
     assert job(model, prompts, output, engine_factory=meddling(meddle)).num_done == 8
+
+
+def test_an_empty_input_is_done_at_once(model: Path, prompts: Path, output: Path) -> None:
+    job(model, prompts, output)
+    prompts.write_bytes(b"\n")
+    with pytest.raises(UnusableInput, match=r"input\.sha256"):
+        job(model, prompts, output, engine_factory=never_made)
+    for options in ({"restart": True}, {}, {"report": output.with_suffix(".html")}):
+        summary = job(model, prompts, output, engine_factory=never_made, **options)
+        assert (summary.num_rows, summary.exit_code) == (0, 0)
+        assert output.read_bytes() == b""
+        assert manifest_path(output).exists()
 
 
 @pytest.mark.parametrize("option", ["max_new_tokens", "batch_size"])

@@ -169,6 +169,7 @@ def test_an_empty_input_is_refused(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(UnusableInput, match=r"in\.jsonl holds no row; give one JSON object a line"):
         scan_input(path)
+    assert scan_input(path, may_be_empty=True).num_rows == 0
 
 
 def test_an_input_that_is_no_file_is_refused(tmp_path: Path) -> None:

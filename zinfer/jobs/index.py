@@ -97,7 +97,7 @@ class RowIndex:
         )
 
 
-def scan_input(path: Path) -> RowIndex:
+def scan_input(path: Path, *, may_be_empty: bool = False) -> RowIndex:
     """Reads the whole input once.
 
     Raises:
@@ -108,7 +108,7 @@ def scan_input(path: Path) -> RowIndex:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UnusableInput(f"input {path} is not a regular file; it is read twice, so write it to a file first")
         index = _scan(path)
-        if not index.num_rows:
+        if not index.num_rows and not may_be_empty:
             raise UnusableInput(f"input {path} holds no row; give one JSON object a line")
         shared = _shared_keys(index.keys)
         return _resolved(index, shared) if shared else index

@@ -140,7 +140,7 @@ class _Job:
         )
         # Rows are encoded by another thread, which must not share its tokenizer.
         self._tokenizer = deepcopy(maker.tokenizer)
-        index = scan_input(request.input)
+        index = scan_input(request.input, may_be_empty=True)
         manifest = Manifest(
             model=model_identity(checkpoint, maker),
             input={"sha256": index.sha256, "size_bytes": index.size_bytes},
@@ -160,6 +160,8 @@ class _Job:
                     for batch in batches:
                         self._finish(batch, out, writer, manifest, resumed.states)
                 assert RowState.MISSING not in resumed.states
+                if not out.is_begun:  # an empty input
+                    out.begin(manifest)
                 return self._ended(resumed.states)
             finally:
                 self._close()
