@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import DeepseekV3Config, GptOssConfig
 
 from zinfer.planning.machine import MachineLimits
 from zinfer.planning.outline import Outline, read_outline
@@ -68,6 +69,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
+QUANTIZED_ELSEWHERE: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3 FP8": {
+        **DeepseekV3Config().to_dict(),
+        "dtype": "bfloat16",
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    },
+    "gpt-oss-120b MXFP4": {
+        **GptOssConfig().to_dict(),
+        "dtype": "bfloat16",
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    },
+}
+"""Configurations as their publishers wrote them, of weights that a run refuses."""
 NUM_PARAMS = {
     "Llama-3-70B": 70_553_706_496,
     "Llama-3.1-405B": 405_853_388_800,

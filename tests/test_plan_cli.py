@@ -1,18 +1,20 @@
 """`zinfer plan` in this process: what it prints, its exit codes and its words."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import tiny_checkpoint
-from plan_support import CONFIGS, NUM_PARAMS, write_config
+from plan_support import CONFIGS, NUM_PARAMS, QUANTIZED_ELSEWHERE, write_config
 from probe_support import CARD, made_up_device, made_up_findings
 from typer.testing import CliRunner, Result
 
 import zinfer
 from zinfer.cli import app
+from zinfer.errors import CheckpointError
 from zinfer.planning.presets import PRESETS
 
 
@@ -131,6 +133,28 @@ def test_what_cannot_be_planned_is_refused_in_words(checkpoint: Path, tmp_path: 
     check_refused(fits_not, "the request does not fit", "KV cache", "lower the batch size first")
     check_refused(zinfer_plan(large, "--machine", "h200", "--prompt-len", "2048"), "the model's positions (2048)")
     check_refused(zinfer_plan(large, "--probe", str(tmp_path / "none.json")), "none.json", "zinfer probe --json")
+
+
+@pytest.mark.parametrize("name", QUANTIZED_ELSEWHERE)
+def test_a_config_that_a_run_refuses_is_not_planned(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    """In the run's own words, although there are no weights to plan with."""
+    config = QUANTIZED_ELSEWHERE[name]
+    planned = zinfer_plan(write_config(tmp_path / "alone", config), "--machine", "h200", "--rows", "9")
+    whole = tmp_path / "whole"
+    shutil.copytree(checkpoint, whole)
+    section = {"quantization_config": config["quantization_config"]}
+    write_config(whole, json.loads((whole / "config.json").read_text()) | section)
+    with pytest.raises(CheckpointError) as refused:
+        zinfer.init_inference(whole, {"zinfer": {"device": "cpu"}})
+    check_refused(planned, str(refused.value))
+    assert "use the full-precision checkpoint and quantize it while loading" in planned.stderr
+
+
+def test_a_config_alone_does_not_tell_which_weights_are_quantized(tmp_path: Path) -> None:
+    section = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    folder = write_config(tmp_path, CONFIGS["Llama-3-70B"] | section)
+    refused = zinfer_plan(folder, "--machine", "h200")
+    check_refused(refused, "config.json: quantization_config says", "plan with the whole checkpoint, or remove")
 
 
 def test_without_files_and_record_a_probe_is_asked_for(tmp_path: Path) -> None:

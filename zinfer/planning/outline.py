@@ -93,15 +93,15 @@ def read_outline(
         quantization: which matrices are stored quantized; they are planned for as if a store of them was on disk.
 
     Raises:
-        CheckpointError: no config.json, one that describes no model or states no dtype, or a damaged
-            checkpoint.
+        CheckpointError: no config.json, one that describes no model, states no dtype or asks for quantized weights
+            that a run refuses; a damaged checkpoint.
         PlanError: the model is no decoder that generates, or keeps a state other than keys and values.
     """
     folder = absolute(model)
     weights: Mapping[str, Weight]
     if _holds_config_alone(folder):
         checkpoint = Checkpoint(folder, {}, {}, 0, "")
-        _check_states_dtype(checkpoint.config_path, dtype)
+        _check_config(checkpoint, dtype)
         tree = build_meta_model(checkpoint, dtype)
         weights = made_up_weights(tree, folder / _MADE_UP_NAME)
     else:
@@ -169,12 +169,19 @@ def _weight_files(folder: Path) -> Iterator[Path]:
     yield from folder.glob("*.safetensors.index.json")
 
 
-def _check_states_dtype(path: Path, dtype: torch.dtype | None) -> None:
-    """Without weights nothing else tells how wide they are."""
+def _check_config(checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
+    """Without weights only config.json tells how wide they are, and it does not tell which of them are quantized."""
+    path = checkpoint.config_path
     try:
         config = parse_object(path.read_bytes(), lenient=True)
     except (OSError, JsonFault) as error:
         raise CheckpointError(f"{path}: {error}; download it again") from error
+    if find_stored_scheme(checkpoint) is not None:
+        raise CheckpointError(
+            f"{path}: quantization_config says that weights are quantized, but which of them only their files tell, "
+            f"and there are none beside it; plan with the whole checkpoint, or remove quantization_config from a copy "
+            f'and state "zinfer": {{"quantization": {{"bits": 4, "group_size": 128}}}} in the configuration'
+        )
     if dtype is None and not (config.get("dtype") or config.get("torch_dtype")):
         raise CheckpointError(
             f"{path}: states no dtype, and there are no weights beside it to tell; add "
