@@ -136,7 +136,7 @@ def test_free_tokens_are_where_matrix_work_overtakes_the_transfers() -> None:
 
 def test_it_reads_as_one_line() -> None:
     line = str(predict(plan(*[DISK] * 4), WORK, rates(disk_bytes_per_s=31.4e6), REQUEST, FOOTPRINT))
-    assert line == "0.267 s a pass (disk), 29.9 tokens/s, 3,180,000 tokens a pass are free"
+    assert line == "267 ms a pass (disk), 29.9 tokens/s, 3,180,000 tokens a pass are free"
 
 
 @pytest.mark.parametrize("tie", [True, False])

@@ -27,6 +27,7 @@ from zinfer.planning.planner import Plan, make_plan
 from zinfer.planning.prediction import PassClock, disk_spares_time
 from zinfer.planning.presets import Machine
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
+from zinfer.units import duration
 
 ROWS_TOGETHER: Final = 4096
 """Rows of a job that share passes before the next begin, four times as many as run at once by default: the last ones
@@ -162,7 +163,7 @@ def job_advice(outline: Outline, machine: Machine, settings: Settings, planned: 
 
     def compare(words: str, then: JobPlan) -> None:
         if (gain := planned.seconds / then.seconds) >= LEAST_GAIN:
-            found.append((gain, f"{words}: {then.seconds:,.4g} s, {gain:.3g} times as fast"))
+            found.append((gain, f"{words}: {duration(then.seconds)}, {gain:.3g} times as fast"))
 
     for words, other, batching in tried:
         with suppress(PlanError):

@@ -10,7 +10,7 @@ from zinfer.offload.block import Tier
 from zinfer.planning.outline import Outline
 from zinfer.planning.prediction import speed
 from zinfer.planning.presets import Machine
-from zinfer.units import clock, human_bytes
+from zinfer.units import duration, human_bytes
 
 
 def job_table(outline: Outline, machine: Machine, job: Job, planned: JobPlan) -> Table:
@@ -34,7 +34,7 @@ def job_table(outline: Outline, machine: Machine, job: Job, planned: JobPlan) ->
     table.add_row("blocks by home", f"{homes}; {human_bytes(plan.streamed_bytes)} streamed a pass")
     table.add_section()
     table.add_row("new tokens", speed(planned.tokens_per_s))
-    table.add_row("whole job", f"{planned.seconds:,.4g} s ({clock(planned.seconds)})")
+    table.add_row("whole job", duration(planned.seconds))
     table.add_row("bottleneck", rehearsed.bottleneck)
     table.add_row("configuration", json.dumps({"zinfer": planned.keys()}))
     return table

@@ -11,6 +11,7 @@ from zinfer.batching.budget import BatchingBudget
 from zinfer.batching.passes import PassSize
 from zinfer.batching.sequence import Sequence as Text
 from zinfer.planning.prediction import PassTime, speed
+from zinfer.units import duration
 
 
 class PassTimeOf(Protocol):
@@ -53,7 +54,7 @@ class JobPrediction:
 
     def __str__(self) -> str:
         return (
-            f"{self.seconds:,.3g} s, {self.num_passes:,} passes of {self.tokens_per_pass:,.0f} tokens "
+            f"{duration(self.seconds)}, {self.num_passes:,} passes of {self.tokens_per_pass:,.0f} tokens "
             f"({self.bottleneck}), {speed(self.tokens_per_s)}"
         )
 

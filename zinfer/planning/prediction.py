@@ -20,6 +20,7 @@ from zinfer.planning.footprint import Footprint
 from zinfer.planning.planner import Plan
 from zinfer.planning.rates import Rates
 from zinfer.planning.request import Request
+from zinfer.units import duration
 
 _FLOPS_PER_PARAMETER: Final = 2  # a product and a sum
 # transformers' DynamicCache is read and written whole when a token is appended, then read by the attention.
@@ -100,7 +101,7 @@ class Prediction:
 
     def __str__(self) -> str:
         free = f"{_rounded(self.free_tokens):,} tokens a pass are free"
-        return f"{self.decode.seconds:.3g} s a pass ({self.decode.bottleneck}), {speed(self.tokens_per_s)}, {free}"
+        return f"{duration(self.decode.seconds)} a pass ({self.decode.bottleneck}), {speed(self.tokens_per_s)}, {free}"
 
 
 def predict(plan: Plan, work: Sequence[BlockWork], rates: Rates, request: Request, footprint: Footprint) -> Prediction:

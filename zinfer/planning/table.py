@@ -10,7 +10,7 @@ from zinfer.planning.forecast import Forecast
 from zinfer.planning.outline import Outline
 from zinfer.planning.prediction import PassTime, speed
 from zinfer.planning.presets import PRESETS, Machine
-from zinfer.units import human_bytes
+from zinfer.units import duration, human_bytes
 
 
 def plan_table(outline: Outline, machine: Machine, forecast: Forecast) -> Table:
@@ -34,7 +34,7 @@ def plan_table(outline: Outline, machine: Machine, forecast: Forecast) -> Table:
     _add_pass(table, "decode", prediction.decode)
     table.add_section()
     table.add_row("new tokens", speed(prediction.tokens_per_s))
-    table.add_row("whole request", f"{prediction.seconds:,.4g} s")
+    table.add_row("whole request", duration(prediction.seconds))
     table.add_row("free tokens a pass", f"{prediction.free_tokens:,}")
     table.add_row("bottleneck", f"{prediction.decode.bottleneck} (prefill: {prediction.prefill.bottleneck})")
     return table
@@ -58,9 +58,9 @@ def _add_memory(table: Table, machine: Machine, forecast: Forecast) -> None:
 
 def _add_pass(table: Table, name: str, time: PassTime) -> None:
     table.add_section()
-    table.add_row(f"{name} pass", f"{time.seconds:,.4g} s ({time.bottleneck}), {time.num_tokens:,} tokens")
+    table.add_row(f"{name} pass", f"{duration(time.seconds)} ({time.bottleneck}), {time.num_tokens:,} tokens")
     for term, seconds in time.terms.items():
-        table.add_row(f"  {term}", f"{seconds:,.4g} s")
+        table.add_row(f"  {term}", duration(seconds))
 
 
 def _listed(parts: dict[str, int]) -> str:

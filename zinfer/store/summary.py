@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from zinfer.units import clock, human_bytes
+from zinfer.units import duration, human_bytes
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,6 @@ def summary_table(summary: StoreSummary) -> Table:
     table.add_row("source", f"{summary.source_bytes:,} bytes ({human_bytes(summary.source_bytes)})")
     table.add_row("packed", f"{summary.packed_bytes:,} bytes ({human_bytes(summary.packed_bytes)})")
     table.add_row("ratio", f"{summary.source_bytes / summary.packed_bytes:.2f} x smaller")
-    table.add_row("wall", f"{clock(summary.wall_s)} ({summary.wall_s:,.1f} s)")
+    table.add_row("wall", duration(summary.wall_s))
     table.add_row("read", f"{human_bytes(summary.read_bytes)}, {summary.read_bytes_per_s / 1e9:,.2f} GB/s")
     return table
