@@ -1,16 +1,26 @@
-"""Between uses an engine's streamed weights are on the meta device, and every use of them says what to do."""
+"""Between uses an engine's streamed weights are on the meta device, and every use of them says what to do; a module's
+state has them all the same.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import ragged_models
 import torch
-from engine_support import NUM_LAYERS, engine, folder, greedy
-from engines import engine_for
+from checkpoints import tiny_model
+from engine_support import NUM_LAYERS, engine, folder, greedy, logits_of
+from engines import engine_for, loaded
+from loading_support import DISK
+from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import zinfer
+from zinfer import hooks
 from zinfer.absent import AbsentParameter
+from zinfer.errors import PlanError
 
 __all__ = ["engine", "folder"]  # fixtures
 
@@ -19,10 +29,77 @@ def test_a_streamed_parameter_is_meta_between_uses(folder: Path) -> None:
     with engine_for(folder, "disk") as engine:
         for _ in range(2):
             assert all(parameter.is_meta for parameter in engine.module.parameters())
-            assert all(tensor.is_meta for tensor in engine.module.state_dict().values())
             greedy(engine)
         shapes = {name: parameter.shape for name, parameter in engine.module.named_parameters()}
         assert shapes["model.layers.0.mlp.up_proj.weight"] == (128, 64)
+
+
+@pytest.mark.parametrize("homes", ["host", "disk", "mixed"])
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_a_modules_state_has_the_weights(folder: Path, homes: str, num_slots: int) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    with engine_for(folder, homes, num_slots) as engine:
+        tokens = greedy(engine)
+        for _ in range(2):
+            assert_equal_state(engine.module.state_dict(), expected)
+            assert torch.equal(greedy(engine), tokens)
+        name = "model.layers.1.mlp."
+        part = engine.module.model.layers[1].mlp.state_dict()
+        assert_equal_state(part, {key[len(name) :]: each for key, each in expected.items() if key.startswith(name)})
+        assert all(parameter.is_meta for parameter in engine.layers[1].parameters())
+    placeholders = engine.module.state_dict()
+    with pytest.raises(RuntimeError, match="none is after destroy"):
+        placeholders["lm_head.weight"].sum()
+
+
+def assert_equal_state(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(state) == list(expected)
+    for name, tensor in state.items():
+        assert type(tensor) is torch.Tensor
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_saved_module_is_the_model(family: str, tmp_path: Path) -> None:
+    """Tied weights are written once, and joined experts apart, as transformers writes them of a module in memory."""
+    tiny = ragged_models.tiny_model if family == "mixtral" else partial(tiny_model, tie=True)
+    expected = tiny(family)
+    expected.save_pretrained(tmp_path / "given")
+    with loaded(tmp_path / "given", DISK) as engine:
+        engine.module.save_pretrained(tmp_path / "saved")
+    given, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("given", "saved"))
+    assert set(given) == set(saved)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in given.items())
+    assert_equal_state(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("config", [{}, DISK], ids=["resident", "disk"])
+def test_the_state_of_quantized_weights_is_what_products_take(
+    folder: Path, config: dict[str, object], tmp_path: Path
+) -> None:
+    offload = {"device": "nvme", "nvme_path": str(tmp_path / "disk")} if config else {"device": "none"}
+    quantized = {"zero_optimization": {"offload_param": offload}, "zinfer": {"quantization": {"bits": 8}}}
+    with loaded(folder, quantized) as engine:
+        expected = logits_of(engine)
+        state = engine.module.state_dict()
+        engine.module.save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    assert_equal_state(saved.state_dict(), state)
+    torch.testing.assert_close(logits_of(saved), expected)
+
+
+def test_a_state_that_does_not_fit_in_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_for(folder, "disk") as engine:
+        monkeypatch.setattr(hooks, "free_host_bytes", lambda: 1000)
+        with pytest.raises(
+            PlanError, match=r"state_dict: it keeps a copy .* and 1\.00 kB are free\. Call state_dict\(\)"
+        ):
+            engine.module.state_dict()
+        monkeypatch.undo()
+        greedy(engine)
+        engine.layers[0].register_forward_hook(lambda *_: engine.module.state_dict())
+        with pytest.raises(RuntimeError, match=r"state_dict\(\) was called from within the model's forward"):
+            greedy(engine)
 
 
 @pytest.mark.parametrize(

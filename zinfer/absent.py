@@ -1,8 +1,10 @@
 """What a module holds in place of a weight that is not on the device: shape and dtype, and an error for every use.
 
+`state_dict()` detaches the parameters it lists, so detaching one reads the weight, as long as its engine is there.
 A plain meta tensor would not do: torch's CPU matrix products take one and answer with uninitialised memory.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -20,13 +22,32 @@ _ATTRIBUTES: Final = frozenset(
 
 
 class AbsentParameter(nn.Parameter):
-    """A parameter on the meta device whose values nobody can use, not even by mistake."""
+    """A parameter on the meta device whose values nobody can use, not even by mistake.
+
+    Attributes:
+        read: returns a copy of the values in host memory, for `state_dict()`; None where no engine has them.
+    """
+
+    read: Callable[[], torch.Tensor] | None
+    _copy: Callable[[], torch.Tensor | None]
 
     @staticmethod
     def like(tensor: torch.Tensor) -> "AbsentParameter":
         """One with the shape and dtype of ``tensor``."""
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return torch.Tensor._make_subclass(AbsentParameter, empty, False)
+        made: AbsentParameter = torch.Tensor._make_subclass(AbsentParameter, empty, False)
+        made.read, made._copy = None, _nothing
+        return made
+
+    def _values(self) -> torch.Tensor:
+        """The copy that was read last, for as long as anybody keeps it: tied names share one, as files expect."""
+        if self.read is None:
+            return self
+        copy = self._copy()
+        if copy is None:
+            copy = self.read()
+            self._copy = weakref.ref(copy)
+        return copy
 
     @classmethod
     def __torch_function__(
@@ -37,7 +58,9 @@ class AbsentParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in ("detach", "requires_grad_"):  # state_dict() detaches what it lists
+        if name == "detach":
+            return args[0]._values()
+        if name == "requires_grad_":
             return args[0]
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if name not in _METHODS and not (name == "__get__" and attribute in _ATTRIBUTES):
@@ -46,3 +69,7 @@ class AbsentParameter(nn.Parameter):
                 "the model's forward, and none is after destroy()"
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _nothing() -> None:
+    return None

@@ -43,7 +43,8 @@ class InferenceEngine(AroundModule):
 
     Attributes:
         module: the transformers module, or the plain one that was given; its streamed parameters are absent between
-            uses (`zinfer.absent`). What the engine has not itself is looked for there: `engine.config`.
+            uses (`zinfer.absent`), but `state_dict` and `save_pretrained` read them. What the engine has not itself is
+            looked for there: `engine.config`.
         settings: the resolved configuration.
         plan: homes, buffers and bytes.
         device: where it computes.
@@ -108,6 +109,7 @@ class InferenceEngine(AroundModule):
                 trace=self.trace,
                 wrap=self._fittings.wrap,
                 cuts=graphs.cuts if graphs else None,
+                lock=self._lock,
             )
             owned.pop_all()
         self._runtime: Runtime | None = runtime

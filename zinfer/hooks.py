@@ -2,20 +2,28 @@
 are taken out again.
 
 Between uses a streamed parameter is an `AbsentParameter`, so that using it outside the model's forward is an error
-instead of another block's bytes.
+instead of another block's bytes. For `state_dict()` blocks are brought one by one, and copied to host memory.
 """
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zinfer.absent import AbsentParameter
 from zinfer.cut import ModelBlock
+from zinfer.errors import PlanError
 from zinfer.graphs.cuts import Cuts
 from zinfer.offload.streamer import Streamer
+from zinfer.planning.machine import free_host_bytes
+from zinfer.quantization.parameter import QuantizedParameter
+from zinfer.units import human_bytes
 
 Forward: TypeAlias = Callable[..., Any]
 
@@ -31,6 +39,11 @@ class StreamingHooks:
         streamer: moves the others; None when there are none.
         wrap: around the model's own forward.
         cuts: to be told where blocks are streamed; nothing is streamed while they are recorded.
+        lock: held by whoever runs the model.
+
+    Attributes:
+        passes: forwards of the model so far.
+        copying_s: seconds spent on copies for `state_dict()`.
     """
 
     def __init__(
@@ -41,8 +54,10 @@ class StreamingHooks:
         streamer: Streamer | None,
         wrap: Callable[[Forward], Forward] | None = None,
         cuts: Cuts | None = None,
+        lock: AbstractContextManager[bool] | None = None,
     ) -> None:
         self._model = model
+        self._lock = lock or threading.RLock()
         self._cuts = cuts
         self._blocks = blocks
         self._streamer = streamer
@@ -54,7 +69,11 @@ class StreamingHooks:
         ]
         self._handles: list[RemovableHandle] = []
         self._in_pass = False
+        self._copies: dict[
+            tuple[str, str], torch.Tensor
+        ] = {}  # of the block that was read last, until they are asked for
         self.passes = 0
+        self.copying_s = 0.0
         before = [(held, leaf, held[leaf]) for places in self._places for held, leaf, _ in places]
         try:
             self._put_on(resident, wrap)
@@ -74,6 +93,8 @@ class StreamingHooks:
                 self._bind(block, resident[block.block.index])
             else:
                 self._unbind(block)
+                for name, absent in self._absent[block.block.index].items():
+                    absent.read = partial(self._read, block, name)
                 for site in block.sites:
                     self._handles.append(site.register_forward_pre_hook(self._before(block)))
                     self._handles.append(site.register_forward_hook(self._after(block), always_call=True))
@@ -89,6 +110,7 @@ class StreamingHooks:
     def settle(self) -> None:
         """Take out what a call that was cut short has left in; after one that came to its end there is nothing."""
         if self._streamer is not None:
+            self._copies.clear()
             for block in self._streamer.held():
                 self._unbind(self._blocks[block.index])
             self._streamer.settle()
@@ -96,8 +118,42 @@ class StreamingHooks:
     def remove(self) -> None:
         """Take the hooks off and leave every parameter absent; the slabs may be freed after."""
         self._take_off()
+        self._copies.clear()
         for block in self._blocks:
+            for absent in self._absent[block.block.index].values():
+                absent.read = None
             self._unbind(block)
+
+    def _read(self, block: ModelBlock, name: str) -> torch.Tensor:
+        """A copy of a streamed tensor in host memory.
+
+        The others of its block are copied with it and kept for the next calls, which ask for them one after the other.
+        """
+        with self._lock, torch.no_grad():
+            if self._in_pass:
+                raise RuntimeError("state_dict() was called from within the model's forward; call it after that")
+            if (block.block.name, name) not in self._copies:
+                self._copy(block)
+            return self._copies.pop((block.block.name, name))
+
+    def _copy(self, block: ModelBlock) -> None:
+        assert self._streamer is not None
+        self.settle()
+        needed_bytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in block.block.layout.tensors)
+        free_bytes = free_host_bytes()
+        if needed_bytes > free_bytes:
+            raise PlanError(
+                f"state_dict: it keeps a copy of each weight in host memory; that of {block.block.name} takes "
+                f"{human_bytes(needed_bytes)}, and {human_bytes(free_bytes)} are free. Call state_dict() of one layer "
+                "at a time, and let go of each"
+            )
+        begin_s = time.perf_counter()
+        try:
+            held = self._streamer.wait(block.block)
+            self._copies |= {(block.block.name, name): _copy_of(tensor) for name, tensor in held.items()}
+            self._streamer.release(block.block)
+        finally:
+            self.copying_s += time.perf_counter() - begin_s
 
     def _one_pass(self, forward: Forward) -> Forward:
         @wraps(forward)
@@ -144,6 +200,11 @@ class StreamingHooks:
     def _bind(self, block: ModelBlock, tensors: Mapping[str, nn.Parameter]) -> None:
         for parameters, leaf, tensor in self._places[block.block.index]:
             parameters[leaf] = tensors[tensor]
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    full = tensor.dequantized() if isinstance(tensor, QuantizedParameter) else tensor.detach()
+    return full.to("cpu", copy=True)
 
 
 def absent_tensors(block: ModelBlock) -> dict[str, AbsentParameter]:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Final
 
@@ -69,6 +69,7 @@ class Runtime:
         trace: where reads, copies and computes are noted.
         wrap: around the model's own forward, inside of what counts passes.
         cuts: of recorded forwards, where blocks stream.
+        lock: held by whoever runs the model.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Runtime:
         trace: Trace | None = None,
         wrap: Callable[[Forward], Forward] | None = None,
         cuts: Cuts | None = None,
+        lock: AbstractContextManager[bool] | None = None,
     ) -> None:
         self._plan = plan
         self._trace = trace
@@ -115,7 +117,7 @@ class Runtime:
             streamed = [block.block for block in blocks if block.block.index in self._homes.sources]
             if streamed:
                 self._streamer = owned.enter_context(closing(self._open_streamer(streamed, settings.synchronous)))
-            self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer, wrap, cuts)
+            self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer, wrap, cuts, lock)
             owned.callback(self._hooks.remove)
             self._owned = owned.pop_all()
         self._bytes_read_loading = self._reader.bytes_read
@@ -171,6 +173,7 @@ class Runtime:
             other_bytes: that crossed the link beside what streams.
         """
         plan, homes, streamer = self._plan, self._homes, self._streamer
+        wall_s += self._hooks.copying_s
         moved_bytes = streamer.bytes_moved if streamer else 0
         read_bytes = self._reader.bytes_read - self._bytes_read_loading
         staging = [slot.memory for slot in self._staging.slots]

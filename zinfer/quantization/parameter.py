@@ -91,8 +91,9 @@ class QuantizedParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is torch.ops.aten.detach.default:  # state_dict() detaches what it lists
-            return args[0]
+        if func is torch.ops.aten.detach.default:  # state_dict() detaches what it lists; the device may be full
+            assert isinstance(args[0], QuantizedParameter)
+            return args[0].dequantized().cpu()
         full = tree_map_only(QuantizedParameter, QuantizedParameter.dequantized, (tuple(args), dict(kwargs or {})))
         return func(*full[0], **full[1])
 
