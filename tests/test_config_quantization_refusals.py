@@ -152,10 +152,10 @@ def test_disagreements_between_config_and_keyword_arguments() -> None:
         ),
         ({"quant": {"q_groups": 0}}, "quant.q_groups = 0: expected a whole number of at least 1"),
         ({"quant": True}, "quant = true: expected an object {...}"),
-        ({"quant": {"enabled": 1}}, "quant.enabled = 1: expected true or false"),
+        ({"quant": {"enabled": 2}}, "quant.enabled = 2: expected true or false"),
         *(
             ({"quantization_setting": value}, f"quantization_setting = {text}: expected a number of groups, or (mlp_")
-            for value, text in ((0, 0), (2.5, 2.5), ((8, 8), "[8, 8]"), ([True], "[true]"), ("8", '"8"'))
+            for value, text in ((0, 0), (2.5, 2.5), ((8, 8), "[8, 8]"), ([True], "[true]"), ("eight", '"eight"'))
         ),
         (
             {"zinfer": {"quantization": {"group_size": 0}}},

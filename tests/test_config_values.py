@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinfer.config import resolve_settings
+from zinfer.config import Offload, resolve_settings
 from zinfer.config.values import UNIT_BYTES, Unusable, count, elements, size_bytes
 from zinfer.errors import ConfigError
 
@@ -75,7 +75,7 @@ def test_elements_take_floats_that_deepspeed_refuses() -> None:
     assert streaming.prefetch_bucket_size == 15099494
 
 
-@pytest.mark.parametrize("value", [-1, math.inf, math.nan, "1e9", True, [1], {}])
+@pytest.mark.parametrize("value", [-1, math.inf, math.nan, "-1", "1e999", "1/2", "1_000", "", True, [1], {}])
 def test_nonsense_elements_are_refused(value: object) -> None:
     with pytest.raises(
         ConfigError, match=r"^zero_optimization\.stage3_max_live_parameters = .*: expected a number of el"
@@ -97,8 +97,8 @@ def test_counts_of_any_length_are_read_or_refused(number: int) -> None:
     [
         ("num_slots", 0, "a whole number of at least 1"),
         ("num_slots", 2.5, "a whole number of at least 1"),
-        ("max_out_tokens", "1024", "a whole number of at least 1"),
-        ("synchronous", 1, "true or false"),
+        ("max_out_tokens", "1k", "a whole number of at least 1"),
+        ("synchronous", 2, "true or false"),
         ("device", "gpu", 'one of "auto", "cuda", "cpu"'),
         ("dtype", "float64", 'a torch dtype, "fp16", "bf16", "fp32" or "int8"'),
         ("dtype", 16, 'a torch dtype, "fp16", "bf16", "fp32" or "int8"'),
@@ -115,7 +115,7 @@ def test_type_errors_name_path_value_and_what_is_expected(path: str, value: obje
     ("section", "value", "expected"),
     [
         ({"stage": 4}, "stage = 4", "a whole number from 0 to 3"),
-        ({"stage": "3"}, 'stage = "3"', "a whole number from 0 to 3"),
+        ({"stage": "4"}, 'stage = "4"', "a whole number from 0 to 3"),
         ({"offload_param": {"device": "gpu"}}, 'offload_param.device = "gpu"', 'one of "none", "cpu", "nvme"'),
         ({"offload_param": {"pin_memory": "yes"}}, 'offload_param.pin_memory = "yes"', "true or false"),
         ({"offload_param": "cpu"}, 'offload_param = "cpu"', "an object {...}"),
@@ -130,6 +130,38 @@ def test_type_errors_in_sections(section: dict[str, object], value: str, expecte
     with pytest.raises(ConfigError) as refused:
         resolve_settings({"zero_optimization": section})
     assert str(refused.value) == f"zero_optimization.{value}: expected {expected}"
+
+
+def test_values_that_deepspeed_takes() -> None:
+    """Its sections are pydantic's, whose numbers and switches may be text, and whose switches may be numbers."""
+    settings = resolve_settings(
+        {
+            "enable_cuda_graph": 0,
+            "max_out_tokens": "2048",
+            "fp16": {"enabled": "True"},
+            "bf16": {"enabled": 0},
+            "tensor_parallel": {"tp_size": "1"},
+            "moe": {"enabled": 0},
+            "zero_optimization": {
+                "stage": "3",
+                "stage3_prefetch_bucket_size": "1e9",
+                "offload_param": {"device": "cpu", "pin_memory": 1, "buffer_count": "5", "buffer_size": "1e8"},
+            },
+            "aio": {"block_size": "1048576", "queue_depth": "8.0", "use_gds": "false"},
+            "weight_quantization": {"quantized_initialization": {"num_bits": "4", "group_size": "64"}},
+        }
+    )
+    assert settings.cuda_graph is False
+    assert settings.max_out_tokens == 2048
+    assert settings.dtype == torch.float16
+    assert settings.streaming.prefetch_bucket_size == 10**9
+    assert settings.offload == Offload(device="cpu", pin_memory=True, buffer_count=5, buffer_size=10**8)
+    assert (settings.aio.block_size, settings.aio.queue_depth, settings.aio.use_gds) == (2**20, 8, False)
+    assert settings.quantization is not None
+    assert settings.quantization.rules[0].bits == 4
+    assert resolve_settings(kwargs={"synchronous": 1}).synchronous
+    with pytest.raises(ConfigError, match=r'^mp_size = "2" is not available yet'):
+        resolve_settings({"mp_size": "2"})
 
 
 def test_paths_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,9 +69,7 @@ class StreamingHooks:
         ]
         self._handles: list[RemovableHandle] = []
         self._in_pass = False
-        self._copies: dict[
-            tuple[str, str], torch.Tensor
-        ] = {}  # of the block that was read last, until they are asked for
+        self._copies: dict[tuple[str, str], torch.Tensor] = {}  # what is left of the block that was read last
         self.passes = 0
         self.copying_s = 0.0
         before = [(held, leaf, held[leaf]) for places in self._places for held, leaf, _ in places]

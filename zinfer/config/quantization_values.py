@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final, Literal
 
-from zinfer.config.values import Parser, Unusable, choice, count, flag
+from zinfer.config.values import Parser, Unusable, choice, count, flag, number_of
 from zinfer.quantization.rules import QuantizationConfig
 
 _PATTERN: Final = re.compile(r"[\w.-]+")
@@ -45,6 +45,7 @@ FP8: Final = Part(bits=8, symmetric=True, is_float=True)
 
 def bits(value: object) -> Part:
     """4 or 8."""
+    value = number_of(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value not in (4, 8):
         raise Unusable("4 or 8")
     return Part(bits=4 if value == 4 else 8)

@@ -11,7 +11,7 @@ from zinfer.config.key import Key, Status
 from zinfer.config.source import Source
 from zinfer.config.suggestion import advice
 from zinfer.config.triage import BY_NAME, BY_PATH
-from zinfer.config.values import NoEffect, NotAvailable, Unusable, show
+from zinfer.config.values import NoEffect, NotAvailable, Unusable, flag, number_of, show
 from zinfer.errors import ConfigError
 from zinfer.quantization.rules import QuantizationConfig
 
@@ -66,7 +66,7 @@ class Reading:
             self.section(value, key.path, written)
         elif isinstance(value, QuantizationConfig):
             self.section(value.as_section(), key.path, written)
-        elif value is not False and value not in key.idle:
+        elif not _is_off(value) and value not in key.idle:
             raise self._unusable(written, value, "an object {...}")
 
     def _value(self, key: Key, written: str, raw: object) -> None:
@@ -166,14 +166,24 @@ def _one_meaning(given: dict[str, Given]) -> dict[str, Given]:
 
 def _asks(key: Key | None, value: object) -> bool:
     """Whether the value of a key that is not available yet asks for anything; the key is None inside free content."""
-    if _is_unstated(value) or value is False or (key is not None and value in key.idle):
+    if _is_unstated(value) or (key is not None and number_of(value) in key.idle):
+        return False
+    if value is False or (_is_off(value) and (key is None or not key.idle)):
         return False
     if isinstance(value, Mapping):
-        if value.get("enabled") is False:
+        if _is_off(value.get("enabled")):
             return False
         known = BY_NAME.get(key.path, {}) if key is not None else {}
         return any(_asks(known.get(name), part) for name, part in value.items())
     return not isinstance(value, (str, list, tuple, set)) or len(value) > 0
+
+
+def _is_off(value: object) -> bool:
+    """Whether a value is false, in any spelling that a switch takes."""
+    try:
+        return not flag(value)
+    except Unusable:
+        return False
 
 
 def _is_unstated(value: object) -> bool:

@@ -26,6 +26,9 @@ UNIT_BYTES = {
 SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?b)?", re.IGNORECASE)
 SIZE_EXPECTED = 'a positive number of bytes, or one with a unit such as "24GB", "1.5GB" or "512MiB"'
 
+_NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?", re.IGNORECASE)
+_MOST_CHARS = 40  # of a number that is written as text
+
 DTYPES = {
     **dict.fromkeys(("fp16", "half", "float16", "torch.float16", "torch.half"), torch.float16),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
@@ -62,14 +65,17 @@ class NoEffect:
 
 
 def flag(value: object) -> bool:
-    """True or false."""
-    if isinstance(value, bool):
-        return value
-    raise Unusable("true or false")
+    """True or false, also as 1 or 0 or as text, which DeepSpeed takes too."""
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    number = int(value) if isinstance(value, bool) else _finite(value)
+    if number not in (0, 1):
+        raise Unusable("true or false")
+    return number == 1
 
 
 def count(minimum: int, maximum: int | None = None) -> Parser:
-    """A parser of whole numbers; 3.0 is one, 3.5 is not."""
+    """A parser of whole numbers; 3.0 and "3" are, 3.5 is not."""
     limits = f"from {minimum} to {maximum}" if maximum is not None else f"of at least {minimum}"
 
     def parse(value: object) -> int:
@@ -96,7 +102,7 @@ def multiple(unit: int) -> Parser:
 
 
 def elements(value: object) -> int:
-    """A number of elements; fractions, as in `0.9 * hidden**2`, are rounded down."""
+    """A number of elements, also as text such as "1e9"; fractions, as in `0.9 * hidden**2`, are rounded down."""
     number = _finite(value)
     if number is None or number < 0:
         raise Unusable("a number of elements, 0 or more")
@@ -174,7 +180,15 @@ def show(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
+def number_of(value: object) -> object:
+    """The number that a text such as "3" or "1e9" stands for; any other value as it is."""
+    if not isinstance(value, str) or len(value) > _MOST_CHARS or not _NUMBER.fullmatch(value):
+        return value
+    return int(value) if value.lstrip("+-").isdecimal() else float(value)
+
+
 def _finite(value: object) -> Fraction | None:
+    value = number_of(value)
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     if isinstance(value, Integral):
