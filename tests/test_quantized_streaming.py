@@ -175,3 +175,18 @@ def test_groups_that_do_not_divide_and_patterns_without_a_match_are_refused(fold
     section = {"bits": 4, "exclude": ["no_such_module"]}
     with pytest.raises(ConfigError, match="no_such_module"):
         zinfer.init_inference(folder, {"zinfer": {"quantization": section, "device": "cpu"}})
+
+
+def test_a_pattern_of_deepspeed_without_a_match_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    formats = {name: {"num_bits": 8, "group_size": 32} for name in ("up_proj", "fc1")}
+    config = {"weight_quantization": {"post_init_quant": formats}, "zinfer": {"device": "cpu"}}
+    engine = zinfer.init_inference(tiny_checkpoint("llama", tmp_path), config)
+    try:
+        mlp = engine.layers[0].mlp
+        assert isinstance(mlp.up_proj.weight, QuantizedParameter)
+        assert not isinstance(mlp.down_proj.weight, QuantizedParameter)
+    finally:
+        engine.destroy()
+    (line,) = [each.getMessage() for each in caplog.records if "post_init_quant" in each.getMessage()]
+    assert line.startswith("post_init_quant: the pattern 'fc1' occurs in no parameter of this model, whose names are ")
+    assert line.endswith("; nothing is quantized by it")

@@ -59,6 +59,10 @@ class CutModel:
             ConfigError: rules of quantization name no parameter, or a weight that cannot be quantized as asked.
         """
         check_patterns(settings.quantization, module)
+        return cls._of(module, checkpoint, settings)
+
+    @classmethod
+    def _of(cls, module: PreTrainedModel, checkpoint: Checkpoint | None, settings: Settings) -> "CutModel":
         scheme = find_stored_scheme(checkpoint) if checkpoint else None
         weights = match_weights(module, checkpoint, scheme) if checkpoint else {}
         return cls._cut(module, checkpoint, weights, scheme.checksums if scheme else {}, settings)
@@ -90,7 +94,7 @@ class CutModel:
             scratch = module_file(self.module, self.blocks, self.settings)
             return self if scratch is None else self._over(scratch)
         copy = stored_copy(self.checkpoint, list(self.blocks), find_dtype(self.module), self.settings)
-        return CutModel.of(self.module, copy, self.settings) if copy else self
+        return self._of(self.module, copy, self.settings) if copy else self
 
     def _over(self, scratch: ScratchFile) -> "CutModel":
         with ExitStack() as owned:

@@ -1,5 +1,6 @@
 """Which of a model's parameters are stored quantized, and how their modules hold them."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ from zinfer.offload.block import SlabTensor
 from zinfer.quantization.rounding import Rounding, Squares, no_squares
 from zinfer.quantization.rules import Quantization
 from zinfer.quantization.slab_matrix import SlabMatrix
+
+log = logging.getLogger(__name__)
 
 
 def find_form(rules: Quantization | None, *, scales_columns: bool = False) -> Form:
@@ -34,14 +37,23 @@ def find_activations(rules: Quantization | None) -> Callable[[str], bool]:
 
 
 def check_patterns(rules: Quantization | None, model: nn.Module) -> None:
-    """Raise ConfigError if a pattern of the rules occurs in no parameter's name: it would change nothing, unseen."""
+    """Look for patterns of the rules that occur in no parameter's name and would change nothing, unseen.
+
+    Those of `post_init_quant` are told in the log: DeepSpeed takes one configuration for several families.
+
+    Raises:
+        ConfigError: one of `include` or `exclude` occurs nowhere.
+    """
+    if rules is None:
+        return
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    unmatched = rules.patterns_without_a_match(names) if rules is not None else ()
-    if unmatched:
-        raise ConfigError(
-            f"quantization: the pattern {unmatched[0]!r} occurs in no parameter of this model, whose names are like "
-            f"{names[len(names) // 2]}; correct it, or remove it"
-        )
+    for pattern in rules.patterns_without_a_match(names):
+        fault = f"the pattern {pattern!r} occurs in no parameter of this model, whose names are like "
+        fault += names[len(names) // 2]
+        if pattern not in (*rules.include, *rules.exclude):
+            log.warning("post_init_quant: %s; nothing is quantized by it", fault)
+        else:
+            raise ConfigError(f"quantization: {fault}; correct it, or remove it")
 
 
 class QuantizedForms:
