@@ -59,6 +59,19 @@ def test_nothing_where_all_is_honoured(folder: Path, caplog: pytest.LogCaptureFi
     assert said(caplog) == []
 
 
+def test_an_llm_keeps_sequences_under_a_path_where_an_engine_writes_nothing(
+    folder: Path, model: Path, prompts: Path, output: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    config = {"zero_optimization": {"offload_param": {"nvme_path": str(tmp_path / "parked")}}}
+    LLM(folder, config, device="cpu", kv_cache_memory="1MB").close()
+    assert said(caplog) == []
+    assert not [note for note in job(model, prompts, output, config=config).notes if "without effect" in note]
+    zinfer.init_inference(folder, config, device="cpu").destroy()
+    assert [line.partition(" (")[0] for line in said(caplog)] == [
+        "without effect: zero_optimization.offload_param.nvme_path"
+    ]
+
+
 @pytest.mark.parametrize(
     "options", [{"engine_factory": None}, {"engine_factory": zinfer.init_inference}, {"task": "embed"}]
 )

@@ -71,7 +71,7 @@ class LLM:
         parks_on_disk: bool | None = None,
         **kwargs: object,
     ) -> None:
-        settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module))
+        settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module), parks=True)
         say_without_effect(settings)
         settings = settings.for_batches(on_cuda=find_limits(settings).on_cuda)
         budget: BatchingBudget | None = None

@@ -31,6 +31,7 @@ def resolve_settings(
     kwargs: Mapping[str, object] | None = None,
     *,
     is_module: bool = False,
+    parks: bool = False,
 ) -> Settings:
     """The settings that `init_inference(model, config, **kwargs)` states. Neither mapping is changed.
 
@@ -39,7 +40,8 @@ def resolve_settings(
     `kwargs`. "auto" and None mean the default. A key in both must have one meaning. What every key becomes is in
     `zinfer.config.triage.KEYS`; those given without effect are listed in the result.
 
-    `is_module` tells that the model is a module, whose weights are in memory unless a checkpoint is named.
+    `is_module` tells that the model is a module, whose weights are in memory unless a checkpoint is named; `parks` that
+    an `LLM` runs it, which may keep sequences under `nvme_path` that had to make room.
 
     Raises:
         ConfigError: an unreadable file, an unknown key, an unusable value, a feature that is not available yet, or
@@ -62,7 +64,7 @@ def resolve_settings(
         "dtype": _dtype(given),
         "checkpoint": _checkpoint(given),
         "quantization": quantization,
-        "without_effect": _without_effect(reading) + idle + _idle_nvme_path(given, writes=writes),
+        "without_effect": _without_effect(reading) + idle + (() if parks else _idle_nvme_path(given, writes=writes)),
     }
     return Settings(
         **fields[""],

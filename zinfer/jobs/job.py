@@ -127,12 +127,12 @@ class _Job:
 
     def run(self) -> JobSummary:
         request = self._request
-        settings = self._settings = resolve_settings(request.config, {"device": request.device})
+        generates = request.task is Task.GENERATE
+        settings = self._settings = resolve_settings(request.config, {"device": request.device}, parks=generates)
         say_without_effect(settings, self._meter.note)
         checkpoint = Checkpoint.open(request.model)
         model = build_meta_model(checkpoint, settings.dtype)
         method = self._method = Method(request, settings, model, self._engine_factory, self._meter)
-        generates = request.task is Task.GENERATE
         room = Room.of(model, settings.max_out_tokens, generates=generates)
         vocab_size = model.config.get_text_config().vocab_size
         maker = self._maker = PromptMaker.from_folder(
