@@ -1,5 +1,7 @@
-"""A module that is none of transformers' streams too, once `injection_policy` names the class of its blocks."""
+"""A module that is none of transformers' streams too, by repeated modules or those that `injection_policy` names."""
 
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +77,58 @@ def test_in_another_dtype_quantized_and_with_kernels() -> None:
         assert 0 < (engine(IDS) - full).abs().mean() < 0.05 * full.abs().mean()
 
 
-def test_without_a_policy_the_remedy_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"a Decoder is not a transformers model.*injection_policy=\{Block: "):
-        refused(tiny_decoder())
+def test_blocks_are_found_where_none_are_named() -> None:
+    model = tiny_decoder()
+    expected = logits_of(model)
+    with loaded(model, HOST) as engine:
+        assert list(engine.named_layers) == [f"blocks.{index}" for index in range(NUM_BLOCKS)]
+        assert engine.stats().streamed_bytes_per_pass == NUM_BLOCKS * BLOCK_BYTES
+        for _ in range(2):
+            assert torch.equal(logits_of(engine), expected)
+
+
+class Nested(nn.Module):
+    """Blocks of two classes beside a single one, in a list; lists of lists, and lists within blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        attention, mlp, single = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.LayerNorm(4)
+        self.layers = nn.ModuleList([attention, mlp, nn.Tanh(), nn.Linear(4, 4), deepcopy(mlp), nn.Tanh(), single])
+        self.pairs = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.ReLU()]) for _ in range(2))
+        self.tail = nn.Sequential(nn.Bilinear(4, 4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        for linear, gate in self.pairs:
+            x = gate(linear(x))
+        return self.tail[1](self.tail[0](x, x))
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (Nested, ["layers.0", "layers.1", "layers.3", "layers.4"]),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), ["0", "2"]),
+        (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))), ["0", "1"]),
+    ],
+    ids=["nested", "sequence", "sequences"],
+)
+def test_the_outermost_repeated_modules_are_blocks(make: Callable[[], nn.Module], found: list[str]) -> None:
+    torch.manual_seed(2)
+    model, x = make(), torch.randn(3, 4)
+    with torch.no_grad():
+        expected = model(x)
+    with loaded(model, HOST) as engine:
+        assert list(engine.named_layers) == found
+        assert torch.equal(engine(x), expected)
+
+
+def test_without_repeated_modules_the_remedy_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"a Bilinear is not a transformers model.*injection_policy=\{Block: "):
+        refused(nn.Bilinear(3, 3, 3))
+    with pytest.raises(ConfigError, match=r"no ModuleList or Sequential in it repeats a class of modules"):
+        refused(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.ReLU()))
 
 
 @pytest.mark.parametrize(

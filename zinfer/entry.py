@@ -32,8 +32,8 @@ def init_inference(
     Args:
         model: a checkpoint folder, a Hugging Face cache folder, a hub name that is in the cache, or a transformers
             module: one with its weights in memory (they are taken over, block by block), or one on the meta device
-            together with ``checkpoint=``, a folder or a list of files. Any other module with its weights in memory
-            together with ``injection_policy=``, which names the class of its blocks.
+            together with ``checkpoint=``, a folder or a list of files. Any other module, too: its blocks are
+            the modules of one class that repeat in a list, or those whose class ``injection_policy=`` names.
         config: DeepSpeed-style settings: a dict, or the path of a JSON file. Never changed. Keys without effect are
             told in the log.
         kwargs: the same keys; a key given twice with different values is an error.

@@ -1,23 +1,26 @@
 """Finds the layers of a module tree, and the modules that several of them share."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from zinfer.config.block_classes import BlockClass
 from zinfer.errors import CheckpointError, ConfigError
 
 _KEY: Final = "injection_policy"
 _LISTS: Final = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_CALLED_BY_NOBODY: Final = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[str, nn.Module]:
     """Layers by name, in the model's order, none inside another.
 
     `_no_split_modules` names a family's layer classes, and embeddings and heads too: layers are those that lie in a
-    list. Of a family that names none, they are the members of the outermost lists of modules of one class.
+    list. Of a family that names none, they are the members of the outermost lists of modules of one class; of a module
+    that is not one of transformers', those that `find_repeated` finds.
 
     Args:
         classes: of modules that are layers wherever they lie.
@@ -30,7 +33,9 @@ def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[st
     family = set(getattr(model, "_no_split_modules", None) or ())
     named = {name for name, module in modules.items() if type(module).__name__ in family}
     listed = {name for name in named if _is_listed(model, name)}
-    found = chosen | (listed or named) or _alike(model)
+    found = chosen | (listed or named)
+    if not found:
+        found = _alike(model) if isinstance(model, PreTrainedModel) else find_repeated(model)
     layers = _outermost({name: module for name, module in modules.items() if name in found})
     if not layers:
         raise CheckpointError(
@@ -38,6 +43,27 @@ def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[st
             "cannot be cut into blocks; name one: injection_policy={Block: (linear layers)}"
         )
     return layers
+
+
+def find_repeated(model: nn.Module) -> set[str]:
+    """Names of modules with weights that lie beside another one of their class in a list or sequence."""
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            kinds = Counter(map(type, module._modules.values()))
+            found |= {
+                f"{name}.{key}" if name else key
+                for key, member in module._modules.items()
+                if kinds[type(member)] > 1 and _is_called(member)
+            }
+    return found
+
+
+def _is_called(module: nn.Module | None) -> bool:
+    """Whether a module has a forward, before which its weights can come, and weights."""
+    if module is None or isinstance(module, _CALLED_BY_NOBODY):
+        return False
+    return any(True for _ in module.parameters())
 
 
 def check_classes(model: nn.Module, classes: Sequence[BlockClass]) -> None:

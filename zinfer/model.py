@@ -15,7 +15,7 @@ from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.config.listing import CheckpointListing
 from zinfer.errors import CheckpointError, ConfigError
-from zinfer.layers import check_classes
+from zinfer.layers import check_classes, find_repeated
 from zinfer.model_class import find_class
 from zinfer.unfilled import Unfilled
 
@@ -159,11 +159,11 @@ def find_model(
 def _check_module(model: nn.Module, settings: Settings) -> None:
     name, is_plain = type(model).__name__, not isinstance(model, PreTrainedModel)
     names_layers = settings.block_classes or getattr(model, "_no_split_modules", None)
-    if is_plain and not names_layers:
+    if is_plain and not names_layers and not find_repeated(model):
         raise ConfigError(
-            f"model: a {name} is not a transformers model, and nothing says which modules in it are the blocks that "
-            'stream; name their class: injection_policy={Block: ("attn.out_proj", "mlp.fc2")}, whose second part may '
-            "be ()"
+            f"model: a {name} is not a transformers model, and no ModuleList or Sequential in it repeats a class of "
+            'modules that could stream as blocks; name one: injection_policy={Block: ("attn.out_proj", "mlp.fc2")}, '
+            "whose second part may be ()"
         )
     check_classes(model, settings.block_classes)
     if "forward" in vars(model):
