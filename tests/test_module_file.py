@@ -22,11 +22,11 @@ from checkpoints import VOCAB_SIZE, tiny_model
 from engines import loaded
 from family_models import family_inputs, family_model, forward_inputs
 from faults_support import Fault, Holdings, failing_reads, own_descriptors, read_error
-from loading_support import DISK, Tensors, batch, eager_logits, refused
+from loading_support import DISK, HOST, Tensors, batch, eager_logits, refused
 from torch import nn
 
 import zinfer
-from zinfer.errors import ConfigError, PlanError
+from zinfer.errors import CheckpointError, ConfigError, PlanError
 from zinfer.hooks import StreamingHooks
 from zinfer.nvme.reader import DiskReadError
 from zinfer.nvme.scratch import ScratchError
@@ -293,11 +293,41 @@ def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
         refused(tiny_model("llama", num_layers=2), on_disk(tmp_path / "file"))
 
 
-def test_a_dtype_that_no_file_holds_is_named(tmp_path: Path) -> None:
-    model = Plain()
-    model.blocks[1].angle = nn.Parameter(torch.zeros(2, dtype=torch.complex128))
-    with pytest.raises(ConfigError, match=r"model: blocks\.1\.angle is torch\.complex128, which no safetensors"):
-        refused(model, on_disk(tmp_path), injection_policy={Block: ()})
+@pytest.mark.parametrize(
+    "section", [{"bits": 8}, {"bits": 4, "group_size": 32, "symmetric": False}, {"format": "fp8"}], ids=str
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_quantized_weights_stream_from_the_disk_too(
+    batch: Tensors, device: str, family: str, section: dict[str, object], tmp_path: Path
+) -> None:
+    """Joined products and transposed matrices among them, by the codes that the same weights have in host memory."""
+    tiny = ragged_models.tiny_model if family == "mixtral" else tiny_model
+    options: dict[str, Any] = {"device": device, "kernel_inject": True, "quantization": section}
+    engine = zinfer.init_inference(tiny(family, num_layers=3), HOST, **options)
+    try:
+        expected, slabs_bytes = engine(**batch).logits, engine.stats().streamed_bytes_per_pass
+    finally:
+        engine.destroy()
+    engine = zinfer.init_inference(tiny(family, num_layers=3), on_disk(tmp_path), **options)
+    try:
+        assert engine.stats().blocks_by_home["HOST"] == 0
+        assert 0.9 * slabs_bytes < engine.stats().disk_bytes_per_pass <= slabs_bytes
+        for _ in range(2):
+            assert torch.equal(engine(**batch).logits, expected)
+    finally:
+        engine.destroy()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_weight_that_cannot_be_quantized_leaves_nothing(batch: Tensors, tmp_path: Path) -> None:
+    model = tiny_model("llama", num_layers=3)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("inf")
+    before = Holdings.now()
+    with pytest.raises(CheckpointError, match=r"layers\.1: mlp\.up_proj\.weight cannot be quantized: row 3, column 5"):
+        refused(model, on_disk(tmp_path), quantization={"bits": 8})
+    assert Holdings.now() == before
+    assert model.model.layers[1].mlp.up_proj.weight[3, 5] == float("inf")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_path_the_refusal_asks_for_it() -> None:

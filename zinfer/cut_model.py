@@ -1,7 +1,6 @@
 """A model before its blocks have homes: the module, the files that hold its weights, and the blocks."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,8 +22,8 @@ from zinfer.planning.planner import Plan, make_plan
 from zinfer.quantization.forms import check_patterns, find_activations, find_form, find_rounding
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.store.first_use import stored_copy
-from zinfer.store.module_file import module_file
-from zinfer.weights import Weight, held_weights, load_buffers, match_weights
+from zinfer.store.module_file import ModuleFile, module_file
+from zinfer.weights import Weight, load_buffers, match_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +37,7 @@ class CutModel:
         blocks: all of them, in the model's order.
         weights: where the checkpoint holds each parameter and buffer; nowhere for weights in memory.
         wanted_packs: layers that could share a product, if kernels are to be injected.
-        scratch: what the checkpoint's file is, if weights that were in memory have been written for the disk.
+        module_file: what weights that are in memory have been written to, for the disk.
     """
 
     module: PreTrainedModel
@@ -47,7 +46,7 @@ class CutModel:
     blocks: tuple[ModelBlock, ...]
     weights: Mapping[str, Weight]
     wanted_packs: tuple[Pack, ...]
-    scratch: ScratchFile | None = None
+    module_file: ModuleFile | None = None
 
     @classmethod
     def of(cls, module: PreTrainedModel, checkpoint: Checkpoint | None, settings: Settings) -> "CutModel":
@@ -91,24 +90,15 @@ class CutModel:
             as `stored_copy` and `module_file`.
         """
         if self.checkpoint is None:
-            scratch = module_file(self.module, self.blocks, self.settings)
-            return self if scratch is None else self._over(scratch)
+            file = module_file(self.blocks, self.settings)
+            return self if file is None else replace(self, blocks=file.blocks, module_file=file)
         copy = stored_copy(self.checkpoint, list(self.blocks), find_dtype(self.module), self.settings)
         return self._of(self.module, copy, self.settings) if copy else self
 
-    def _over(self, scratch: ScratchFile) -> "CutModel":
-        with ExitStack() as owned:
-            owned.enter_context(closing(scratch))
-            checkpoint = Checkpoint.of_file(scratch.path)
-            weights = held_weights(self.module, checkpoint)
-            cut = replace(self._cut(self.module, checkpoint, weights, {}, self.settings), scratch=scratch)
-            owned.pop_all()
-        return cut
-
     def close(self) -> None:
         """Give back the file that was written for it, if one was; may be called again."""
-        if self.scratch is not None:
-            self.scratch.close()
+        if self.module_file is not None:
+            self.module_file.scratch.close()
 
     def plan(self, limits: MachineLimits, reserve: Footprint | None) -> Plan:
         """Homes for the blocks; ``reserve`` and errors as for `beside_others`.
@@ -128,8 +118,15 @@ class CutModel:
 
     @property
     def files(self) -> Mapping[Path, FileIdentity]:
-        """The checkpoint's, as they were when it was opened; none for weights in memory."""
+        """What weights are read from, as it was when that was opened; none for weights in memory."""
+        if self.module_file is not None:
+            return {self.module_file.scratch.path: self.module_file.identity}
         return self.checkpoint.files if self.checkpoint else {}
+
+    @property
+    def scratch(self) -> ScratchFile | None:
+        """The file that ends with the engine, if one was written."""
+        return self.module_file.scratch if self.module_file else None
 
     @property
     def packs(self) -> list[Pack]:

@@ -117,7 +117,7 @@ class InferenceEngine(AroundModule):
         if settings.kernel_inject:
             self._fittings.inject(cut.packs, replayed=graphs is not None)
         weakref.finalize(self, self._fittings.remove)
-        files = tuple(cut.files) if cut.checkpoint else None
+        files = tuple(cut.files) or None
         self.outlook = Outlook(self.module, self._blocks, self.plan, self.device, files, bool(self.injected))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -83,15 +83,6 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
     return found
 
 
-def held_weights(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Weight]:
-    """What the checkpoint holds of each parameter, where it has all that the model holds, each under its first name.
-
-    Other names go by what the model shares now, which need not be what its family ties.
-    """
-    first = {parameter: checkpoint.tensors[name] for name, parameter in model.named_parameters()}
-    return {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
-
-
 def load_buffers(model: nn.Module, weights: Mapping[str, Weight], device: torch.device) -> None:
     """Copy the persistent buffers out of the checkpoint, and take all to the device; they are small and stay there."""
     for name, buffer in model.named_buffers():

@@ -111,15 +111,6 @@ class Checkpoint:
         return checkpoint
 
     @classmethod
-    def of_file(cls, file: Path) -> "Checkpoint":
-        """Reads the header of a safetensors file, whatever it is called.
-
-        Raises:
-            CheckpointError: as `open`.
-        """
-        return cls._of_files([file])
-
-    @classmethod
     def _of_files(cls, paths: list[Path]) -> "Checkpoint":
         folder = Path(os.path.commonpath([path.parent for path in paths]))
         headers, tensors = _union(paths)

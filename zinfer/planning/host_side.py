@@ -129,9 +129,7 @@ class _HostPlanner:
             what = "of the module are in memory"
             remedy = "save the model with save_pretrained and give the folder instead"
         if self.settings.offload.device == "nvme":
-            # Weights in memory are written as they are, those of a checkpoint in the form that streams.
-            if all(bool(block.read_extents) == bool(block.conversion) for block in in_memory):
-                remedy = f"state zero_optimization.offload_param.nvme_path, a folder to write them to, {remedy}"
+            remedy = f"state zero_optimization.offload_param.nvme_path, a folder to write them to, {remedy}"
             raise PlanError(
                 f'zero_optimization.offload_param.device is "nvme", but weights {what} and in no file to stream from; '
                 f'{remedy}, or set the device to "cpu"'

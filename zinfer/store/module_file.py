@@ -3,23 +3,27 @@ runs. They are no checkpoint, so nothing could tell a later start whose they wer
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
 from typing import Final
 
 import torch
-from torch import nn
 
-from zinfer.checkpoint.header import DTYPES
 from zinfer.config import Settings
 from zinfer.cut import ModelBlock
-from zinfer.errors import ConfigError
+from zinfer.errors import PlanError
+from zinfer.nvme.aligned import ALIGNMENT_BYTES, align_up
+from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchError, ScratchFile
-from zinfer.offload.block import SlabTensor
+from zinfer.offload.block import Extent, SlabLayout
+from zinfer.offload.conversions import conversion_bytes
 from zinfer.offload.host_memory import HostBuffer
+from zinfer.planning.machine import choose_device
+from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.store.first_use import KEY, make_folder
-from zinfer.store.head import head_of
 from zinfer.units import human_bytes
 
 log = logging.getLogger(__name__)
@@ -27,57 +31,110 @@ log = logging.getLogger(__name__)
 _PLACE_BYTES: Final = 16 << 20  # written at once
 
 
-def module_file(module: nn.Module, blocks: Sequence[ModelBlock], settings: Settings) -> ScratchFile | None:
-    """A safetensors file with all parameters under the module's own names, written now.
+@dataclass(frozen=True)
+class ModuleFile:
+    """The slabs of a module's blocks, as they stream.
 
-    The module keeps them. What has several names is there under the first (`zinfer.weights.held_weights`).
+    Attributes:
+        scratch: where they lie.
+        blocks: the same, with the places of their bytes.
+        identity: of the file, once it was written.
+    """
+
+    scratch: ScratchFile
+    blocks: tuple[ModelBlock, ...]
+    identity: FileIdentity
+
+
+def module_file(blocks: Sequence[ModelBlock], settings: Settings) -> ModuleFile | None:
+    """A file with the slabs of all blocks, written now: quantized where that is asked for.
+
+    The module keeps its weights.
 
     Args:
-        module: with its weights in memory.
-        blocks: cut from it.
+        blocks: cut from it, with its weights in memory.
         settings: they call for a file where layers are to stay on the disk, and `nvme_path` names a folder there.
 
     Returns:
-        the file; None where none is called for, and for weights that are converted on their way.
+        the file; None where none is called for.
 
     Raises:
-        ConfigError: the folder cannot be made, or a parameter is of a dtype that such files do not have.
+        ConfigError: the folder cannot be made.
+        CheckpointError: a weight cannot be quantized.
+        PlanError: the device has too little memory for quantizing.
         ScratchError: the disk is full or failed.
     """
-    nvme_path, is_convertible = settings.offload.nvme_path, any(block.block.conversion for block in blocks)
-    if nvme_path is None or settings.offload.device != "nvme" or is_convertible:
+    nvme_path = settings.offload.nvme_path
+    if nvme_path is None or settings.offload.device != "nvme":
         return None
-    folder = nvme_path.absolute()
-    named = _parameters(module)
-    tensors = [SlabTensor(name, tensor.dtype, tuple(tensor.shape), 0) for name, tensor in named.items()]
-    head = head_of(tensors)
-    num_bytes = len(head) + sum(tensor.nbytes for tensor in tensors)
+    device, folder = choose_device(settings), nvme_path.absolute()
+    _check_device(blocks, device)
+    sizes = [align_up(block.block.nbytes, ALIGNMENT_BYTES) for block in blocks]
     log.warning(
         "%s: the module's weights, %s, are written to a file without a name in %s, and stream from there until the "
         "engine ends",
-        *(KEY, human_bytes(num_bytes), folder),
+        *(KEY, human_bytes(sum(block.block.nbytes for block in blocks)), folder),
     )
     make_folder(folder)
     try:
         with ExitStack() as owned:  # whoever keeps the traceback of a failure would keep the bytes on the disk
             file = owned.enter_context(closing(ScratchFile(folder, _PLACE_BYTES)))
-            _write(file, num_bytes, chain([memoryview(head)], map(_bytes_of, named.values())))
+            _write(file, sum(sizes), _slabs(blocks, device))
             owned.pop_all()
     except ScratchError as error:
         raise ScratchError(error.errno, f"{KEY}: {error.strerror}", error.filename) from error
-    return file
+    begins = accumulate(sizes, initial=0)
+    placed = tuple(_placed(block, file.path, begin) for block, begin in zip(blocks, begins, strict=False))
+    return ModuleFile(file, placed, FileIdentity.of(file.path))
 
 
-def _parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """In the module's order, each once."""
-    for name, parameter in module.named_parameters():
-        if parameter.dtype not in DTYPES.values():
-            raise ConfigError(f"model: {name} is {parameter.dtype}, which no safetensors file holds; convert it")
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+def _check_device(blocks: Sequence[ModelBlock], device: torch.device) -> None:
+    needed = conversion_bytes([block.block for block in blocks], to_host=True)
+    if device.type == "cuda" and needed > torch.cuda.mem_get_info(device)[0]:
+        raise PlanError(
+            f"quantizing the module's weights takes {needed:,} bytes ({human_bytes(needed)}) of device memory, "
+            f"{torch.cuda.mem_get_info(device)[0]:,} are free; end what else uses the device"
+        )
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def _slabs(blocks: Sequence[ModelBlock], device: torch.device) -> Iterator[memoryview]:
+    """The bytes of one slab after the other; each is of no meaning once the next is asked for."""
+    slab = HostBuffer(max(block.block.nbytes for block in blocks))
+    for block in blocks:
+        weights, conversion, nbytes = _weights_of(block), block.block.conversion, block.block.nbytes
+        if conversion is None:
+            _fill(slab.tensor, block.block.layout, weights)
+        else:
+            source = torch.empty(conversion.layout.nbytes, dtype=torch.uint8, device=device)
+            _fill(source, conversion.layout, weights)
+            made = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            conversion.convert(source, made)
+            slab.tensor[:nbytes].copy_(made)
+        yield slab.memory[: align_up(nbytes, ALIGNMENT_BYTES)]
+
+
+def _fill(slab: torch.Tensor, layout: SlabLayout, weights: Mapping[str, torch.Tensor]) -> None:
+    for tensor in layout.tensors:
+        tensor.view(slab).copy_(weights[tensor.name])
+
+
+def _weights_of(block: ModelBlock) -> dict[str, torch.Tensor]:
+    parameters = {binding.tensor: binding.module._parameters[binding.leaf] for binding in block.bindings}
+    return {name: parameter.detach() for name, parameter in parameters.items() if parameter is not None}
+
+
+def _placed(block: ModelBlock, file: Path, begin: int) -> ModelBlock:
+    """The block, read from where its slab lies in the file."""
+    parts = (
+        part
+        for tensor in block.block.layout.tensors
+        for part in (tensor.parts() if isinstance(tensor, SlabMatrix) else [tensor])
+    )
+    extents = tuple(
+        Extent(file, begin + part.offset, part.nbytes, torch.uint8, part.offset, torch.uint8)
+        for part in sorted(parts, key=lambda part: part.offset)
+    )
+    return replace(block, block=replace(block.block, conversion=None, extents=extents))
 
 
 def _write(file: ScratchFile, num_bytes: int, pieces: Iterable[memoryview]) -> None:
