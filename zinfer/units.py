@@ -27,13 +27,13 @@ def clock(seconds: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds in the units that suit them: ``45 ms``, ``9.87 s``, ``2 min 5 s``, ``2 h 22 min``, ``114 days``."""
-    if seconds < 0.9995:
+    if 0 < seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
-    if seconds < 9.995:
-        return f"{seconds:.2f} s"
+    if seconds < 59.95:
+        return f"{seconds:.3g} s"
     whole = round(seconds)
     if whole < 3600:
-        return f"{whole} s" if whole < 60 else _two(divmod(whole, 60), "min", "s")
+        return _two(divmod(whole, 60), "min", "s")
     minutes = round(seconds / 60)
     if minutes < 1440:
         return _two(divmod(minutes, 60), "h", "min")
