@@ -1,6 +1,7 @@
 """The footprint is a bound: above the measured peak of `generate`, and not far above it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,7 @@ def test_the_bound_holds_and_is_near(family: str, attention: str | None, width: 
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_the_bound_holds_on_cuda(family: str, attention: str | None, dtype: torch.dtype) -> None:
     model = model_of(family, 1024, dtype, attention).to("cuda")
+    model.__dict__["_optimize_model_for_decode"] = nullcontext  # as an engine runs it
     shape = read_shape(model.config)
     for request in (Request(8, 500, 8), Request(32, 32, 96)):
         batch = batch_of(request, "cuda")
@@ -211,12 +213,10 @@ def test_the_cache_of_large_models_by_hand(tmp_path: Path) -> None:
     assert grouped.decode_kv_bytes == 32 * 576 * 80 * 2 * 8 * 128 * 2
 
 
-def test_experts_that_decode_copies_are_counted_on_accelerators_only(tmp_path: Path) -> None:
+def test_decode_passes_copy_no_weights_of_experts(tmp_path: Path) -> None:
+    """One copy for each token and expert it chose would be 39 GB here."""
     shape = shape_of("Mixtral-8x22B", tmp_path)
-    request = Request(64, 1, 64)
-    copies = 64 * 2 * 3 * 6144 * 16384 * 2
-    on_cuda = find_footprint(shape, torch.bfloat16, request).activation_bytes
-    assert on_cuda > copies > find_footprint(shape, torch.bfloat16, request, on_cuda=False).activation_bytes
+    assert find_footprint(shape, torch.bfloat16, Request(32, 1, 64)).activation_bytes < 100_000_000
 
 
 @given(st.integers(1, 64), st.integers(1, 400), st.integers(1, 400), st.sampled_from(["batch", "prompt", "new"]))

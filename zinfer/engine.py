@@ -114,6 +114,7 @@ class InferenceEngine(AroundModule):
             owned.pop_all()
         self._runtime: Runtime | None = runtime
         self._close = weakref.finalize(self, runtime.close)
+        self._fittings.keep_experts()
         if settings.kernel_inject:
             self._fittings.inject(cut.packs, replayed=graphs is not None)
         weakref.finalize(self, self._fittings.remove)

@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from zinfer.inject.packs import Pack
 from zinfer.pass_times import PassTimes
 
 log = logging.getLogger(__name__)
+
+_DECODE: Final = "_optimize_model_for_decode"
+"""What a transformers model enters before the decode passes of `generate` (generation/utils.py)."""
 
 
 class Fittings:
@@ -64,6 +68,15 @@ class Fittings:
     def eagerly(self, work: Callable[[], Any]) -> Callable[[], Any] | None:
         """The same work with every forward launched by Python, so that layers can be looked at; None where it is."""
         return partial(self._graphs.eagerly, work) if self._graphs else None
+
+    def keep_experts(self) -> None:
+        """Compute mixtures of experts in decode passes as in prefill.
+
+        transformers would switch to an implementation that copies the weights of every expert for each token that has
+        chosen it: 1.2 GB a token and layer of Mixtral-8x22B, far more than what streams.
+        """
+        if hasattr(type(self._module), _DECODE):
+            self._module.__dict__[_DECODE] = nullcontext
 
     def inject(self, packs: Iterable[Pack], *, replayed: bool) -> None:
         """Put in fused kernels; arguments as for `Injection`."""
@@ -112,6 +125,7 @@ class Fittings:
 
     def remove(self) -> None:
         """Take everything off, what came last first, and give graphs' memory back; may be called again."""
+        self._module.__dict__.pop(_DECODE, None)
         if self._times is not None:
             self._times.remove()
         if self._compiled:

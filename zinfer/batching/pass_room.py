@@ -90,8 +90,5 @@ def _activation_bytes(shape: ModelShape, dtype: torch.dtype, tokens: int, part_t
 
 
 def _part_bytes(shape: ModelShape, dtype: torch.dtype, tokens: int) -> int:
-    """Activations of a layer as transformers' modules make them.
-
-    Experts are not copied: that is what transformers' `generate` does, of which nothing runs here.
-    """
+    """Activations of a layer as transformers' modules make them."""
     return find_footprint(shape, dtype, Request(1, tokens, 1), on_cuda=False).activation_bytes

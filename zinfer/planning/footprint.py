@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from zinfer.errors import PlanError
-from zinfer.planning.model_shape import Experts, ModelShape
+from zinfer.planning.model_shape import ModelShape
 from zinfer.planning.request import Request
 from zinfer.units import human_bytes
 
@@ -57,19 +57,16 @@ def find_footprint(
         shape: of the model.
         dtype: of its weights, activations and cache.
         request: the batch, every prompt as long as the longest.
-        on_cuda: False leaves out what transformers does on accelerators only: it copies the weights of the experts
-            that the tokens of a decode pass have chosen (`batched_mm`, generation/utils.py).
+        on_cuda: whether every attention has a fused kernel.
         dequantized_bytes: of the largest quantized matrix in full, which a product of many tokens makes.
     """
     middle = request.prompt_len + (request.new_tokens + 1) // 2
     forward = _Forward(shape, dtype.itemsize, request.batch_size, on_cuda)
+    prefill_bytes = forward.peak_bytes(request.prompt_len, request.prompt_len)
     decode_bytes = forward.peak_bytes(1, request.total_len)
-    if on_cuda and shape.experts is not None:
-        decode_bytes += forward.chosen_expert_bytes(shape.experts)
     return Footprint(
         kv_bytes=_kv_bytes(shape, dtype, request, request.total_len),
-        activation_bytes=max(forward.peak_bytes(request.prompt_len, request.prompt_len), decode_bytes)
-        + dequantized_bytes,
+        activation_bytes=max(prefill_bytes, decode_bytes) + dequantized_bytes,
         decode_kv_bytes=request.batch_size * _held_tokens(shape, middle) * shape.cached * dtype.itemsize,
     )
 
@@ -198,7 +195,10 @@ class _Forward:
         return self._elements(q, 2 * self.shape.hidden) + self.num_rows * q * self.shape.hidden * 2 * _FLOAT_BYTES
 
     def _experts(self, q: int) -> int:
-        """integrations/moe.py, `grouped_mm`: every token once for each expert it chose, and the router's numbers."""
+        """integrations/moe.py, `grouped_mm`: every token once for each expert it chose, and the router's numbers.
+
+        Decode passes compute so too (`Fittings.keep_experts`), not by `batched_mm`, which copies experts' weights.
+        """
         experts, hidden = self.shape.experts, self.shape.hidden
         if experts is None:
             return 0
@@ -206,10 +206,6 @@ class _Forward:
         chosen = self._elements(q * experts.num_per_token, each)
         router = self.num_rows * q * experts.num_experts * (2 * _FLOAT_BYTES + _INDEX_BYTES * experts.num_per_token)
         return self._elements(q, 3 * hidden) + chosen + router
-
-    def chosen_expert_bytes(self, experts: Experts) -> int:
-        """integrations/moe.py, `batched_mm`: gate, up and down matrices once for each token and expert chosen."""
-        return self._elements(experts.num_per_token, 3 * self.shape.hidden * experts.width)
 
     def _logits(self) -> int:
         """Of the last position only (`logits_to_keep`, generation/utils.py), and what sampling makes of them."""
