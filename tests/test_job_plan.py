@@ -169,6 +169,70 @@ def test_the_command_plans_a_job_of_a_config_alone(tmp_path: Path) -> None:
     assert matrix_s < found["seconds"] < 1.8 * matrix_s
 
 
+def test_the_configuration_is_the_given_one_with_what_was_chosen(tmp_path: Path) -> None:
+    """As it stands it gives the same plan again: nothing of the file is lost, INT4 least of all."""
+    folder, config = write_config(tmp_path / "model", SMALL_LLAMA), tmp_path / "ds.json"
+    given = {
+        "dtype": "fp16",
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+        "zinfer": {"quantization": {"bits": 4, "group_size": 128}, "tokens_per_pass": "auto", "check_finite": True},
+    }
+    config.write_text(json.dumps(given))
+    options = (
+        "--machine",
+        "a6000",
+        "--rows",
+        "300",
+        "--prompt-len",
+        "50",
+        "--new-tokens",
+        "8",
+        "--config",
+        str(config),
+    )
+    printed = zinfer_plan(folder, *options)
+    assert printed.exit_code == 0, printed.output
+    (line,) = (line for line in printed.stdout.splitlines() if line.startswith("configuration: "))
+    found = json.loads(zinfer_plan(folder, *options, "--json").stdout)
+    merged = json.loads(line.removeprefix("configuration: "))
+    assert merged == found["configuration"] == {**given, "zinfer": {**given["zinfer"], **found["zinfer"]}}
+    config.write_text(json.dumps(merged))
+    again = json.loads(zinfer_plan(folder, *options, "--json").stdout)
+    assert (again["seconds"], again["configuration"]) == (found["seconds"], merged)
+
+
+def test_a_tier_that_was_given_up_is_not_left_in_the_configuration(folder: Path) -> None:
+    planned = plan_job(outline_of(folder), machine_with(1_500_000_000, 10**10), SETTINGS, JOB)
+    merged = planned.configuration({"zinfer": {"kv_cache_tier": "host", "batch_size": 3}, "dtype": "bf16"})
+    assert merged == {"dtype": "bf16", "zinfer": {"batch_size": 3, **planned.keys()}}
+    assert "kv_cache_tier" not in merged["zinfer"]
+
+
+def test_as_many_texts_are_said_to_run_at_once_as_the_cache_holds(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, SMALL_LLAMA)
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"zinfer": {"max_sequences": 128, "kv_cache_memory": 100_000_000}}))
+    options = (
+        "--machine",
+        "a6000",
+        "--rows",
+        "900",
+        "--prompt-len",
+        "120",
+        "--new-tokens",
+        "8",
+        "--config",
+        str(config),
+    )
+    token_bytes = 14 * 2 * 2 * 64 * 2
+    fitting = 100_000_000 // (64 * token_bytes) // 2
+    assert fitting < 128
+    result = zinfer_plan(folder, *options)
+    together = json.loads(zinfer_plan(folder, *options, "--json").stdout)["most_sequences_together"]
+    assert 0.9 * fitting < together <= fitting
+    assert f"{together} at most (max_sequences: 128)" in result.stdout, result.output
+
+
 def test_the_command_looks_at_the_rows_of_an_input(tmp_path: Path) -> None:
     folder = letters_model(tmp_path / "model")
     rows: list[dict[str, Any]] = [{"prompt": "a" * (1 + number % 9), "max_new_tokens": 3} for number in range(2500)]

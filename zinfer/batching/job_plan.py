@@ -4,7 +4,7 @@ Sizes that the configuration leaves open are chosen one after the other, each th
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
@@ -38,6 +38,8 @@ _MAX_SEQUENCES: Final = (128, 512, 1024)
 _KV_SHARES: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)  # of device memory; the weights at home there have the rest
 _HOSTED_MAX_SEQUENCES: Final = (512, 1024, 4096)
 _HOSTED_KV_SHARES: Final = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0)  # of what suits host and device
+_CHOSEN: Final = ("tokens_per_pass", "max_sequences", "kv_cache_memory", "kv_cache_dtype", "kv_cache_tier")
+"""Keys of the section `zinfer` that a plan states, or leaves at their defaults."""
 _FEWEST_TURNS: Final = 3  # of the cache, that a rehearsal has to have for its middle to be like a whole job's
 _FEWEST_REHEARSED: Final = 64
 _MOST_REHEARSED: Final = 1024
@@ -117,6 +119,16 @@ class JobPlan:
                 named[key] = stated
         return named
 
+    def configuration(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole configuration: the one that was planned with, and in its section `zinfer` the keys of this plan.
+
+        Args:
+            given: the configuration as it was written.
+        """
+        stated = given.get("zinfer")
+        kept = {key: value for key, value in stated.items() if key not in _CHOSEN} if isinstance(stated, dict) else {}
+        return {**given, "zinfer": {**kept, **self.keys()}}
+
 
 def plan_job(outline: Outline, machine: Machine, settings: Settings, job: Job) -> JobPlan:
     """The fastest sizes among those that are open.
@@ -152,8 +164,15 @@ def _choose(outline: Outline, machine: Machine, settings: Settings, job: Job) ->
     return _fastest(outline, machine, settings, tried, job, rehearsals)
 
 
-def job_advice(outline: Outline, machine: Machine, settings: Settings, planned: JobPlan) -> list[str]:
-    """Changes that pay, the largest gain first; each is by itself. Those of numbers lose a little accuracy."""
+def job_advice(
+    outline: Outline, machine: Machine, settings: Settings, planned: JobPlan, given: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Changes that pay, the largest gain first; each is by itself. Those of numbers lose a little accuracy.
+
+    Args:
+        outline, machine, settings: as for `plan_job`, whose plan is ``planned``.
+        given: the configuration as it was written, for advice that is a whole one.
+    """
     tried: list[tuple[str, Outline, Batching]] = []
     if planned.batching.kv_cache_dtype == "auto":
         tried.append(('zinfer.kv_cache_dtype "int8"', outline, replace(planned.batching, kv_cache_dtype="int8")))
@@ -169,7 +188,8 @@ def job_advice(outline: Outline, machine: Machine, settings: Settings, planned: 
         with suppress(PlanError):
             compare(words, _try(other, machine, settings, batching, planned.job, planned.rehearsals))
     if (moved := _in_other_memory(outline, machine, settings, planned.job)) is not None:
-        compare(f"keys and values in other memory, {json.dumps({'zinfer': moved.keys()})}", moved)
+        where = "host" if moved.budget.is_hosted else "device"
+        compare(f"KV cache in {where} memory, {json.dumps(moved.configuration(given or {}))}", moved)
     return [words for _, words in sorted(found, reverse=True)]
 
 

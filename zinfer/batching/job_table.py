@@ -1,6 +1,6 @@
 """A job's plan as a table for people and as a document for programs."""
 
-import json
+from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
@@ -24,7 +24,7 @@ def job_table(outline: Outline, machine: Machine, job: Job, planned: JobPlan) ->
     table.add_row("rates", machine.rates.origin)
     table.add_section()
     table.add_row("tokens a pass", f"{budget.tokens_per_pass:,} at most, {rehearsed.tokens_per_pass:,.0f} on average")
-    table.add_row("texts at once", f"{budget.max_sequences:,} at most")
+    table.add_row("texts at once", _together(rehearsed.most_together, budget.max_sequences))
     dtype = str(budget.kv_dtype).removeprefix("torch.")
     pages = f"{budget.num_pages:,} pages of {budget.page_size} tokens in {dtype}"
     where = f" of host memory, {human_bytes(budget.footprint.kv_bytes)} of the device" if budget.is_hosted else ""
@@ -36,17 +36,27 @@ def job_table(outline: Outline, machine: Machine, job: Job, planned: JobPlan) ->
     table.add_row("new tokens", speed(planned.tokens_per_s))
     table.add_row("whole job", duration(planned.seconds))
     table.add_row("bottleneck", rehearsed.bottleneck)
-    table.add_row("configuration", json.dumps({"zinfer": planned.keys()}))
     return table
 
 
-def job_document(outline: Outline, machine: Machine, job: Job, planned: JobPlan, advice: list[str]) -> dict[str, Any]:
-    """The same for `--json`; seconds and bytes."""
+def _together(most_together: int, max_sequences: int) -> str:
+    """As many as the cache holds, where that is less than what is allowed."""
+    if most_together >= max_sequences:
+        return f"{max_sequences:,} at most"
+    return f"{most_together:,} at most (max_sequences: {max_sequences:,})"
+
+
+def job_document(
+    outline: Outline, machine: Machine, job: Job, planned: JobPlan, advice: list[str], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The same for `--json`, with the configuration, ``given`` as it was written; seconds and bytes."""
     return {
         "model": outline.name,
         "machine": machine.name,
         "rows": job.num_rows,
         "zinfer": planned.keys(),
+        "configuration": planned.configuration(given),
+        "most_sequences_together": min(planned.rehearsed.most_together, planned.budget.max_sequences),
         "kv_bytes": planned.budget.kv_bytes,
         "blocks_by_home": {tier.name: planned.plan.num_blocks(tier) for tier in Tier},
         "streamed_bytes_per_pass": planned.plan.streamed_bytes,

@@ -89,6 +89,7 @@ def _print_job(
     from zinfer.batching.job_plan import Job, job_advice, plan_job
     from zinfer.batching.job_table import job_document, job_table
     from zinfer.config import resolve_settings
+    from zinfer.config.source import config_source
     from zinfer.errors import ConfigError
     from zinfer.jobs.lengths import sample_lengths
     from zinfer.jobs.room import Room
@@ -96,7 +97,7 @@ def _print_job(
 
     if rows is not None and input is not None:
         raise ConfigError("--rows and --input both say how many rows there are; remove one of the two")
-    settings = resolve_settings(config)
+    settings, given = resolve_settings(config), config_source(config).keys
     outline = read_outline(model, settings.dtype, settings.quantization)
     machine = _choose_machine(machine_name, probe, settings, outline)
     prompt_len, new_tokens = lengths
@@ -106,16 +107,17 @@ def _print_job(
         room = Room.of_decoder(outline.max_positions, settings.max_out_tokens)
         job, num_looked_at, num_unusable = sample_lengths(input, model, outline.config, new_tokens, room)
     planned = plan_job(outline, machine, settings, job)
-    advice = job_advice(outline, machine, settings, planned)
+    advice = job_advice(outline, machine, settings, planned, given)
     if as_json:
-        print(json.dumps(job_document(outline, machine, job, planned, advice), indent=2))
+        print(json.dumps(job_document(outline, machine, job, planned, advice, given), indent=2))
         return
     console = Console()
     console.print(job_table(outline, machine, job, planned))
     if num_unusable:
         console.print(f"{num_unusable:,} of {num_looked_at:,} rows that were looked at get an error, and are left out")
-    for line in advice:
-        console.print(f"advice: {line}", markup=False, highlight=False, soft_wrap=True)
+    configuration = f"configuration: {json.dumps(planned.configuration(given))}"
+    for line in (configuration, *(f"advice: {each}" for each in advice)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _choose_machine(name: str | None, probe: Path | None, settings: "Settings", outline: "Outline") -> "Machine":
