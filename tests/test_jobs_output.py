@@ -6,12 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs_support import read_rows, write_rows
+from jobs_run_support import job, model, prompts, whole
+from jobs_support import ResidentEngine, read_rows, write_rows
 
 from zinfer.errors import JobError
 from zinfer.jobs.failure import UnusableInput
@@ -19,6 +21,8 @@ from zinfer.jobs.index import RowIndex, scan_input
 from zinfer.jobs.manifest import Manifest, read_manifest, write_manifest
 from zinfer.jobs.output import OutputFile, RowState, encode_row
 from zinfer.jobs.paths import manifest_path
+
+__all__ = ["model", "prompts", "whole"]  # fixtures
 
 MANIFEST = Manifest(
     model={"fingerprint": "f"},
@@ -88,6 +92,7 @@ def test_a_torn_last_line_is_dropped(path: Path, index: RowIndex, tail: bytes) -
     [
         (b"\n", "line 4 holds no JSON"),
         (b"[1]\n", "line 4 holds no row with an id"),
+        (b"[" * 100_000 + b"\n", "line 4 holds no JSON (maximum recursion depth exceeded"),
         (b'{"id":"d"}\n', "line 4 holds neither a completion nor an error"),
         (b'{"id":"e","error":""}\n', "line 4 holds the id 'e', which the input does not have"),
         (b'{"id":"a","error":""}\n', "line 4 holds an id that an earlier line has already"),
@@ -148,6 +153,7 @@ def test_a_file_that_was_never_begun_leaves_nothing(path: Path) -> None:
     [
         (b"{", "is not a manifest of a zinfer job: Expecting"),
         (b"[]", "is not a manifest of a zinfer job; move it away"),
+        (b"[" * 100_000, "is not a manifest of a zinfer job: maximum recursion depth exceeded"),
         (b'{"kind": "zinfer batch job", "version": 99}', "has version 99, this zinfer writes 1"),
         (b'{"kind": "zinfer batch job", "version": 1, "model": {}}', "is damaged: no input, settings, versions"),
         (
@@ -174,6 +180,7 @@ def test_a_manifest_comes_back(path: Path) -> None:
     [
         (lambda path: path.mkdir(), "is not a regular file"),
         (lambda path: path.symlink_to("/dev/full"), "is not a regular file"),
+        (lambda path: path.symlink_to(path), "cannot be written: Too many levels of symbolic links (errno 40); give"),
         (lambda path: path.symlink_to(path.parent / "no" / "folder"), "No such file or directory (errno 2)"),
     ],
 )
@@ -249,6 +256,57 @@ def test_a_full_disk_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             out.append(ROWS)
         os.close(full)
     assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("alter", "message"),
+    [
+        (lambda path: path.unlink(), "was removed or moved while the job ran (No such file or directory)"),
+        (lambda path: path.rename(path.with_name("moved")), "was removed or moved while the job ran"),
+        (
+            lambda path: (
+                path.write_bytes(b""),
+                path.with_name("new").write_bytes(b"x"),
+                path.with_name("new").rename(path),
+            ),
+            "was replaced by another file while the job ran",
+        ),
+        (lambda path: os.truncate(path, 9), "was changed by another program while the job ran: it has 9 bytes, not 84"),
+        (
+            lambda path: os.truncate(path, 99),
+            "was changed by another program while the job ran: it has 99 bytes, not 84",
+        ),
+    ],
+)
+def test_an_output_that_is_altered_under_way_is_noticed(path: Path, alter: Callable[[Path], Any], message: str) -> None:
+    with OutputFile(path) as out:
+        out.begin(MANIFEST)
+        out.append(ROWS)
+        out.refuse_altered()
+        alter(path)
+        for check in (out.refuse_altered, lambda: out.append(ROWS)):
+            with pytest.raises(JobError, match=re.escape(f"output {path} {message}")) as caught:
+                check()
+            assert "run the same command again: whole rows are kept and the others computed" in str(caught.value)
+
+
+def test_a_job_whose_output_is_removed_is_not_done(model: Path, prompts: Path, path: Path, whole: bytes) -> None:
+    """In the first batch, and while the last rows are on their way."""
+    for call in (0, 5):
+
+        class Removing(ResidentEngine):
+            def generate(self, call: int = call, **kwargs: Any) -> Any:
+                if self.calls == call:
+                    path.unlink()
+                return super().generate(**kwargs)
+
+        with pytest.raises(JobError, match="was removed or moved while the job ran"):
+            job(model, prompts, path, engine_factory=Removing)
+        assert not path.exists()
+        assert job(model, prompts, path).num_skipped == 0
+        assert path.read_bytes() == whole
+        path.unlink()
+        manifest_path(path).unlink()
 
 
 def test_a_manifest_that_does_not_fit_leaves_the_former_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,7 @@ class _Job:
                 assert RowState.MISSING not in resumed.states
                 if not out.is_begun:  # an empty input
                     out.begin(manifest)
+                out.refuse_altered()
                 return self._ended(resumed.states)
             finally:
                 self._close()

@@ -70,7 +70,7 @@ def read_manifest(path: Path) -> Manifest | None:
         return None
     except OSError as error:
         raise JobError(f"manifest {path} cannot be read: {error.strerror} (errno {error.errno})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise JobError(
             f"{path} is not a manifest of a zinfer job: {error}; move it away or give another --output"
         ) from error

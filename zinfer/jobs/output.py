@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,9 +56,8 @@ class OutputFile:
         self.path = path
         self.is_begun = False
         self._manifest_path = manifest_path(path)
-        self._created = not path.exists()
-        if not self._created and not path.is_file():
-            raise UnusableInput(f"output {path} is not a regular file")
+        self._size_bytes = 0
+        self._created = self._is_new()
         self._descriptor = self._open_locked()
         self.manifest = self._read_manifest()
 
@@ -105,6 +105,7 @@ class OutputFile:
         except OSError as error:
             raise self._write_error(error) from error
         self.keep(manifest)
+        self._size_bytes = 0
         self.is_begun = True
 
     def keep(self, manifest: Manifest) -> None:
@@ -135,6 +136,7 @@ class OutputFile:
         if torn_bytes:
             os.ftruncate(self._descriptor, whole_bytes)
             os.fsync(self._descriptor)
+        self._size_bytes = whole_bytes
         self.is_begun = True
         return Resumed(states, torn_bytes)
 
@@ -142,9 +144,10 @@ class OutputFile:
         """Writes the rows and returns when they are on the disk.
 
         Raises:
-            JobError: the disk is full or failed. Rows written whole are kept, half a row is not.
+            JobError: the disk is full or failed, or the file was altered. Rows written whole are kept, half a row is
+                not.
         """
-        end_bytes = os.fstat(self._descriptor).st_size
+        self.refuse_altered()
         data = memoryview(b"".join(encode_row(row) for row in rows))
         num_written = 0
         is_written = False
@@ -158,18 +161,53 @@ class OutputFile:
             # What was written and not synced may never be on the disk.
             whole_bytes = 0 if is_written else bytes(data[:num_written]).rfind(b"\n") + 1
             with suppress(OSError):  # the next run drops a torn line as well
-                os.ftruncate(self._descriptor, end_bytes + whole_bytes)
+                os.ftruncate(self._descriptor, self._size_bytes + whole_bytes)
             raise self._write_error(error) from error
+        self._size_bytes += len(data)
+
+    def refuse_altered(self) -> None:
+        """Raises JobError unless the path is still this file and holds what was written, and nothing else."""
+        try:
+            found = os.stat(self.path)
+        except OSError as error:
+            raise self._altered(f"was removed or moved while the job ran ({error.strerror})") from error
+        if not os.path.samestat(found, os.fstat(self._descriptor)):
+            raise self._altered("was replaced by another file while the job ran")
+        if found.st_size != self._size_bytes:
+            raise self._altered(
+                f"was changed by another program while the job ran: it has {found.st_size} bytes, not "
+                f"{self._size_bytes}"
+            )
+
+    def _altered(self, what: str) -> JobError:
+        return JobError(
+            f"output {self.path} {what}. Put back what was there, if you can, and run the same command again: whole "
+            "rows are kept and the others computed"
+        )
+
+    def _is_new(self) -> bool:
+        """Whether nothing is at the path."""
+        try:
+            if not stat.S_ISREG(os.stat(self.path).st_mode):
+                raise UnusableInput(f"output {self.path} is not a regular file")
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return False
+
+    def _unwritable(self, error: OSError) -> UnusableInput:
+        return UnusableInput(
+            f"output {self.path} cannot be written: {error.strerror} (errno {error.errno}); "
+            "give an --output in a folder that exists and may be written"
+        )
 
     def _open_locked(self) -> int:
         while True:
             try:
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except OSError as error:
-                raise UnusableInput(
-                    f"output {self.path} cannot be written: {error.strerror} (errno {error.errno}); "
-                    "give an --output in a folder that exists and may be written"
-                ) from error
+                raise self._unwritable(error) from error
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Another job that ended in between may have removed the name that this descriptor was opened by.
@@ -199,7 +237,7 @@ class OutputFile:
     def _row(self, number: int, line: bytes, index: RowIndex, guess: int) -> tuple[int, RowState]:
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._foreign_row(number, f"no JSON ({error})") from error
         try:
             row_id, is_error = read_record(row)

@@ -80,7 +80,7 @@ class Journal:
     def _object(self, number: int, line: bytes) -> dict[str, Any]:
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._refusal(number, f"no JSON ({error})") from error
         if not isinstance(value, dict):
             raise self._refusal(number, "no JSON object")
