@@ -5,9 +5,9 @@ A thread of its own writes; the work only sets numbers on its meter, so that not
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import IO, Any, Final, TypeVar, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -16,6 +16,46 @@ from rich.table import Table
 
 HEARTBEAT_S: Final = 10.0
 _BAR_WIDTH: Final = 30
+
+
+class LastingStream:
+    """A text stream that drops what cannot be shown, because its reader, terminal or disk is gone: the work goes on.
+
+    Attributes:
+        failure: the last one; None: all was taken so far.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._is_lost = False
+        self.failure: Exception | None = None
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):  # how libraries find out what a stream takes
+            raise TypeError(f"a text stream takes no {type(text).__name__}")
+        self._try(lambda: self._write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError:
+            self._stream.write(text.encode("ascii", "backslashreplace").decode())
+
+    def _try(self, call: Callable[[], object]) -> None:
+        if self._is_lost:
+            return
+        try:
+            call()
+        except (OSError, ValueError) as failure:  # a ValueError: closed
+            self.failure = failure
+            self._is_lost = not isinstance(failure, BlockingIOError)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class Progress(ABC):
@@ -50,16 +90,22 @@ Shown = TypeVar("Shown", bound=Progress)
 
 @contextmanager
 def shown(progress: Shown, interval_s: float = HEARTBEAT_S) -> Iterator[Shown]:
-    """Show it on its console until the block ends."""
+    """Show it on its console until the block ends. A console that can show nothing more does not end the block."""
     console = progress.console
     if console is None:
         yield progress
-    elif console.is_terminal:
-        with Live(get_renderable=lambda: _bar(progress), console=console, refresh_per_second=4, transient=True):
-            yield progress
-    else:
-        with _heartbeat(progress, console, interval_s):
-            yield progress
+        return
+    former = console.file
+    console.file = cast(IO[str], LastingStream(former))
+    try:
+        if console.is_terminal:
+            with Live(get_renderable=lambda: _bar(progress), console=console, refresh_per_second=4, transient=True):
+                yield progress
+        else:
+            with _heartbeat(progress, console, interval_s):
+                yield progress
+    finally:
+        console.file = former
 
 
 @contextmanager

@@ -1,15 +1,17 @@
 """How a command ends: an exit code, and words on stderr that say what to do next."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from types import FrameType
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TextIO, cast
 
 import typer
 
+from zinfer.display import LastingStream
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
 from zinfer.jobs.failure import Interrupted, UnusableInput
 
@@ -37,10 +39,17 @@ def unusable_input_explained() -> Iterator[None]:
 
 @contextmanager
 def failing_disk_explained() -> Iterator[None]:
-    """As `unusable_input_explained`, for commands that read or write: an error of the system is exit code 1."""
+    """As `unusable_input_explained`, for commands that read or write: an error of the system is exit code 1.
+
+    So is an answer that stdout could not take, unless its reader has read enough.
+    """
     try:
         with unusable_input_explained():
             yield
+        sys.stdout.flush()
+        failure = sys.stdout.failure if isinstance(sys.stdout, LastingStream) else None
+        if isinstance(failure, OSError) and not isinstance(failure, BrokenPipeError):
+            raise OSError(failure.errno, failure.strerror, "stdout")
     except (OSError, JobError) as error:
         say(f"error: {error}")
         raise typer.Exit(EXIT_STOPPED) from None
@@ -62,16 +71,40 @@ def say(text: str) -> None:
     print(f"zinfer: {text}", file=sys.stderr)
 
 
+def keep_streams() -> None:
+    """Have the process's stdout and stderr last, whatever becomes of who reads them.
+
+    One that is closed becomes a descriptor that takes nothing: the next file to be opened would have its number, and
+    get what libraries say.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY if number else os.O_WRONLY), True)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name) or os.fdopen(number, "w", encoding="utf-8", closefd=False)
+        setattr(sys, name, cast(TextIO, LastingStream(stream)))
+
+
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """SIGINT and SIGTERM raise `Interrupted` once; the second one ends the process at once."""
+    """SIGINT, SIGTERM and SIGHUP raise `Interrupted` once; a second one of the first two ends the process at once.
+
+    A terminal that is closed sends more than one SIGHUP. Under nohup it is ignored, and stays so.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)
+        for each in former:
+            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
         raise Interrupted(number)
 
-    former = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    former = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:

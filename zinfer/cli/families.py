@@ -6,6 +6,8 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
+from zinfer.cli.ending import failing_disk_explained
+
 _MOST_COLUMNS: Final = 1000
 
 
@@ -15,9 +17,10 @@ def families(
     """List the families of models that are tested, and which parts of zinfer each can use."""
     from zinfer.families_table import families_markdown, families_table
 
-    if markdown:
-        print(families_markdown(), end="")
-    else:
+    with failing_disk_explained():
+        if markdown:
+            print(families_markdown(), end="")
+            return
         table, console = families_table(), Console()
         if not console.is_terminal and "COLUMNS" not in os.environ:  # in a pipe nothing is cut
             console = Console(width=Console(width=_MOST_COLUMNS).measure(table).maximum)

@@ -34,7 +34,8 @@ def plan(
     if machine == "list":
         from zinfer.planning.table import preset_table
 
-        Console().print(preset_table())
+        with failing_disk_explained():
+            Console().print(preset_table())
         return
     if model is None:
         raise typer.BadParameter("say which model to plan for", param_hint="--model")

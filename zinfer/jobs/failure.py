@@ -16,5 +16,5 @@ class Interrupted(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports for a process ended by this signal: 130 for Ctrl-C, 143 for SIGTERM."""
+        """What a shell reports for a process ended by this signal: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
         return 128 + self.signal_number
