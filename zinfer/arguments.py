@@ -1,6 +1,7 @@
 """The arguments of a call of transformers' `forward` or `generate`: on the device, and as good for a second call."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from copy import copy
 from typing import Any, Final
 
 import torch
@@ -14,14 +15,39 @@ _NUM_POSITIONAL: Final = 2  # ids and a generation config; those that follow rem
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Tensors on the device, inside the containers that transformers passes around."""
+    """The value with its tensors on the device, also those in mappings, lists and tuples, whose classes stay.
+
+    A container that holds no tensor of another device is not copied: a call may write into what it was given.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {key: moved(item, device) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(moved(item, device) for item in value)
+        changed = {key: new for key, old in value.items() if (new := moved(old, device)) is not old}
+        return _with_items(value, changed) if changed else value
+    if isinstance(value, tuple | list):
+        items = [moved(item, device) for item in value]
+        is_same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if is_same else _with_elements(value, items)
     return value
+
+
+def _with_items(value: Mapping[Any, Any], changed: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    if not isinstance(value, MutableMapping):
+        return {**value, **changed}
+    other = copy(value)  # a ModelOutput holds its items as attributes too: setting one sets both
+    for key, item in changed.items():
+        other[key] = item
+    return other
+
+
+def _with_elements(value: tuple[Any, ...] | list[Any], items: list[Any]) -> tuple[Any, ...] | list[Any]:
+    if isinstance(value, list):
+        other = copy(value)
+        other[:] = items
+        return other
+    make = getattr(type(value), "_make", type(value))  # a namedtuple takes its fields one by one
+    made: tuple[Any, ...] = make(items)
+    return made
 
 
 def can_repeat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
