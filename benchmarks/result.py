@@ -3,8 +3,22 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from card import machine_card
+
+
+MOST_SHARE: Final = 1.05
+"""Of a ceiling: more says that the figure or the ceiling is wrong."""
+
+
+def check_shares(figures: Mapping[str, object], where: str = "") -> None:
+    """Refuse shares of a link or a disk above their ceiling; kernels' ``of_copy`` may, where caches help them."""
+    for name, figure in figures.items():
+        if isinstance(figure, Mapping):
+            check_shares(figure, f"{where}{name}: ")
+        elif isinstance(figure, int | float) and (name in ("share", "of_disk") or "_share" in name):
+            assert figure <= MOST_SHARE, f"{where}{name} is {figure}, above its ceiling"
 
 
 def publish(figures: Mapping[str, object], out: Path | None, versions: Mapping[str, str] | None = None) -> None:
@@ -13,6 +27,7 @@ def publish(figures: Mapping[str, object], out: Path | None, versions: Mapping[s
     Args:
         versions: of what ran beside zinfer, for the card.
     """
+    check_shares(figures)
     line = json.dumps({**figures, "card": machine_card() | dict(versions or {})})
     _write(line, out)
     if out is not None:
@@ -22,6 +37,7 @@ def publish(figures: Mapping[str, object], out: Path | None, versions: Mapping[s
 
 def keep(figures: Mapping[str, object], out: Path | None) -> None:
     """Write what there is so far beside ``out``: a run that is cut off has not been for nothing."""
+    check_shares(figures)
     if out is not None:
         _write(json.dumps({**figures, "unfinished": True, "card": machine_card()}), _partial(out))
 

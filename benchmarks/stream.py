@@ -147,9 +147,10 @@ class Bench:
 
 def _rest(engine: zinfer.InferenceEngine) -> None:
     """Wait until the engine has fetched what it fetches ahead: it would share the disk with who reads next."""
-    read_bytes = -1
-    while engine.stats().bytes_read_disk != read_bytes:
-        read_bytes = engine.stats().bytes_read_disk
+    assert engine._runtime is not None
+    reader, read_bytes = engine._runtime._reader, -1
+    while reader.bytes_read != read_bytes:
+        read_bytes = reader.bytes_read
         time.sleep(0.3)
 
 

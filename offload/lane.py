@@ -44,8 +44,6 @@ class Lane:
         stream: where the copies to the device go.
         staging: the staging slots that parts pass through; other lanes may share them.
         trace: where loads and copies are noted.
-
-    ``bytes_moved`` counts the bytes of the moves that have been sent.
     """
 
     def __init__(self, name: str, stream: CopyStream, staging: StagingRing, trace: Trace | None = None) -> None:
@@ -54,7 +52,6 @@ class Lane:
         self._staging = staging
         self._trace = trace
         self._closing = False
-        self.bytes_moved = 0
         self._moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
         self._parts: queue.SimpleQueue[_Part | Move | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -178,7 +175,6 @@ class Lane:
         sent: Event | None = None
         try:
             sent = move.target.stream.mark()  # after a failure too: parts that came before it may be under way
-            self.bytes_moved += 0 if move.has_failed else move.source.wire_bytes
         except BaseException as failure:  # as above
             move.fail(failure)
         move.finish(sent, time.perf_counter())

@@ -28,6 +28,8 @@ class Source(ABC):
     num_parts: int
     wire_bytes: int
     """Bytes that cross to the device in one move."""
+    read_bytes: int = 0
+    """Bytes that one move needs from the disk, margins before them included."""
 
     @abstractmethod
     def load(self, part: int, staging: StagingBuffer) -> Sequence["Future[None]"]:
@@ -51,6 +53,7 @@ class DiskSource(Source):
         self._reader = reader
         self.num_parts = len(self._chunks)
         self.wire_bytes = sum(chunk.wire_bytes for chunk in self._chunks)
+        self.read_bytes = sum(span.required for chunk in self._chunks for span in chunk.spans)
 
     def load(self, part: int, staging: StagingBuffer) -> Sequence["Future[None]"]:
         return [

@@ -19,6 +19,7 @@ class Stalls:
         self._lanes = lanes
         self._seconds = {"disk": 0.0, "host": 0.0, "link": 0.0, "compute": 0.0}
         self._full_since_s: float | None = None
+        self._is_paused = False
         # Beside a CUDA device the copy streams' own waits tell, and a move that is over may still be copying.
         self._counts_idleness = not any(lane.stream.needs_pinned for lane in lanes)
 
@@ -41,6 +42,17 @@ class Stalls:
         """Compute holds the slots: from now on the lanes may have nothing to move."""
         if self._full_since_s is None:
             self._full_since_s = time.perf_counter()
+
+    def pause(self, moves: Iterable[Move]) -> None:
+        """Stop the clock of `note_full` between two calls, where the lanes wait for nothing that a call does."""
+        self._is_paused = self._full_since_s is not None
+        self.note_room(moves)
+
+    def resume(self) -> None:
+        """Let the clock that `pause` stopped go on."""
+        if self._is_paused:
+            self._is_paused = False
+            self.note_full()
 
     def note_ahead(self) -> None:
         """All that is expected is there or on its way: the lanes wait for nobody."""

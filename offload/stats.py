@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 class RunStats:
     """Counters since the engine was made.
 
+    Of streaming, the blocks that compute has used count; those moved ahead for the next pass do not yet.
+
     Attributes:
-        bytes_read_disk: bytes that reads delivered, alignment margins and the loading of homes included.
+        bytes_read_disk: bytes read, alignment margins and the loading of homes included.
         bytes_to_device: bytes copied into device slots and resident slabs.
         streamed_bytes_per_pass: bytes that one walk over all blocks copies to the device; where a pass leaves some out
             (an encoder's, once its output is there) it copies less.
@@ -21,14 +23,16 @@ class RunStats:
             to the device), and copies for compute.
         loaded_bytes: bytes read from disk to fill homes, before the first pass.
         load_s: seconds that filling the homes took.
-        link_share: of the link's measured rate, what streaming used over ``wall_s``; None before either is known.
+        link_share: of the link's measured rate, what streaming used over ``span_s``; None before either is known.
         disk_share: of the disk's, likewise.
         kv_bytes_to_device: of keys and values that are at home in host memory, copied to the device.
         kv_bytes_to_host: of those, copied back.
         parked_bytes_written: of keys and values of texts that had to make room, written to the disk.
         parked_bytes_read: of those, read again.
         passes: forwards of the whole model.
-        wall_s: seconds inside forward and generate calls.
+        wall_s: seconds inside forward and generate calls; on a CUDA device a forward may return before it is computed.
+        span_s: seconds from the beginning of the first call until the device was done with the last one, or until now
+            where it is not.
     """
 
     bytes_read_disk: int = 0
@@ -50,3 +54,4 @@ class RunStats:
     parked_bytes_read: int = 0
     passes: int = 0
     wall_s: float = 0.0
+    span_s: float = 0.0

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from zinfer.offload.arrivals import Arrivals
 from zinfer.offload.block import Block, SlabLayout, Tier
 from zinfer.offload.lane import Lane, LaneClosed
 from zinfer.offload.move import Move, Target
@@ -81,7 +82,7 @@ class Streamer:
         self._borrowed: list[Slot] = []  # those that are free
         self._num_borrowed = 0
         self._staying: dict[int, _Use] = {}
-        self._loaded_bytes = self._moved_bytes()
+        self._arrivals = Arrivals()
         self._stalls = Stalls(lanes.values())
 
     def prefetch(self, block: Block) -> None:
@@ -117,6 +118,8 @@ class Streamer:
         use = self._come(block, guessed)
         self._stalls.note_wait(use.move, begin_s)
         begin = use.move.target.stream.join(use.move.sent())
+        if block.index not in self._staying:
+            self._arrivals.note(begin, use.move.source)
         self._held[block.index] = _Use(block, use.slot, use.move, begin)
         self._moving.pop(block.index, None)
         return use.slot.views(self._layouts[block.index])
@@ -191,10 +194,20 @@ class Streamer:
         self._borrowed.clear()
         self._num_borrowed = 0
 
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes copied into device slots so far, guesses that nobody used included."""
-        return self._moved_bytes() - self._loaded_bytes
+    def bytes_arrived(self) -> tuple[int, int]:
+        """Bytes copied into device slots so far, and bytes read from the disk for them.
+
+        Blocks on their way, or ahead of their use, are not among them; guesses that were given up are.
+        """
+        return self._arrivals.sums()
+
+    def resume(self) -> None:
+        """A call begins: what the lanes wait for from here on is compute."""
+        self._stalls.resume()
+
+    def pause(self) -> None:
+        """A call is over: until the next one the lanes wait for the caller."""
+        self._stalls.pause(use.move for use in self._moving.values())
 
     def stall_s(self) -> dict[str, float]:
         """Seconds waited so far, by cause: compute for disk, host and link, copies for compute."""
@@ -210,9 +223,6 @@ class Streamer:
             uses.clear()
         self._borrowed.clear()
         self._slots.close()
-
-    def _moved_bytes(self) -> int:
-        return sum(lane.bytes_moved for lane in self._lanes.values())
 
     def _look_ahead(self) -> None:
         if self._synchronous:
@@ -272,7 +282,10 @@ class Streamer:
     def _give_up(self, use: _Use) -> None:
         """Free the slot of a move whose bytes nobody will use, once no copy writes to it."""
         use.move.wait()
-        use.slot.vacant = use.move.last_write() or use.slot.vacant
+        last_write = use.move.last_write()
+        if last_write is not None and not use.move.has_failed:
+            self._arrivals.note(last_write, use.move.source)
+        use.slot.vacant = last_write or use.slot.vacant
         del self._moving[use.block.index]
         if use.slot.borrowed:
             self._borrowed.append(use.slot)

@@ -275,7 +275,7 @@ def check_bytes(engine: zinfer.InferenceEngine, case: Case, blocks: Sequence[Blo
     assert stats.passes == case.num_passes
     assert (stats.streamed_bytes_per_pass, stats.disk_bytes_per_pass) == (per_pass, bytes_of[Tier.DISK])
     moved = stats.bytes_to_device - bytes_of[Tier.DEVICE]
-    ahead = plan.num_slots * plan.slot_bytes
-    assert case.num_passes * per_pass <= moved <= case.num_passes * per_pass + ahead
+    wasted = plan.num_slots * plan.slot_bytes  # guesses that gave way
+    assert case.num_passes * per_pass <= moved <= case.num_passes * per_pass + wasted
     read = stats.bytes_read_disk - stats.loaded_bytes
     assert read >= case.num_passes * bytes_of[Tier.DISK]

@@ -26,6 +26,8 @@ from transformers import PreTrainedModel
 import zinfer
 from zinfer.offload.block import Tier
 from zinfer.offload.stats import RunStats
+from zinfer.offload.stream import HostEvent
+from zinfer.planning.rates import Rates
 
 __all__ = ["batch", "eager", "engine", "folder"]  # fixtures
 
@@ -50,6 +52,54 @@ def test_the_counters(folder: Path, batch: Tensors) -> None:
                 assert all(later.stall_s[cause] >= earlier.stall_s[cause] >= 0 for cause in earlier.stall_s)
                 assert later.streamed_bytes_per_pass == earlier.streamed_bytes_per_pass == engine.plan.streamed_bytes
                 assert sum(later.stall_s.values()) <= later.wall_s
+                assert later.wall_s <= later.span_s
+
+
+def test_time_between_calls_is_none_of_the_engines_waiting(folder: Path) -> None:
+    """Slots are full while the caller does something else: the copies wait for nothing that a call does."""
+    for homes in ("host", "disk"):
+        with engine_for(folder, homes) as engine:
+            for _ in range(3):
+                greedy(engine, max_new_tokens=1)
+                time.sleep(0.2)
+            stats = engine.stats()
+            assert sum(stats.stall_s.values()) <= stats.wall_s
+
+
+@pytest.mark.parametrize("homes", ["host", "disk", "mixed"])
+def test_what_is_moved_ahead_counts_once_it_is_used(folder: Path, homes: str) -> None:
+    with engine_for(folder, homes) as engine:
+        loading = engine.stats()
+        for calls in range(1, 4):
+            greedy(engine, max_new_tokens=2)
+            stats = settled(engine)
+            moved = stats.bytes_to_device - loading.bytes_to_device
+            assert moved == 2 * calls * stats.streamed_bytes_per_pass
+            read = stats.bytes_read_disk - loading.bytes_read_disk
+            assert 2 * calls * stats.disk_bytes_per_pass <= read
+            assert (read == 0) == (homes == "host")
+
+
+def test_shares_are_of_the_seconds_until_the_device_was_done(folder: Path) -> None:
+    """A CUDA device may compute long after the call has returned, and copy for it."""
+    rates = Rates(1e12, 1e12, 1e12, 1e12, 1e12, "made up")
+    with engine_for(folder, "disk") as engine:
+        logits_of(engine)
+        engine.outlook.__dict__["rates"] = rates
+        first = engine.stats()
+        engine._ended = LateEvent(time.perf_counter() + 5)
+        late = engine.stats()
+        assert late.wall_s == first.wall_s
+        assert late.span_s >= 5
+        crossing_s = first.streamed_bytes_per_pass / rates.link_bytes_per_s
+        assert late.link_share == pytest.approx(crossing_s / late.span_s)
+
+
+class LateEvent(HostEvent):
+    """Of a device that is done later than the call returns."""
+
+    def __init__(self, at_s: float) -> None:
+        self._at_s = at_s
 
 
 def check_types(stats: RunStats) -> None:

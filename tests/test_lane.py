@@ -86,7 +86,6 @@ def test_every_part_of_every_move_lands(parts: list[int], num_staging: int) -> N
         for value, move in enumerate(moves):
             assert move.failure() is None
             assert (move.target.memory == value + 1).all()
-        assert opened.bytes_moved == sum(parts) * PART_BYTES
     over = [move.finished_at_s for move in moves]
     assert over == sorted(over), "in order of submission"
 
@@ -129,7 +128,6 @@ def test_a_failure_reaches_whoever_waits_and_the_lane_goes_on(error: BaseExcepti
         assert failing.failure() is error, "asked for twice"
         assert following.failure() is None
         assert (following.target.memory == 2).all()
-        assert opened.bytes_moved == following.source.wire_bytes, "what failed is not counted"
 
 
 class Refusing(Numbers):

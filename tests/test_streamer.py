@@ -66,7 +66,7 @@ def test_a_block_in_use_holds_its_own_bytes(
     with streaming(blocks, homes, num_slots, partial(late_stream, device, seed), **options) as streamer:
         for index in uses:
             use(streamer, blocks[index], contents, compute_s=0.0005 * (seed % 3))
-        assert streamer.bytes_moved >= len(uses) * min(
+        assert streamer.bytes_arrived()[0] >= len(uses) * min(
             sum(extent.nbytes for extent in block.extents) for block in blocks
         )
 
@@ -84,9 +84,12 @@ def test_every_pass_moves_every_block_once(file: Path, device: str, num_blocks: 
                 use(streamer, block, contents, compute_s=0)
         for ahead in list(streamer._moving.values()):
             ahead.move.wait()
-        per_block = streamer._sources[0].wire_bytes
-        # 3 passes, and what was moved ahead for the next one
-        assert streamer.bytes_moved == (3 * num_blocks + num_slots) * per_block
+            ahead.move.sent().synchronize()
+        sources = streamer._sources.values()
+        wire_bytes, read_bytes = sum(each.wire_bytes for each in sources), sum(each.read_bytes for each in sources)
+        # Not what was moved ahead for the next pass.
+        assert streamer.bytes_arrived() == (3 * wire_bytes, 3 * read_bytes)
+        assert (read_bytes >= wire_bytes) == (kind == "disk")
 
 
 def test_held_blocks_of_an_aborted_pass_are_let_go(file: Path, device: str) -> None:

@@ -24,7 +24,7 @@ from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.graphs.open_graphs import open_graphs
 from zinfer.model import find_model
 from zinfer.offload.stats import RunStats
-from zinfer.offload.stream import CopyStream, open_stream
+from zinfer.offload.stream import CopyStream, Event, open_stream
 from zinfer.offload.trace import Trace
 from zinfer.outlook import Outlook
 from zinfer.planning.footprint import Footprint
@@ -94,6 +94,8 @@ class InferenceEngine(AroundModule):
             cut.take_to(self.device)
             self._lock = threading.RLock()
             self._wall_s = 0.0
+            self._began_s: float | None = None
+            self._ended: Event | None = None  # of the last call, on the device; None while one runs
             self.trace = trace or (Trace() if settings.trace else None)
             graphs = open_graphs(self.plan, settings, self.device, by_default=replays_passes)
             self.pass_graphs = graphs if replays_passes else None
@@ -206,7 +208,14 @@ class InferenceEngine(AroundModule):
         Args:
             other_bytes: that others have copied to the device beside it; they are in the link's share alone.
         """
-        return self._running().stats(self._wall_s, self.outlook.known_rates, other_bytes)
+        return self._running().stats(self._wall_s, self._span_s(), self.outlook.known_rates, other_bytes)
+
+    def _span_s(self) -> float:
+        began_s, ended = self._began_s, self._ended
+        if began_s is None:
+            return 0.0
+        is_over = ended is not None and ended.is_reached()
+        return (ended.time_s() if ended is not None and is_over else time.perf_counter()) - began_s
 
     @property
     def injected(self) -> dict[str, str]:
@@ -283,9 +292,12 @@ class InferenceEngine(AroundModule):
             runtime = self._running()
             runtime.settle()  # what a second Ctrl-C, in the settling below, has left
             begin_s = time.perf_counter()
+            self._began_s, self._ended = self._began_s or begin_s, None
+            runtime.resume()
             try:
                 return work()
             finally:
+                self._ended = runtime.pause()
                 self._wall_s += time.perf_counter() - begin_s
                 runtime.settle()
 

@@ -25,7 +25,7 @@ from zinfer.offload.lane import Lane
 from zinfer.offload.slots import DeviceSlots, Slot
 from zinfer.offload.staging import DeviceBuffer, StagingRing
 from zinfer.offload.stats import RunStats
-from zinfer.offload.stream import CopyStream
+from zinfer.offload.stream import CopyStream, Event
 from zinfer.offload.streamer import Streamer
 from zinfer.offload.trace import Trace
 from zinfer.planning.planner import Plan
@@ -145,6 +145,17 @@ class Runtime:
         """Put in order what a call that was cut short has left behind."""
         self._hooks.settle()
 
+    def resume(self) -> None:
+        """A call begins."""
+        if self._streamer is not None:
+            self._streamer.resume()
+
+    def pause(self) -> Event:
+        """A call is over; returns the point at which the device is done with it."""
+        if self._streamer is not None:
+            self._streamer.pause()
+        return self._lanes[Tier.HOST].stream.mark_compute()
+
     def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
         """Whether a block that would have to pass could stay in such device memory."""
         return self._streamer is not None and self._streamer.num_passing > 0 and bool(self._slots_in(memory))
@@ -164,21 +175,21 @@ class Runtime:
         stream = self._lanes[Tier.HOST].stream
         return [slot for part in memory for slot in Slot.within(part, self._plan.slot_bytes, stream)]
 
-    def stats(self, wall_s: float, rates: Rates | None, other_bytes: int = 0) -> RunStats:
+    def stats(self, wall_s: float, span_s: float, rates: Rates | None, other_bytes: int = 0) -> RunStats:
         """The counters so far. May be asked for while the model runs.
 
         Args:
             wall_s: seconds spent in calls.
+            span_s: seconds from the first call's beginning to the last one's end.
             rates: ceilings that use is a share of, if they are known.
             other_bytes: that crossed the link beside what streams.
         """
         plan, homes, streamer = self._plan, self._homes, self._streamer
-        wall_s += self._hooks.copying_s
-        moved_bytes = streamer.bytes_moved if streamer else 0
-        read_bytes = self._reader.bytes_read - self._bytes_read_loading
+        wall_s, span_s = wall_s + self._hooks.copying_s, span_s + self._hooks.copying_s
+        moved_bytes, read_bytes = streamer.bytes_arrived() if streamer else (0, 0)
         staging = [slot.memory for slot in self._staging.slots]
         return RunStats(
-            bytes_read_disk=self._reader.bytes_read,
+            bytes_read_disk=self._bytes_read_loading + read_bytes,
             bytes_to_device=homes.bytes_to_device + moved_bytes,
             streamed_bytes_per_pass=self._wire_bytes,
             disk_bytes_per_pass=self._disk_bytes,
@@ -189,10 +200,11 @@ class Runtime:
             stall_s=streamer.stall_s() if streamer else dict.fromkeys(("disk", "host", "link", "compute"), 0.0),
             loaded_bytes=homes.loaded_bytes,
             load_s=homes.load_s,
-            link_share=(moved_bytes + other_bytes) / wall_s / rates.link_bytes_per_s if rates and wall_s else None,
-            disk_share=read_bytes / wall_s / rates.disk_bytes_per_s if rates and wall_s else None,
+            link_share=(moved_bytes + other_bytes) / span_s / rates.link_bytes_per_s if rates and span_s else None,
+            disk_share=read_bytes / span_s / rates.disk_bytes_per_s if rates and span_s else None,
             passes=self._hooks.passes,
             wall_s=wall_s,
+            span_s=span_s,
         )
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ class Timeline:
 
     def _take(self) -> None:
         stats, load = self._stats(), self._load()
-        link_s = None if stats.link_share is None else stats.link_share * stats.wall_s
-        disk_s = None if stats.disk_share is None else stats.disk_share * stats.wall_s
+        link_s = None if stats.link_share is None else stats.link_share * stats.span_s
+        disk_s = None if stats.disk_share is None else stats.disk_share * stats.span_s
         at_s = time.monotonic() - self._began_s
         self.moments.append(Moment(at_s, load, stats.passes, link_s, disk_s, dict(stats.stall_s)))
