@@ -7,7 +7,6 @@ from typing import Final
 
 from card import machine_card
 
-
 MOST_SHARE: Final = 1.05
 """Of a ceiling: more says that the figure or the ceiling is wrong."""
 
