@@ -18,6 +18,7 @@ from zinfer.offload.lane import Lane
 from zinfer.offload.move import Move, Target
 from zinfer.offload.slots import Slot
 from zinfer.offload.source import DiskSource
+from zinfer.offload.tensor_checksums import TensorChecksums
 
 NUM_SLOTS: Final = 2
 
@@ -53,6 +54,7 @@ class Conversions:
         reader: reads it.
         take_tensors: where the tensors of blocks that are in memory come from.
         done: called with each block whose conversion, and copy to its home, is enqueued.
+        checksums: taken of what is read.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class Conversions:
         reader: Reader,
         take_tensors: TakeTensors | None = None,
         done: Callable[[Block], None] | None = None,
+        checksums: TensorChecksums | None = None,
     ) -> None:
         self._lane = lane
         self._reader = reader
         self._take_tensors = take_tensors
         self._done = done
+        self._checksums = checksums
         self._blocks = blocks
         self._free: deque[Slot] = deque()
         self._scratch: torch.Tensor | None = None
@@ -92,7 +96,7 @@ class Conversions:
         move: Move | None = None
         if conversion.extents:
             stored = Block(block.index, block.name, conversion.layout, conversion.extents, checksum=block.checksum)
-            source = DiskSource(stored, self._reader, self._lane.slot_bytes)
+            source = DiskSource(stored, self._reader, self._lane.slot_bytes, self._checksums)
             move = Move(block.name, source, Target(slot.buffer, self._lane.stream, slot.vacant))
         self._under_way.append(_UnderWay(block, conversion, slot, move, home, ready))
         if move is None:

@@ -19,6 +19,7 @@ from zinfer.offload.move import Move, Target
 from zinfer.offload.slots import Slot
 from zinfer.offload.source import DiskSource, HostSource, Source
 from zinfer.offload.stream import CopyStream, HostStream
+from zinfer.offload.tensor_checksums import TensorChecksums
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class Homes:
         reader: reads the checkpoint files, now and while streaming.
         lanes: carry what is on disk, that of HOST into host slabs, that of DISK to the device.
         take_tensors: where the bytes of blocks without extents come from.
+        checksums: taken of what is read from disk: now, of blocks that stay there when they first stream.
 
     ``sources`` has the streamed blocks' sources and ``resident`` the other blocks' tensors, by block index;
     ``loaded_bytes`` and ``load_s`` tell what was read from disk to fill them and how long filling them took.
@@ -52,6 +54,7 @@ class Homes:
         reader: Reader,
         lanes: Mapping[Tier, Lane],
         take_tensors: TakeTensors | None = None,
+        checksums: TensorChecksums | None = None,
     ) -> None:
         self._reader = reader
         self._lanes = lanes
@@ -60,7 +63,8 @@ class Homes:
         self._slabs: list[HostBuffer] = []
         self._pinned: list[Future[None]] = []
         self._moves: list[Move] = []
-        self._conversions = Conversions(blocks, lanes[Tier.DISK], reader, take_tensors)
+        self._checksums = checksums
+        self._conversions = Conversions(blocks, lanes[Tier.DISK], reader, take_tensors, checksums=checksums)
         self.sources: dict[int, Source] = {}
         self.resident: dict[int, dict[str, torch.nn.Parameter]] = {}
         self.device_bytes = 0
@@ -148,7 +152,7 @@ class Homes:
         self.bytes_to_device += block.conversion.layout.nbytes
 
     def _disk_source(self, block: Block, tier: Tier) -> DiskSource:
-        return DiskSource(block, self._reader, self._lanes[tier].slot_bytes)
+        return DiskSource(block, self._reader, self._lanes[tier].slot_bytes, self._checksums)
 
     def _raise_early_failure(self) -> None:
         while self._moves and self._moves[0].is_over:

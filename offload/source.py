@@ -17,6 +17,7 @@ from zinfer.offload.chunks import cut_chunks
 from zinfer.offload.host_memory import MOST_REGISTERED_BYTES, HostBuffer
 from zinfer.offload.staging import StagingBuffer
 from zinfer.offload.stream import CopyStream
+from zinfer.offload.tensor_checksums import BlockTap, TensorChecksums
 
 
 class Source(ABC):
@@ -41,15 +42,22 @@ class Source(ABC):
 
 
 class DiskSource(Source):
-    """Reads a block's extents in place from the checkpoint files, at most ``chunk_bytes`` a part."""
+    """Reads a block's extents in place from the checkpoint files, at most ``chunk_bytes`` a part.
+
+    Args:
+        checksums: taken of what passes, on its first way.
+    """
 
     tier = Tier.DISK
     staged = True
 
-    def __init__(self, block: Block, reader: Reader, chunk_bytes: int) -> None:
+    def __init__(
+        self, block: Block, reader: Reader, chunk_bytes: int, checksums: TensorChecksums | None = None
+    ) -> None:
         assert block.extents, f"block {block.name} has no bytes on disk"
         self._chunks = cut_chunks(block.extents, chunk_bytes)
         self._checksum = BlockChecksum(block) if block.checksum is not None else None
+        self._tap = BlockTap(checksums, block.extents) if checksums is not None else None
         self._reader = reader
         self.num_parts = len(self._chunks)
         self.wire_bytes = sum(chunk.wire_bytes for chunk in self._chunks)
@@ -69,6 +77,8 @@ class DiskSource(Source):
         sources = [staging.tensor[piece.staging_offset : piece.staging_offset + piece.nbytes] for piece in placements]
         if self._checksum is not None and not self._checksum.is_checked:
             self._checksum.add(part, self.num_parts, sources)
+        if self._tap is not None and not self._tap.is_done:
+            self._tap.add(part, self.num_parts, sources)
         for piece, source in zip(placements, sources, strict=True):
             place = target[piece.slab_offset : piece.slab_offset + piece.slab_nbytes]
             if piece.dtype == piece.slab_dtype:

@@ -154,10 +154,10 @@ def test_a_file_that_was_never_begun_leaves_nothing(path: Path) -> None:
         (b"{", "is not a manifest of a zinfer job: Expecting"),
         (b"[]", "is not a manifest of a zinfer job; move it away"),
         (b"[" * 100_000, "is not a manifest of a zinfer job: maximum recursion depth exceeded"),
-        (b'{"kind": "zinfer batch job", "version": 99}', "has version 99, this zinfer writes 1"),
-        (b'{"kind": "zinfer batch job", "version": 1, "model": {}}', "is damaged: no input, settings, versions"),
+        (b'{"kind": "zinfer batch job", "version": 99}', "has version 99, this zinfer writes 2"),
+        (b'{"kind": "zinfer batch job", "version": 2, "model": {}}', "is damaged: no input, settings, versions"),
         (
-            b'{"kind": "zinfer batch job", "version": 1, "model": {}, "input": {}, "settings": {}, "versions": {}}',
+            b'{"kind": "zinfer batch job", "version": 2, "model": {}, "input": {}, "settings": {}, "versions": {}}',
             "is damaged: began: ",
         ),
     ],

@@ -25,6 +25,7 @@ from zinfer.graphs.open_graphs import open_graphs
 from zinfer.model import find_model
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
+from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.trace import Trace
 from zinfer.outlook import Outlook
 from zinfer.planning.footprint import Footprint
@@ -64,6 +65,7 @@ class InferenceEngine(AroundModule):
         check_model: Callable[[PreTrainedModel], object] | None = None,
         find_reserve: FindReserve | None = None,
         replays_passes: bool = False,
+        checksums: TensorChecksums | None = None,
     ) -> None:
         """As `zinfer.init_inference`, with settings that are resolved already.
 
@@ -74,6 +76,7 @@ class InferenceEngine(AroundModule):
             find_reserve: what to leave of the device for others, from the module, its blocks and the bytes that are
                 free for all; by default the batch that the settings state.
             replays_passes: the caller records more than the module's forward, by ``pass_graphs``.
+            checksums: taken of weights as they are read.
         """
         super().__init__()
         check_trace(settings.trace)
@@ -112,6 +115,7 @@ class InferenceEngine(AroundModule):
                 wrap=self._fittings.wrap,
                 cuts=graphs.cuts if graphs else None,
                 lock=self._lock,
+                checksums=checksums,
             )
             owned.pop_all()
         self._runtime: Runtime | None = runtime

@@ -32,6 +32,7 @@ from zinfer.cut import ModelBlock
 from zinfer.engine import InferenceEngine
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.offload.stats import RunStats
+from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import find_limits
 from zinfer.planning.planner import Plan
@@ -52,6 +53,7 @@ class LLM:
             are token ids.
         parks_on_disk: whether texts that had to make room are kept in ``offload_param.nvme_path`` once host memory has
             its share of them; None: where a path is stated and that takes less than computing them again.
+        checksums: taken of weights as they are read; a job's.
         kwargs: the same keys as in ``config``.
 
     One thread at a time. It is a context manager, and `close` gives memory, threads and files back; what was counted,
@@ -69,6 +71,7 @@ class LLM:
         *,
         tokenizer: Any = None,
         parks_on_disk: bool | None = None,
+        checksums: TensorChecksums | None = None,
         **kwargs: object,
     ) -> None:
         settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module), parks=True)
@@ -84,7 +87,12 @@ class LLM:
 
         # What is replayed is a pass with its pages, not the module's forward alone.
         self._engine = InferenceEngine(
-            model, settings, check_model=check_family, find_reserve=find_reserve, replays_passes=True
+            model,
+            settings,
+            check_model=check_family,
+            find_reserve=find_reserve,
+            replays_passes=True,
+            checksums=checksums,
         )
         assert budget is not None
         try:

@@ -27,6 +27,7 @@ from zinfer.offload.staging import DeviceBuffer, StagingRing
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event
 from zinfer.offload.streamer import Streamer
+from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.trace import Trace
 from zinfer.planning.planner import Plan
 from zinfer.planning.rates import Rates
@@ -70,6 +71,7 @@ class Runtime:
         wrap: around the model's own forward, inside of what counts passes.
         cuts: of recorded forwards, where blocks stream.
         lock: held by whoever runs the model.
+        checksums: taken of weights as they are read.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Runtime:
         wrap: Callable[[Forward], Forward] | None = None,
         cuts: Cuts | None = None,
         lock: AbstractContextManager[bool] | None = None,
+        checksums: TensorChecksums | None = None,
     ) -> None:
         self._plan = plan
         self._trace = trace
@@ -110,7 +113,7 @@ class Runtime:
                 tier: owned.enter_context(closing(Lane(tier.value, stream, rings[tier], trace)))
                 for tier, stream in streams.items()
             }
-            self._homes = owned.enter_context(closing(self._fill_homes(blocks)))
+            self._homes = owned.enter_context(closing(self._fill_homes(blocks, checksums)))
             staged = [rings[source.tier] for source in self._homes.sources.values() if source.staged]
             if self._staging not in staged:  # it was for filling the homes only
                 self._staging.close()
@@ -126,14 +129,14 @@ class Runtime:
         self._wire_bytes = sum(source.wire_bytes * num_uses for source, num_uses in uses)
         self._disk_bytes = sum(source.wire_bytes * num_uses for source, num_uses in uses if source.tier is Tier.DISK)
 
-    def _fill_homes(self, blocks: Sequence[ModelBlock]) -> Homes:
+    def _fill_homes(self, blocks: Sequence[ModelBlock], checksums: TensorChecksums | None) -> Homes:
         by_index = {block.block.index: block for block in blocks}
 
         def take(block: Block) -> Mapping[str, torch.Tensor]:
             return _take_tensors(by_index[block.index])
 
         homes = self._plan.homes
-        return Homes([block.block for block in blocks], homes, self._reader, self._lanes, take)
+        return Homes([block.block for block in blocks], homes, self._reader, self._lanes, take, checksums)
 
     def _open_streamer(self, streamed: list[Block], synchronous: bool) -> Streamer:
         plan, stream = self._plan, self._lanes[Tier.HOST].stream

@@ -39,6 +39,7 @@ from zinfer.jobs.run_page import write_run_page
 from zinfer.jobs.summary import JobSummary
 from zinfer.jobs.task import Pooling, Task
 from zinfer.jobs.timeline import Timeline
+from zinfer.jobs.weights import Weights
 from zinfer.jobs.writer import RowWriter
 from zinfer.model import build_meta_model
 from zinfer.units import name_values
@@ -141,6 +142,7 @@ class _Job:
         # Rows are encoded by another thread, which must not share its tokenizer.
         self._tokenizer = deepcopy(maker.tokenizer)
         index = scan_input(request.input, may_be_empty=True)
+        weights = self._weights = Weights(checkpoint)
         manifest = Manifest(
             model=model_identity(checkpoint, maker),
             input={"sha256": index.sha256, "size_bytes": index.size_bytes},
@@ -148,6 +150,7 @@ class _Job:
             versions=versions(),
             began=maker.now.isoformat(),
             model_name=Path(request.model).name or checkpoint.folder.name,
+            weights=weights.files,
         )
         with OutputFile(request.output) as out:
             resumed = self._resume(out, index, manifest, maker)
@@ -162,6 +165,8 @@ class _Job:
                 assert RowState.MISSING not in resumed.states
                 if not out.is_begun:  # an empty input
                     out.begin(manifest)
+                weights.wait()
+                self._keep_weights(out)
                 out.refuse_altered()
                 return self._ended(resumed.states)
             finally:
@@ -169,6 +174,7 @@ class _Job:
 
     def _close(self) -> None:
         try:
+            self._weights.close()
             if self._timeline is not None:
                 self._timeline.close()
         finally:
@@ -183,6 +189,9 @@ class _Job:
         out.refuse_unless(manifest)
         if out.manifest is None:
             return Resumed(bytearray(index.num_rows), 0)
+        self._weights.adopt(out.manifest.weights, self._meter.note)
+        if self._weights.files != out.manifest.weights:
+            out.keep(replace(out.manifest, weights=self._weights.files))
         maker.now = datetime.fromisoformat(out.manifest.began)
         if out.manifest.versions != manifest.versions:
             former, now = name_values(out.manifest.versions), name_values(manifest.versions)
@@ -211,7 +220,13 @@ class _Job:
             else:
                 ordinals[id(item)] = ordinal
         if completer is not None:
-            self._complete(completer, batch.prompts, ordinals, writer, states)
+            self._complete(completer, batch.prompts, ordinals, writer, states, out)
+
+    def _keep_weights(self, out: OutputFile) -> None:
+        """Put checksums into the manifest that have become known."""
+        if self._weights.is_news():
+            assert out.manifest is not None
+            out.keep(replace(out.manifest, weights=self._weights.files))
 
     def _complete(
         self,
@@ -220,12 +235,15 @@ class _Job:
         ordinals: Mapping[int, int],
         writer: RowWriter,
         states: bytearray,
+        out: OutputFile,
     ) -> None:
         """ordinals: of the missing rows, by the identity of their prompts."""
         begin_s = time.monotonic()
         rows = f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}"
         with _stopping(rows, self._request.output), closing(completer.complete(prompts, ordinals.keys())) as completed:
             for prompt, answer in completed:
+                self._weights.read_rest()
+                self._keep_weights(out)
                 if (ordinal := ordinals.get(id(prompt))) is not None:
                     states[ordinal] = self._write(prompt, answer, writer)
         self._computing_s += time.monotonic() - begin_s
@@ -244,8 +262,10 @@ class _Job:
         if self._completer is None:
             self._meter.begin("loading")
             with _stopping("loading the model", self._request.output), said_before():
-                completer = self._method.open(prompts, self._kept_sizes, self._tokenizer, self._maker.room)
+                checksums, room = self._weights.checksums, self._maker.room
+                completer = self._method.open(prompts, self._kept_sizes, self._tokenizer, room, checksums)
                 self._completer = completer
+                self._weights.check_unchanged()
                 self._meter.note(f"plan: {completer.plan}")
                 forecast, self._meter.predicted_tokens_per_s = completer.forecast(prompts)
             self._meter.note(f"predicted: {forecast}")

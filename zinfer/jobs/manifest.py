@@ -19,13 +19,14 @@ from zinfer import __version__
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.errors import JobError
-from zinfer.jobs.identity import tokenizer_hash, weights_sample
+from zinfer.jobs.identity import tokenizer_hash
 from zinfer.jobs.prompts import PromptMaker
 from zinfer.jobs.request import JobRequest
+from zinfer.jobs.weights import WeightsFile
 from zinfer.nvme.whole_file import replace_file
 
 KIND = "zinfer batch job"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Manifest:
     """Compared: `model`, `input` and `settings`. Kept: `versions` of the software that began the job, the local time
     when it `began` (ISO 8601, with its zone), which stays "now" for chat templates that write the date, the `sizes` of
     passes and cache that were chosen when the first row was computed, for whoever goes on: empty before that, and the
-    `model_name` of OpenAI rows that name none.
+    `model_name` of OpenAI rows that name none. `weights`, by the names of files, are compared by `jobs.weights`.
     """
 
     model: Mapping[str, str]
@@ -43,6 +44,7 @@ class Manifest:
     began: str
     sizes: Mapping[str, int] = field(default_factory=dict)
     model_name: str = ""
+    weights: Mapping[str, WeightsFile] = field(default_factory=dict)
 
     def differences(self, now: "Manifest") -> list[str]:
         """One line for each thing that is not as it was, in words for the user."""
@@ -94,7 +96,19 @@ def read_manifest(path: Path) -> Manifest | None:
     model_name = content.get("model_name", "")
     if not isinstance(model_name, str):
         raise JobError(f"manifest {path} is damaged: model_name: not a text; give another --output")
-    return Manifest(**cast(dict[str, dict[str, Any]], parts), began=began, sizes=sizes, model_name=model_name)
+    weights = _read_weights(path, content.get("weights"))
+    return Manifest(
+        **cast(dict[str, dict[str, Any]], parts), began=began, sizes=sizes, model_name=model_name, weights=weights
+    )
+
+
+def _read_weights(path: Path, documents: object) -> dict[str, WeightsFile]:
+    try:
+        if not isinstance(documents, dict):
+            raise ValueError("not an object")
+        return {name: WeightsFile.read(document) for name, document in documents.items()}
+    except ValueError as error:
+        raise JobError(f"manifest {path} is damaged: weights: {error}; give another --output") from error
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -117,7 +131,6 @@ def model_identity(checkpoint: Checkpoint, maker: PromptMaker) -> dict[str, str]
     """What tells the model and its tokenizer from others."""
     return {
         "fingerprint": checkpoint.fingerprint(),
-        "weights_sample": weights_sample(list(checkpoint.files)),
         "tokenizer": tokenizer_hash(checkpoint.folder),
         "chat_template": maker.template_hash,
     }

@@ -11,7 +11,6 @@ from zinfer.batching.job_plan import ROWS_TOGETHER
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
 from zinfer.engine import FindReserve, InferenceEngine
-from zinfer.entry import init_inference
 from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter, reserve_of
@@ -22,6 +21,7 @@ from zinfer.jobs.ragged import RaggedCompleter
 from zinfer.jobs.request import JobRequest
 from zinfer.jobs.room import Room
 from zinfer.jobs.task import Task
+from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.machine import find_limits
 from zinfer.planning.model_shape import is_generating_decoder, read_encoder_shape
 
@@ -56,7 +56,7 @@ class Method:
     ) -> None:
         self._request = request
         self._settings = settings
-        self._factory: EngineFactory = engine_factory or init_inference
+        self._factory = engine_factory
         self._meter = meter
         _check_task(model, request.task)
         self._encodes = request.task is not Task.GENERATE
@@ -82,7 +82,14 @@ class Method:
         stated = {name: value for name, value in asdict(self._settings.batching).items() if value is not None}
         return {"batch_size": self.batch_size, "batching": "continuous", **stated}
 
-    def open(self, prompts: Sequence[Prompt], sizes: Mapping[str, int], tokenizer: Any, room: Room) -> Completer:
+    def open(
+        self,
+        prompts: Sequence[Prompt],
+        sizes: Mapping[str, int],
+        tokenizer: Any,
+        room: Room,
+        checksums: TensorChecksums | None,
+    ) -> Completer:
         """Load the model.
 
         Args:
@@ -90,24 +97,31 @@ class Method:
             sizes: of the completer that began the job, if this one goes on.
             tokenizer: used by the calling thread alone.
             room: of a padded row.
+            checksums: taken of weights as they are read.
         """
         request, settings = self._request, self._settings
         if self._encodes:
-            return self._open_encoder(prompts, tokenizer)
+            return self._open_encoder(prompts, tokenizer, checksums)
         if not self._is_padded:
-            return RaggedCompleter(request, settings.batching, sizes, self._meter)
+            return RaggedCompleter(request, settings.batching, sizes, self._meter, checksums)
         options = self._options()
         states_room = settings.batch != BatchSettings() or settings.memory.max_device_memory is not None
         if self._is_predictable and not states_room:
             options |= batch_shape(prompts)
-        engine = self._factory(request.model, config=request.config, device=request.device, **options)
+        engine: Engine
+        if self._factory is not None:
+            engine = self._factory(request.model, config=request.config, device=request.device, **options)
+        else:
+            settings = resolve_settings(request.config, {"device": request.device, **options})
+            engine = InferenceEngine(request.model, settings, checksums=checksums)
         most_tokens = room.both.max_tokens if room.both else None
         return PaddedCompleter(engine, tokenizer, most_tokens, self._meter)
 
-    def _open_encoder(self, prompts: Sequence[Prompt], tokenizer: Any) -> Completer:
+    def _open_encoder(self, prompts: Sequence[Prompt], tokenizer: Any, checksums: TensorChecksums | None) -> Completer:
         request = self._request
         settings = resolve_settings(request.config, {"device": request.device, **self._options()})
-        engine = InferenceEngine(request.model, settings, find_reserve=self._find_reserve(prompts, settings))
+        find_reserve = self._find_reserve(prompts, settings)
+        engine = InferenceEngine(request.model, settings, find_reserve=find_reserve, checksums=checksums)
         pad_token_id = engine.module.config.pad_token_id
         pad_token_id = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
         return EncodingCompleter(

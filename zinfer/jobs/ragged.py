@@ -13,6 +13,7 @@ from zinfer.jobs.request import JobRequest
 from zinfer.jobs.timeline import Load
 from zinfer.llm import LLM
 from zinfer.offload.stats import RunStats
+from zinfer.offload.tensor_checksums import TensorChecksums
 
 _MOST_REHEARSED: Final = 1024
 _PARKS: Final = "parks_on_disk"
@@ -25,16 +26,31 @@ class RaggedCompleter:
         stated: what the configuration says of the sizes.
         kept: ``sizes`` of the completer that began the job; what is not stated is taken from them.
         meter: shows the tokens that are generated.
+        checksums: taken of weights as they are read.
     """
 
-    def __init__(self, request: JobRequest, stated: Batching, kept: Mapping[str, int], meter: Meter) -> None:
+    def __init__(
+        self,
+        request: JobRequest,
+        stated: Batching,
+        kept: Mapping[str, int],
+        meter: Meter,
+        checksums: TensorChecksums | None = None,
+    ) -> None:
         sizes = {name: size for name, size in kept.items() if name != _PARKS}
         options: dict[str, object] = {name: size for name, size in sizes.items() if getattr(stated, name) is None}
         if request.trace is not None:
             options["trace"] = str(request.trace)
         # Which texts are computed again decides what passes carry: not by rates that are measured anew.
         parks = _PARKS in kept if kept else None
-        self._llm = LLM(request.model, request.config, device=request.device, parks_on_disk=parks, **options)
+        self._llm = LLM(
+            request.model,
+            request.config,
+            device=request.device,
+            parks_on_disk=parks,
+            checksums=checksums,
+            **options,
+        )
         self.predicted_s = 0.0
         self._meter = meter
         meter.count_tokens = lambda: self._llm.num_new_tokens

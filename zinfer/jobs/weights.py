@@ -1,0 +1,219 @@
+"""Which bytes the weights of a job have: a checksum of each file, taken while the first load reads it anyway.
+
+Weights that live on the device or in host memory are hashed when they are loaded, those that stay on the disk when they
+first stream: before a pass has ended, and so before it has given a row. What of a file no pass reads (towers for
+pictures, buffers, an original whose quantized copy streams) is read by a thread of its own from the first row on.
+Tensors that the index leaves out are in no checksum. Until a file's checksum is known the manifest has none, and rows
+belong to the file of that size and time of writing: a job that is killed before can only go on with the very same file.
+"""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from zinfer.checkpoint import Checkpoint
+from zinfer.checkpoint.faults import unreadable
+from zinfer.errors import JobError
+from zinfer.jobs.failure import UnusableInput
+from zinfer.nvme.file_identity import FileIdentity
+from zinfer.nvme.pool import Pool
+from zinfer.offload.tensor_checksums import TensorChecksums
+from zinfer.units import human_bytes
+
+_CHUNK_BYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """A file of weights as the manifest knows it; ``xxh3_128`` is of its tensors, None: not known yet."""
+
+    size_bytes: int
+    mtime_ns: int
+    xxh3_128: str | None = None
+
+    @classmethod
+    def read(cls, document: Any) -> "WeightsFile":
+        """From a manifest.
+
+        Raises:
+            ValueError: it is none.
+        """
+        names = ("size_bytes", "mtime_ns", "xxh3_128")
+        if not isinstance(document, dict) or sorted(document) != sorted(names):
+            raise ValueError(f"not an object of {', '.join(names)}")
+        size_bytes, mtime_ns, checksum = (document[name] for name in names)
+        if type(size_bytes) is not int or type(mtime_ns) is not int or not isinstance(checksum, str | None):
+            raise ValueError("a size, a time or a checksum of another type")
+        return cls(size_bytes, mtime_ns, checksum)
+
+
+class Weights:
+    """The weights of one run of a job.
+
+    Attributes:
+        checksums: to be fed by whoever reads the files; None where the manifest has all of them already.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._folder = checkpoint.folder
+        self._identities = checkpoint.files
+        self._known: dict[str, WeightsFile] = {
+            self._name(file): WeightsFile(identity.num_bytes, identity.mtime_ns)
+            for file, identity in checkpoint.files.items()
+        }
+        self._checksums = TensorChecksums(
+            {(entry.file, entry.offset): entry.nbytes for entry in checkpoint.tensors.values()}
+        )
+        self._pool: Pool | None = None
+        self._rest: Future[None] | None = None
+        self._is_given_up = threading.Event()
+
+    @property
+    def checksums(self) -> TensorChecksums | None:
+        return None if self._are_known else self._checksums
+
+    @property
+    def files(self) -> dict[str, WeightsFile]:
+        """For the manifest, by name."""
+        return dict(self._known)
+
+    def adopt(self, former: Mapping[str, WeightsFile], note: Callable[[str], None]) -> None:
+        """Take over what the manifest knows: of files with the same size and time at once, others are read.
+
+        Raises:
+            UnusableInput: a file holds other bytes, or the job was ended before it knew which it held.
+            CheckpointError: it cannot be read.
+        """
+        others = {}
+        for file in self._identities:
+            name = self._name(file)
+            then, now = former.get(name, WeightsFile(-1, -1)), self._known[name]
+            if (then.size_bytes, then.mtime_ns) == (now.size_bytes, now.mtime_ns):
+                self._known[name] = then
+            else:
+                others[file] = then
+        if others:
+            num_bytes = sum(self._identities[file].num_bytes for file in others)
+            note(
+                f"{len(others)} files of weights have other times than when this job began; reading their "
+                f"{human_bytes(num_bytes)} to see whether they hold the same"
+            )
+        for file, then in others.items():
+            try:
+                self._compare(file, then)
+            except OSError as error:
+                raise unreadable(file, error) from error
+
+    def _compare(self, file: Path, then: WeightsFile) -> None:
+        name, identity = self._name(file), self._identities[file]
+        remedy = "restore the file, give another --output, or --restart to discard the job's rows"
+        if then.xxh3_128 is None:
+            former = replace(identity, num_bytes=then.size_bytes, mtime_ns=then.mtime_ns)
+            raise UnusableInput(
+                f"model {file} was written to since this job began ({former.difference(identity)}), and the job was "
+                f"ended before it knew the file's checksum; {remedy}"
+            )
+        self._read_missing(file)
+        checksum = self._checksums.of_file(file)
+        if checksum != then.xxh3_128:
+            raise UnusableInput(
+                f"model {file} holds other weights than when this job began (xxh3_128 {then.xxh3_128} in the manifest, "
+                f"{checksum} now); {remedy}"
+            )
+        self._known[name] = replace(self._known[name], xxh3_128=checksum)
+
+    def check_unchanged(self) -> None:
+        """Raises JobError if a file is another than when the job looked at its header."""
+        for file, then in self._identities.items():
+            try:
+                now = FileIdentity.of(file)
+            except OSError as error:
+                raise JobError(f"model {file} cannot be looked at: {error.strerror} (errno {error.errno})") from error
+            if now != then:
+                raise JobError(
+                    f"model {file} was changed while the job ran ({then.difference(now)}); run the same command again"
+                )
+
+    def read_rest(self) -> None:
+        """Begin to read what has not passed; nothing where that was begun, or all is known."""
+        if self._rest is None and not self._are_known:
+            self._pool = Pool(1, "zinfer-checksums")
+            self._rest = self._pool.submit(self._finish)
+
+    def is_news(self) -> bool:
+        """Whether checksums have become known since this last was true.
+
+        Raises:
+            JobError: a file cannot be read, or has changed.
+        """
+        if self._rest is None or not self._rest.done():
+            return False
+        rest, self._rest = self._rest, None
+        try:
+            rest.result()
+        except OSError as error:
+            raise JobError(f"model: a checksum of its weights cannot be taken: {error}") from error
+        return True
+
+    def wait(self) -> None:
+        """Until what was begun is over."""
+        if self._rest is not None:
+            self._rest.exception()
+
+    def close(self) -> None:
+        """Give up what is not read yet."""
+        self._is_given_up.set()
+        if self._pool is not None:
+            self._pool.close()
+
+    @property
+    def _are_known(self) -> bool:
+        return all(file.xxh3_128 is not None for file in self._known.values())
+
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self._folder).as_posix()
+
+    def _finish(self) -> None:
+        found = {}
+        for file in self._identities:
+            name = self._name(file)
+            if self._known[name].xxh3_128 is None:
+                self._read_missing(file)
+                if self._is_given_up.is_set():
+                    return
+                found[name] = replace(self._known[name], xxh3_128=self._checksums.of_file(file))
+        self.check_unchanged()
+        self._known |= found
+
+    def _read_missing(self, file: Path) -> None:
+        with file.open("rb", buffering=0) as stream:
+            for offset, nbytes in self._checksums.missing(file):
+                digest = xxhash.xxh3_128()
+                for begin in range(offset, offset + nbytes, _CHUNK_BYTES):
+                    if self._is_given_up.is_set():
+                        return
+                    digest.update(_read_exactly(stream.fileno(), begin, min(_CHUNK_BYTES, offset + nbytes - begin)))
+                self._checksums.add((file, offset), digest.digest())
+
+
+def _read_exactly(descriptor: int, offset: int, num_bytes: int) -> bytes:
+    """The bytes, without leaving them in the page cache.
+
+    Raises:
+        OSError: the disk failed, or the file has become shorter.
+    """
+    data = b""
+    while len(data) < num_bytes:
+        more = os.pread(descriptor, num_bytes - len(data), offset + len(data))
+        if not more:
+            raise OSError(errno.EIO, f"the file ends at byte {offset + len(data)}, before its last tensor")
+        data += more
+    os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+    return data
