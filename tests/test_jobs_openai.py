@@ -104,6 +104,15 @@ def test_answers_are_those_of_the_same_rows_in_the_jobs_own_form(
         assert body["object"] == ("chat.completion" if "chat" in url else "text_completion")
 
 
+def test_content_in_parts_is_answered_as_the_same_text(model: Path, tmp_path: Path) -> None:
+    contents: dict[str, Any] = {"parts": [{"type": "text", "text": each} for each in ("ab", "c")], "text": "ab\nc"}
+    rows = [chat(name, messages=[{"role": "user", "content": each}], temperature=0) for name, each in contents.items()]
+    found = rows_of(model, tmp_path, rows)
+    answers = [found[name]["response"]["body"] for name in contents]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert answers[0]["usage"] == answers[1]["usage"]
+
+
 def test_without_a_temperature_a_row_draws_at_1_and_by_its_id(model: Path, tmp_path: Path) -> None:
     rows = [text("a", temperature=None), text("b"), text("c"), {"id": "own", "prompt": "abc", "temperature": 1}]
     rows += [text("d", seed=5), {"id": "own 5", "prompt": "abc", "temperature": 1, "seed": 5}]

@@ -182,6 +182,26 @@ def test_stop_strings_and_chats() -> None:
         assert "the chat template refuses them: no such role" in str(refused.error)
 
 
+def test_content_in_parts_is_one_text() -> None:
+    parts = [{"type": "text", "text": "123+"}, {"type": "text", "text": "456="}]
+    with LLM(DEMO / "model", device="cpu", kv_cache_memory="8MB") as llm:
+        llm.tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content | replace('\n', '') }}"
+        assert llm.generate([{"role": "user", "content": parts}], SamplingParams(max_new_tokens=8))[0].text == "579"
+        picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+        refused = llm.generate([{"role": "user", "content": [parts[0], picture]}])[0]
+    assert refused.error == (
+        "messages: the content of message 1: part 2 ('image_url') is not a text part; "
+        'only {"type": "text", "text": "..."} is supported'
+    )
+
+
+def test_prompts_of_a_generator_are_all_completed(
+    llm: LLM, prompts: list[list[int]], alone: list[tuple[int, ...]]
+) -> None:
+    found = llm.generate((each for each in by_ids(prompts[:3])), SamplingParams(max_new_tokens=NUM_NEW))
+    assert [each.token_ids for each in found] == alone[:3]
+
+
 def test_each_text_ends_where_its_own_settings_say(
     llm: LLM, prompts: list[list[int]], alone: list[tuple[int, ...]]
 ) -> None:

@@ -1,7 +1,7 @@
 """Completes any number of prompts by continuous batching, over weights that are resident or stream."""
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -222,13 +222,13 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptLike | Iterable[PromptLike],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """The completions of all prompts, in their order, those of one prompt side by side.
 
         Args:
-            prompts: one, or a list of them.
+            prompts: one, or several: a list, or anything that can be walked.
             params: for all, or one for each; by default greedy.
 
         A prompt that cannot be used, or does not fit, gets a completion with an ``error``; the others go on.
@@ -243,7 +243,7 @@ class LLM:
 
     def stream(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptLike | Iterable[PromptLike],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Generator[Completion, None, None]:
         """As `generate`, each completion as soon as it is complete. Leaving it early gives up the rest."""

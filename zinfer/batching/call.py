@@ -1,7 +1,7 @@
 """The prompts of one call of `LLM.stream`, from texts that wait to completions."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from zinfer.batching.batcher import Batcher
@@ -13,7 +13,7 @@ from zinfer.errors import ConfigError, PlanError
 
 
 def paired(
-    prompts: PromptLike | Sequence[PromptLike], params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: PromptLike | Iterable[PromptLike], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[PromptLike, SamplingParams]]:
     """Each prompt with its params, by default greedy ones.
 

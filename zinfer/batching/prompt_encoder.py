@@ -1,6 +1,6 @@
 """Prompts to token ids: text, the messages of a chat, or token ids already; and whether they can be used at all."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -116,24 +116,54 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
         template: another than the tokenizer's own.
 
     Raises:
-        ConfigError: the template refuses the messages; as `encode_text`.
+        ConfigError: content that is no text; the template refuses the messages; as `encode_text`.
     """
+    plain = with_plain_content(messages)
     try:
         text: str = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False, chat_template=template
+            plain, add_generation_prompt=True, tokenize=False, chat_template=template
         )
     except (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ConfigError(f"messages: the chat template refuses them: {error}") from error
     return encode_text(tokenizer, text, adds_special=False)
 
 
-def as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+def as_list(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
     """The prompts one by one; messages with roles, one behind the other, are one chat."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if prompts and all(isinstance(item, Mapping) and "role" in item for item in prompts):
-        return [cast(Sequence[Mapping[str, Any]], prompts)]
-    return list(prompts)
+    several = list(prompts)  # a generator can be walked once only
+    if several and all(isinstance(item, Mapping) and "role" in item for item in several):
+        return [cast(Sequence[Mapping[str, Any]], several)]
+    return cast(list[PromptLike], several)
+
+
+def with_plain_content(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages, with one text for content that is a list of text parts, as OpenAI's clients send it.
+
+    Parts are joined by line breaks, as in vLLM: most templates write a list as Python would.
+
+    Raises:
+        ConfigError: content that is no text, a picture for one.
+    """
+    return [
+        message if isinstance(message.get("content"), str | None) else {**message, "content": _joined(message, number)}
+        for number, message in enumerate(messages, start=1)
+    ]
+
+
+def _joined(message: Mapping[str, Any], number: int) -> str:
+    where, parts = f"messages: the content of message {number}", message["content"]
+    if not isinstance(parts, list | tuple) or not parts:
+        raise ConfigError(f"{where} must be a text or a list of text parts, not {parts!r:.60}")
+    for place, part in enumerate(parts, start=1):
+        if not isinstance(part, Mapping) or set(part) != {"type", "text"} or part["type"] != "text":
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            remedy = 'only {"type": "text", "text": "..."} is supported'
+            raise ConfigError(f"{where}: part {place} ({kind!r:.60}) is not a text part; {remedy}")
+        if not isinstance(part["text"], str):
+            raise ConfigError(f"{where}: the text of part {place} must be a string, not {part['text']!r:.60}")
+    return "\n".join(part["text"] for part in parts)
 
 
 def find_tokenizer(folder: Path) -> Any:
