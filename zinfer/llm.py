@@ -281,6 +281,7 @@ class LLM:
                 owned.callback(self._engine.destroy)
                 owned.callback(self._batcher.close)
                 owned.callback(self._runner.close)
+                owned.callback(self._encoder.close)
 
     def __enter__(self) -> Self:
         return self

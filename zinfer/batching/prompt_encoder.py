@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
-from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
+from zinfer.batching.chat_templates import ChatTemplates
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import ConfigError
 
@@ -29,6 +29,11 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._most_tokens = most_tokens
+        self._templates = ChatTemplates()
+
+    def close(self) -> None:
+        """End the process that renders chats, if there is one."""
+        self._templates.close()
 
     def encode_texts(self, prompts: Sequence[PromptLike]) -> list[PromptLike]:
         """The prompts, with token ids for texts: a fast tokenizer spreads many over threads, but not one by one.
@@ -74,7 +79,7 @@ class PromptEncoder:
             raise ConfigError("a list is the messages of a chat; give token ids as {'prompt_token_ids': [...]}")
         if self._tokenizer.chat_template is None:
             raise ConfigError("the tokenizer has no chat template; give a prompt as text instead of messages")
-        return encode_chat(self._tokenizer, prompt)
+        return encode_chat(self._tokenizer, prompt, self._templates)
 
     def _check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         if not token_ids:
@@ -109,22 +114,24 @@ def encode_text(tokenizer: Any, text: str, *, adds_special: bool = True) -> list
     return [tokenizer.bos_token_id]
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | None = None) -> list[int]:
+def encode_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], templates: ChatTemplates, template: str | None = None
+) -> list[int]:
     """The tokens of a chat up to where the answer begins; the template writes the special ones.
 
     Args:
+        templates: renders it.
         template: another than the tokenizer's own.
 
     Raises:
-        ConfigError: content that is no text; the template refuses the messages; as `encode_text`.
+        ConfigError: content that is no text; the template refuses the messages or fails on them; as `encode_text`.
     """
     plain = with_plain_content(messages)
     try:
-        text: str = tokenizer.apply_chat_template(
-            plain, add_generation_prompt=True, tokenize=False, chat_template=template
-        )
-    except (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"messages: the chat template refuses them: {error}") from error
+        chosen: str = tokenizer.get_chat_template(template)
+    except ValueError as error:
+        raise ConfigError(f"messages: {error}") from error
+    text = templates.render(chosen, plain, tokenizer.special_tokens_map)
     return encode_text(tokenizer, text, adds_special=False)
 
 
@@ -135,7 +142,7 @@ def as_list(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
     several = list(prompts)  # a generator can be walked once only
     if several and all(isinstance(item, Mapping) and "role" in item for item in several):
         return [cast(Sequence[Mapping[str, Any]], several)]
-    return cast(list[PromptLike], several)
+    return several
 
 
 def with_plain_content(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

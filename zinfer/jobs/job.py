@@ -171,6 +171,7 @@ class _Job:
                 return self._ended(resumed.states)
             finally:
                 self._close()
+                maker.close()
 
     def _close(self) -> None:
         try:

@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from zinfer.batching.chat_templates import ChatTemplates
 from zinfer.batching.prompt_encoder import encode_chat, encode_text
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import ConfigError
@@ -66,6 +67,11 @@ class PromptMaker:
         self.max_new_tokens = max_new_tokens
         self.generates = generates
         self.now = datetime.now().astimezone()
+        self._templates = ChatTemplates()
+
+    def close(self) -> None:
+        """End the process that renders chats, if there is one."""
+        self._templates.close()
 
     @classmethod
     def from_folder(
@@ -120,7 +126,7 @@ class PromptMaker:
         assert row.messages is not None
         if self.tokenizer.chat_template is None:
             raise ConfigError("messages: the model's tokenizer has no chat template; give 'prompt' instead")
-        return encode_chat(self.tokenizer, row.messages, self._frozen_template())
+        return encode_chat(self.tokenizer, row.messages, self._templates, self._frozen_template())
 
     def _frozen_template(self) -> str:
         """The chat template with each `strftime_now("...")` replaced by what it gives at `now`."""

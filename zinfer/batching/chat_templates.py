@@ -1,0 +1,123 @@
+"""Chat templates, rendered within limits of time and memory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from zinfer.errors import ConfigError, JobError
+
+_SCRIPT: Final = Path(__file__).with_name("template_process.py")
+_MOST_CPU_S: Final = 10
+_QUIET: Final = {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+
+
+class ChatTemplates:
+    """Renders chats in a process beside, which is started with the first of them and again after one that ended it.
+
+    Args:
+        most_cpu_s: that one chat may take; long ones take milliseconds.
+    """
+
+    def __init__(self, most_cpu_s: int = _MOST_CPU_S) -> None:
+        self._most_cpu_s = most_cpu_s
+        self._process: subprocess.Popen[str] | None = None
+        self._end: weakref.finalize[..., ChatTemplates] | None = None
+        self._is_closed = False
+        self._sent = ""
+        self._lock = threading.Lock()
+
+    def render(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """The text of a chat, up to where the answer begins.
+
+        Raises:
+            ConfigError: the template refuses the messages, fails, or takes too long; or they are no JSON.
+            JobError: the process does not start.
+        """
+        # As transformers' apply_chat_template does: templates know a key that is missing, but not null.
+        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        with self._lock:
+            request = {"messages": given, "variables": dict(variables)}
+            if self._process is None or self._sent != template:
+                request["template"] = template
+            try:
+                line = json.dumps(request)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(f"messages: only what JSON can hold reaches a chat template: {error}") from error
+            answer = self._ask(line)
+            self._sent = template
+        for outcome, what in (("refused", "refuses them"), ("failed", "fails on them")):
+            if outcome in answer:
+                raise ConfigError(f"messages: the chat template {what}: {answer[outcome]}")
+        return answer["text"]
+
+    def close(self) -> None:
+        """End the process, a chat that it renders for another thread included; no other is started."""
+        self._is_closed = True
+        self._stop()
+
+    def _ask(self, line: str) -> dict[str, str]:
+        process = self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            said = process.stdout.readline()
+        except BrokenPipeError:
+            said = ""
+        except BaseException:  # Ctrl-C: the answer to this chat must not be taken for the next one's
+            self._stop()
+            raise
+        if said.endswith("\n"):
+            answer: dict[str, str] = json.loads(said)
+            return answer
+        self._stop()
+        if process.returncode == -signal.SIGXCPU:
+            return {"failed": f"it computes for more than {self._most_cpu_s} s"}
+        return {"failed": f"it ended the process that renders it (exit code {process.returncode})"}
+
+    def _running(self) -> "subprocess.Popen[str]":
+        if self._is_closed:
+            raise RuntimeError("chats are rendered no longer: what they were for was closed")
+        if self._process is None:
+            process = _start(self._most_cpu_s)
+            self._process, self._end = process, weakref.finalize(self, _end, process)
+        return self._process
+
+    def _stop(self) -> None:
+        self._process = None
+        if self._end is not None:
+            self._end()
+
+
+def _start(most_cpu_s: int) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(_SCRIPT), str(most_cpu_s)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        start_new_session=True,  # Ctrl-C is for the caller, who ends this one
+        env={**os.environ, **_QUIET},
+    )
+    try:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+    except BaseException:
+        _end(process)
+        raise
+    if ready != "ready\n":
+        _end(process)
+        raise JobError(f"the process that renders chat templates did not start (exit code {process.returncode})")
+    return process
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.communicate()
