@@ -56,7 +56,7 @@ def test_a_chat_row_becomes_a_chat_completion(model: Path, tmp_path: Path, optio
     created = row["response"]["body"]["created"]
     assert before <= created <= time.time()
     key = f"{id_key('c'):016x}"
-    message = {"role": "assistant", "content": own["text"]}
+    message = {"role": "assistant", "content": own["text"], "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": own["finish_reason"]}
     num_prompt, num_new = own["num_prompt_tokens"], own["num_output_tokens"]
     body = {
@@ -111,6 +111,32 @@ def test_content_in_parts_is_answered_as_the_same_text(model: Path, tmp_path: Pa
     answers = [found[name]["response"]["body"] for name in contents]
     assert answers[0]["choices"] == answers[1]["choices"]
     assert answers[0]["usage"] == answers[1]["usage"]
+
+
+def test_a_list_of_one_prompt_is_that_prompt(model: Path, tmp_path: Path) -> None:
+    sources: list[Any] = ["abc", ["abc"], [68, 69, 70], [[68, 69, 70]]]
+    rows = [text(f"{number}", prompt=each, temperature=0) for number, each in enumerate(sources)]
+    found = rows_of(model, tmp_path, rows)
+    answers = [found[f"{number}"]["response"]["body"]["choices"] for number in range(4)]
+    assert answers == [answers[0]] * 4
+
+
+def test_what_a_row_gives_its_template(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}{% if enable_thinking %}think{% endif %}{{ reasoning_effort }}"
+    model = letters_model(tmp_path / "model", chat_template=template)
+    given: list[dict[str, Any]] = [{}, {"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "low"}]
+    given += [{"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}}]
+    rows: list[dict[str, Any]] = [chat(f"{number}", **each) for number, each in enumerate(given)]
+    rows += [{"id": "own", "messages": HI, "chat_template_kwargs": {"enable_thinking": True}}]
+    rows += [chat("bad", chat_template_kwargs={"chat_template": "x"})]
+    rows += [{"id": "none", "prompt": "x", "reasoning_effort": "low"}]
+    found = rows_of(model, tmp_path, rows)
+    lens = [found[f"{number}"]["response"]["body"]["usage"]["prompt_tokens"] for number in range(4)]
+    assert lens == [2, 2 + 5, 2 + 3, 2 + 5 + 3]
+    assert found["own"]["num_prompt_tokens"] == 2 + 5
+    message = found["bad"]["response"]["body"]["error"]["message"]
+    assert message == "line 6: chat_template_kwargs: 'chat_template' is zinfer's own; leave it out"
+    assert found["none"]["error"] == "line 7: reasoning_effort and chat_template_kwargs go with 'messages' alone"
 
 
 def test_without_a_temperature_a_row_draws_at_1_and_by_its_id(model: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ __all__ = ["model", "output"]  # fixtures
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *((chat("", **{name: value}), f"{name} is not supported; leave it out") for name, value in {
         "tools": [], "tool_choice": "none", "functions": [], "parallel_tool_calls": True, "audio": {},
-        "modalities": ["text"], "prediction": {}, "reasoning_effort": "low", "stream_options": {},
+        "modalities": ["text"], "prediction": {}, "stream_options": {},
     }.items()),
     (text("", suffix="x"), "suffix is not supported; leave it out"),
     (chat("", temperture=1), "unknown field 'temperture'; did you mean 'temperature'?"),
@@ -53,6 +53,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (asked("", "chat/completions"), "messages is missing"),
     (asked("", "completions"), "prompt is missing"),
     (text("", prompt=["a", "b"]), "prompt: must be one text or one list of token ids (give each of several prompts a"),
+    (chat("", reasoning_effort=3), "reasoning_effort: input should be a valid string, not 3"),
+    (chat("", chat_template_kwargs=3), "chat_template_kwargs: input should be a valid dictionary, not 3"),
     (text("", prompt=[[1], [2]]), "give each of several prompts a row of its own), not [[1], [2]]"),
     (text("", prompt=None), "prompt: must be one text or one list of token ids"),
     (text("", prompt=[]), "prompt: it has no tokens; give one at least"),

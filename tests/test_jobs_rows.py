@@ -59,7 +59,7 @@ def test_the_line_number_is_the_id_of_a_row_without_one() -> None:
         (b'{"prompt": "p", "temperture": 1}', "line 7: unknown field 'temperture'; did you mean 'temperature'?"),
         (
             b'{"prompt": "p", "zzz": 1}',
-            "line 7: unknown field 'zzz'; known fields: id, prompt, messages, prompt_token_ids, max_new_tokens",
+            "line 7: unknown field 'zzz'; known fields: id, prompt, messages, prompt_token_ids, chat_template_kwargs",
         ),
         (b"{}", "line 7: give one of 'prompt', 'messages', 'prompt_token_ids', and only one"),
         (

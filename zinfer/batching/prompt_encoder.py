@@ -15,6 +15,13 @@ PromptLike = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
+_OWN_VARIABLES: Final = frozenset(
+    {
+        *("conversations", "messages", "tools", "documents", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
+    }
+)
+
 
 class PromptEncoder:
     """Encodes prompts for one model.
@@ -115,23 +122,30 @@ def encode_text(tokenizer: Any, text: str, *, adds_special: bool = True) -> list
 
 
 def encode_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], templates: ChatTemplates, template: str | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    templates: ChatTemplates,
+    template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """The tokens of a chat up to where the answer begins; the template writes the special ones.
 
     Args:
         templates: renders it.
         template: another than the tokenizer's own.
+        variables: for the template, beside the messages.
 
     Raises:
         ConfigError: content that is no text; the template refuses the messages or fails on them; as `encode_text`.
     """
-    plain = with_plain_content(messages)
+    plain, given = with_plain_content(messages), variables or {}
+    if own := sorted(_OWN_VARIABLES.intersection(given)):
+        raise ConfigError(f"chat_template_kwargs: {own[0]!r} is zinfer's own; leave it out")
     try:
         chosen: str = tokenizer.get_chat_template(template)
     except ValueError as error:
         raise ConfigError(f"messages: {error}") from error
-    text = templates.render(chosen, plain, tokenizer.special_tokens_map)
+    text = templates.render(chosen, plain, {**tokenizer.special_tokens_map, **given})
     return encode_text(tokenizer, text, adds_special=False)
 
 

@@ -25,7 +25,7 @@ _SAMPLED: Final = (
 _NOT_SUPPORTED: Final = frozenset(
     {
         *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "suffix", "stream_options"),
-        *("audio", "modalities", "prediction", "reasoning_effort", "verbosity", "web_search_options"),
+        *("audio", "modalities", "prediction", "verbosity", "web_search_options"),
         *("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
     }
 )
@@ -82,6 +82,8 @@ class _Body(BaseModel):
 
 class _ChatBody(_Body):
     messages: list[Any]
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -93,7 +95,11 @@ class _ChatBody(_Body):
 
     @property
     def source(self) -> dict[str, Any]:
-        return {"messages": self.messages}
+        variables = {
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "reasoning_effort": self.reasoning_effort,
+        }
+        return {"messages": self.messages, **variables}
 
     @property
     def num_logprobs(self) -> int | None:
@@ -109,8 +115,9 @@ class _CompletionBody(_Body):
     @field_validator("prompt")
     @classmethod
     def _one_prompt(cls, value: object) -> object:
-        if isinstance(value, str) or (isinstance(value, list) and all(type(part) is int for part in value)):
-            return value
+        one = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
+        if isinstance(one, str) or (isinstance(one, list) and all(type(part) is int for part in one)):
+            return one
         raise ValueError("must be one text or one list of token ids (give each of several prompts a row of its own)")
 
     @property

@@ -57,7 +57,7 @@ class OpenAIResponses:
     def _choice(self, form: OpenAIForm, completion: Completion) -> dict[str, Any]:
         answer: dict[str, Any] = {"text": completion.text}
         if form.is_chat:
-            answer = {"message": {"role": "assistant", "content": completion.text}}
+            answer = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
         logprobs: dict[str, Any] | None = None
         if completion.logprobs is not None:
             of_form = self._chat_logprobs if form.is_chat else self._text_logprobs

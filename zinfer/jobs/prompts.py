@@ -126,7 +126,9 @@ class PromptMaker:
         assert row.messages is not None
         if self.tokenizer.chat_template is None:
             raise ConfigError("messages: the model's tokenizer has no chat template; give 'prompt' instead")
-        return encode_chat(self.tokenizer, row.messages, self._templates, self._frozen_template())
+        return encode_chat(
+            self.tokenizer, row.messages, self._templates, self._frozen_template(), row.template_variables
+        )
 
     def _frozen_template(self) -> str:
         """The chat template with each `strftime_now("...")` replaced by what it gives at `now`."""

@@ -24,6 +24,7 @@ RowId = str | int
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MOST_DEPTH = 64
 _SOURCES = ("prompt", "messages", "prompt_token_ids")
+_FIELDS = (*_SOURCES, "chat_template_kwargs", "reasoning_effort")
 
 
 class Row(BaseModel):
@@ -35,6 +36,8 @@ class Row(BaseModel):
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     params: SamplingParams = SamplingParams()
     openai: OpenAIForm | None = None
 
@@ -62,7 +65,15 @@ class Row(BaseModel):
         given = [name for name in _SOURCES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give one of {', '.join(map(repr, _SOURCES))}, and only one")
+        if self.messages is None and (self.chat_template_kwargs is not None or self.reasoning_effort is not None):
+            raise ValueError("reasoning_effort and chat_template_kwargs go with 'messages' alone")
         return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template gets beside the messages; as in vLLM, the effort is one of them."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     def bad(self, line_number: int, problem: str) -> "BadRow":
         """The row where it turns out that it cannot be used."""
@@ -171,10 +182,10 @@ def _own_row(record: Mapping[str, Any], row_id: RowId, max_new_tokens: int) -> R
     """Raises ConfigError, ValidationError."""
     if record.keys() >= {"method", "url", "body"}:
         raise ConfigError("a row of an OpenAI batch needs a 'custom_id', a string, as its id")
-    source = {name: record[name] for name in _SOURCES if name in record}
-    sampling = {name: value for name, value in record.items() if name not in ("id", *_SOURCES)}
+    source = {name: record[name] for name in _FIELDS if name in record}
+    sampling = {name: value for name, value in record.items() if name not in ("id", *_FIELDS)}
     defaults = {"max_new_tokens": max_new_tokens}
-    params = SamplingParams.from_mapping(sampling, defaults=defaults, beside=("id", *_SOURCES))
+    params = SamplingParams.from_mapping(sampling, defaults=defaults, beside=("id", *_FIELDS))
     return Row.model_validate({"id": row_id, **source, "params": params})
 
 
