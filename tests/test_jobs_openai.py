@@ -139,6 +139,16 @@ def test_what_a_row_gives_its_template(tmp_path: Path) -> None:
     assert found["none"]["error"] == "line 7: reasoning_effort and chat_template_kwargs go with 'messages' alone"
 
 
+def test_without_a_number_answers_end_where_the_context_does(model: Path, tmp_path: Path) -> None:
+    rows = [text("a", prompt="a" * 120, ignore_eos=True), {"id": "b", "prompt": "a" * 120, "ignore_eos": True}]
+    rows += [text("named", prompt="a" * 120, max_tokens=20), text("full", prompt="a" * 128)]
+    found = rows_of(model, tmp_path, rows, max_new_tokens=None)
+    body = found["a"]["response"]["body"]
+    assert (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]) == (8, "length")
+    assert (found["b"]["num_output_tokens"], found["b"]["finish_reason"]) == (8, "length")
+    assert [found[name]["response"]["status_code"] for name in ("named", "full")] == [400, 400]
+
+
 def test_without_a_temperature_a_row_draws_at_1_and_by_its_id(model: Path, tmp_path: Path) -> None:
     rows = [text("a", temperature=None), text("b"), text("c"), {"id": "own", "prompt": "abc", "temperature": 1}]
     rows += [text("d", seed=5), {"id": "own 5", "prompt": "abc", "temperature": 1, "seed": 5}]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from zinfer import LLM, Completion, SamplingParams
 from zinfer.batching.prompt_encoder import PromptEncoder
+from zinfer.errors import ConfigError
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo"
 NVME = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
@@ -200,6 +201,23 @@ def test_prompts_of_a_generator_are_all_completed(
 ) -> None:
     found = llm.generate((each for each in by_ids(prompts[:3])), SamplingParams(max_new_tokens=NUM_NEW))
     assert [each.token_ids for each in found] == alone[:3]
+
+
+def test_fields_of_params_are_taken_by_themselves(
+    llm: LLM, prompts: list[list[int]], alone: list[tuple[int, ...]]
+) -> None:
+    found = llm.generate(by_ids(prompts[:2]), max_new_tokens=4)
+    assert [each.token_ids for each in found] == [tokens[:4] for tokens in alone[:2]]
+    with pytest.raises(ConfigError, match="max_tokens is given beside params; give it in them"):
+        llm.generate(by_ids(prompts[:1]), SamplingParams(), max_tokens=4)
+    with pytest.raises(ConfigError, match="unknown field 'max_token'; did you mean 'max_tokens'"):
+        llm.generate(by_ids(prompts[:1]), max_token=4)
+
+
+def test_without_a_number_a_text_ends_where_the_context_does(llm: LLM) -> None:
+    found = llm.generate([{"prompt_token_ids": [3] * 120}, {"prompt_token_ids": [3] * 128}], ignore_eos=True)
+    assert (len(found[0].token_ids), found[0].finish_reason) == (8, "length")
+    assert "128 tokens and 128 new ones are more than 128; shorten it" in str(found[1].error)
 
 
 def test_each_text_ends_where_its_own_settings_say(

@@ -15,7 +15,7 @@ from zinfer.errors import ConfigError
 def test_the_default_is_greedy_and_changes_nothing() -> None:
     params = SamplingParams()
     assert params.is_greedy
-    assert (params.top_p, params.repetition_penalty, params.max_new_tokens) == (1.0, 1.0, 128)
+    assert (params.top_p, params.repetition_penalty, params.most_new_tokens) == (1.0, 1.0, 128)
     assert params.stop == params.stop_token_ids == ()
     assert params.logit_bias is params.logprobs is params.seed is None
     assert not SamplingParams(temperature=1e-9).is_greedy
@@ -44,7 +44,9 @@ def test_ranges(name: str, lowest: float, highest: float, below: float, above: f
             SamplingParams(**{name: wrong})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", sorted({field.name for field in fields(SamplingParams)} - {"logprobs", "seed"}))
+@pytest.mark.parametrize(
+    "name", sorted({field.name for field in fields(SamplingParams)} - {"max_new_tokens", "logprobs", "seed"})
+)
 def test_only_what_may_be_absent_may_be_none(name: str) -> None:
     if name == "logit_bias":
         assert SamplingParams(logit_bias=None).logit_bias is None
@@ -125,6 +127,21 @@ def test_a_row_of_json_becomes_params() -> None:
 
 def test_two_spellings_may_agree() -> None:
     assert SamplingParams.from_mapping({"max_tokens": 3, "max_new_tokens": 3, "min_tokens": None}).max_new_tokens == 3
+
+
+def test_the_names_of_vllm_are_names_here() -> None:
+    params = SamplingParams(**{"max_tokens": 3, "min_tokens": 2})  # type: ignore[arg-type]
+    assert params == SamplingParams(max_new_tokens=3, min_new_tokens=2)
+    assert (params.max_tokens, params.min_tokens) == (3, 2)  # type: ignore[attr-defined]
+    assert replace(params, max_new_tokens=5).max_new_tokens == 5
+    with pytest.raises(ConfigError, match="max_tokens is 3 and max_new_tokens is 4, but both mean max_new_tokens"):
+        SamplingParams(**{"max_tokens": 3, "max_new_tokens": 4})  # type: ignore[arg-type]
+
+
+def test_without_a_number_there_are_as_many_new_tokens_as_fit() -> None:
+    params = SamplingParams(min_new_tokens=4)
+    assert [params.within(left).max_new_tokens for left in (None, 1000, 9, 3, 0, -2)] == [128, 128, 9, 128, 128, 128]
+    assert SamplingParams(max_new_tokens=20).within(9).max_new_tokens == 20
 
 
 def test_params_do_not_follow_the_callers_containers() -> None:

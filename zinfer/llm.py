@@ -224,12 +224,14 @@ class LLM:
         self,
         prompts: PromptLike | Iterable[PromptLike],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: object,
     ) -> list[Completion]:
         """The completions of all prompts, in their order, those of one prompt side by side.
 
         Args:
             prompts: one, or several: a list, or anything that can be walked.
             params: for all, or one for each; by default greedy.
+            fields: of `SamplingParams`, in place of params: ``max_new_tokens=4``.
 
         A prompt that cannot be used, or does not fit, gets a completion with an ``error``; the others go on.
 
@@ -238,16 +240,18 @@ class LLM:
             RuntimeError: another call is under way, or the LLM was closed.
         """
         return sorted(
-            self.stream(prompts, params), key=lambda completion: (completion.prompt_index, completion.sample_index)
+            self.stream(prompts, params, **fields),
+            key=lambda completion: (completion.prompt_index, completion.sample_index),
         )
 
     def stream(
         self,
         prompts: PromptLike | Iterable[PromptLike],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **fields: object,
     ) -> Generator[Completion, None, None]:
         """As `generate`, each completion as soon as it is complete. Leaving it early gives up the rest."""
-        each = paired(prompts, params)
+        each = paired(prompts, params, fields)
         self._check_open()
         if self._is_streaming:
             raise RuntimeError("another call of this LLM is under way; take all of its completions, or leave it, first")

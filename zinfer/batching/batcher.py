@@ -112,7 +112,7 @@ class Batcher:
         Raises:
             PlanError: the cache could not hold it even alone.
         """
-        sequence = Text(self._num_added, prompt_ids, params.max_new_tokens)
+        sequence = Text(self._num_added, prompt_ids, params.most_new_tokens)
         self._in_pass = True
         # First what abort needs: Ctrl-C may strike between any two lines.
         self._num_added += 1

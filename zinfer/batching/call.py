@@ -1,7 +1,7 @@
 """The prompts of one call of `LLM.stream`, from texts that wait to completions."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zinfer.batching.batcher import Batcher
@@ -13,13 +13,20 @@ from zinfer.errors import ConfigError, PlanError
 
 
 def paired(
-    prompts: PromptLike | Iterable[PromptLike], params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: PromptLike | Iterable[PromptLike],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    fields: Mapping[str, Any],
 ) -> list[tuple[PromptLike, SamplingParams]]:
-    """Each prompt with its params, by default greedy ones.
+    """Each prompt with its params, by default greedy ones of these fields.
 
     Raises:
-        ConfigError: there are not as many params as prompts, or they are none.
+        ConfigError: there are not as many params as prompts, or they are none; a field that cannot be used, or fields
+            beside params.
     """
+    if fields:
+        if params is not None:
+            raise ConfigError(f"{next(iter(fields))} is given beside params; give it in them")
+        params = SamplingParams.from_mapping(fields)
     several = as_list(prompts)
     each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
     if len(each) != len(several):
@@ -70,14 +77,15 @@ class Call:
             yield Completion(index, sample, finished.text, finished.token_ids, reason, logprobs, error)
 
     def _add(self, index: int, prompt: PromptLike, params: SamplingParams) -> None:
-        prompt_ids = array("i", self._encoder.encode(prompt, params))
+        token_ids, params = self._encoder.encode(prompt, params)
+        prompt_ids = array("i", token_ids)
         ends = frozenset() if params.ignore_eos else self._end_token_ids
         ending_ids = ends.union(params.stop_token_ids, special_stops(self._tokenizer, params.stop))
         name = prompt_ids.tobytes()
         repeat = self._seen.get(name, 0)
         self._seen[name] = repeat + 1
         for sample in range(params.n):
-            ending = Ending(self._tokenizer, ending_ids, params.stop, params.max_new_tokens, params.min_new_tokens)
+            ending = Ending(self._tokenizer, ending_ids, params.stop, params.most_new_tokens, params.min_new_tokens)
             seed = 0 if params.is_greedy else text_seed(params.seed, prompt_ids, repeat, sample)
             number = self._batcher.add(prompt_ids, params, seed=seed, ending=ending, end_token_ids=ends)
             self._waiting[number] = index, sample

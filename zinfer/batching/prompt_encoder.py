@@ -57,16 +57,17 @@ class PromptEncoder:
         each = ((prompt, next(encoded) if isinstance(prompt, str) else []) for prompt in prompts)
         return [{"prompt_token_ids": token_ids} if token_ids else prompt for prompt, token_ids in each]
 
-    def encode(self, prompt: PromptLike, params: SamplingParams) -> list[int]:
-        """The prompt's tokens.
+    def encode(self, prompt: PromptLike, params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        """The prompt's tokens, and its params with the number of new tokens that it may have.
 
         Raises:
             ConfigError: the prompt or its params cannot be used; says why, and the remedy.
         """
         token_ids = self._token_ids(prompt)
+        params = params.within(None if self._most_tokens is None else self._most_tokens - len(token_ids))
         self._check(token_ids, params)
         params.check_vocabulary(self._vocab_size)
-        return token_ids
+        return token_ids, params
 
     def _token_ids(self, prompt: PromptLike) -> list[int]:
         if isinstance(prompt, Mapping):
@@ -95,9 +96,9 @@ class PromptEncoder:
         if set(map(type, token_ids)) != {int} or not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             wrong = next(each for each in token_ids if type(each) is not int or not 0 <= each < self._vocab_size)
             raise ConfigError(f"token ids are whole numbers from 0 to {self._vocab_size - 1}, not {wrong!r}")
-        if self._most_tokens is not None and len(token_ids) + params.max_new_tokens > self._most_tokens:
+        if self._most_tokens is not None and len(token_ids) + params.most_new_tokens > self._most_tokens:
             raise ConfigError(
-                f"the prompt's {len(token_ids)} tokens and {params.max_new_tokens} new ones are more than "
+                f"the prompt's {len(token_ids)} tokens and {params.most_new_tokens} new ones are more than "
                 f"{self._most_tokens}; shorten it or lower max_new_tokens"
             )
         if params.stop and self._tokenizer is None:

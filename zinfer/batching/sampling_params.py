@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, wraps
+from operator import attrgetter
 from typing import Any, Final
 
 from zinfer.errors import ConfigError
@@ -18,6 +19,8 @@ from zinfer.errors import ConfigError
 OTHER_SPELLINGS: Final = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 """vLLM's names, which `from_mapping` takes too."""
 
+DEFAULT_NEW_TOKENS: Final = 128
+"""Where no number is named, unless the model's context leaves fewer."""
 MAX_SEED: Final = 2**64 - 1  # eight bytes of every draw's hash
 MAX_N: Final = 1024  # each is a text of its own
 _MOST_DIGITS: Final = 18  # of a token id: int() refuses texts of thousands
@@ -60,7 +63,7 @@ _RANGES: Final = {
     "logprobs": _NATURAL,
     "seed": _Range("a whole number from 0 to 2**64 - 1", 0, MAX_SEED, is_whole=True),
 }
-_MAY_BE_NONE: Final = frozenset({"logprobs", "seed"})
+_MAY_BE_NONE: Final = frozenset({"max_new_tokens", "logprobs", "seed"})
 _BIAS: Final = _Range("a number from -100 to 100", -MAX_BIAS, MAX_BIAS)
 
 
@@ -68,7 +71,10 @@ _BIAS: Final = _Range("a number from -100 to 100", -MAX_BIAS, MAX_BIAS)
 class SamplingParams:
     """One row's settings. Lists are taken for tuples, one string for one stop; every mistake is a ConfigError.
 
-    max_new_tokens, min_new_tokens: before the latter no token ends the row.
+    vLLM's names ``max_tokens`` and ``min_tokens`` are taken too, and can be read.
+
+    max_new_tokens: None: 128, or what the model's context leaves, if that is less.
+    min_new_tokens: before so many no token ends the row.
     temperature: 0 is greedy. top_k (0 and -1: off), top_p (1: off), min_p (0: off): filters of what is drawn from.
     repetition_penalty: of tokens in prompt and output (1: off); presence_penalty, frequency_penalty: of the output's.
     logit_bias: what is added to a token's logit, by token id.
@@ -77,7 +83,7 @@ class SamplingParams:
     chosen one's log-probability alone; None: nothing. seed: of the row's own random stream; None: the caller's choice.
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = None
     min_new_tokens: int = 0
     temperature: float = 0.0
     top_k: int = 0
@@ -105,8 +111,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", _stops(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        if self.min_new_tokens > self.max_new_tokens:
-            most = f"at most max_new_tokens, which is {self.max_new_tokens}"
+        if self.min_new_tokens > self.most_new_tokens:
+            most = f"at most max_new_tokens, which is {self.most_new_tokens}"
             raise _refusal("min_new_tokens", most, self.min_new_tokens)
         if self.n > 1 and self.is_greedy:
             raise _refusal("n", "1 where temperature is 0, since greedy outputs are all the same", self.n)
@@ -148,6 +154,23 @@ class SamplingParams:
         return cls(**{**(defaults or {}), **given})
 
     @property
+    def most_new_tokens(self) -> int:
+        """`max_new_tokens`, or the number that stands for None."""
+        return DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+
+    def within(self, num_left: int | None) -> SamplingParams:
+        """The same with a number of new tokens: where none was named, what ``num_left`` has room for; None: no limit.
+
+        Where that is less than ``min_new_tokens``, or nothing, the number stays too large.
+        """
+        if self.max_new_tokens is not None:
+            return self
+        most = self.most_new_tokens
+        if num_left is not None and num_left >= max(self.min_new_tokens, 1):
+            most = min(most, num_left)
+        return replace(self, max_new_tokens=most)
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, so that filters and seed have no say."""
         return self.temperature == 0
@@ -172,6 +195,24 @@ class SamplingParams:
             beyond = [token_id for token_id in token_ids if token_id >= vocab_size]
             if beyond:
                 raise _refusal(name, f"made of token ids below {vocab_size}, the model's vocabulary", beyond[0])
+
+
+def _take_other_spellings(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def __init__(self: SamplingParams, *args: Any, **kwargs: Any) -> None:
+        for other, own in OTHER_SPELLINGS.items():
+            if other in kwargs and own in kwargs and kwargs[other] != kwargs[own]:
+                values = f"{other} is {_short(kwargs[other])} and {own} is {_short(kwargs[own])}"
+                raise ConfigError(f"{values}, but both mean {own}; give one of them")
+        init(self, *args, **{OTHER_SPELLINGS.get(name, name): value for name, value in kwargs.items()})
+
+    return __init__
+
+
+# Not fields: `dataclasses.replace` would give both spellings.
+SamplingParams.__init__ = _take_other_spellings(SamplingParams.__init__)  # type: ignore[method-assign]
+for _other, _own in OTHER_SPELLINGS.items():
+    setattr(SamplingParams, _other, property(attrgetter(_own)))
 
 
 def _stops(value: object) -> tuple[str, ...]:

@@ -29,7 +29,9 @@ def run(
     output: Annotated[Path, typer.Option(help="JSONL that rows are appended to.")],
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
     device: Annotated[Device, typer.Option(help="Where the layers compute.")] = Device.AUTO,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="For rows that do not say themselves.")] = 128,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Default for rows; else 128, or what the model's context leaves.")
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Rows that share passes; part of what decides their bytes.")
     ] = None,

@@ -52,7 +52,7 @@ def run_job(
     *,
     config: PathLike | Mapping[str, object] | None = None,
     device: str = "auto",
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     batch_size: int | None = None,
     restart: bool = False,
     trace: PathLike | None = None,
@@ -73,7 +73,7 @@ def run_job(
             `<output>.manifest.json`.
         config: DeepSpeed-style configuration, a dict or the path of a JSON file.
         device: "auto", "cuda" or "cpu".
-        max_new_tokens: for rows that do not say themselves.
+        max_new_tokens: for rows that do not say themselves; None: 128, or what the model's context leaves.
         batch_size: rows that share passes; when all of them are complete the next ones begin. Part of what decides
             the rows' bytes, and the most that is computed again after a crash. By default 4,096, or 32 where a family
             of models has to be padded.

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from zinfer import __version__
+from zinfer.batching.sampling_params import DEFAULT_NEW_TOKENS
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.errors import JobError
@@ -142,7 +143,7 @@ def result_settings(request: JobRequest, settings: Settings, dtype: torch.dtype)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, str | int] = {
-        "max_new_tokens": request.max_new_tokens,
+        "max_new_tokens": request.max_new_tokens or f"{DEFAULT_NEW_TOKENS}, or what fits",
         "dtype": str(dtype).removeprefix("torch."),
         "device": device,
         "max_out_tokens": settings.max_out_tokens or "the model's",

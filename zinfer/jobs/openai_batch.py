@@ -129,7 +129,7 @@ class _CompletionBody(_Body):
         return self.logprobs
 
 
-def read_request(record: Mapping[str, Any], max_new_tokens: int) -> OpenAIRequest:
+def read_request(record: Mapping[str, Any], max_new_tokens: int | None) -> OpenAIRequest:
     """What a line with a `custom_id` asks for; ``max_new_tokens`` where it does not say itself.
 
     Raises:

@@ -45,7 +45,7 @@ class Prompt:
 
     @property
     def max_new_tokens(self) -> int:
-        return self.row.params.max_new_tokens
+        return self.row.params.most_new_tokens
 
 
 class PromptMaker:
@@ -59,7 +59,7 @@ class PromptMaker:
     """
 
     def __init__(
-        self, tokenizer: Any, room: Room, vocab_size: int, max_new_tokens: int, *, generates: bool = True
+        self, tokenizer: Any, room: Room, vocab_size: int, max_new_tokens: int | None, *, generates: bool = True
     ) -> None:
         self.tokenizer = tokenizer
         self.room = room
@@ -75,7 +75,7 @@ class PromptMaker:
 
     @classmethod
     def from_folder(
-        cls, folder: Path, room: Room, vocab_size: int, max_new_tokens: int, *, generates: bool = True
+        cls, folder: Path, room: Room, vocab_size: int, max_new_tokens: int | None, *, generates: bool = True
     ) -> "PromptMaker":
         """Loads the tokenizer that lies in the model's folder; nothing is downloaded.
 
@@ -111,11 +111,14 @@ class PromptMaker:
             row.params.check_vocabulary(self.vocab_size)
         except (ConfigError, ValueError, TypeError) as error:
             return row.bad(line_number, str(error))
-        num_new = row.params.max_new_tokens
         if not self.generates and (row.openai or row.params != SamplingParams(max_new_tokens=self.max_new_tokens)):
             return row.bad(line_number, "nothing is generated in this job; give a source and an id alone")
-        if problem := self._token_problem(row, token_ids) or self.room.problem(len(token_ids), num_new):
+        params = row.params.within(self.room.most_new(len(token_ids)))
+        problem = self._token_problem(row, token_ids) or self.room.problem(len(token_ids), params.most_new_tokens)
+        if problem:
             return row.bad(line_number, problem)
+        if params is not row.params:
+            row = row.model_copy(update={"params": params})
         return Prompt(row, tuple(token_ids), line_number)
 
     def _encode(self, row: Row) -> list[int]:

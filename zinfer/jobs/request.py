@@ -21,7 +21,7 @@ class JobRequest:
     output: Path
     config: PathLike | Mapping[str, object] | None
     device: str
-    max_new_tokens: int
+    max_new_tokens: int | None
     batch_size: int | None
     restart: bool
     trace: Path | None

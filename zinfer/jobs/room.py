@@ -50,6 +50,12 @@ class Room:
         """The tighter of the model's own limit and the configuration's."""
         return cls(both=_least(_limit(positions, "the model's positions"), _stated(max_out_tokens)))
 
+    def most_new(self, num_prompt: int) -> int | None:
+        """How many new tokens there is room for behind a prompt; None: no limit."""
+        after = None if self.both is None else self.both.max_tokens - num_prompt
+        own = None if self.new is None else self.new.max_tokens
+        return min((most for most in (after, own) if most is not None), default=None)
+
     def problem(self, num_prompt: int, num_new: int) -> str | None:
         """What is wrong with a prompt of so many tokens, and the remedy; None where nothing is."""
         if self.prompt is not None and num_prompt > self.prompt.max_tokens:

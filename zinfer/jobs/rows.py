@@ -163,7 +163,7 @@ def parse_line(line: Line) -> Parsed:
     return Parsed(line.number, None if problem else record, problem, problem is None)
 
 
-def row_of(parsed: Parsed, row_id: RowId, max_new_tokens: int) -> Row | BadRow:
+def row_of(parsed: Parsed, row_id: RowId, max_new_tokens: int | None) -> Row | BadRow:
     """The validated row, or what is wrong with it; ``max_new_tokens`` where it does not say itself."""
     if parsed.record is None:
         return BadRow(row_id, f"line {parsed.line}: {parsed.problem}")
@@ -178,7 +178,7 @@ def row_of(parsed: Parsed, row_id: RowId, max_new_tokens: int) -> Row | BadRow:
     return row
 
 
-def _own_row(record: Mapping[str, Any], row_id: RowId, max_new_tokens: int) -> Row:
+def _own_row(record: Mapping[str, Any], row_id: RowId, max_new_tokens: int | None) -> Row:
     """Raises ConfigError, ValidationError."""
     if record.keys() >= {"method", "url", "body"}:
         raise ConfigError("a row of an OpenAI batch needs a 'custom_id', a string, as its id")
@@ -189,7 +189,7 @@ def _own_row(record: Mapping[str, Any], row_id: RowId, max_new_tokens: int) -> R
     return Row.model_validate({"id": row_id, **source, "params": params})
 
 
-def _openai_row(record: Mapping[str, Any], row_id: RowId, max_new_tokens: int) -> Row:
+def _openai_row(record: Mapping[str, Any], row_id: RowId, max_new_tokens: int | None) -> Row:
     """Raises ConfigError, ValidationError."""
     request = read_request(record, max_new_tokens)
     return Row.model_validate({"id": row_id, **request.source, "params": request.params, "openai": request.form})

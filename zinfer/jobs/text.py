@@ -39,7 +39,7 @@ class Text:
         params = prompt.params
         ends = frozenset() if params.ignore_eos else frozenset(end_token_ids)
         ending_ids = ends.union(params.stop_token_ids, special_stops(tokenizer, params.stop))
-        ending = Ending(tokenizer, ending_ids, params.stop, params.max_new_tokens, params.min_new_tokens)
+        ending = Ending(tokenizer, ending_ids, params.stop, params.most_new_tokens, params.min_new_tokens)
         return cls(prompt, sample, ends, ending)
 
     def row(self) -> Row:
