@@ -268,6 +268,7 @@ def test_messages_go_through_the_chat_template() -> None:
     assert "has no chat template; give 'prompt' instead" in bad(messages=messages)
 
 
-def test_no_model_folder_without_tokenizer(tmp_path: Path) -> None:
+def test_no_model_folder_with_a_broken_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UnusableInput, match="has no tokenizer that loads"):
         PromptMaker.from_folder(tmp_path, None, 131, 4)

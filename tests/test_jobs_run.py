@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import tiny_checkpoint
 from jobs_run_support import FailingEngine, failing, job, model, never_made, output, prompts, whole
 from jobs_support import ResidentEngine, letters_model, read_rows, write_rows
+from openai_support import run, text
 
 from zinfer.errors import CheckpointError, JobError
+from zinfer.jobs import UnusableInput
 from zinfer.jobs.paths import manifest_path
 from zinfer.nvme.reader import DiskReadError
 from zinfer.offload.stats import RunStats
@@ -161,3 +164,25 @@ def test_keys_without_effect_are_said_once(model: Path, prompts: Path, output: P
         note for note in notes if "without effect" in note
     ]
     assert len([note for note in notes if "without effect: train_batch_size (" in note]) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"engine_factory": ResidentEngine}])
+def test_rows_of_token_ids_need_no_tokenizer(tmp_path: Path, output: Path, options: dict[str, Any]) -> None:
+    model = tiny_checkpoint("llama", tmp_path / "model", num_layers=2)
+    given: list[dict[str, Any]] = [{"prompt_token_ids": [5, 6]}, {"prompt": "a"}]
+    given += [{"prompt_token_ids": [5, 6], "stop": "x"}, text("openai", prompt=[5, 6], temperature=0)]
+    prompts = write_rows(tmp_path / "in.jsonl", given)
+    summary = run(model, prompts, output, **options)
+    assert (summary.num_done, summary.num_failed) == (2, 2)
+    rows = {row.get("custom_id", row["id"]): row for row in read_rows(output)}
+    assert len(rows[1]["token_ids"]) == rows["openai"]["response"]["body"]["usage"]["completion_tokens"] == 8
+    for line in (2, 3):
+        assert rows[line]["error"].startswith(f"line {line}: the model's folder has no tokenizer; put the model's")
+
+
+def test_rows_of_text_alone_are_unusable_without_a_tokenizer(tmp_path: Path, output: Path) -> None:
+    model = tiny_checkpoint("llama", tmp_path / "model", num_layers=2)
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}])
+    with pytest.raises(UnusableInput, match="has no tokenizer; put the model's tokenizer files into it, or give rows"):
+        run(model, prompts, output)
+    assert not output.exists()

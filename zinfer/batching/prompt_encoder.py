@@ -13,7 +13,7 @@ from zinfer.errors import ConfigError
 PromptLike = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, messages of a chat, or ``{"prompt_token_ids": [...]}``."""
 
-_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_FILES: Final = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
 _OWN_VARIABLES: Final = frozenset(
     {
@@ -190,6 +190,6 @@ def _joined(message: Mapping[str, Any], number: int) -> str:
 
 def find_tokenizer(folder: Path) -> Any:
     """The tokenizer that lies in a model's folder; None where there is none."""
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not any(file.is_file() for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
         return None
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -24,13 +24,14 @@ from zinfer.jobs.ahead import ahead
 from zinfer.jobs.batches import Batch, BatchCutter
 from zinfer.jobs.completer import Answer, Completer
 from zinfer.jobs.encoding import Encoding
+from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import RowIndex, scan_input
 from zinfer.jobs.manifest import Manifest, model_identity, result_settings, versions
 from zinfer.jobs.method import EngineFactory, Method
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, Resumed, RowState
 from zinfer.jobs.progress import Meter
-from zinfer.jobs.prompts import Prompt, PromptMaker
+from zinfer.jobs.prompts import NO_TOKENIZER, Prompt, PromptMaker
 from zinfer.jobs.records import Records, first_error
 from zinfer.jobs.request import JobRequest, PathLike
 from zinfer.jobs.room import Room
@@ -143,6 +144,8 @@ class _Job:
         self._tokenizer = deepcopy(maker.tokenizer)
         index = scan_input(request.input, may_be_empty=True)
         weights = self._weights = Weights(checkpoint)
+        if maker.tokenizer is None and index.num_rows and not maker.finds_usable_row(index):
+            raise UnusableInput(f"model {checkpoint.folder} has no tokenizer; {NO_TOKENIZER}")
         manifest = Manifest(
             model=model_identity(checkpoint, maker),
             input={"sha256": index.sha256, "size_bytes": index.size_bytes},

@@ -123,7 +123,8 @@ class Method:
         find_reserve = self._find_reserve(prompts, settings)
         engine = InferenceEngine(request.model, settings, find_reserve=find_reserve, checksums=checksums)
         pad_token_id = engine.module.config.pad_token_id
-        pad_token_id = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
+        if pad_token_id is None and tokenizer is not None:
+            pad_token_id = tokenizer.pad_token_id
         return EncodingCompleter(
             engine, request.task, request.pooling, pad_token_id or 0, self._tokens_per_pass, self._meter
         )

@@ -116,7 +116,7 @@ class _Tokens:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._special = frozenset(() if tokenizer is None else tokenizer.all_special_ids)
 
     def text(self, token_id: int) -> str:
         """As it reads behind another token, since some tokenizers drop the blank that a first one begins with."""

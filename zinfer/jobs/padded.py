@@ -180,6 +180,7 @@ def left_padded(token_ids: Sequence[Sequence[int]], pad_token_id: int) -> tuple[
 
 
 def _pad_token_id(generation_config: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> int:
-    candidates = [generation_config.pad_token_id, tokenizer.pad_token_id, *end_token_ids]
+    own = None if tokenizer is None else tokenizer.pad_token_id
+    candidates = [generation_config.pad_token_id, own, *end_token_ids]
     # Padding is masked, so that without any of them token 0 does as well.
     return next((token_id for token_id in candidates if token_id is not None and token_id >= 0), 0)

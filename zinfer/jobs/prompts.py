@@ -12,20 +12,22 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoTokenizer
+from typing import Any, Final
 
 from zinfer.batching.chat_templates import ChatTemplates
-from zinfer.batching.prompt_encoder import encode_chat, encode_text
+from zinfer.batching.prompt_encoder import encode_chat, encode_text, find_tokenizer
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import ConfigError
 from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.room import Room
-from zinfer.jobs.rows import BadRow, Line, Row, RowId, id_key, parse_line, row_of
+from zinfer.jobs.rows import BadRow, Line, Row, RowId, id_key, parse_line, read_lines, row_of
 
 _STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+
+NO_TOKENIZER: Final = (
+    "put the model's tokenizer files into it, or give rows 'prompt_token_ids' alone, without stop strings"
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Prompt:
 class PromptMaker:
     """Makes prompts for one model.
 
+    tokenizer: None where there is none; rows are token ids then.
     room: of a row.
     generates: whether anything comes after prompts.
     now: what a chat template takes for the present, with its time zone; it must stay the same for a whole job, on
@@ -77,13 +80,13 @@ class PromptMaker:
     def from_folder(
         cls, folder: Path, room: Room, vocab_size: int, max_new_tokens: int | None, *, generates: bool = True
     ) -> "PromptMaker":
-        """Loads the tokenizer that lies in the model's folder; nothing is downloaded.
+        """Loads the tokenizer that lies in the model's folder, if there is one; nothing is downloaded.
 
         Raises:
-            UnusableInput: the folder holds no tokenizer that loads.
+            UnusableInput: the folder holds a tokenizer that does not load.
         """
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            tokenizer = find_tokenizer(folder)
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
             raise UnusableInput(
                 f"model {folder} has no tokenizer that loads ({(str(error) or repr(error)).splitlines()[0]}); "
@@ -94,8 +97,12 @@ class PromptMaker:
     @property
     def template_hash(self) -> str:
         """Identifies the chat template, "none" where there is none."""
-        template = self.tokenizer.chat_template
+        template = None if self.tokenizer is None else self.tokenizer.chat_template
         return "none" if template is None else hashlib.sha256(repr(template).encode()).hexdigest()
+
+    def finds_usable_row(self, index: RowIndex) -> bool:
+        """Whether any row of the input can be computed."""
+        return any(isinstance(self.prompt_of(line, index)[1], Prompt) for line in read_lines(index.path))
 
     def prompt_of(self, line: Line, index: RowIndex) -> tuple[RowId, Prompt | BadRow]:
         """The prompt of an input line, or the error that its output row will carry."""
@@ -122,10 +129,12 @@ class PromptMaker:
         return Prompt(row, tuple(token_ids), line_number)
 
     def _encode(self, row: Row) -> list[int]:
-        if row.prompt is not None:
-            return encode_text(self.tokenizer, row.prompt)
+        if self.tokenizer is None and row.needs_tokenizer:
+            raise ConfigError(f"the model's folder has no tokenizer; {NO_TOKENIZER}")
         if row.prompt_token_ids is not None:
             return list(row.prompt_token_ids)
+        if row.prompt is not None:
+            return encode_text(self.tokenizer, row.prompt)
         assert row.messages is not None
         if self.tokenizer.chat_template is None:
             raise ConfigError("messages: the model's tokenizer has no chat template; give 'prompt' instead")

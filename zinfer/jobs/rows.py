@@ -75,6 +75,12 @@ class Row(BaseModel):
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **(self.chat_template_kwargs or {})}
 
+    @property
+    def needs_tokenizer(self) -> bool:
+        """Whether it is text, asks to stop at text, or is answered with tokens as text."""
+        is_text = self.prompt_token_ids is None or bool(self.params.stop)
+        return is_text or (self.openai is not None and self.params.logprobs is not None)
+
     def bad(self, line_number: int, problem: str) -> "BadRow":
         """The row where it turns out that it cannot be used."""
         return BadRow(self.id, f"line {line_number}: {problem}", self.openai is not None)
