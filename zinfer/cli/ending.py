@@ -3,8 +3,8 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from types import FrameType
 from typing import Final, NoReturn, TextIO, cast
@@ -91,22 +91,46 @@ def keep_streams() -> None:
 def signals_raise() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP raise `Interrupted` once; a second one of the first two ends the process at once.
 
-    A terminal that is closed sends more than one SIGHUP. Under nohup it is ignored, and stays so.
+    A terminal that is closed sends more than one SIGHUP.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        for each in former:
+        for each in _ending_signals():
             signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
         raise Interrupted(number)
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    former = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        signal.signal(number, interrupt)
+    with _handled_by(interrupt):
+        yield
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """A signal ends the process at once, for imports that take seconds: nothing is begun yet.
+
+    What is raised inside an import may be swallowed there, or leave half a module that cannot be loaded again.
+    """
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        said = f"zinfer: {signal.Signals(number).name}: stopped while starting, before anything was read or written.\n"
+        with suppress(OSError):
+            os.write(2, said.encode())
+        os._exit(Interrupted(number).exit_code)
+
+    with _handled_by(end):
+        yield
+
+
+def _ending_signals() -> list[signal.Signals]:
+    """Those that ask to end; under nohup a SIGHUP is ignored, and stays so."""
+    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if is_deaf else [signal.SIGHUP])]
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], NoReturn]) -> Iterator[None]:
+    former = {number: signal.signal(number, handler) for number in _ending_signals()}
     try:
         yield
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        for number, each in former.items():
+            signal.signal(number, each)

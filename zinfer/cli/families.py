@@ -6,7 +6,7 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import failing_disk_explained
+from zinfer.cli.ending import failing_disk_explained, importing
 
 _MOST_COLUMNS: Final = 1000
 
@@ -15,7 +15,8 @@ def families(
     markdown: Annotated[bool, typer.Option("--markdown", help="As the README has it.")] = False,
 ) -> None:
     """List the families of models that are tested, and which parts of zinfer each can use."""
-    from zinfer.families_table import families_markdown, families_table
+    with importing():
+        from zinfer.families_table import families_markdown, families_table
 
     with failing_disk_explained():
         if markdown:

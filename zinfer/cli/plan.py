@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import failing_disk_explained
+from zinfer.cli.ending import failing_disk_explained, importing
 
 if TYPE_CHECKING:
     from zinfer.config import Settings
@@ -32,8 +32,8 @@ def plan(
     Exit codes: 0 planned, 2 unusable input or a batch that does not fit, 1 stopped by an error of the disk.
     """
     if machine == "list":
-        from zinfer.planning.table import preset_table
-
+        with importing():
+            from zinfer.planning.table import preset_table
         with failing_disk_explained():
             Console().print(preset_table())
         return
@@ -55,12 +55,13 @@ def _print_plan(
     *,
     as_json: bool,
 ) -> None:
-    from zinfer.config import resolve_settings
-    from zinfer.planning.advice import advise
-    from zinfer.planning.forecast import make_forecast
-    from zinfer.planning.outline import read_outline
-    from zinfer.planning.request import Request
-    from zinfer.planning.table import plan_document, plan_table
+    with importing():
+        from zinfer.config import resolve_settings
+        from zinfer.planning.advice import advise
+        from zinfer.planning.forecast import make_forecast
+        from zinfer.planning.outline import read_outline
+        from zinfer.planning.request import Request
+        from zinfer.planning.table import plan_document, plan_table
 
     settings, request = resolve_settings(config), Request(*lengths)
     outline = read_outline(model, settings.dtype, settings.quantization)
@@ -87,14 +88,15 @@ def _print_job(
     *,
     as_json: bool,
 ) -> None:
-    from zinfer.batching.job_plan import Job, job_advice, plan_job
-    from zinfer.batching.job_table import job_document, job_table
-    from zinfer.config import resolve_settings
-    from zinfer.config.source import config_source
-    from zinfer.errors import ConfigError
-    from zinfer.jobs.lengths import sample_lengths
-    from zinfer.jobs.room import Room
-    from zinfer.planning.outline import read_outline
+    with importing():
+        from zinfer.batching.job_plan import Job, job_advice, plan_job
+        from zinfer.batching.job_table import job_document, job_table
+        from zinfer.config import resolve_settings
+        from zinfer.config.source import config_source
+        from zinfer.errors import ConfigError
+        from zinfer.jobs.lengths import sample_lengths
+        from zinfer.jobs.room import Room
+        from zinfer.planning.outline import read_outline
 
     if rows is not None and input is not None:
         raise ConfigError("--rows and --input both say how many rows there are; remove one of the two")

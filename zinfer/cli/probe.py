@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import Device, failing_disk_explained, say
+from zinfer.cli.ending import Device, failing_disk_explained, importing, say
 
 
 def probe(
@@ -33,12 +33,13 @@ def probe(
 
 
 def _probe(path: Path, device: Device, *, as_json: bool, no_cache: bool) -> None:
-    from zinfer.config import Settings
-    from zinfer.planning.machine import choose_device
-    from zinfer.probe.cache import record
-    from zinfer.probe.probe import probed_devices, run_probe
-    from zinfer.probe.sizes import full_sizes
-    from zinfer.probe.table import findings_table
+    with importing():
+        from zinfer.config import Settings
+        from zinfer.planning.machine import choose_device
+        from zinfer.probe.cache import record
+        from zinfer.probe.probe import probed_devices, run_probe
+        from zinfer.probe.sizes import full_sizes
+        from zinfer.probe.table import findings_table
 
     devices = probed_devices(choose_device(Settings(device=device.value)))
     findings = run_probe(path, devices, full_sizes(devices), say)
@@ -54,10 +55,11 @@ def _probe(path: Path, device: Device, *, as_json: bool, no_cache: bool) -> None
 
 
 def _tune(path: Path) -> None:
-    from zinfer.nvme.tune import aio_section
-    from zinfer.probe.disk import measure_disk
-    from zinfer.probe.sizes import FULL_CPU
-    from zinfer.probe.table import sweep_table
+    with importing():
+        from zinfer.nvme.tune import aio_section
+        from zinfer.probe.disk import measure_disk
+        from zinfer.probe.sizes import FULL_CPU
+        from zinfer.probe.table import sweep_table
 
     say(f"measuring the disk of {path}")
     disk = measure_disk(path, FULL_CPU)

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import EXIT_STOPPED, Device, interruption_explained, say, signals_raise, unusable_input_explained
+from zinfer.cli.ending import (
+    EXIT_STOPPED,
+    Device,
+    importing,
+    interruption_explained,
+    say,
+    signals_raise,
+    unusable_input_explained,
+)
 
 if TYPE_CHECKING:
     from zinfer.config import Settings
@@ -71,8 +79,9 @@ def quantize(
         "search": search.value if search else None,
     }
     with _explained(output), signals_raise():
-        from zinfer.store.summary import summary_table
-        from zinfer.store.writing import write_store
+        with importing():
+            from zinfer.store.summary import summary_table
+            from zinfer.store.writing import write_store
 
         stated = {key: value for key, value in section.items() if value is not None}
         settings = _settings(config, stated, device)

@@ -13,6 +13,7 @@ from zinfer.cli.ending import (
     EXIT_STOPPED,
     EXIT_UNUSABLE,
     Device,
+    importing,
     interruption_explained,
     say,
     signals_raise,
@@ -54,8 +55,9 @@ def run(
     SIGTERM.
     """
     with _explained(output), signals_raise():
-        from zinfer.jobs.job import run_job
-        from zinfer.jobs.summary import summary_table
+        with importing():
+            from zinfer.jobs.job import run_job
+            from zinfer.jobs.summary import summary_table
 
         summary = run_job(
             str(model),

@@ -1,0 +1,31 @@
+"""A signal while a command starts, in the seconds in which torch and transformers are imported."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from commands import start
+from interrupted_import import interrupt_import
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "number"),
+    [
+        # torch drops what is raised while it imports numpy, and numpy cannot be imported a second time.
+        ("run --model m --input i --output o", "numpy", signal.SIGINT),
+        ("run --model m --input i --output o", "numpy.linalg", signal.SIGTERM),
+        ("quantize --model m --output o", "numpy.linalg", signal.SIGINT),
+        ("plan --model m", "numpy", signal.SIGINT),
+        ("plan --model m --rows 9", "numpy.linalg", signal.SIGINT),
+        ("probe", "numpy", signal.SIGHUP),
+        ("families", "numpy.linalg", signal.SIGINT),
+    ],
+)
+def test_a_signal_during_an_import_ends_the_command(
+    command: str, module: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    process = start(command.split(), tmp_path, warm=False, prepare=(interrupt_import, (module, int(number))))
+    out, said = process.communicate(timeout=60)
+    message = f"zinfer: {number.name}: stopped while starting, before anything was read or written.\n"
+    assert (process.returncode, out, said) == (128 + number, "", message)
+    assert not list(tmp_path.iterdir())
