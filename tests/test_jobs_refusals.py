@@ -1,5 +1,6 @@
 """A job refuses what does not fit the rows it would go on from, and says why."""
 
+import errno
 import os
 import re
 from collections.abc import Callable
@@ -157,6 +158,27 @@ def test_the_input_is_no_output(model: Path, prompts: Path) -> None:
     with pytest.raises(UnusableInput, match="is the input file"):
         job(model, prompts, prompts, restart=True)
     assert prompts.read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["input", "output", "report"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENAMETOOLONG])
+def test_a_path_that_cannot_be_looked_at_is_refused(
+    model: Path, prompts: Path, output: Path, option: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = {"input": prompts, "output": output, "report": output.with_suffix(".html")}
+    paths[option] = output.with_name("n" * 300 if code == errno.ENAMETOOLONG else "closed") / "file"
+    looked = os.stat
+
+    def look(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(output.with_name("closed"))):  # root may search every folder
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return looked(path, **options)
+
+    monkeypatch.setattr(os, "stat", look)
+    message = re.escape(f"{os.strerror(code)} (errno {code})")
+    with pytest.raises(UnusableInput, match=message):
+        job(model, paths["input"], paths["output"], report=paths["report"], engine_factory=never_made)
+    assert not output.exists()
 
 
 def test_a_bad_configuration_is_refused_first(model: Path, prompts: Path, output: Path) -> None:

@@ -92,3 +92,6 @@ def _explained(output: Path) -> Iterator[None]:
             traceback.print_exception(error.__cause__)
         say(f"error: {error}")
         raise typer.Exit(EXIT_STOPPED) from None
+    except OSError as error:
+        say(f"error: {error}")
+        raise typer.Exit(EXIT_STOPPED) from None

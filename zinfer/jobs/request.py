@@ -34,6 +34,15 @@ class JobRequest:
         for name, value in (("max_new_tokens", self.max_new_tokens), ("batch_size", self.batch_size)):
             if value is not None and value < 1:
                 raise UnusableInput(f"{name} must be at least 1, not {value}")
+        try:
+            self._check_paths()
+        except OSError as error:
+            raise UnusableInput(
+                f"{error.filename} cannot be looked at: {error.strerror} (errno {error.errno}); give a path whose "
+                "folders may be searched"
+            ) from error
+
+    def _check_paths(self) -> None:
         if self.output.exists() and self.input.exists() and self.output.samefile(self.input):
             raise UnusableInput(f"output {self.output} is the input file; give another --output")
         taken = {"input": self.input, "output": self.output, "output's manifest": manifest_path(self.output)}
