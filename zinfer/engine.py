@@ -35,6 +35,7 @@ from zinfer.planning.prediction import Prediction
 from zinfer.planning.request import Request
 from zinfer.runtime import Runtime, check_trace
 from zinfer.sequence_length import check_input, check_length, check_room
+from zinfer.uninterrupted import Uninterrupted
 
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]
 
@@ -119,11 +120,12 @@ class InferenceEngine(AroundModule):
             )
             owned.pop_all()
         self._runtime: Runtime | None = runtime
-        self._close = weakref.finalize(self, runtime.close)
+        self._process_id = os.getpid()
+        self._close = Uninterrupted(_closing(self._fittings, runtime, self._process_id))
+        weakref.finalize(self, self._close)
         self._fittings.keep_experts()
         if settings.kernel_inject:
             self._fittings.inject(cut.packs, replayed=graphs is not None)
-        weakref.finalize(self, self._fittings.remove)
         files = tuple(cut.files) or None
         self.outlook = Outlook(self.module, self._blocks, self.plan, self.device, files, bool(self.injected))
 
@@ -276,12 +278,32 @@ class InferenceEngine(AroundModule):
 
         The memory is free when this returns, also where the engine or its module is still referred to.
 
-        An engine that is dropped without it is cleaned up when it is collected, or at the end of the process.
+        An engine that is dropped without it is cleaned up when it is collected, or at the end of the process. Ctrl-C
+        ends the waiting for it; what is held is given back all the same.
         """
+        if self.is_forked:  # the threads are not here, and the rest is the parent's
+            return
         with self._lock:
             self._runtime = None
-            self._fittings.remove()
             self._close()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that made the engine."""
+        return os.getpid() != self._process_id
+
+    def check_process(self) -> None:
+        """Refuse to run in a process that was forked from the one that made the engine.
+
+        Raises:
+            RuntimeError: it was.
+        """
+        if self.is_forked:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from process {self._process_id}, which made this engine, and a fork "
+                'has none of its threads; make the engine in the child, or start the child with "spawn" '
+                "(multiprocessing.get_context)"
+            )
 
     def _running(self) -> Runtime:
         if self._runtime is None:
@@ -290,6 +312,7 @@ class InferenceEngine(AroundModule):
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Whatever runs the module's forward: one thread at a time, no gradients, left in order however it ends."""
+        self.check_process()  # before the lock: another thread may have held it when the process was forked
         # No generator-based context manager here: one that Ctrl-C leaves suspended may be collected, and its lock
         # released in vain, by another thread.
         with self._lock, torch.no_grad():
@@ -320,3 +343,16 @@ class InferenceEngine(AroundModule):
 
     def _watch(self, num_rows: int = 1) -> FiniteWatch:
         return FiniteWatch(self.module, self.named_layers, num_rows)
+
+
+def _closing(fittings: Fittings, runtime: Runtime, process_id: int) -> Callable[[], None]:
+    """What ends an engine in the process that made it; holds no engine, so that one that is dropped is collected."""
+
+    def close() -> None:
+        if os.getpid() != process_id:
+            return
+        with ExitStack() as owned:
+            owned.callback(runtime.close)
+            owned.callback(fittings.remove)
+
+    return close

@@ -1,9 +1,11 @@
 """Completes any number of prompts by continuous batching, over weights that are resident or stream."""
 
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -37,6 +39,7 @@ from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import find_limits
 from zinfer.planning.planner import Plan
 from zinfer.sequence_length import most_tokens
+from zinfer.uninterrupted import Uninterrupted
 
 _PROMPTS_AT_ONCE: Final = 1024
 """Encoded together: a tokenizer takes over ten times as much memory meanwhile as their tokens do."""
@@ -104,6 +107,7 @@ class LLM:
     def _open(self, settings: Settings, budget: BatchingBudget, tokenizer: Any, parks_on_disk: bool | None) -> None:
         """Make what stands on the engine."""
         self._closed = self._is_streaming = False
+        self._lock = threading.RLock()  # a pass, or what another thread's `close` ends
         module = self._engine.module
         self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
         vocab_size = int(module.config.get_text_config().vocab_size)
@@ -120,6 +124,8 @@ class LLM:
         self._runner = PassRunner(self._engine, self._cache, self._graphs)
         window = common_window(module.config)
         self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, window)
+        closers = (self._cache.close, self._engine.destroy, self._batcher.close, self._runner.close, self._encoder.close)
+        self._close = Uninterrupted(partial(_call_from_the_last, closers))
         token_bytes = shape.token_bytes(budget.kv_dtype)
         self._outlook = JobOutlook(budget, window, token_bytes, self._engine.outlook.pass_time)
 
@@ -265,27 +271,34 @@ class LLM:
                 several = each[begin : begin + _PROMPTS_AT_ONCE]
                 encoded = self._encoder.encode_texts([prompt for prompt, _ in several])
                 for index, (_, own) in enumerate(several):
-                    yield from call.add(begin + index, encoded[index], own)
+                    yield from self._in_turn(partial(call.add, begin + index, encoded[index], own))
             while not call.is_complete:
-                self._check_open()
-                yield from call.step()
+                yield from self._in_turn(call.step)
         finally:
             try:
-                if not self._closed:
-                    self._batcher.abort()
+                with self._lock:
+                    if not self._closed:
+                        self._batcher.abort()
             finally:
                 self._is_streaming = False
 
+    def _in_turn(self, work: Callable[[], list[Completion]]) -> list[Completion]:
+        """What a part of a call gives, with no `close` of another thread meanwhile."""
+        with self._lock:
+            self._check_open()
+            return work()
+
     def close(self) -> None:
-        """Give memory, threads and files back, also where the object is still referred to. May be called again."""
-        if not self._closed:
+        """Give memory, threads and files back, also where the object is still referred to. May be called again.
+
+        It waits for a pass that another thread has under way; that thread's call then ends with a RuntimeError. Ctrl-C
+        ends the waiting for what is given back, not the giving back.
+        """
+        if self._engine.is_forked:
+            return
+        with self._lock:
             self._closed = True
-            with ExitStack() as owned:  # the last first: weights may be on their way into pages that were lent
-                owned.callback(self._cache.close)
-                owned.callback(self._engine.destroy)
-                owned.callback(self._batcher.close)
-                owned.callback(self._runner.close)
-                owned.callback(self._encoder.close)
+            self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -298,3 +311,11 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this LLM was closed; make a new one")
+        self._engine.check_process()
+
+
+def _call_from_the_last(closers: Sequence[Callable[[], None]]) -> None:
+    """Each is called whatever those before it raise. Weights may be on their way into pages that were lent."""
+    with ExitStack() as owned:
+        for close in closers:
+            owned.callback(close)

@@ -1,7 +1,7 @@
 """The prompts of one call of `LLM.stream`, from texts that wait to completions."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from zinfer.batching.batcher import Batcher
@@ -69,12 +69,14 @@ class Call:
         """Whether no text is left to wait for."""
         return not self._waiting
 
-    def step(self) -> Iterator[Completion]:
+    def step(self) -> list[Completion]:
         """Have a pass computed; the texts that are complete by now."""
+        complete = []
         for finished in self._batcher.step():
             index, sample = self._waiting.pop(finished.number)
             reason, logprobs, error = finished.finish_reason, finished.logprobs, finished.error
-            yield Completion(index, sample, finished.text, finished.token_ids, reason, logprobs, error)
+            complete.append(Completion(index, sample, finished.text, finished.token_ids, reason, logprobs, error))
+        return complete
 
     def _add(self, index: int, prompt: PromptLike, params: SamplingParams) -> None:
         token_ids, params = self._encoder.encode(prompt, params)
