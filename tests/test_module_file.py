@@ -172,7 +172,8 @@ def test_odd_things_in_a_module_stay_as_they_are(tmp_path: Path) -> None:
     with loaded(model, on_disk(tmp_path), injection_policy={Odd: ()}) as engine:
         assert engine.stats().blocks_by_home["DISK"] == 2
         for _ in range(2):
-            assert torch.equal(engine(x), expected)
+            # Not bit by bit: a matrix library may sum a transposed weight in another order than its contiguous copy.
+            torch.testing.assert_close(engine(x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_its_memory_is_let_go_and_all_is_given_back(batch: Tensors, tmp_path: Path) -> None:
