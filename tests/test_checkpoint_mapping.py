@@ -13,6 +13,7 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 from typer.testing import CliRunner
 
 import zinfer
+from zinfer.checkpoint import Checkpoint, JoinedTensor
 from zinfer.cli import app
 from zinfer.errors import CheckpointError
 
@@ -75,6 +76,19 @@ def test_a_store_and_its_report(tmp_path: Path) -> None:
         wanted = engine(input_ids=IDS).logits
     with loaded(tmp_path / "store", NVME) as engine:
         assert torch.equal(engine(input_ids=IDS).logits, wanted)
+
+
+def test_pieces_of_three_dimensions(tmp_path: Path) -> None:
+    """Convolutions of queries, keys and values that a module has as one (kimi_linear, olmo_hybrid)."""
+    tensors = {name: torch.randn(rows, 1, 4) for name, rows in (("q", 8), ("k", 8), ("v", 16))}
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    entries = Checkpoint.of_file(tmp_path / "model.safetensors").tensors
+    pieces = [entries[name] for name in tensors]
+    joined = JoinedTensor.of("conv", (32, 1, 4), pieces)
+    assert joined is not None
+    assert joined.pieces == tuple(pieces)
+    for shape in [(33, 1, 4), (16, 2, 4), (32, 4), (128,)]:
+        assert JoinedTensor.of("conv", shape, pieces) is None
 
 
 def test_an_expert_that_is_missing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -20,13 +21,12 @@ class JoinedTensor:
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], pieces: Sequence[TensorEntry]) -> "JoinedTensor | None":
         """None where the pieces do not make up the shape: rows of another width, other numbers of them, two dtypes."""
-        columns = shape[-1] if shape else 1
-        rows = [piece.shape[0] if len(piece.shape) > 1 else 1 for piece in pieces]
-        fits = all(len(piece.shape) in (1, 2) and piece.shape[-1] == columns for piece in pieces)
-        numel = 1
-        for size in shape:
-            numel *= size
-        if not fits or sum(rows) * columns != numel or len({piece.dtype for piece in pieces}) != 1:
+        fits = all(
+            piece.shape[1:] == shape[1:] or (len(piece.shape) in (1, 2) and piece.shape[-1:] == shape[-1:])
+            for piece in pieces
+        )
+        numel = sum(prod(piece.shape) for piece in pieces)
+        if not fits or numel != prod(shape) or len({piece.dtype for piece in pieces}) != 1:
             return None
         return cls(name, shape, tuple(pieces))
 
