@@ -124,7 +124,13 @@ class LLM:
         self._runner = PassRunner(self._engine, self._cache, self._graphs)
         window = common_window(module.config)
         self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, window)
-        closers = (self._cache.close, self._engine.destroy, self._batcher.close, self._runner.close, self._encoder.close)
+        closers = (
+            self._cache.close,
+            self._engine.destroy,
+            self._batcher.close,
+            self._runner.close,
+            self._encoder.close,
+        )
         self._close = Uninterrupted(partial(_call_from_the_last, closers))
         token_bytes = shape.token_bytes(budget.kv_dtype)
         self._outlook = JobOutlook(budget, window, token_bytes, self._engine.outlook.pass_time)
