@@ -2,19 +2,22 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import tiny_checkpoint
-from plan_support import CONFIGS, NUM_PARAMS, QUANTIZED_ELSEWHERE, write_config
+from plan_support import CONFIGS, NUM_PARAMS, QUANTIZED_ELSEWHERE, SMALL_LLAMA, machine_with, write_config
 from probe_support import CARD, made_up_device, made_up_findings
 from typer.testing import CliRunner, Result
 
 import zinfer
 from zinfer.cli import app
 from zinfer.errors import CheckpointError
+from zinfer.planning.preset_names import PRESET_NAMES
 from zinfer.planning.presets import PRESETS
 
 
@@ -131,6 +134,7 @@ def test_what_cannot_be_planned_is_refused_in_words(checkpoint: Path, tmp_path: 
     check_refused(zinfer_plan(tmp_path / "nowhere", "--machine", "h200"), "no such folder")
     fits_not = zinfer_plan(large, "--machine", "a6000", "--batch-size", "64")
     check_refused(fits_not, "the request does not fit", "KV cache", "lower the batch size first")
+    check_refused(fits_not, "what would fit: a job that shares its passes (--rows 64 instead of --batch-size), or --b")
     check_refused(zinfer_plan(large, "--machine", "h200", "--prompt-len", "2048"), "the model's positions (2048)")
     check_refused(zinfer_plan(large, "--probe", str(tmp_path / "none.json")), "none.json", "zinfer probe --json")
 
@@ -159,7 +163,47 @@ def test_a_config_alone_does_not_tell_which_weights_are_quantized(tmp_path: Path
 
 def test_without_files_and_record_a_probe_is_asked_for(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "large", CONFIGS["OPT-175B"])
-    check_refused(zinfer_plan(folder), "run `zinfer probe --path FOLDER` once")
+    named = "plan for a machine that is known with --machine (`zinfer plan --machine list` lists them)"
+    check_refused(zinfer_plan(folder), "run `zinfer probe --path FOLDER` once", named)
+
+
+def test_a_machine_that_is_not_known_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    """In a process of its own, which imports neither torch nor transformers for it."""
+    assert set(PRESET_NAMES) == set(PRESETS)
+    code = (
+        "import sys; from zinfer.cli import app\n"
+        f"try: app(['plan', '--model', {str(tmp_path / 'none')!r}, '--machine', 'b200'])\n"
+        "finally: print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "False False\n"), ended.stderr
+    assert "--machine b200: no such preset; there are a6000, h200 (`--machine list`)" in ended.stderr
+
+
+def test_a_batch_size_of_a_job_is_refused(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, SMALL_LLAMA)
+    refused = zinfer_plan(folder, "--machine", "h200", "--rows", "9", "--batch-size", "32")
+    check_refused(refused, "--batch-size", "--rows plans a job", "zinfer.max_sequences")
+
+
+def test_a_refusal_names_what_was_stated_and_what_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, lengths = (
+        write_config(tmp_path, SMALL_LLAMA | {"vocab_size": 512}),
+        ("--prompt-len", "16", "--new-tokens", "4"),
+    )
+    options = ("--machine", "a6000", "--batch-size", "2", *lengths)
+    fits = "what would fit: zinfer.quantization {"
+    monkeypatch.setitem(PRESETS, "a6000", machine_with(833_500_000, 10**10))
+    refused = zinfer_plan(folder, *options)
+    check_refused(refused, "the device memory for weights is", "set zinfer.num_slots to 1, or quantize", fits)
+    assert "max_device_memory" not in refused.stderr
+    config = tmp_path / "ds.json"
+    config.write_text('{"zinfer": {"max_device_memory": "1MB", "num_slots": 2}}')
+    refused = zinfer_plan(folder, *options, "--config", str(config))
+    check_refused(refused, "zinfer.max_device_memory is 1.00 MB", "raise it, or lower zinfer.num_slots, or quantize")
+    monkeypatch.setitem(PRESETS, "a6000", machine_with(1_000_000_000, 10**10))
+    refused = zinfer_plan(folder, "--machine", "a6000", "--batch-size", "4096", "--prompt-len", "64")
+    check_refused(refused, "what would fit: --batch-size ", "lower the batch size first")
 
 
 def test_the_model_must_be_named() -> None:

@@ -130,9 +130,10 @@ def find_budget(
     if stated.kv_cache_memory is None and most_tokens is not None:
         num_pages = min(num_pages, room.max_sequences * -(-most_tokens // page_size))
     if num_pages < 1:
+        raised = "raise zinfer.kv_cache_memory, or " if stated.kv_cache_memory is not None else ""
         raise PlanError(
             f"a page of the KV cache, {page_size} tokens, takes {human_bytes(page_bytes)}, and {human_bytes(kv_bytes)} "
-            "are there for it; raise zinfer.kv_cache_memory or lower zinfer.kv_page_size"
+            f"are there for it; {raised}set zinfer.kv_page_size to less"
         )
     return BatchingBudget(
         tokens_per_pass=room.tokens,

@@ -4,7 +4,7 @@ Sizes that the configuration leaves open are chosen one after the other, each th
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
@@ -191,6 +191,22 @@ def job_advice(
         where = "host" if moved.budget.is_hosted else "device"
         compare(f"KV cache in {where} memory, {json.dumps(moved.configuration(given or {}))}", moved)
     return [words for _, words in sorted(found, reverse=True)]
+
+
+def fitting_changes(outline: Outline, machine: Machine, settings: Settings, job: Job) -> Iterator[str]:
+    """What would do where a job does not fit: each change was planned, and does."""
+    for words, smaller in quantized_outlines(outline, settings):
+        if fits(smaller, machine, settings, job):
+            yield words
+
+
+def fits(outline: Outline, machine: Machine, settings: Settings, job: Job) -> bool:
+    """Whether there are sizes with which the job can be run."""
+    try:
+        plan_job(outline, machine, settings, job)
+    except PlanError:
+        return False
+    return True
 
 
 def _in_other_memory(outline: Outline, machine: Machine, settings: Settings, job: Job) -> JobPlan | None:

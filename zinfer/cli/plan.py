@@ -11,7 +11,7 @@ from zinfer.cli.ending import failing_disk_explained, importing
 
 if TYPE_CHECKING:
     from zinfer.config import Settings
-    from zinfer.planning.outline import Outline
+    from zinfer.errors import PlanError
     from zinfer.planning.presets import Machine
 
 
@@ -20,7 +20,9 @@ def plan(
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
     machine: Annotated[str | None, typer.Option(help="A preset instead of this machine; `list` lists them.")] = None,
     probe: Annotated[Path | None, typer.Option(help="Rates that `zinfer probe --json` printed.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts computed together.")] = 32,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Prompts computed together; 32 if not stated. A job chooses for itself.")
+    ] = None,
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated after each prompt.")] = 128,
     rows: Annotated[int | None, typer.Option(min=1, help="Plan a job of so many such rows instead of a batch.")] = None,
@@ -39,9 +41,19 @@ def plan(
         return
     if model is None:
         raise typer.BadParameter("say which model to plan for", param_hint="--model")
+    if batch_size is not None and (rows is not None or input is not None):
+        raise typer.BadParameter(
+            f"is of a batch, but {'--rows' if input is None else '--input'} plans a job, which chooses how many texts "
+            "run at once; remove it, or state zinfer.max_sequences in --config",
+            param_hint="--batch-size",
+        )
     with failing_disk_explained():
+        if machine is not None:
+            from zinfer.planning.preset_names import check_preset_name
+
+            check_preset_name(machine)
         if rows is None and input is None:
-            _print_plan(model, config, machine, probe, (batch_size, prompt_len, new_tokens), as_json=as_json)
+            _print_plan(model, config, machine, probe, (batch_size or 32, prompt_len, new_tokens), as_json=as_json)
         else:
             _print_job(model, config, machine, probe, rows, input, (prompt_len, new_tokens), as_json=as_json)
 
@@ -56,17 +68,28 @@ def _print_plan(
     as_json: bool,
 ) -> None:
     with importing():
+        from zinfer.batching.job_plan import Job, fits
         from zinfer.config import resolve_settings
-        from zinfer.planning.advice import advise
+        from zinfer.errors import PlanError
+        from zinfer.planning.advice import advise, fitting_changes
         from zinfer.planning.forecast import make_forecast
         from zinfer.planning.outline import read_outline
+        from zinfer.planning.presets import this_machine
         from zinfer.planning.request import Request
         from zinfer.planning.table import plan_document, plan_table
 
     settings, request = resolve_settings(config), Request(*lengths)
+    named = _named_machine(machine_name, probe, settings, model)
     outline = read_outline(model, settings.dtype, settings.quantization)
-    machine = _choose_machine(machine_name, probe, settings, outline)
-    forecast = make_forecast(outline, machine, settings, request)
+    machine = named or this_machine(settings, outline.files)
+    try:
+        forecast = make_forecast(outline, machine, settings, request)
+    except PlanError as error:
+        changes = list(fitting_changes(outline, machine, settings, request))
+        size, prompt_len, new_tokens = lengths
+        if fits(outline, machine, settings, Job(size, [prompt_len], [new_tokens])):
+            changes.insert(0, f"a job that shares its passes (--rows {size} instead of --batch-size)")
+        raise _with_changes(error, changes) from error
     advice = advise(outline, machine, settings, forecast)
     if as_json:
         print(json.dumps(plan_document(outline, machine, forecast, advice), indent=2))
@@ -89,27 +112,32 @@ def _print_job(
     as_json: bool,
 ) -> None:
     with importing():
-        from zinfer.batching.job_plan import Job, job_advice, plan_job
+        from zinfer.batching.job_plan import Job, fitting_changes, job_advice, plan_job
         from zinfer.batching.job_table import job_document, job_table
         from zinfer.config import resolve_settings
         from zinfer.config.source import config_source
-        from zinfer.errors import ConfigError
+        from zinfer.errors import ConfigError, PlanError
         from zinfer.jobs.lengths import sample_lengths
         from zinfer.jobs.room import Room
         from zinfer.planning.outline import read_outline
+        from zinfer.planning.presets import this_machine
 
     if rows is not None and input is not None:
         raise ConfigError("--rows and --input both say how many rows there are; remove one of the two")
     settings, given = resolve_settings(config), config_source(config).keys
+    named = _named_machine(machine_name, probe, settings, model)
     outline = read_outline(model, settings.dtype, settings.quantization)
-    machine = _choose_machine(machine_name, probe, settings, outline)
+    machine = named or this_machine(settings, outline.files)
     prompt_len, new_tokens = lengths
     num_looked_at = num_unusable = 0
     job = Job(rows or 1, [prompt_len], [new_tokens])
     if input is not None:
         room = Room.of_decoder(outline.max_positions, settings.max_out_tokens)
         job, num_looked_at, num_unusable = sample_lengths(input, model, outline.config, new_tokens, room)
-    planned = plan_job(outline, machine, settings, job)
+    try:
+        planned = plan_job(outline, machine, settings, job)
+    except PlanError as error:
+        raise _with_changes(error, list(fitting_changes(outline, machine, settings, job))) from error
     advice = job_advice(outline, machine, settings, planned, given)
     if as_json:
         print(json.dumps(job_document(outline, machine, job, planned, advice, given), indent=2))
@@ -123,8 +151,16 @@ def _print_job(
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _choose_machine(name: str | None, probe: Path | None, settings: "Settings", outline: "Outline") -> "Machine":
+def _with_changes(error: "PlanError", changes: list[str]) -> "PlanError":
+    from zinfer.errors import PlanError
+
+    return PlanError(f"{error}; what would fit: {', or '.join(changes)}") if changes else error
+
+
+def _named_machine(name: str | None, probe: Path | None, settings: "Settings", model: Path) -> "Machine | None":
+    """What can be told before the model is read, which takes its time; None: this machine, by the model's files."""
     from zinfer.errors import ConfigError
+    from zinfer.planning.outline import holds_config_alone
     from zinfer.planning.presets import find_preset, probed_machine, this_machine
 
     if name is not None and probe is not None:
@@ -133,4 +169,4 @@ def _choose_machine(name: str | None, probe: Path | None, settings: "Settings", 
         return find_preset(name, settings)
     if probe is not None:
         return probed_machine(settings, probe)
-    return this_machine(settings, outline.files)
+    return this_machine(settings, ()) if holds_config_alone(model) else None

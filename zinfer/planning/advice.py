@@ -46,6 +46,18 @@ def advise(outline: Outline, machine: Machine, settings: Settings, forecast: For
     return tuple(sorted(found, key=lambda advice: -advice.gain))
 
 
+def fitting_changes(outline: Outline, machine: Machine, settings: Settings, request: Request) -> Iterator[str]:
+    """What would do where a request does not fit: each change was planned, and does."""
+    batch_size = request.batch_size
+    while batch_size := batch_size // 2:
+        if _try(outline, machine, settings, replace(request, batch_size=batch_size)) is not None:
+            yield f"--batch-size {batch_size}"
+            break
+    for change, smaller in quantized_outlines(outline, settings):
+        if _try(smaller, machine, settings, request) is not None:
+            yield change
+
+
 def _without_offload_device(
     outline: Outline, machine: Machine, settings: Settings, forecast: Forecast
 ) -> Iterator[tuple[str, float]]:

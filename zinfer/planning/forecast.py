@@ -114,12 +114,19 @@ def _plan(outline: Outline, machine: Machine, settings: Settings, limits: Machin
     except PlanError as error:
         if limits.device_bytes == machine.limits.device_bytes:
             raise
-        make_plan(blocks, layers, machine.limits, settings)  # raises for whatever else is too small
+        # Raises for whatever else is too small: other memory, or the device itself, whatever is asked of the model.
+        make_plan(blocks, layers, replace(machine.limits, device_bytes=_device_bytes_alone(machine)), settings)
         raise PlanError(
             f"the request does not fit: it leaves {human_bytes(limits.device_bytes)} of "
             f"{human_bytes(machine.device_memory_bytes)} device memory for weights, too little to stream through "
             f"({_taken(footprint)}); lower the batch size first, then the lengths of prompts and outputs"
         ) from error
+
+
+def _device_bytes_alone(machine: Machine) -> int:
+    """For weights, where no request takes anything."""
+    left_bytes = weight_budget(machine.device_memory_bytes, Footprint(0, 0, 0), on_cuda=machine.limits.on_cuda)
+    return min(machine.limits.device_bytes, left_bytes)
 
 
 def _taken(footprint: Footprint) -> str:

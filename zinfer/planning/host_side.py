@@ -108,15 +108,21 @@ class _HostPlanner:
             beside = f", and {human_bytes(kv_bytes)} of keys and values; lower zinfer.kv_cache_memory"
         if least.host_bytes <= self.limits.host_bytes:
             given, needed = self.limits.pinned_bytes + kv_bytes, least.pinned_bytes + kv_bytes
+            what = self._named("max_pinned_memory", "the host memory that may be pinned")
             return PlanError(
-                f"zinfer.max_pinned_memory is {human_bytes(given)}; at least {needed} "
+                f"{what} is {human_bytes(given)}; at least {needed} "
                 f"bytes ({human_bytes(needed)}) are needed, for {staging}{beside}"
             )
         given, needed = self.limits.host_bytes + kv_bytes, least.host_bytes + kv_bytes
+        what = self._named("max_host_memory", "the host memory for weights")
         return PlanError(
-            f"zinfer.max_host_memory is {human_bytes(given)}; at least {needed} bytes "
+            f"{what} is {human_bytes(given)}; at least {needed} bytes "
             f"({human_bytes(needed)}) are needed: {staging}, and the weights that no file holds{beside}"
         )
+
+    def _named(self, key: str, otherwise: str) -> str:
+        """A budget by its key, if that is what states it."""
+        return otherwise if getattr(self.settings.memory, key) is None else f"zinfer.{key}"
 
     def _check_offload(self, in_memory: list[Block]) -> None:
         """What no file holds as it is has one home when it is streamed, host memory."""

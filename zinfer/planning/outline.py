@@ -99,7 +99,7 @@ def read_outline(
     """
     folder = absolute(model)
     weights: Mapping[str, Weight]
-    if _holds_config_alone(folder):
+    if holds_config_alone(folder):
         checkpoint = Checkpoint(folder, {}, {}, 0, "")
         _check_config(checkpoint, dtype)
         tree = build_meta_model(checkpoint, dtype)
@@ -160,7 +160,9 @@ def _owner(name: str, ties: Mapping[str, str]) -> str:
     return name
 
 
-def _holds_config_alone(folder: Path) -> bool:
+def holds_config_alone(model: str | os.PathLike[str]) -> bool:
+    """Whether it is a folder with config.json and no weights."""
+    folder = absolute(model)
     return (folder / _CONFIG_NAME).is_file() and not any(_weight_files(folder))
 
 

@@ -18,6 +18,7 @@ from zinfer.offload.block import Block, Home, Tier
 from zinfer.offload.conversions import conversion_bytes
 from zinfer.planning.host_side import HostSide, choose_host_side, most_ring_bytes, spread
 from zinfer.planning.machine import MachineLimits
+from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.units import human_bytes
 
 _DEFAULT_NUM_SLOTS: Final = 2
@@ -143,11 +144,23 @@ class _Planner:
             needed.append(self._device_bytes(resident))
             if needed[-1] <= budget:
                 return resident
+        raise self._too_little_device_memory(budget, min(needed))
+
+    def _too_little_device_memory(self, budget: int, needed: int) -> PlanError:
+        """What to change: of keys with a budget only one that was stated."""
         largest = max(self.blocks, key=lambda block: block.nbytes)
-        raise PlanError(
-            f"zinfer.max_device_memory is {human_bytes(budget)}, too small to stream through {self.num_slots} slots: "
-            f"the largest block, {largest.name}, takes {human_bytes(largest.nbytes)}. At least {min(needed)} bytes "
-            f"({human_bytes(min(needed))}) are needed; raise it, or lower zinfer.num_slots"
+        what, remedies = "the device memory for weights", []
+        if self.settings.memory.max_device_memory is not None:
+            what, remedies = "zinfer.max_device_memory", ["raise it"]
+        if self.num_slots > 1:
+            remedies.append("lower zinfer.num_slots" if self.settings.num_slots else "set zinfer.num_slots to 1")
+        if not any(isinstance(tensor, SlabMatrix) for block in self.blocks for tensor in block.layout.tensors):
+            remedies.append('quantize the weights (zinfer.quantization {"bits": 4, "group_size": 128})')
+        remedies = remedies or ["use a device with more memory"]
+        return PlanError(
+            f"{what} is {human_bytes(budget)}, too small to stream through {self.num_slots} slots: "
+            f"the largest block, {largest.name}, takes {human_bytes(largest.nbytes)}. At least {needed} bytes "
+            f"({human_bytes(needed)}) are needed; {', or '.join(remedies)}"
         )
 
     def _resident_choices(self) -> list[frozenset[int]]:

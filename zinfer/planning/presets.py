@@ -10,6 +10,7 @@ import torch
 from zinfer.config import Settings
 from zinfer.errors import ConfigError
 from zinfer.planning.machine import MachineLimits, find_limits, free_device_bytes
+from zinfer.planning.preset_names import check_preset_name
 from zinfer.planning.rates import Rates
 
 _HOST_SHARE: Final = 0.8  # as `zinfer.planning.machine` lends: the rest is the host's own
@@ -90,8 +91,7 @@ def find_preset(name: str, settings: Settings) -> Machine:
     Raises:
         ConfigError: no such one (it lists them), or the configuration asks for a CPU.
     """
-    if name not in PRESETS:
-        raise ConfigError(f"--machine {name}: no such preset; there are {', '.join(PRESETS)} (`--machine list`)")
+    check_preset_name(name)
     if settings.device == "cpu":
         raise ConfigError(f'zinfer.device is "cpu", but --machine {name} is a GPU; remove one of the two')
     machine, memory = PRESETS[name], settings.memory

@@ -46,8 +46,9 @@ def known_rates(device: torch.device, files: Sequence[Path] | None) -> Rates:
     found = recall(read_card(device.type))
     if found is None and files is not None and not files:
         raise ConfigError(
-            "no file to measure the disk with, and no findings of this machine on record; run `zinfer probe --path "
-            "FOLDER` once, FOLDER being on the disk that is to hold the checkpoint"
+            "no file to measure the disk with, and no findings of this machine on record; plan for a machine that is "
+            "known with --machine (`zinfer plan --machine list` lists them), or run `zinfer probe --path FOLDER` once, "
+            "FOLDER being on the disk that is to hold the checkpoint"
         )
     by_disk = _files_by_disk(files or ())
     with _lock:
