@@ -1,5 +1,8 @@
 """The footprint is a bound: above the measured peak of `generate`, and not far above it."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -177,6 +180,16 @@ def test_the_bound_of_encoders_holds_and_is_near(family: str, attention: str, dt
             )
         most_over = 3.5 if (family, attention) == ("bart", "eager") else MOST_OVER  # its softmax is no float32 one
         check_bound(find_encoding_footprint(shape, dtype, num_rows, row_len, on_cuda=False), peak_bytes, most_over)
+
+
+def test_a_cpu_without_16_bit_products_stays_within_the_bound() -> None:
+    """oneDNN then sums them in float32 buffers; which instructions it may use it reads once a process."""
+    test = f"{__file__}::test_the_bound_of_encoders_holds_and_is_near[llama-sdpa-torch.bfloat16]"
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", test], env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stdout
 
 
 def cache_bytes(cache: Any) -> int:

@@ -56,7 +56,7 @@ class PassRoom:
         """
         shape = _batched_shape(config)
         most_part_bytes = free_bytes * _MOST_PART_SHARE if on_cuda else 0
-        fitting = (count for count in _PART_TOKENS if _part_bytes(shape, dtype, count) <= most_part_bytes)
+        fitting = (count for count in _PART_TOKENS if _part_bytes(shape, dtype, count, on_cuda) <= most_part_bytes)
         part_tokens = next(fitting, _PART_TOKENS[-1])
         most_bytes = free_bytes * _MOST_ACTIVATION_SHARE if on_cuda else math.inf
         most = _MOST_TOKENS_FROM_DISK if from_disk and on_cuda else _MOST_TOKENS_PER_PASS
@@ -64,7 +64,7 @@ class PassRoom:
             tokens = stated.tokens_per_pass or most
             sequences = min(_MAX_SEQUENCES, most // _LEAST_TOKENS_PER_SEQUENCE)
             max_sequences = min(stated.max_sequences or sequences, tokens)
-            nbytes = _activation_bytes(shape, dtype, tokens, part_tokens, max_sequences)
+            nbytes = _activation_bytes(shape, dtype, tokens, part_tokens, max_sequences, on_cuda)
             if nbytes <= most_bytes or most == _FEWEST_TOKENS_PER_PASS:
                 return cls(tokens, min(tokens, part_tokens), max_sequences, nbytes)
             most //= 2
@@ -81,14 +81,16 @@ def _batched_shape(config: PretrainedConfig) -> ModelShape:
     return replace(shape, expanded=shape.num_heads * (kept.key_dim + 2 * kept.value_dim))
 
 
-def _activation_bytes(shape: ModelShape, dtype: torch.dtype, tokens: int, part_tokens: int, max_sequences: int) -> int:
+def _activation_bytes(
+    shape: ModelShape, dtype: torch.dtype, tokens: int, part_tokens: int, max_sequences: int, on_cuda: bool
+) -> int:
     """A part's activations, the residual stream of the pass, and the logits."""
-    part_bytes = _part_bytes(shape, dtype, min(tokens, part_tokens))
-    logits = find_footprint(shape, dtype, Request(max_sequences, 1, 1), on_cuda=False)
+    part_bytes = _part_bytes(shape, dtype, min(tokens, part_tokens), on_cuda)
+    logits = find_footprint(shape, dtype, Request(max_sequences, 1, 1), on_cuda=on_cuda)
     residual = _RESIDUAL_COPIES * tokens * shape.hidden * dtype.itemsize
     return max(part_bytes, logits.activation_bytes) + residual
 
 
-def _part_bytes(shape: ModelShape, dtype: torch.dtype, tokens: int) -> int:
+def _part_bytes(shape: ModelShape, dtype: torch.dtype, tokens: int, on_cuda: bool) -> int:
     """Activations of a layer as transformers' modules make them."""
-    return find_footprint(shape, dtype, Request(1, tokens, 1), on_cuda=False).activation_bytes
+    return find_footprint(shape, dtype, Request(1, tokens, 1), on_cuda=on_cuda).activation_bytes

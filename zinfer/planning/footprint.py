@@ -57,7 +57,7 @@ def find_footprint(
         shape: of the model.
         dtype: of its weights, activations and cache.
         request: the batch, every prompt as long as the longest.
-        on_cuda: whether every attention has a fused kernel.
+        on_cuda: whether every attention has a fused kernel, and no product of 16-bit numbers needs wider ones.
         dequantized_bytes: of the largest quantized matrix in full, which a product of many tokens makes.
     """
     middle = request.prompt_len + (request.new_tokens + 1) // 2
@@ -187,8 +187,14 @@ class _Forward:
         return alive + core + copied + (scores or fused)
 
     def _mlp(self, q: int) -> int:
-        """Residual, input and output, and the intermediates (`LlamaMLP`, `GPT2MLP` with `NewGELUActivation`)."""
-        return self._elements(q, 3 * self.shape.hidden + self.shape.mlp_copies * self.shape.mlp)
+        """Residual, input and output, and the intermediates (`LlamaMLP`, `GPT2MLP` with `NewGELUActivation`).
+
+        On CPUs without instructions for 16-bit products oneDNN sums each one in a float32 buffer of its own; elsewhere
+        in a layer there is room for it, for less is alive during products than after them.
+        """
+        is_widened = not self.on_cuda and self.itemsize < _FLOAT_BYTES
+        widened = self.num_rows * q * self.shape.mlp * _FLOAT_BYTES if is_widened else 0
+        return self._elements(q, 3 * self.shape.hidden + self.shape.mlp_copies * self.shape.mlp) + widened
 
     def _norm(self, q: int) -> int:
         """`LlamaRMSNorm`: residual and result, and two float32 copies between them."""
