@@ -166,12 +166,12 @@ def test_disagreements_between_config_and_keyword_arguments() -> None:
             "weight_quantization.post_init_quant.fc1.group_size = 0: expected a whole number of at least 1",
         ),
         (
-            {"weight_quantization": {"quantized_initialization": {**GROUPS, "group_dim": 0}}},
-            "weight_quantization.quantized_initialization.group_dim = 0: expected 1: neighbouring columns share a ",
+            {"weight_quantization": {"quantized_initialization": {**GROUPS, "group_dim": 2}}},
+            "weight_quantization.quantized_initialization.group_dim = 2: expected a whole number from 0 to 1",
         ),
         (
-            {"weight_quantization": {"post_init_quant": {"fc1": {**GROUPS, "group_dim": 0}}}},
-            "weight_quantization.post_init_quant.fc1.group_dim = 0: expected 1: ",
+            {"weight_quantization": {"post_init_quant": {"fc1": {**GROUPS, "group_dim": -1}}}},
+            "weight_quantization.post_init_quant.fc1.group_dim = -1: expected a whole number from 0 to 1",
         ),
         (
             {"weight_quantization": {"post_init_quant": {"fc1": {"num_bit": 4}}}},

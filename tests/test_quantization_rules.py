@@ -133,6 +133,11 @@ def test_queries_keys_and_values_may_be_left_out(name: str, is_qkv: bool) -> Non
     assert EVERYTHING.format_for(name, 64, 32) == INT8
 
 
+def test_documents_of_former_stores_are_those_of_the_same_rules() -> None:
+    assert "group_dim" not in EVERYTHING.as_document()["rules"][0]
+    assert Quantization((QuantRule(group_dim=0),)).as_document()["rules"][0]["group_dim"] == 0
+
+
 def test_patterns_without_a_match_are_known() -> None:
     rules = Quantization((QuantRule("fc1"), QuantRule("fc3"), QuantRule()), include=("fc", "q_prj"), exclude=("h.9",))
     assert rules.patterns_without_a_match(iter(["h.0.fc1.weight", "h.0.fc2.weight"])) == ("fc3", "q_prj", "h.9")

@@ -190,3 +190,60 @@ def test_a_pattern_of_deepspeed_without_a_match_is_told(tmp_path: Path, caplog: 
     (line,) = [each.getMessage() for each in caplog.records if "post_init_quant" in each.getMessage()]
     assert line.startswith("post_init_quant: the pattern 'fc1' occurs in no parameter of this model, whose names are ")
     assert line.endswith("; nothing is quantized by it")
+
+
+@pytest.mark.parametrize("home", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_rows_share_scales_under_group_dim_0(name: str, home: str, tmp_path: Path) -> None:
+    """GPT-2 holds its matrices transposed, so that their rows are neighbours in memory."""
+    model, format = tiny_model(name, num_layers=2), QuantFormat(4, 32, symmetric=False)
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    matrices = [key for key in expected if ".mlp." in key and key.endswith(".weight")]
+    for key in matrices:
+        is_turned = name == "gpt2"
+        rows = expected[key].T if is_turned else expected[key]
+        values = dequantize_ref(quantize(rows.T.contiguous(), format)).T
+        expected[key] = values.T if is_turned else values
+    groups = {"num_bits": 4, "group_size": 32, "group_dim": 0, "symmetric": False}
+    offload = {"device": home} | ({"nvme_path": str(tmp_path)} if home == "nvme" else {})
+    config = {
+        "weight_quantization": {"post_init_quant": {"mlp": groups}},
+        "zero_optimization": {"offload_param": offload},
+        "zinfer": {"device": "cpu"},
+    }
+    reference = tiny_model(name, num_layers=2)
+    reference.load_state_dict(expected)
+    engine = zinfer.init_inference(model, config)
+    try:
+        state = engine.module.state_dict()
+        assert len(matrices) >= 4
+        assert all(torch.equal(state[key], expected[key]) for key in matrices)
+        ids = torch.tensor([[5, 6, 7]])
+        with torch.no_grad():
+            torch.testing.assert_close(engine(ids).logits, reference.eval()(ids).logits)
+    finally:
+        engine.destroy()
+
+
+def test_what_group_dim_0_cannot_be_is_said(folder: Path, tmp_path: Path) -> None:
+    def section(**more: object) -> dict[str, Any]:
+        return {"quantized_initialization": {"num_bits": 8, "group_dim": 0} | more}
+
+    with pytest.raises(ConfigError, match=r"group_size = 48 does not divide the \d+ rows of "):
+        zinfer.init_inference(folder, {"weight_quantization": section(group_size=48), "zinfer": {"device": "cpu"}})
+    with pytest.raises(ConfigError, match=r"q_groups = 4 cuts a matrix row after row, and group_dim = 0 along its col"):
+        zinfer.init_inference(folder, {"weight_quantization": section(), "quant": {"q_groups": 4}})
+    with pytest.raises(
+        ConfigError, match=r"activations.* contradicts .*group_dim = 0.* without group_size or group_dim"
+    ):
+        zinfer.init_inference(
+            folder, {"weight_quantization": section(), "zinfer": {"quantization": {"activations": True}}}
+        )
+    offload = {"device": "nvme", "nvme_path": str(tmp_path / "store")}
+    config = {"weight_quantization": section(), "zero_optimization": {"offload_param": offload}}
+    with pytest.raises(
+        ConfigError, match=r"group_dim = 0: weights whose rows share scales are not written to a folder"
+    ):
+        zinfer.init_inference(folder, config, device="cpu")
+    with pytest.raises(ConfigError, match=r"group_dim = 0: .*experts.* holds several matrices"):
+        zinfer.init_inference(tiny_mixtral(), {"weight_quantization": section()}, device="cpu")

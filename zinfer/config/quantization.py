@@ -22,6 +22,7 @@ _SUBJECTS: Final = {
     "symmetric": "whether quantized weights have zero points",
     "is_float": "whether quantized weights are whole numbers",
     "grouping": "which elements share a scale",
+    "group_dim": "along which dimension elements share a scale",
 }
 _ACTIVATION_FORMAT: Final = Part(bits=8, symmetric=True, grouping=Grouping(num_groups=1))
 """Tokens are quantized one by one, so that the whole of one is its one group."""
@@ -160,6 +161,10 @@ def _general_rule(parts: list[tuple[Given, Part]]) -> QuantRule:
 def _rule(pattern: str | None, part: Part, origin: str) -> QuantRule:
     stated: dict[str, Any] = replace(part, grouping=None).stated()
     grouping = part.grouping or Grouping()
+    if part.group_dim == 0 and grouping.num_groups is not None:
+        raise ConfigError(
+            f"{origin} cuts a matrix row after row, and group_dim = 0 along its columns; state group_size instead"
+        )
     return QuantRule(
         pattern,
         group_size=grouping.group_size,
@@ -178,19 +183,20 @@ def _check_activations(
 ) -> None:
     """INT8 tensor cores multiply signed bytes and add up whole rows, so a row has one scale and no zero."""
     for rule in rules:
-        if rule.bits == 8 and rule.symmetric and not rule.is_float and rule.group_size is None:
+        if rule.bits == 8 and rule.symmetric and not rule.is_float and rule.group_size is None and rule.group_dim:
             continue
         sources = parts if rule.pattern is None else [by_name[rule.pattern]]
         culprit = next(item for item, part in sources if _is_beyond_int8(part))
         raise ConfigError(
             f"{activations} ({activations.source.label}) contradicts {culprit} ({culprit.source.label}): quantized "
-            "activations need weights of 8 bits, symmetric, whole numbers, without group_size; change one of them"
+            "activations need weights of 8 bits, symmetric, whole numbers, without group_size or group_dim 0; "
+            "change one of them"
         )
 
 
 def _is_beyond_int8(part: Part) -> bool:
     has_group_size = part.grouping is not None and part.grouping.group_size is not None
-    return part.bits == 4 or part.symmetric is False or bool(part.is_float) or has_group_size
+    return part.bits == 4 or part.symmetric is False or bool(part.is_float) or has_group_size or part.group_dim == 0
 
 
 def _contradiction(first: Given, second: Given, subject: str) -> ConfigError:

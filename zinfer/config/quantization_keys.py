@@ -18,6 +18,7 @@ _BITS: Final = "bits of a quantized weight, 4 or 8"
 _TYPE: Final = "symmetric, or asymmetric with zero points"
 _GROUPS: Final = "even parts that each matrix is cut into, row after row; 1: a scale per tensor"
 _SIZE: Final = "columns that share a scale"
+_DIMENSION: Final = "1: groups are of columns; 0: of rows, and such weights are dequantized for each product"
 _SWITCH: Final = "false: the section asks for nothing"
 
 
@@ -38,7 +39,7 @@ def _weights(parent: str) -> Iterable[Key]:
     yield section(inner, "the format of every weight that may be quantized")
     yield honoured(f"{inner}.num_bits", parsers.bits, _BITS)
     yield honoured(f"{inner}.group_size", parsers.group_size, _SIZE)
-    yield honoured(f"{inner}.group_dim", parsers.group_dim, "1: groups are of columns")
+    yield honoured(f"{inner}.group_dim", parsers.group_dim, _DIMENSION)
     yield honoured(f"{inner}.symmetric", parsers.symmetric, "without zero points")
 
 

@@ -32,6 +32,7 @@ class Part:
     symmetric: bool | None = None
     is_float: bool | None = None
     grouping: Grouping | None = None
+    group_dim: Literal[0, 1] | None = None
 
     def stated(self) -> dict[str, object]:
         """The fields that say something."""
@@ -72,11 +73,8 @@ def q_groups(value: object) -> Part:
 
 
 def group_dim(value: object) -> Part:
-    """The dimension of a weight [rows, columns] whose neighbours share a scale: 1. DeepSpeed has 0 as well, scales for
-    each column that several rows share; a product that sums over columns cannot apply them afterwards."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != 1:
-        raise Unusable("1: neighbouring columns share a scale; rows that share one (0) are not supported")
-    return Part()
+    """The dimension of a weight [rows, columns] whose neighbours share a scale: 1, or 0 for rows."""
+    return Part(group_dim=1 if count(0, 1)(value) == 1 else 0)
 
 
 def number_format(value: object) -> Part:

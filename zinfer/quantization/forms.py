@@ -74,7 +74,7 @@ class QuantizedForms:
         """The place of the parameter ``name`` of ``module``, at offset 0.
 
         Raises:
-            ConfigError: a rule names it and its groups do not divide it.
+            ConfigError: a rule names it and its groups do not divide it, or are of rows of several matrices.
         """
         shape = tuple(parameter.shape)
         plain = SlabTensor(name, parameter.dtype, shape)
@@ -85,6 +85,13 @@ class QuantizedForms:
         format = self._rules.format_for(name, parameter.numel() // max(columns, 1), columns)
         if format is None:
             return plain
+        if self._rules.groups_rows(name):
+            if len(shape) == 3:
+                raise ConfigError(
+                    f"group_dim = 0: {name} holds several matrices one below the other, whose rows cannot share "
+                    "scales; set it to 1, or leave the parameter out (zinfer.quantization.exclude)"
+                )
+            transposed = not transposed
         if self._scales_columns and isinstance(module, nn.Linear | Conv1D):
             format = replace(format, scales_columns=True)
         place = SlabMatrix(

@@ -66,6 +66,7 @@ class QuantRule:
         pattern: part of the module's name; None: every matrix that is not kept in full precision.
         bits: 4 or 8.
         group_size: columns that share a scale; None: a whole row.
+        group_dim: 0: rows share a scale instead, so many of them, or a whole column.
         symmetric: without zero points.
         is_float: 8 bits as e4m3 floating point.
         num_groups: instead of `group_size`, even parts of the whole matrix, row after row; 1: a scale per tensor.
@@ -80,18 +81,26 @@ class QuantRule:
     is_float: bool = False
     num_groups: int | None = None
     mlp_extra_grouping: bool = False
+    group_dim: Literal[0, 1] = 1
     origin: str = field(default="group_size", compare=False)
 
     def __post_init__(self) -> None:
         assert self.group_size is None or self.num_groups is None
 
     def format_for(self, name: str, rows: int, columns: int) -> QuantFormat:
-        """The format of a matrix that the rule fits. Raises ConfigError if it cannot be grouped so."""
+        """The format of a matrix that the rule fits, of its transpose where rows share scales.
+
+        Raises:
+            ConfigError: it cannot be grouped so.
+        """
+        along = "columns"
+        if self.group_dim == 0:
+            rows, columns, along = columns, rows, "rows"
         if self.num_groups is not None:
             return self._parts_of_the_whole(name, rows, columns)
         if self.group_size is not None and columns % self.group_size:
             raise ConfigError(
-                f"{self.origin} does not divide the {columns} columns of {name}; {_nearest(columns, self.group_size)}; "
+                f"{self.origin} does not divide the {columns} {along} of {name}; {_nearest(columns, self.group_size)}; "
                 "or leave the parameter out (zinfer.quantization.exclude)"
             )
         return QuantFormat(self.bits, self.group_size, self.symmetric, self.is_float)
@@ -166,11 +175,18 @@ class Quantization:
         """Whether products with a parameter that is quantized already quantize what it is multiplied with."""
         return self.activations and not self._is_excluded(name) and self._rule_for(name) is not None
 
+    def groups_rows(self, name: str) -> bool:
+        """Whether rows of a parameter that is quantized share scales, so that its transpose is what is stored."""
+        rule = self._rule_for(name)
+        return rule is not None and rule.group_dim == 0
+
     def as_document(self) -> dict[str, Any]:
         """The rules as JSON, without what only messages need: equal for rules that do the same."""
         document: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         for rule in document["rules"]:
             del rule["origin"]
+            if rule["group_dim"] == 1:  # as in the documents of stores that were written before there was another
+                del rule["group_dim"]
         return document
 
     def patterns_without_a_match(self, names: Iterable[str]) -> tuple[str, ...]:

@@ -63,6 +63,11 @@ class Source:
         rules = settings.quantization
         if rules is None:
             raise ConfigError("the configuration asks for no quantized weights; state zinfer.quantization.bits in it")
+        if any(rule.group_dim == 0 for rule in rules.rules):
+            raise ConfigError(
+                "group_dim = 0: weights whose rows share scales are not written to a folder; set it to 1, or have them "
+                'quantized while they are loaded (zero_optimization.offload_param.device "cpu", or none)'
+            )
         checkpoint = Checkpoint.open(model)
         _refuse_store(checkpoint.folder)
         tree = build_meta_model(checkpoint, settings.dtype)
