@@ -14,6 +14,7 @@ from engine_support import NUM_LAYERS, engine, folder, greedy, logits_of
 from engines import engine_for, loaded
 from loading_support import DISK
 from safetensors.torch import load_file
+from store_support import make_store
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -86,6 +87,15 @@ def test_the_state_of_quantized_weights_is_what_products_take(
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     assert_equal_state(saved.state_dict(), state)
     torch.testing.assert_close(logits_of(saved), expected)
+
+
+def test_what_is_saved_of_a_quantized_folder_is_in_full(folder: Path, tmp_path: Path) -> None:
+    make_store(folder, tmp_path / "store", bits=8)
+    with loaded(tmp_path / "store", DISK) as engine:
+        expected = logits_of(engine)
+        engine.module.save_pretrained(tmp_path / "saved")
+    with loaded(tmp_path / "saved", DISK) as engine:
+        torch.testing.assert_close(logits_of(engine), expected)
 
 
 def test_a_state_that_does_not_fit_in_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
     if model.can_generate():
         _load_generation_config(model, checkpoint)
     model.name_or_path = str(checkpoint.folder)
+    vars(model.config).pop("quantization_config", None)  # of the files; save_pretrained writes weights in full
     return model.eval().requires_grad_(False)
 
 
