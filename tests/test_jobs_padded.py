@@ -12,8 +12,8 @@ from jobs_support import CHAT_TEMPLATE, EOS, ResidentEngine, letters_model, lett
 
 from zinfer.batching.completion import Completion
 from zinfer.batching.sampling_params import SamplingParams
+from zinfer.errors import CheckpointError
 from zinfer.finite import BEFORE
-from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.padded import complete, left_padded
 from zinfer.jobs.prompts import Prompt, PromptMaker
 from zinfer.jobs.room import Limit, Room
@@ -270,5 +270,5 @@ def test_messages_go_through_the_chat_template() -> None:
 
 def test_no_model_folder_with_a_broken_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UnusableInput, match="has no tokenizer that loads"):
+    with pytest.raises(CheckpointError, match="has no tokenizer that loads"):
         PromptMaker.from_folder(tmp_path, None, 131, 4)

@@ -1,8 +1,9 @@
 """The module tree of a model: given with its weights, or built without them, parameters on the meta device."""
 
+import logging
 import os
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import torch
 import transformers
@@ -12,12 +13,17 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from zinfer import narrow
 from zinfer.checkpoint import Checkpoint
+from zinfer.checkpoint.config_checks import TOKEN_KEYS, Vocabulary, check_config, check_token_ids, read_config
 from zinfer.config import Settings
 from zinfer.config.listing import CheckpointListing
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.layers import check_classes, find_repeated
 from zinfer.model_class import find_class
 from zinfer.unfilled import Unfilled
+
+log = logging.getLogger(__name__)
+
+COMPUTE_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -34,8 +40,8 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
         CheckpointError: config.json describes no model that transformers builds.
     """
     config = _load_config(checkpoint)
+    config.dtype = dtype or _stated_dtype(config, checkpoint) or _commonest_dtype(checkpoint)
     try:
-        config.dtype = dtype or config.dtype or _commonest_dtype(checkpoint)
         with init_empty_weights(include_buffers=False), Unfilled():
             model: PreTrainedModel = find_class(config)._from_config(config, dtype=config.dtype)
     except Exception as error:  # a constructor fails in any way over what a file may say
@@ -92,18 +98,53 @@ def report_device(model: nn.Module, device: torch.device) -> None:
 
 
 def _load_config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
+    path = checkpoint.config_path
+    members = read_config(path)
+    check_config(path, members, len(checkpoint.tensors))
+    check_token_ids(path, members, None)
     try:
-        return AutoConfig.from_pretrained(str(checkpoint.folder), local_files_only=True, trust_remote_code=False)
+        config: transformers.PretrainedConfig = AutoConfig.from_pretrained(
+            str(checkpoint.folder), local_files_only=True, trust_remote_code=False
+        )
+        vocabulary = _vocabulary(config)
+        _drop_flash_attention(config)
     except Exception as error:  # as above
         raise CheckpointError(
-            f"{checkpoint.config_path}: not a configuration that transformers {transformers.__version__} reads: "
-            f"{_brief(error)}"
+            f"{path}: not a configuration that transformers {transformers.__version__} reads: {_brief(error)}"
         ) from error
+    check_token_ids(path, members, vocabulary)
+    return config
+
+
+def _vocabulary(config: transformers.PretrainedConfig) -> Vocabulary:
+    text = config.get_text_config()
+    usual = type(text)()
+    return Vocabulary(getattr(text, "vocab_size", None), {key: getattr(usual, key, None) for key in TOKEN_KEYS})
+
+
+def _drop_flash_attention(config: transformers.PretrainedConfig) -> None:
+    """Where the package is not there, transformers would fetch a kernel in its place."""
+    for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        named = getattr(each, "_attn_implementation_internal", None)
+        if isinstance(named, str) and named.startswith("flash"):
+            log.warning("config.json: attn_implementation %s is not used here; attention takes its usual way", named)
+            each._attn_implementation_internal = None
+
+
+def _stated_dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype | None:
+    dtype = config.dtype
+    if dtype is not None and dtype not in COMPUTE_DTYPES:
+        raise CheckpointError(
+            f"{checkpoint.config_path}: dtype is {str(dtype).removeprefix('torch.')}, which layers do not compute in; "
+            "state dtype in the configuration: fp32, fp16 or bf16"
+        )
+    return cast(torch.dtype | None, dtype)
 
 
 def _load_generation_config(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     path = checkpoint.folder / "generation_config.json"
     if path.is_file():
+        check_token_ids(path, read_config(path), _vocabulary(model.config))
         try:
             model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
         except Exception as error:  # as above
@@ -111,8 +152,8 @@ def _load_generation_config(model: PreTrainedModel, checkpoint: Checkpoint) -> N
 
 
 def _brief(error: Exception) -> str:
-    """The kind of an error and the beginning of its text; transformers lists every family it knows."""
-    text = f"{type(error).__name__}: {error}"
+    """The kind of an error and the beginning of its text, in one line; transformers lists every family it knows."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 400 else f"{text[:400]} ..."
 
 

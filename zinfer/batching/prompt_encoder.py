@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from zinfer.batching.chat_templates import ChatTemplates
 from zinfer.batching.sampling_params import SamplingParams
-from zinfer.errors import ConfigError
+from zinfer.errors import CheckpointError, ConfigError
 
 PromptLike = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, messages of a chat, or ``{"prompt_token_ids": [...]}``."""
@@ -192,4 +192,19 @@ def find_tokenizer(folder: Path) -> Any:
     """The tokenizer that lies in a model's folder; None where there is none."""
     if not any(file.is_file() for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
         return None
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return load_tokenizer(folder)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer that lies in a model's folder; nothing is downloaded.
+
+    Raises:
+        CheckpointError: there is none that loads.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises that class itself, and Python code whatever it meets
+        reason = f"{type(error).__name__}: {(str(error) or 'no reason given').splitlines()[0]}"
+        raise CheckpointError(
+            f"model {folder} has no tokenizer that loads ({reason}); put the model's tokenizer files into the folder"
+        ) from error

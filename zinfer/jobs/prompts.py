@@ -18,7 +18,6 @@ from zinfer.batching.chat_templates import ChatTemplates
 from zinfer.batching.prompt_encoder import encode_chat, encode_text, find_tokenizer
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import ConfigError
-from zinfer.jobs.failure import UnusableInput
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.room import Room
 from zinfer.jobs.rows import BadRow, Line, Row, RowId, id_key, parse_line, read_lines, row_of
@@ -83,16 +82,9 @@ class PromptMaker:
         """Loads the tokenizer that lies in the model's folder, if there is one; nothing is downloaded.
 
         Raises:
-            UnusableInput: the folder holds a tokenizer that does not load.
+            CheckpointError: the folder holds a tokenizer that does not load.
         """
-        try:
-            tokenizer = find_tokenizer(folder)
-        except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-            raise UnusableInput(
-                f"model {folder} has no tokenizer that loads ({(str(error) or repr(error)).splitlines()[0]}); "
-                "put the model's tokenizer files into the folder"
-            ) from error
-        return cls(tokenizer, room, vocab_size, max_new_tokens, generates=generates)
+        return cls(find_tokenizer(folder), room, vocab_size, max_new_tokens, generates=generates)
 
     @property
     def template_hash(self) -> str:

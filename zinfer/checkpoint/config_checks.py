@@ -1,0 +1,129 @@
+"""Looks at config.json and generation_config.json before transformers does: what would fetch code or weights from
+elsewhere, build for minutes, or change texts in silence is refused by the name of its key.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from zinfer.checkpoint.faults import shorten
+from zinfer.checkpoint.json_text import JsonFault, parse_object
+from zinfer.errors import CheckpointError
+
+TOKEN_KEYS: Final = ("eos_token_id", "bos_token_id", "pad_token_id")
+_LAYERS: Final = re.compile(r"(num_|n_|encoder_|decoder_|num_hidden_|num_encoder_|num_decoder_)layers?", re.ASCII)
+_IMPLEMENTATIONS: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?", re.ASCII)
+_MOST_LAYERS: Final = 10_000
+"""Where there are no tensors to count."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The members of a JSON file as transformers reads them.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not an object.
+    """
+    try:
+        return parse_object(path.read_bytes(), lenient=True)
+    except JsonFault as fault:
+        where = "" if fault.position is None else f" at byte {fault.position}"
+        raise CheckpointError(f"{path}:{where} {fault}: download it again") from fault
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror} (errno {error.errno})") from error
+
+
+def check_config(path: Path, config: Mapping[str, Any], num_tensors: int) -> None:
+    """Refuse what must not reach transformers.
+
+    Args:
+        num_tensors: that the checkpoint holds, which has no fewer than layers; 0: there are no weights yet.
+
+    Raises:
+        CheckpointError: names the key.
+    """
+    for where, part in _objects(config, ""):
+        for key, value in part.items():
+            name = f"{path}: {where}{shorten(key)[1:-1]}"
+            if key == "backbone" and isinstance(value, str):
+                raise CheckpointError(
+                    f"{name} is {shorten(value)}, a model that would be fetched from elsewhere, which zinfer never "
+                    "does: take a checkpoint that describes its backbone in backbone_config"
+                )
+            if key == "architecture" and isinstance(value, str) and re.search("[:/]", value):
+                raise CheckpointError(
+                    f"{name} is {shorten(value)}, which would be fetched from elsewhere; zinfer never does that"
+                )
+            if _IMPLEMENTATIONS.fullmatch(key):
+                _check_implementation(name, value)
+            if _LAYERS.fullmatch(key) and type(value) is int and value > (num_tensors or _MOST_LAYERS):
+                holds = f"the checkpoint holds {num_tensors} tensors" if num_tensors else "no model has so many"
+                raise CheckpointError(f"{name} is {value}, but {holds}: the file is damaged; download it again")
+        _check_heads(f"{path}: {where}", part)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Of a model: its size, None: not known; and the special tokens that its class has where a config states none.
+
+    Those are written into configs of smaller vocabularies too, and so are let pass.
+    """
+
+    size: int | None
+    usual: Mapping[str, object]
+
+
+def check_token_ids(path: Path, members: Mapping[str, Any], vocabulary: Vocabulary | None) -> None:
+    """Refuse special tokens that are none of the vocabulary: texts would end elsewhere, in silence.
+
+    Args:
+        members: of the file, `config.json` or `generation_config.json`.
+        vocabulary: of the model; None: not known yet.
+
+    Raises:
+        CheckpointError: names the key.
+    """
+    size = vocabulary.size if vocabulary else None
+    for prefix, part in (("", members), ("text_config.", members.get("text_config"))):
+        if not isinstance(part, Mapping):
+            continue
+        for key in TOKEN_KEYS:
+            value = part.get(key)
+            if vocabulary and vocabulary.usual.get(key) == value:
+                continue
+            for token in value if isinstance(value, list) else [] if value is None else [value]:
+                if type(token) is not int or token < 0 or (size is not None and token >= size):
+                    raise CheckpointError(
+                        f"{path}: {prefix}{key} is {shorten(repr(value))[1:-1]}; token ids are whole numbers from 0"
+                        f"{'' if size is None else f' to {size - 1}'}: correct it, or download the file again"
+                    )
+
+
+def _objects(value: object, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every object in a document, with the keys that lead to it."""
+    if isinstance(value, Mapping):
+        yield where, value
+        for key, part in value.items():
+            yield from _objects(part, f"{where}{key}.")
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            yield from _objects(part, f"{where}{number}.")
+
+
+def _check_implementation(name: str, value: object) -> None:
+    for each in value.values() if isinstance(value, Mapping) else [value]:
+        if isinstance(each, str) and re.search("[:/]", each):
+            raise CheckpointError(
+                f"{name} is {shorten(each)}, code that would be fetched from elsewhere, which zinfer never does: "
+                "remove the key from the file"
+            )
+
+
+def _check_heads(where: str, part: Mapping[str, Any]) -> None:
+    heads, of_keys = part.get("num_attention_heads"), part.get("num_key_value_heads")
+    if type(heads) is int and type(of_keys) is int and not (0 < of_keys <= heads and heads % of_keys == 0):
+        raise CheckpointError(
+            f"{where}num_key_value_heads is {of_keys}, which does not divide num_attention_heads, {heads}: "
+            "download config.json again"
+        )
