@@ -204,7 +204,8 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises that class itself, and Python code whatever it meets
-        reason = f"{type(error).__name__}: {(str(error) or 'no reason given').splitlines()[0]}"
+        said = (str(error) or "no reason given").splitlines()[0]
+        reason = f"{type(error).__name__}: {said if len(said) <= 400 else said[:400] + ' ...'}"
         raise CheckpointError(
             f"model {folder} has no tokenizer that loads ({reason}); put the model's tokenizer files into the folder"
         ) from error
