@@ -88,7 +88,7 @@ def with_bad_header(model: Path) -> None:
         (without_shard, "missing shard"),
         (with_bad_header, "model-00001-of"),
         (lambda model: (model / "config.json").unlink(), "config.json"),
-        (lambda model: (model / "generation_config.json").write_text("{"), "generation_config.json: at byte 1 not valid JSON"),
+        (lambda model: (model / "generation_config.json").write_text("{"), "generation_config.json: at byte 1 not"),
         (lambda model: (model / "tokenizer.json").unlink(), "put the model's tokenizer files into the folder"),
         (lambda model: (model / "tokenizer.json").write_text("{"), "has no tokenizer that loads"),
     ],
