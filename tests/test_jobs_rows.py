@@ -18,7 +18,7 @@ from zinfer.jobs.rows import BadRow, Line, Row, _unique_keys, id_key, parse_line
 
 def row_at_7(data: bytes) -> Row | BadRow:
     parsed = parse_line(Line(7, data))
-    return row_of(parsed, parsed.id, 128)
+    return row_of(parsed, parsed.id, None)
 
 
 def test_every_field_is_read() -> None:
