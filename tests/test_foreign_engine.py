@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import left_padded, random_prompts, tiny_model
+from checkpoints import left_padded, random_prompts, tiny_mixtral, tiny_model
 from foreign_support import Weights, awq_parts, gptq_parts, packed_parts, plain_parts
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -120,4 +120,26 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     config["quantization_config"]["bits"] = 3
     path.write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"quantization_config\.bits is 3"):
+        zinfer.init_inference(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors int4"])
+def test_quantized_experts_are_named(method: str, tmp_path: Path) -> None:
+    """Each expert's matrices are quantized for themselves; the module has those of all experts in one parameter."""
+    config, bits, symmetric, pack = METHODS[method]
+    model = tiny_mixtral()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for number, name in enumerate([name for name in tensors if ".experts." in name]):
+        rows, columns = tensors.pop(name).shape
+        weights = Weights.random(rows, columns, columns // GROUP_SIZE, bits, symmetric, number)
+        tensors |= {f"{name.removesuffix('.weight')}.{part}": value for part, value in pack(weights).items()}
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError,
+        match=r"experts' weights are quantized one by one \(24 matrices, such as .*\.experts\..*\), and quantized "
+        r"experts are not read from this format yet; take .*full precision and quantize it with `zinfer quantize`",
+    ):
         zinfer.init_inference(tmp_path, device="cpu")

@@ -49,12 +49,14 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
     found: dict[str, Weight] = {}
     holders: dict[str, str] = {}
     spare: list[str] = []
+    unjoined: list[str] = []
     unplaced: dict[str, TensorEntry] = {}
     for name, entry in _stored_weights(checkpoint, scheme).items():
         target = _module_name(name, wanted, getattr(model, "base_model_prefix", ""))
         if target is None:
             if isinstance(entry, StoredMatrix):
                 spare += [part.name for _, part in entry.parts]
+                unjoined.append(name)
             else:
                 unplaced[name] = entry
         elif target in found:
@@ -73,7 +75,9 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
         _refuse_unconverted(checkpoint, converted.refused)
     spare += list(unplaced)
     _share_tied(model, found)
-    _refuse_missing(checkpoint, [name for name in wanted if name not in found])
+    missing = [name for name in wanted if name not in found]
+    _refuse_unjoined(checkpoint, missing, unjoined)
+    _refuse_missing(checkpoint, missing)
     _refuse_spare(checkpoint, spare, model)
     for name, weight in found.items():
         if isinstance(weight, StoredMatrix):
@@ -146,6 +150,17 @@ def _other_names(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, value in model.state_dict(keep_vars=True).items():
         if first.setdefault(value, name) != name:
             yield name, first[value]
+
+
+def _refuse_unjoined(checkpoint: Checkpoint, missing: list[str], unjoined: list[str]) -> None:
+    """Quantized experts one by one, where the module has them in one parameter."""
+    experts = [name for name in unjoined if ".experts." in name]
+    if experts and any(".experts." in name for name in missing):
+        raise CheckpointError(
+            f"{checkpoint.folder}: the experts' weights are quantized one by one ({len(experts)} matrices, such as "
+            f"{experts[0]}), and quantized experts are not read from this format yet; take the checkpoint in full "
+            f"precision and quantize it with `zinfer quantize` or zinfer.quantization"
+        )
 
 
 def _refuse_missing(checkpoint: Checkpoint, missing: list[str]) -> None:
