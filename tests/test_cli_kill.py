@@ -82,7 +82,7 @@ def test_a_job_that_is_killed_again_and_again_writes_the_same_bytes(folder: Path
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "dropped a torn last line of 9 bytes" in err
-    assert f"{NUM_ROWS} done, 0 failed, {kept.count(chr(10).encode())} of them before this run" in out
+    assert f"{NUM_ROWS} done, 0 failed; {kept.count(chr(10).encode())} rows before this run" in out
     assert command.output.read_bytes() == whole
 
 

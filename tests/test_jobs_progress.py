@@ -22,15 +22,16 @@ def test_a_heartbeat_is_written_while_a_batch_takes_long() -> None:
     stream = io.StringIO()
     with shown(Meter(Console(file=stream)), interval_s=0.05) as meter:
         time.sleep(0.2)
-        meter.num_rows, meter.num_finished, meter.batch_rows, meter.batch_share = 200, 64, 32, 0.5
+        meter.num_rows, meter.num_finished = 200, 64
         meter.begin("running")
-        meter.num_tokens, meter.predicted_tokens_per_s = 1000, 5000.0
+        meter.begin_batch(32, 32)
+        meter.num_tokens, meter.batch_share = 1000, 0.5
         time.sleep(0.3)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "zinfer: checking, 0:00:00 elapsed"
     assert re.fullmatch(
-        r"zinfer: running, 64/200 rows, 32 more at 50%, [\d.]+ tokens/s now, [\d.]+ overall, \d+% of the prediction, "
-        r"0:00:0\d elapsed, ETA 0:00:0\d",
+        r"zinfer: running, 64/200 rows, 32 under way at 50%, [\d.,]+ tokens/s now, [\d.,]+ overall, 0:00:0\d"
+        r" elapsed, ETA 0:00:0\d",
         lines[-1],
     )
     assert 4 <= len(lines) <= 10
@@ -51,11 +52,52 @@ def test_a_terminal_gets_a_bar() -> None:
 def test_the_eta_counts_this_runs_rows_only() -> None:
     meter = Meter()
     meter.num_rows, meter.num_finished, meter.num_skipped = 100, 60, 50
-    meter.batch_rows, meter.batch_share = 20, 0.5
+    meter.begin_batch(10, 10)
+    meter.end_batch()
+    meter.begin_batch(20, 20)
+    meter.batch_share = 0.5
     assert meter.eta_s == 0.0
     meter.running_since_s = time.monotonic() - 40
     eta_s = meter.eta_s
     assert eta_s == pytest.approx(60, rel=0.01)
+
+
+def test_the_eta_goes_by_the_prediction_first_and_by_passes_then() -> None:
+    meter, passes = Meter(), 3
+    meter.count_passes = lambda: passes
+    meter.num_rows = 200
+    meter.predicted_row_s, meter.predicted_row_passes = 0.5, 0.4
+    meter.begin("running")
+    assert meter.eta_s == pytest.approx(100, rel=0.01)
+    meter.begin_batch(100, 100)
+    assert meter.eta_s == pytest.approx(100, rel=0.01), "no row has ended, none will for minutes"
+    passes = 3 + 20  # of 40: half of the batch, at four times the predicted seconds
+    meter.running_since_s = time.monotonic() - 100
+    assert "0/200 rows, pass 20 of 40, " in meter.line()
+    eta_s = meter.eta_s
+    assert eta_s is not None
+    assert 250 < eta_s <= 300
+    assert meter.share() == pytest.approx(0.25)
+    passes = 3 + 45
+    assert "pass 45 (40 predicted), " in meter.line()
+    share = meter.share()
+    assert share is not None
+    assert share < 0.5
+    assert "prediction" not in meter.line()
+    meter.end_batch()
+    assert "pass" not in meter.line()
+
+
+def test_a_factor_is_said_of_long_jobs_alone() -> None:
+    def said(computing_s: float) -> str:
+        stream = io.StringIO()
+        summary = JobSummary(9, 9, 0, 0, 50, 60, 75.0, 30.0, 2.0, computing_s, None, ())
+        Console(file=stream, width=100).print(summary_table(summary))
+        return stream.getvalue()
+
+    assert "2.00 s / 59.46 s" in said(59.46)
+    assert " x" not in said(59.46)
+    assert "2.00 s / 90.00 s (45.00 x as long)" in said(90.0)
 
 
 def test_the_table_names_bytes_and_stalls() -> None:
@@ -69,18 +111,21 @@ def test_the_table_names_bytes_and_stalls() -> None:
         disk_share=0.02,
     )
     stream = io.StringIO()
-    summary = JobSummary(9, 7, 2, 4, 50, 60, 75.0, 30.0, 20.0, 25.0, stats, ())
+    summary = JobSummary(
+        9, 7, 2, 4, 50, 60, 75.0, 30.0, 20.0, 25.0, stats, (), "out/rows.jsonl", {"too long": 1, "malformed": 1}
+    )
     Console(file=stream, width=100).print(summary_table(summary))
     text = stream.getvalue()
     for part in (
-        "7 done, 2 failed, 4 of them before this run",
+        "7 done, 2 failed: 1 x too long, 1 x malformed; 4 rows before this run",
         "50 / 60",
         "tokens/s │                                         2.0",
         "0:01:15 (30.0 s of it running)",
         "3,000,000,000 (3.00 GB)",
         "DEVICE 1, HOST 2, DISK 3",
         "disk 1.25 s, link 0.00 s",
-        "20.00 s / 25.00 s (1.25 x)",
+        "20.00 s / 25.00 s",
+        "out/rows.jsonl",
         "link 99.5%, disk 2.0%",
     ):
         assert part in re.sub(r"tokens/s\s+│\s+2\.0", "tokens/s │                                         2.0", text)

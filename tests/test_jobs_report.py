@@ -97,5 +97,5 @@ def test_a_job_writes_its_page(model: Path, tmp_path: Path, output: Path, is_pad
     assert "<tr><td>rows<td>9 done, 0 failed</tr>" in text
     assert text.count("<svg") == 5
     run_job(model, prompts, output, device="cpu", report=page, engine_factory=factory, batch_size=4)
-    assert "9 of them before this run" in page.read_text()
+    assert "9 rows before this run" in page.read_text()
     assert "<svg" not in page.read_text()

@@ -200,6 +200,11 @@ class LLM:
         return self._batcher.num_new_tokens
 
     @property
+    def num_passes(self) -> int:
+        """Passes begun so far."""
+        return self._runner.num_passes
+
+    @property
     def num_running(self) -> int:
         """Texts under way."""
         return self._batcher.num_running

@@ -6,6 +6,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from zinfer.batching.completion import Completion
 from zinfer.jobs.encoding import Encoding
+from zinfer.jobs.forecast import Forecast
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.timeline import Load
@@ -30,8 +31,12 @@ class Completer(Protocol):
     @property
     def plan(self) -> Any: ...
 
-    def forecast(self, prompts: Sequence[Prompt]) -> tuple[str, float]:
-        """What completing these prompts takes, in words, and the new tokens a second."""
+    def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
+        """What completing these prompts takes."""
+        ...
+
+    def rows_together(self, prompts: Sequence[Prompt]) -> int:
+        """How many rows had better share passes, these being the most: what a kill costs is bounded by it."""
         ...
 
     def complete(
@@ -81,6 +86,10 @@ class EngineCompleter(Generic[EngineT]):
     @property
     def plan(self) -> Any:
         return self._engine.plan
+
+    def rows_together(self, prompts: Sequence[Prompt]) -> int:
+        """All of them: they are few, or every pass is one of its own."""
+        return len(prompts)
 
     def stats(self) -> RunStats:
         found: RunStats = self._engine.stats()

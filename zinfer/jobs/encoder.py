@@ -10,6 +10,7 @@ from zinfer.cut import ModelBlock
 from zinfer.engine import FindReserve, InferenceEngine
 from zinfer.jobs.completer import EngineCompleter
 from zinfer.jobs.encoding import Encoding, embedded, embeddings, labelled, logits
+from zinfer.jobs.forecast import Forecast
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.task import Pooling, Task
@@ -46,9 +47,10 @@ class EncodingCompleter(EngineCompleter[InferenceEngine]):
         self._pad_token_id = pad_token_id
         self._tokens_per_pass = tokens_per_pass
 
-    def forecast(self, prompts: Sequence[Prompt]) -> tuple[str, float]:
+    def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
         """How many passes; what one takes is not known."""
-        return f"{len(parts_by_length(prompts, self._tokens_per_pass))} passes for {len(prompts)} rows", 0.0
+        num_passes = len(parts_by_length(prompts, self._tokens_per_pass))
+        return Forecast(f"{num_passes} passes for {len(prompts)} rows", num_passes=num_passes)
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
@@ -59,6 +61,7 @@ class EncodingCompleter(EngineCompleter[InferenceEngine]):
         parts = [part for part in parts if any(id(prompt) in wanted for prompt in part)]
         for part in parts:
             yield from zip(part, self._encode(part), strict=True)
+            meter.batch_share += 1 / len(parts)
             meter.num_tokens += sum(len(prompt.token_ids) for prompt in part)
 
     def load(self) -> Load:

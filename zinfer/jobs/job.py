@@ -5,6 +5,7 @@ job was ended or how often, nor on the memory budgets of a run that goes on.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import deepcopy
@@ -32,6 +33,7 @@ from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, Resumed, RowState
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import NO_TOKENIZER, Prompt, PromptMaker
+from zinfer.jobs.reasons import reason_of
 from zinfer.jobs.records import Records, first_error
 from zinfer.jobs.request import JobRequest, PathLike
 from zinfer.jobs.room import Room
@@ -43,7 +45,7 @@ from zinfer.jobs.timeline import Timeline
 from zinfer.jobs.weights import Weights
 from zinfer.jobs.writer import RowWriter
 from zinfer.model import build_meta_model
-from zinfer.units import name_values
+from zinfer.units import duration, name_values
 
 
 def run_job(
@@ -126,6 +128,8 @@ class _Job:
         self._num_output_tokens = 0
         self._computing_s = 0.0
         self._kept_sizes: Mapping[str, int] = {}
+        self._said_cost = False
+        self._failures: Counter[str] = Counter()
 
     def run(self) -> JobSummary:
         request = self._request
@@ -146,22 +150,28 @@ class _Job:
         weights = self._weights = Weights(checkpoint)
         if maker.tokenizer is None and index.num_rows and not maker.finds_usable_row(index):
             raise UnusableInput(f"model {checkpoint.folder} has no tokenizer; {NO_TOKENIZER}")
-        manifest = Manifest(
-            model=model_identity(checkpoint, maker),
-            input={"sha256": index.sha256, "size_bytes": index.size_bytes},
-            settings={**result_settings(request, settings, model.dtype), **method.settings()},
-            versions=versions(),
-            began=maker.now.isoformat(),
-            model_name=Path(request.model).name or checkpoint.folder.name,
-            weights=weights.files,
-        )
+        identity = model_identity(checkpoint, maker)
         with OutputFile(request.output) as out:
+            if out.manifest is not None and not request.restart:
+                method.take_batch_size(out.manifest.settings)
+            manifest = Manifest(
+                model=identity,
+                input={"sha256": index.sha256, "size_bytes": index.size_bytes},
+                settings={**result_settings(request, settings, model.dtype), **method.settings()},
+                versions=versions(),
+                began=maker.now.isoformat(),
+                model_name=Path(request.model).name or checkpoint.folder.name,
+                weights=weights.files,
+            )
             resumed = self._resume(out, index, manifest, maker)
             self._records = Records(OpenAIResponses(maker.now, self._model_name, self._tokenizer))
             self._meter.num_rows = index.num_rows
             self._meter.num_finished = self._meter.num_skipped = index.num_rows - resumed.states.count(RowState.MISSING)
-            cutter = BatchCutter(index, resumed.states, method.batch_size, maker.prompt_of)
             try:
+                if method.chooses_batch_size and not out.is_begun:
+                    self._choose_batch_size(index, maker)
+                    manifest = replace(manifest, settings={**manifest.settings, "batch_size": method.batch_size})
+                cutter = BatchCutter(index, resumed.states, method.batch_size, maker.prompt_of)
                 with closing(RowWriter(out, self._meter.add_finished)) as writer, closing(ahead(cutter)) as batches:
                     for batch in batches:
                         self._finish(batch, out, writer, manifest, resumed.states)
@@ -175,6 +185,14 @@ class _Job:
             finally:
                 self._close()
                 maker.close()
+
+    def _choose_batch_size(self, index: RowIndex, maker: PromptMaker) -> None:
+        """Let as many rows share passes as `Completer.rows_together` says of the first ones."""
+        states = bytearray(index.num_rows)
+        batches = BatchCutter(index, states, self._method.batch_size, maker.prompt_of)
+        prompts = next((batch.prompts for batch in batches if batch.prompts), None)
+        if prompts is not None:
+            self._method.batch_size = self._loaded(prompts).rows_together(prompts)
 
     def _close(self) -> None:
         try:
@@ -220,6 +238,7 @@ class _Job:
         for ordinal, item in batch.missing:
             if isinstance(item, BadRow):
                 writer.put(self._records.refused(item))
+                self._failures[reason_of(item.message)] += 1
                 states[ordinal] = RowState.FAILED
             else:
                 ordinals[id(item)] = ordinal
@@ -243,6 +262,13 @@ class _Job:
     ) -> None:
         """ordinals: of the missing rows, by the identity of their prompts."""
         begin_s = time.monotonic()
+        self._say_what_a_kill_costs(len(prompts))
+        self._meter.begin_batch(len(ordinals), len(prompts))
+        if num_again := len(prompts) - len(ordinals):
+            self._meter.note(
+                f"computing {num_again:,} rows again that are in the output already, beside {len(ordinals):,} that are "
+                "missing: they shared passes, and so every row stays as it would have been"
+            )
         rows = f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}"
         with _stopping(rows, self._request.output), closing(completer.complete(prompts, ordinals.keys())) as completed:
             for prompt, answer in completed:
@@ -250,11 +276,25 @@ class _Job:
                 self._keep_weights(out)
                 if (ordinal := ordinals.get(id(prompt))) is not None:
                     states[ordinal] = self._write(prompt, answer, writer)
+        self._meter.end_batch()
         self._computing_s += time.monotonic() - begin_s
+
+    def _say_what_a_kill_costs(self, num_rows: int) -> None:
+        """Once: rows that share passes are computed together or not at all."""
+        if self._said_cost:
+            return
+        self._said_cost = True
+        seconds = self._meter.predicted_row_s * num_rows
+        taking = f", {duration(seconds)} as predicted" if seconds else ""
+        self._meter.note(
+            f"if this job is killed, at most the batch under way is computed again: {num_rows:,} rows{taking}; "
+            "rows that are written are kept"
+        )
 
     def _write(self, prompt: Prompt, answer: Answer, writer: RowWriter) -> RowState:
         writer.put(self._records.completed(prompt, answer))
-        if first_error(answer) is not None:
+        if (error := first_error(answer)) is not None:
+            self._failures[reason_of(error)] += 1
             return RowState.FAILED
         self._num_prompt_tokens += len(prompt.token_ids)
         if not isinstance(answer, Encoding):
@@ -271,8 +311,10 @@ class _Job:
                 self._completer = completer
                 self._weights.check_unchanged()
                 self._meter.note(f"plan: {completer.plan}")
-                forecast, self._meter.predicted_tokens_per_s = completer.forecast(prompts)
-            self._meter.note(f"predicted: {forecast}")
+                forecast = completer.forecast(prompts)
+            self._meter.note(f"predicted: {forecast.text}")
+            self._meter.predicted_row_s = forecast.seconds / len(prompts)
+            self._meter.predicted_row_passes = forecast.num_passes / len(prompts)
             if self._request.report is not None:
                 self._timeline = Timeline(completer.stats, completer.load)
         return self._completer
@@ -307,6 +349,8 @@ class _Job:
             computing_s=self._computing_s,
             stats=None if self._completer is None else self._completer.stats(),
             notes=tuple(meter.notes),
+            output=str(self._request.output),
+            failures=dict(self._failures.most_common()),
         )
 
 

@@ -44,6 +44,7 @@ class Method:
 
     Attributes:
         batch_size: rows that share passes.
+        chooses_batch_size: whether a new job is to take as many as suit it.
     """
 
     def __init__(
@@ -70,6 +71,13 @@ class Method:
                 self._is_padded = True
                 meter.note(f"padded batches through transformers' generate, which are slower: {error}")
         self.batch_size = request.batch_size or (_PADDED_ROWS if self._is_padded else ROWS_TOGETHER)
+        self.chooses_batch_size = not (request.batch_size or self._is_padded or self._encodes)
+
+    def take_batch_size(self, settings: Mapping[str, str | int]) -> None:
+        """Go on with the batch size of the job that an output belongs to, where the caller states none."""
+        former = settings.get("batch_size")
+        if self.chooses_batch_size and isinstance(former, int) and former > 0:
+            self.batch_size = former
 
     def settings(self) -> dict[str, str | int]:
         """The settings of passes on which rows' bytes depend."""

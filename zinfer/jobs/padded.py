@@ -19,6 +19,7 @@ from zinfer.batching.ending import find_end_token_ids
 from zinfer.batching.sampler import Sampler
 from zinfer.errors import PlanError
 from zinfer.jobs.completer import EngineCompleter, PlannedEngine
+from zinfer.jobs.forecast import Forecast
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.text import Text, TextSampler, TextStops
@@ -58,12 +59,14 @@ class PaddedCompleter(EngineCompleter[Engine]):
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
 
-    def forecast(self, prompts: Sequence[Prompt]) -> tuple[str, float]:
+    def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
         try:
             predicted = self._engine.predict(**batch_shape(prompts))
         except PlanError as error:
-            return f"nothing: {error}", 0.0
-        return f"{predicted} (rates: {predicted.origin})", predicted.tokens_per_s
+            return Forecast(f"nothing: {error}")
+        num_passes = batch_shape(prompts)["new_tokens"]
+        text = f"{predicted} (rates: {predicted.origin})"
+        return Forecast(text, predicted.tokens_per_s, predicted.seconds, num_passes)
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
@@ -72,7 +75,6 @@ class PaddedCompleter(EngineCompleter[Engine]):
         meter = self._meter
         parts = [part for part in fitting_parts(prompts, self._max_tokens) if any(id(each) in wanted for each in part)]
         num_steps = sum(max(prompt.max_new_tokens for prompt in part) for part in parts)
-        meter.batch_share, meter.batch_rows = 0.0, len(wanted)
 
         def on_step(num_running: int) -> None:
             meter.num_tokens += num_running
@@ -85,7 +87,6 @@ class PaddedCompleter(EngineCompleter[Engine]):
                 shape = batch_shape(part) | {"new_tokens": num_passes}
                 self.predicted_s += self._engine.predict(**shape).seconds
             yield from zip(part, completions, strict=True)
-        meter.batch_rows = 0
 
     def load(self) -> Load:
         """Tokens of prompts are not counted here."""

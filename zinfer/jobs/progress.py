@@ -11,6 +11,8 @@ from zinfer.display import Progress
 from zinfer.units import clock
 
 _LATELY: Final = 20  # times that the line is shown
+_TRUSTED_SHARE: Final = 0.05  # of a batch: so many rows at this run's own pace say as much as the prediction
+_MOST_SHARE: Final = 0.99  # of a batch that takes more passes than predicted
 
 
 class Meter(Progress):
@@ -19,9 +21,12 @@ class Meter(Progress):
     Attributes:
         phase: "running", or what comes before it.
         num_finished: rows in the output, ``num_skipped`` of which were there before this run.
-        batch_rows, batch_share: rows of the padded batch under way, and how much of its longest row is generated.
-        predicted_tokens_per_s: what the plan gives the job; None before that is known.
+        batch_rows, batch_share: missing rows of the batch under way, and how much of it is done where passes are not
+            counted.
+        predicted_row_s, predicted_row_passes: what the plan gives a row, of the many that share passes; 0 where that is
+            not known.
         num_tokens: generated in this run; with ``count_tokens`` what that says.
+        count_passes: says how many passes were begun.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -33,7 +38,13 @@ class Meter(Progress):
         self.num_tokens = 0
         self.count_tokens: Callable[[], int] | None = None
         self._lately = deque([(time.monotonic(), 0)], maxlen=_LATELY)
-        self.predicted_tokens_per_s: float | None = None
+        self.predicted_row_s = 0.0
+        self.predicted_row_passes = 0.0
+        self.count_passes: Callable[[], int] | None = None
+        self._passes_before = 0
+        self._batch_passes = 0
+        self._batch_size = 1
+        self._earlier_rows = 0
         self.batch_rows = 0
         self.batch_share = 0.0
         self.started_s = time.monotonic()
@@ -69,30 +80,65 @@ class Meter(Progress):
     def _counted(self) -> int:
         return self.num_tokens if self.count_tokens is None else self.count_tokens()
 
+    def begin_batch(self, num_missing: int, num_rows: int) -> None:
+        """A batch of so many rows begins, ``num_missing`` of which the output lacks."""
+        self.batch_rows, self.batch_share, self._batch_size = num_missing, 0.0, num_rows
+        self._passes_before = 0 if self.count_passes is None else self.count_passes()
+        self._batch_passes = round(self.predicted_row_passes * num_rows)
+
+    def end_batch(self) -> None:
+        """All rows of the batch are computed."""
+        self._earlier_rows += self.batch_rows
+        self.batch_rows, self.batch_share = 0, 0.0
+
+    @property
+    def _pass(self) -> int:
+        """The pass under way, from 1; 0 where passes are not counted."""
+        return 0 if self.count_passes is None or not self.batch_rows else self.count_passes() - self._passes_before
+
+    @property
+    def _fresh_rows(self) -> float:
+        """Rows of this run that are done, those under way in part: by passes, since rows end late and all at once."""
+        share = self.batch_share
+        if self._batch_passes and self._pass:
+            share = min(self._pass / self._batch_passes, _MOST_SHARE)
+        return max(self.num_finished - self.num_skipped, self._earlier_rows + self.batch_rows * share)
+
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the last row at this run's pace of rows; None before anything is known."""
-        fresh = self.num_finished - self.num_skipped + self.batch_rows * self.batch_share
-        if not fresh:
+        """Seconds to the last row; None before anything is known.
+
+        At first as predicted; the more rows are done, the more it goes by this run's own pace.
+        """
+        fresh, trust = self._fresh_rows, _TRUSTED_SHARE * self._batch_size if self.predicted_row_s else 0.0
+        if not fresh + trust:
             return None
-        return max(0.0, (self.num_rows - self.num_skipped - fresh) * self.running_s / fresh)
+        row_s = (self.running_s + trust * self.predicted_row_s) / (fresh + trust)
+        return max(0.0, (self.num_rows - self.num_skipped - fresh) * row_s)
 
     def share(self) -> float | None:
         if self.phase != "running":
             return None
-        return (self.num_finished + self.batch_rows * self.batch_share) / max(1, self.num_rows)
+        return (self.num_skipped + self._fresh_rows) / max(1, self.num_rows)
 
     def line(self) -> str:
         elapsed = clock(time.monotonic() - self.started_s)
         if self.phase != "running":
             return f"zinfer: {self.phase}, {elapsed} elapsed"
         parts = [f"zinfer: running, {self.num_finished}/{self.num_rows} rows"]
-        if self.batch_rows:
-            parts.append(f"{self.batch_rows} more at {self.batch_share:.0%}")
+        if self._pass:
+            parts.append(self._passes_line())
+        elif self.batch_rows and self.batch_share:
+            parts.append(f"{self.batch_rows} under way at {self.batch_share:.0%}")
+        parts.append(f"{self.tokens_per_s_lately():,.1f} tokens/s now, {self.tokens_per_s:,.1f} overall")
         eta = self.eta_s
-        parts.append(f"{self.tokens_per_s_lately():.1f} tokens/s now, {self.tokens_per_s:.1f} overall")
-        if self.predicted_tokens_per_s:
-            parts.append(f"{self.tokens_per_s / self.predicted_tokens_per_s:.0%} of the prediction")
         parts.append(f"{elapsed} elapsed")
         parts.append(f"ETA {'unknown' if eta is None else clock(eta)}")
         return ", ".join(parts)
+
+    def _passes_line(self) -> str:
+        number, predicted = self._pass, self._batch_passes
+        if not predicted:
+            return f"pass {number:,}"
+        more = f"of {predicted:,}" if number <= predicted else f"({predicted:,} predicted)"
+        return f"pass {number:,} {more}"

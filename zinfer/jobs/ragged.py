@@ -6,7 +6,9 @@ from contextlib import closing
 from typing import Any, Final
 
 from zinfer.batching.completion import Completion
+from zinfer.batching.job_plan import ROWS_TOGETHER
 from zinfer.config.settings import Batching
+from zinfer.jobs.forecast import Forecast
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.request import JobRequest
@@ -16,6 +18,8 @@ from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
 
 _MOST_REHEARSED: Final = 1024
+_MOST_BATCH_S: Final = 600.0
+_LEAST_PACE: Final = 0.9
 _PARKS: Final = "parks_on_disk"
 
 
@@ -54,6 +58,7 @@ class RaggedCompleter:
         self.predicted_s = 0.0
         self._meter = meter
         meter.count_tokens = lambda: self._llm.num_new_tokens
+        meter.count_passes = lambda: self._llm.num_passes
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -71,14 +76,26 @@ class RaggedCompleter:
     def plan(self) -> Any:
         return self._llm.plan
 
-    def forecast(self, prompts: Sequence[Prompt]) -> tuple[str, float]:
+    def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
         """Of the first rows alone: the passes of all of them would take long to rehearse."""
         fitting = [each for each in prompts if self._llm.fits(len(each.token_ids), each.max_new_tokens)]
         texts = [prompt for prompt in fitting[:_MOST_REHEARSED] for _ in range(prompt.params.n)]
         if not texts:
-            return "nothing, since no row of the first batch fits the KV cache", 0.0
+            return Forecast("nothing, since no row of the first batch fits the KV cache")
         predicted = self._llm.predict([len(each.token_ids) for each in texts], [each.max_new_tokens for each in texts])
-        return f"{predicted} for {len(texts):,} texts", predicted.tokens_per_s
+        more = len(fitting) / min(len(fitting), _MOST_REHEARSED)
+        text = f"{predicted} for {len(texts):,} texts"
+        return Forecast(text, predicted.tokens_per_s, predicted.seconds * more, predicted.num_passes * more)
+
+    def rows_together(self, prompts: Sequence[Prompt]) -> int:
+        """So few that they take ten minutes at most, but not where passes that cost the same would carry fewer rows."""
+        count, forecast = len(prompts), self.forecast(prompts)
+        while forecast.seconds > _MOST_BATCH_S and count > 1:
+            fewer = self.forecast(prompts[: count // 2])
+            if fewer.tokens_per_s < _LEAST_PACE * forecast.tokens_per_s:
+                break
+            count, forecast = count // 2, fewer
+        return count if count < len(prompts) else max(count, ROWS_TOGETHER)
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
@@ -109,4 +126,5 @@ class RaggedCompleter:
     def close(self) -> None:
         # The display may look at its meter once more.
         self._meter.num_tokens, self._meter.count_tokens = self._llm.num_new_tokens, None
+        self._meter.count_passes = None
         self._llm.close()

@@ -1,6 +1,8 @@
 """What a finished job did, as a value and as a table."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
 from rich.table import Table
 
@@ -9,6 +11,7 @@ from zinfer.units import clock, human_bytes, name_values
 
 EXIT_OK = 0
 EXIT_SOME_FAILED = 3
+_LEAST_COMPARED_S: Final = 60.0  # below that starting up decides, and a factor says nothing
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class JobSummary:
     num_done + num_failed == num_rows counts the whole output; num_skipped of them were there before this run. Tokens
     are those of the rows that this run wrote. running_s: from the first batch to the last row; computing_s: of it, in
     passes; predicted_s: what the plan gave those passes. stats is None where this run had nothing to compute. notes:
-    what was said on the way, such as a torn line dropped.
+    what was said on the way, such as a torn line dropped. failures: rows that this run failed, by reason.
     """
 
     num_rows: int
@@ -33,6 +36,8 @@ class JobSummary:
     computing_s: float
     stats: RunStats | None
     notes: tuple[str, ...]
+    output: str = ""
+    failures: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -49,7 +54,7 @@ def summary_table(summary: JobSummary) -> Table:
     """The table that `zinfer run` ends with."""
     table = Table(title="zinfer run", show_header=False, title_justify="left")
     table.add_column("what")
-    table.add_column("value", justify="right")
+    table.add_column("value", justify="right", overflow="fold")
     for section in summary_rows(summary):
         for row in section:
             table.add_row(*row)
@@ -59,17 +64,27 @@ def summary_table(summary: JobSummary) -> Table:
 
 def summary_rows(summary: JobSummary) -> list[list[tuple[str, str]]]:
     """Names and values: of the job, and of what was streamed."""
-    rows = f"{summary.num_done:,} done, {summary.num_failed:,} failed"
+    rows = f"{summary.num_done:,} done, {_failed(summary)}"
     job = [
-        ("rows", f"{rows}, {summary.num_skipped:,} of them before this run" if summary.num_skipped else rows),
+        ("rows", f"{rows}; {summary.num_skipped:,} rows before this run" if summary.num_skipped else rows),
         ("tokens in / out", f"{summary.num_prompt_tokens:,} / {summary.num_output_tokens:,}"),
         ("tokens/s", f"{summary.tokens_per_s:,.1f}"),
         ("wall", f"{clock(summary.wall_s)} ({summary.running_s:,.1f} s of it running)"),
     ]
     if summary.computing_s and summary.predicted_s:
         both = f"{summary.predicted_s:,.2f} s / {summary.computing_s:,.2f} s"
-        job.append(("predicted / achieved", f"{both} ({summary.computing_s / summary.predicted_s:.2f} x)"))
+        if summary.computing_s >= _LEAST_COMPARED_S:
+            both += f" ({summary.computing_s / summary.predicted_s:.2f} x as long)"
+        job.append(("predicted / achieved", both))
+    if summary.output:
+        job.append(("output", summary.output))
     return [job] if summary.stats is None else [job, _stats_rows(summary.stats)]
+
+
+def _failed(summary: JobSummary) -> str:
+    """How many rows failed, and why: those of this run."""
+    reasons = ", ".join(f"{count:,} x {reason}" for reason, count in summary.failures.items())
+    return f"{summary.num_failed:,} failed: {reasons}" if reasons else f"{summary.num_failed:,} failed"
 
 
 def _stats_rows(stats: RunStats) -> list[tuple[str, str]]:
