@@ -195,3 +195,18 @@ def test_a_report_that_cannot_be_written_is_told_when_all_rows_are_there(
     with pytest.raises(JobError, match=r"report .*page.html cannot be written: No space left .* All rows are in"):
         run(model, prompts, output, report=output.parent / "page.html")
     assert len(read_rows(output)) == len(ROWS)
+
+
+def test_a_job_of_long_batches_takes_smaller_ones_and_keeps_to_them(
+    model: Path, prompts: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zinfer.jobs.ragged._MOST_BATCH_S", 0.0)
+    monkeypatch.setattr("zinfer.jobs.ragged._LEAST_PACE", 0.4)
+    summary = run(model, prompts, output, batch_size=None)
+    assert 1 <= json.loads(manifest_path(output).read_text())["settings"]["batch_size"] < len(ROWS)
+    assert any("at most the batch under way is computed again: " in note for note in summary.notes)
+    whole = output.read_bytes()
+    output.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
+    monkeypatch.undo()
+    run(model, prompts, output, batch_size=None)
+    assert sorted(output.read_bytes().splitlines()) == sorted(whole.splitlines())
