@@ -1,7 +1,8 @@
 """Every class of every family that `zinfer.families` lists says what transformers says, resident and streamed."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,18 @@ def check(case: Case, engine: zinfer.InferenceEngine) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
 
 
+def check_rounding(case: Case, engine: zinfer.InferenceEngine) -> None:
+    """As near to what float64 says as transformers is: how far both are depends on the order of a CPU's sums."""
+    inputs = {name: value.double() if value.is_floating_point() else value for name, value in case.inputs.items()}
+    exact = replace(case, inputs=inputs).outputs(deepcopy(case.model).double())
+    wanted, found = case.outputs(case.model), case.outputs(engine)
+    assert found.keys() == exact.keys()
+    for name, tensor in exact.items():
+        scale = tensor.abs().max().clamp(min=1)
+        own_error, error = ((each[name] - tensor).abs().max() / scale for each in (wanted, found))
+        assert error <= 8 * own_error + 1e-5, name
+
+
 def test_outputs_and_texts_from_disk(case: Case, streamed: zinfer.InferenceEngine) -> None:
     assert type(streamed.module).__name__ == type(case.model).__name__
     stats = streamed.stats()
@@ -101,7 +114,7 @@ def test_outputs_and_texts_resident_with_fused_kernels(case: Case) -> None:
         kinds = {kind for kinds in engine.injected.values() for kind in kinds.split("; ")}
         assert {kind for kind in kinds if not kind.endswith("in one product")} == set(case.family.fused)
         assert engine.stats().streamed_bytes_per_pass == 0
-        check(case, engine)
+        (check_rounding if case.is_encoder_decoder else check)(case, engine)
         if case.model.can_generate():
             assert torch.equal(case.texts(engine), case.texts(case.model))
 
