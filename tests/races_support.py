@@ -258,6 +258,8 @@ def compute_last(engine: zinfer.InferenceEngine) -> None:
 
 def check_bytes(engine: zinfer.InferenceEngine, case: Case, blocks: Sequence[Block]) -> None:
     """Asserts the homes, the staging slots, and the bytes of each tier, from the blocks themselves."""
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()  # a block counts once its copy has arrived
     plan, stats = engine.plan, engine.stats()
     tiers = [home.tier for home in plan.homes]
     assert stats.blocks_by_home == {tier.name: tiers.count(tier) for tier in Tier}
