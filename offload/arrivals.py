@@ -18,13 +18,13 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # another thread may ask for the sums
-        self._open: deque[tuple[Event, Source]] = deque()
+        self._open: deque[tuple[Event, int, int]] = deque()  # no sources: they hold memory
         self._wire_bytes = 0
         self._read_bytes = 0
 
     def note(self, event: Event, source: Source) -> None:
         """Count the block of ``source`` once ``event`` is reached."""
-        self._open.append((event, source))
+        self._open.append((event, source.wire_bytes, source.read_bytes))
         if len(self._open) > _MOST_OPEN:
             self.sums()
 
@@ -32,7 +32,7 @@ class Arrivals:
         """Bytes copied to the device, and bytes read from the disk for them."""
         with self._lock:
             while self._open and self._open[0][0].is_reached():
-                _, source = self._open.popleft()
-                self._wire_bytes += source.wire_bytes
-                self._read_bytes += source.read_bytes
+                _, wire_bytes, read_bytes = self._open.popleft()
+                self._wire_bytes += wire_bytes
+                self._read_bytes += read_bytes
             return self._wire_bytes, self._read_bytes
