@@ -192,9 +192,10 @@ class _Forward:
         On CPUs without instructions for 16-bit products oneDNN sums each one in a float32 buffer of its own; elsewhere
         in a layer there is room for it, for less is alive during products than after them.
         """
-        is_widened = not self.on_cuda and self.itemsize < _FLOAT_BYTES
-        widened = self.num_rows * q * self.shape.mlp * _FLOAT_BYTES if is_widened else 0
-        return self._elements(q, 3 * self.shape.hidden + self.shape.mlp_copies * self.shape.mlp) + widened
+        copies = self.shape.mlp_copies
+        if not self.on_cuda and self.itemsize < _FLOAT_BYTES:
+            copies = max(copies, 2 + _FLOAT_BYTES // self.itemsize)  # the gate, the product, and its sums
+        return self._elements(q, 3 * self.shape.hidden + copies * self.shape.mlp)
 
     def _norm(self, q: int) -> int:
         """`LlamaRMSNorm`: residual and result, and two float32 copies between them."""
