@@ -90,7 +90,8 @@ def check_token_ids(path: Path, members: Mapping[str, Any], vocabulary: Vocabula
             continue
         for key in TOKEN_KEYS:
             value = part.get(key)
-            if vocabulary and vocabulary.usual.get(key) == value:
+            usual = vocabulary.usual.get(key) if vocabulary else None
+            if usual == value and type(usual) is type(value):  # 1.0 and True equal 1
                 continue
             for token in value if isinstance(value, list) else [] if value is None else [value]:
                 if type(token) is not int or token < 0 or (size is not None and token >= size):
