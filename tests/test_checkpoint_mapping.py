@@ -13,7 +13,8 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 from typer.testing import CliRunner
 
 import zinfer
-from zinfer.checkpoint import Checkpoint, JoinedTensor
+from zinfer.checkpoint import JoinedTensor
+from zinfer.checkpoint.header import read_header
 from zinfer.cli import app
 from zinfer.errors import CheckpointError
 
@@ -82,7 +83,7 @@ def test_pieces_of_three_dimensions(tmp_path: Path) -> None:
     """Convolutions of queries, keys and values that a module has as one (kimi_linear, olmo_hybrid)."""
     tensors = {name: torch.randn(rows, 1, 4) for name, rows in (("q", 8), ("k", 8), ("v", 16))}
     write_safetensors(tmp_path / "model.safetensors", tensors)
-    entries = Checkpoint.of_file(tmp_path / "model.safetensors").tensors
+    entries = read_header(tmp_path / "model.safetensors").tensors
     pieces = [entries[name] for name in tensors]
     joined = JoinedTensor.of("conv", (32, 1, 4), pieces)
     assert joined is not None

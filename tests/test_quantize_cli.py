@@ -208,11 +208,12 @@ def test_the_report_is_written_and_its_options_are_checked_first(tmp_path: Path)
     model = tiny_checkpoint("llama", tmp_path / "model", num_layers=2)
     store, page = tmp_path / "store", tmp_path / "report.html"
     arguments = ["--model", str(model), "--output", str(store), "--bits", "4", "--group-size", "32", "--device", "cpu"]
-    rows = tmp_path / "rows.jsonl"
+    rows, texts = tmp_path / "rows.jsonl", tmp_path / "texts.jsonl"
+    texts.write_text('{"prompt": "7+8="}\n')
     rows.write_text('{"prompt_token_ids": [5, 6]}\n{"prompt_token_ids": [5, 999]}\n')
     for wrong, message in (
-        (["--report", str(page), "--prompts", str(rows)], "has no tokenizer that loads"),
-        (["--report", str(page), "--prompts", str(rows), "--model", str(DEMO)], "line 2"),
+        (["--report", str(page), "--prompts", str(texts)], "line 1: the model's folder has no tokenizer"),
+        (["--report", str(page), "--prompts", str(rows)], "line 2"),
         (["--prompts", str(model / "config.json")], "--report FILE.html"),
         (["--report", str(tmp_path / "no" / "report.html")], "is no folder"),
         (["--report", str(page), "--prompts", str(tmp_path / "none.jsonl")], "no such file"),
