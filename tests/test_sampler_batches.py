@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,12 +35,16 @@ def some_row(numbers: random.Random, vocab_size: int) -> Row:
         presence_penalty=maybe(numbers.uniform(-2, 2), 0.0),
         frequency_penalty=maybe(numbers.uniform(-2, 2), 0.0),
         logit_bias=maybe({numbers.randrange(vocab_size + 4): numbers.uniform(-5, 5) for _ in range(3)}, None),
+        allowed_token_ids=maybe(tuple(numbers.randrange(vocab_size) for _ in range(9)), None),
         min_new_tokens=maybe(4, 0),
         stop_token_ids=maybe((numbers.randrange(vocab_size),), ()),
         logprobs=maybe(numbers.randrange(5), None),
     )
     prompt = [numbers.randrange(-1, vocab_size + 4) for _ in range(numbers.randrange(9))]
-    return Row(params, prompt, output, (0, vocab_size + 1), partial(row_uniform, numbers.getrandbits(64)))
+    bad_word_ids = maybe(((numbers.randrange(vocab_size),), (*output[-2:], numbers.randrange(vocab_size))), ())
+    params = replace(params, bad_words=("bad",) if bad_word_ids else ())
+    uniform_at = partial(row_uniform, numbers.getrandbits(64))
+    return Row(params, prompt, output, (0, vocab_size + 1), uniform_at, bad_word_ids)
 
 
 def some_batch(seed: int, num_rows: int, vocab_size: int) -> tuple[torch.Tensor, list[Row]]:
@@ -203,6 +208,7 @@ def test_the_number_of_operations_does_not_grow_with_the_rows(host_copies: list[
         SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1),
         SamplingParams(temperature=1.0, top_k=5, top_p=0.5),
         SamplingParams(repetition_penalty=1.2, logit_bias={1: 1.0}, min_new_tokens=4),
+        SamplingParams(allowed_token_ids=(1, 2)),
     ]
     seen: list[tuple[Counter[str], int]] = []
     for times in (1, 9):

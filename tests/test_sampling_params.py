@@ -45,7 +45,10 @@ def test_ranges(name: str, lowest: float, highest: float, below: float, above: f
 
 
 @pytest.mark.parametrize(
-    "name", sorted({field.name for field in fields(SamplingParams)} - {"max_new_tokens", "logprobs", "seed"})
+    "name",
+    sorted(
+        {field.name for field in fields(SamplingParams)} - {"max_new_tokens", "logprobs", "seed", "allowed_token_ids"}
+    ),
 )
 def test_only_what_may_be_absent_may_be_none(name: str) -> None:
     if name == "logit_bias":
@@ -72,6 +75,12 @@ def test_only_what_may_be_absent_may_be_none(name: str) -> None:
         ({"stop": 3}, "stop must be a text or a list of texts, none of them empty, not 3"),
         ({"stop_token_ids": 7}, "stop_token_ids must be a list of token ids, whole numbers of at least 0, not 7"),
         ({"stop_token_ids": [-1]}, "stop_token_ids must be a list of token ids, whole numbers of at least 0, not [-1]"),
+        (
+            {"allowed_token_ids": [True]},
+            "allowed_token_ids must be a list of token ids, whole numbers of at least 0, not [True]",
+        ),
+        ({"allowed_token_ids": []}, "allowed_token_ids must be a list of one token id at least, not []"),
+        ({"bad_words": [""]}, "bad_words must be a text or a list of texts, none of them empty, not ['']"),
         ({"logit_bias": {"7": 101}}, "logit_bias of token 7 must be a number from -100 to 100, not 101"),
         ({"logit_bias": {"7": None}}, "logit_bias of token 7 must be a number from -100 to 100, not None"),
         ({"logit_bias": {"7": 1, "07": 2}}, "logit_bias names a token twice; give each token id once"),

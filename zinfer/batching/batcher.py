@@ -99,15 +99,17 @@ class Batcher:
         seed: int,
         ending: Ending,
         end_token_ids: frozenset[int] = frozenset(),
+        bad_word_ids: Sequence[tuple[int, ...]] = (),
     ) -> int:
         """Let a text wait for its turn; returns its number.
 
         Args:
             prompt_ids: one token at least.
-            params: `n` and `stop` are not read.
+            params: `n`, `stop` and `bad_words` are not read.
             seed: of its draws.
             ending: when it is complete.
             end_token_ids: not drawn before it has its ``min_new_tokens``.
+            bad_word_ids: tokens of each of its bad words.
 
         Raises:
             PlanError: the cache could not hold it even alone.
@@ -116,7 +118,8 @@ class Batcher:
         self._in_pass = True
         # First what abort needs: Ctrl-C may strike between any two lines.
         self._num_added += 1
-        row = Row(params, sequence.prompt_ids, sequence.output_ids, end_token_ids, partial(row_uniform, seed))
+        uniform_at, output_ids = partial(row_uniform, seed), sequence.output_ids
+        row = Row(params, sequence.prompt_ids, output_ids, end_token_ids, uniform_at, bad_word_ids)
         if not self._writing:
             self._last_ids, self._reads = {BROKEN}, False
         self._last_ids |= ending.last_ids

@@ -83,11 +83,14 @@ class Call:
         prompt_ids = array("i", token_ids)
         ends = frozenset() if params.ignore_eos else self._end_token_ids
         ending_ids = ends.union(params.stop_token_ids, special_stops(self._tokenizer, params.stop))
+        bad_word_ids = self._encoder.bad_word_ids(params)
         name = prompt_ids.tobytes()
         repeat = self._seen.get(name, 0)
         self._seen[name] = repeat + 1
         for sample in range(params.n):
             ending = Ending(self._tokenizer, ending_ids, params.stop, params.most_new_tokens, params.min_new_tokens)
             seed = 0 if params.is_greedy else text_seed(params.seed, prompt_ids, repeat, sample)
-            number = self._batcher.add(prompt_ids, params, seed=seed, ending=ending, end_token_ids=ends)
+            number = self._batcher.add(
+                prompt_ids, params, seed=seed, ending=ending, end_token_ids=ends, bad_word_ids=bad_word_ids
+            )
             self._waiting[number] = index, sample

@@ -1,4 +1,4 @@
-"""What changes a row's logits before a token is chosen: biases, tokens that may not come yet, penalties.
+"""What changes a row's logits before a token is chosen: biases, tokens that may not come, penalties.
 
 Each function changes float32 logits [rows, vocabulary] in place, all rows that ask for it at once, and a row's numbers
 depend on that row alone. Token ids outside the vocabulary are passed over: there is no logit to change.
@@ -47,6 +47,18 @@ def forbid(logits_RV: torch.Tensor, token_ids: Mapping[int, Collection[int]]) ->
         return
     rows, columns = zip(*entries, strict=True)
     logits_RV[_index(rows, logits_RV), _index(columns, logits_RV)] = -torch.inf
+
+
+def keep_only(logits_RV: torch.Tensor, token_ids: Mapping[int, Collection[int]]) -> None:
+    """Sets the logits of these rows to -inf, bar those of each row's `token_ids`."""
+    if not token_ids:
+        return
+    entries = [(row, i) for row, ids in token_ids.items() for i in ids if 0 <= i < logits_RV.shape[1]]
+    rows = _index([row for row, _ in entries], logits_RV)
+    columns = _index([i for _, i in entries], logits_RV)
+    kept = logits_RV[rows, columns]
+    logits_RV[_index(list(token_ids), logits_RV)] = -torch.inf
+    logits_RV[rows, columns] = kept
 
 
 def penalize(logits_RV: torch.Tensor, penalties: Sequence[Penalty]) -> None:

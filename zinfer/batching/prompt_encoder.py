@@ -6,6 +6,7 @@ from typing import Any, Final, cast
 
 from transformers import AutoTokenizer
 
+from zinfer.batching.bad_words import find_bad_word_ids
 from zinfer.batching.chat_templates import ChatTemplates
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import CheckpointError, ConfigError
@@ -68,6 +69,10 @@ class PromptEncoder:
         self._check(token_ids, params)
         params.check_vocabulary(self._vocab_size)
         return token_ids, params
+
+    def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each bad word. Raises ConfigError for one that has none."""
+        return find_bad_word_ids(self._tokenizer, params.bad_words, self._vocab_size)
 
     def _token_ids(self, prompt: PromptLike) -> list[int]:
         if isinstance(prompt, Mapping):

@@ -13,9 +13,10 @@ from typing import Final
 
 import torch
 
+from zinfer.batching.bad_words import last_ids
 from zinfer.batching.delivery import Delivery, send
 from zinfer.batching.filters import draw, fixed_point, kind_of, ratios_of, unit_of
-from zinfer.batching.penalties import Penalty, add_biases, forbid, penalize
+from zinfer.batching.penalties import Penalty, add_biases, forbid, keep_only, penalize
 from zinfer.batching.sampling_params import SamplingParams
 
 # Rows that are not plainly greedy take up to about a hundred bytes a logit while they are sampled (float64 and int64
@@ -34,6 +35,7 @@ class Row:
 
     prompt_ids, output_ids: its tokens so far; the row stays the same while they grow. end_token_ids: the model's.
     uniform_at: the number in [0, 1) that decides the draw after so many tokens; not called where the row is greedy.
+    bad_word_ids: tokens of each of its bad words.
     """
 
     params: SamplingParams
@@ -41,6 +43,7 @@ class Row:
     output_ids: Sequence[int]
     end_token_ids: Collection[int]
     uniform_at: Callable[[int], float]
+    bad_word_ids: Sequence[tuple[int, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -165,15 +168,20 @@ def _choose(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def _adjusted(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """A float32 copy with biases, what may not come yet, and penalties."""
+    """A float32 copy with biases, what may not come, and penalties."""
     logits_RV = raw_RV.to(torch.float32, copy=True)
     add_biases(logits_RV, {i: row.params.logit_bias for i, row in enumerate(rows) if row.params.logit_bias})
-    forbid(
-        logits_RV,
-        {i: {*row.end_token_ids, *row.params.stop_token_ids} for i, row in enumerate(rows) if _is_too_short(row)},
-    )
+    allowed = ((i, row.params.allowed_token_ids) for i, row in enumerate(rows))
+    keep_only(logits_RV, {i: token_ids for i, token_ids in allowed if token_ids is not None})
+    forbid(logits_RV, {i: _forbidden(row) for i, row in enumerate(rows) if row.bad_word_ids or _is_too_short(row)})
     penalize(logits_RV, [_penalty(i, row) for i, row in enumerate(rows) if row.params.has_penalty])
     return logits_RV
+
+
+def _forbidden(row: Row) -> set[int]:
+    """What may not come next: what completes a bad word, and, before it has its least tokens, what ends the row."""
+    ends = (*row.end_token_ids, *row.params.stop_token_ids) if _is_too_short(row) else ()
+    return {*ends, *last_ids(row.bad_word_ids, row.output_ids)}
 
 
 def _penalty(number: int, row: Row) -> Penalty:

@@ -77,7 +77,8 @@ class SamplingParams:
     min_new_tokens: before so many no token ends the row.
     temperature: 0 is greedy. top_k (0 and -1: off), top_p (1: off), min_p (0: off): filters of what is drawn from.
     repetition_penalty: of tokens in prompt and output (1: off); presence_penalty, frequency_penalty: of the output's.
-    logit_bias: what is added to a token's logit, by token id.
+    logit_bias: what is added to a token's logit, by token id. allowed_token_ids: no others come; None: all may.
+    bad_words: texts that the output may not have: the last token of one does not come behind those before it.
     stop: texts; stop_token_ids: tokens besides the model's end tokens. ignore_eos: those do not end the row.
     n: how many outputs the row has. logprobs: how many alternatives are told beside each chosen token; 0: the
     chosen one's log-probability alone; None: nothing. seed: of the row's own random stream; None: the caller's choice.
@@ -93,6 +94,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -108,8 +111,13 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise _refusal("ignore_eos", "true or false", self.ignore_eos)
         # Still under construction: what callers may write in several ways is kept in one.
-        object.__setattr__(self, "stop", _stops(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop", _texts("stop", self.stop))
+        object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise _refusal("allowed_token_ids", "a list of one token id at least", [])
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if self.min_new_tokens > self.most_new_tokens:
             most = f"at most max_new_tokens, which is {self.most_new_tokens}"
@@ -182,8 +190,8 @@ class SamplingParams:
 
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether biases or penalties are added to logits."""
-        return bool(self.logit_bias) or self.has_penalty
+        """Whether logits get biases or penalties, or some tokens may not come."""
+        return bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None or self.has_penalty
 
     @property
     def has_penalty(self) -> bool:
@@ -191,8 +199,8 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ConfigError for a token id that a model of `vocab_size` tokens does not have."""
-        for name, token_ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or {})):
-            beyond = [token_id for token_id in token_ids if token_id >= vocab_size]
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            beyond = [token_id for token_id in getattr(self, name) or () if token_id >= vocab_size]
             if beyond:
                 raise _refusal(name, f"made of token ids below {vocab_size}, the model's vocabulary", beyond[0])
 
@@ -215,16 +223,16 @@ for _other, _own in OTHER_SPELLINGS.items():
     setattr(SamplingParams, _other, property(attrgetter(_own)))
 
 
-def _stops(value: object) -> tuple[str, ...]:
-    stops = (value,) if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise _refusal("stop", "a text or a list of texts, none of them empty", value)
-    return tuple(stops)
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+        raise _refusal(name, "a text or a list of texts, none of them empty", value)
+    return tuple(texts)
 
 
-def _token_ids(value: object) -> tuple[int, ...]:
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or not all(map(_NATURAL.holds, value)):
-        raise _refusal("stop_token_ids", "a list of token ids, whole numbers of at least 0", value)
+        raise _refusal(name, "a list of token ids, whole numbers of at least 0", value)
     return tuple(value)
 
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from zinfer.batching.bad_words import find_bad_word_ids
 from zinfer.batching.chat_templates import ChatTemplates
 from zinfer.batching.prompt_encoder import encode_chat, encode_text, find_tokenizer
 from zinfer.batching.sampling_params import SamplingParams
@@ -25,19 +26,20 @@ from zinfer.jobs.rows import BadRow, Line, Row, RowId, id_key, parse_line, read_
 _STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
 NO_TOKENIZER: Final = (
-    "put the model's tokenizer files into it, or give rows 'prompt_token_ids' alone, without stop strings"
+    "put the model's tokenizer files into it, or give rows 'prompt_token_ids' alone, without stop strings and bad words"
 )
 
 
 @dataclass(frozen=True)
 class Prompt:
     """A row ready to compute, from the input's line ``line``. ``params`` have the row's seed, or one that its id alone
-    decides.
+    decides. ``bad_word_ids`` are the tokens of each of its bad words.
     """
 
     row: Row
     token_ids: tuple[int, ...]
     line: int
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -108,6 +110,7 @@ class PromptMaker:
         try:
             token_ids = self._encode(row)
             row.params.check_vocabulary(self.vocab_size)
+            bad_word_ids = find_bad_word_ids(self.tokenizer, row.params.bad_words, self.vocab_size)
         except (ConfigError, ValueError, TypeError) as error:
             return row.bad(line_number, str(error))
         if not self.generates and (row.openai or row.params != SamplingParams(max_new_tokens=self.max_new_tokens)):
@@ -118,7 +121,7 @@ class PromptMaker:
             return row.bad(line_number, problem)
         if params is not row.params:
             row = row.model_copy(update={"params": params})
-        return Prompt(row, tuple(token_ids), line_number)
+        return Prompt(row, tuple(token_ids), line_number, bad_word_ids)
 
     def _encode(self, row: Row) -> list[int]:
         if self.tokenizer is None and row.needs_tokenizer:

@@ -77,8 +77,8 @@ class Row(BaseModel):
 
     @property
     def needs_tokenizer(self) -> bool:
-        """Whether it is text, asks to stop at text, or is answered with tokens as text."""
-        is_text = self.prompt_token_ids is None or bool(self.params.stop)
+        """Whether it is text, asks to stop at text or to have none of it, or is answered with tokens as text."""
+        is_text = self.prompt_token_ids is None or bool(self.params.stop or self.params.bad_words)
         return is_text or (self.openai is not None and self.params.logprobs is not None)
 
     def bad(self, line_number: int, problem: str) -> "BadRow":

@@ -46,7 +46,8 @@ class Text:
         """What its next token depends on."""
         params, prompt_ids = self.prompt.params, self.prompt.token_ids
         seed = text_seed(params.seed, prompt_ids, 0, self.sample)
-        return Row(params, prompt_ids, self.token_ids, self.end_token_ids, partial(row_uniform, seed))
+        uniform_at = partial(row_uniform, seed)
+        return Row(params, prompt_ids, self.token_ids, self.end_token_ids, uniform_at, self.prompt.bad_word_ids)
 
     def completion(self) -> Completion:
         """What it came to."""
