@@ -1,9 +1,12 @@
 """When a text ends, and where it is cut."""
 
+from typing import Any
+
 import pytest
-from jobs_support import EOS, letters_tokenizer
+from jobs_support import EOS, PAD, letters_tokenizer
 
 from zinfer.batching.ending import Ending, special_stops
+from zinfer.batching.sampling_params import SamplingParams
 
 TOKENIZER = letters_tokenizer()
 
@@ -37,21 +40,39 @@ def ended(text: str, ending: Ending) -> tuple[int, str | None, str]:
 def test_stop_strings_count_once_the_least_tokens_are_there(
     stop: tuple[str, ...], least: int, wanted: tuple[int, str, str]
 ) -> None:
-    assert ended("abcabcxxabc", Ending(TOKENIZER, (), stop, 8, least)) == wanted
+    assert ended("abcabcxxabc", Ending(TOKENIZER, {}, stop, 8, least)) == wanted
 
 
 def test_a_stop_string_is_seen_across_any_number_of_special_tokens() -> None:
     tokens = [*ids("ab"), *[TOKENIZER.eos_token_id] * 40, *ids("c")]
-    ending = Ending(TOKENIZER, (), ("bc",), 100)
+    ending = Ending(TOKENIZER, {}, ("bc",), 100)
     assert [ending.reason(tokens[:count]) for count in range(1, len(tokens))] == [None] * (len(tokens) - 1)
     assert (ending.reason(tokens), ending.text(tokens)) == ("stop", "a")
 
 
 def test_an_end_token_ends_whatever_the_stops_are() -> None:
-    assert ended("ab", Ending(TOKENIZER, ids("b"), ("q",), 8)) == (2, "stop", "a")
+    assert ended("ab", Ending(TOKENIZER, dict.fromkeys(ids("b")), ("q",), 8)) == (2, "stop", "a")
 
 
 def test_stop_strings_that_are_special_tokens_are_known_by_their_ids() -> None:
-    assert special_stops(TOKENIZER, ("a", EOS)) == {2}
-    assert special_stops(None, ("a",)) == frozenset()
-    assert special_stops(TOKENIZER, ()) == frozenset()
+    assert special_stops(TOKENIZER, ("a", EOS)) == {2: EOS}
+    assert special_stops(None, ("a",)) == {}
+    assert special_stops(TOKENIZER, ()) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"stop": ("q", "bc")}, "bc"),
+        ({"stop": ("bcab", "bc")}, "bc"),
+        ({"stop_token_ids": ids("c")}, ids("c")[0]),
+        ({"stop": (EOS, PAD)}, PAD),
+        ({"stop": (EOS,)}, None),  # the model's own end
+        ({"max_new_tokens": 2}, None),
+    ],
+)
+def test_what_ended_a_text_is_told(fields: dict[str, Any], wanted: int | str | None) -> None:
+    tokens = [*ids("abc"), 1, TOKENIZER.eos_token_id]
+    ending = Ending.of(TOKENIZER, SamplingParams(**fields), [TOKENIZER.eos_token_id])
+    count = next(count for count in range(1, 6) if ending.reason(tokens[:count]) is not None)
+    assert ending.stop_reason(tokens[:count]) == wanted

@@ -57,7 +57,8 @@ def test_a_chat_row_becomes_a_chat_completion(model: Path, tmp_path: Path, optio
     assert before <= created <= time.time()
     key = f"{id_key('c'):016x}"
     message = {"role": "assistant", "content": own["text"], "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": own["finish_reason"]}
+    reasons = {"finish_reason": own["finish_reason"], "stop_reason": None}
+    choice = {"index": 0, "message": message, "logprobs": None, **reasons}
     num_prompt, num_new = own["num_prompt_tokens"], own["num_output_tokens"]
     body = {
         "id": f"chatcmpl-{key}",
@@ -97,7 +98,8 @@ def test_answers_are_those_of_the_same_rows_in_the_jobs_own_form(
         outputs = own.get("outputs", [own])
         answers = [each["message"]["content"] if "chat" in url else each["text"] for each in body["choices"]]
         assert answers == [each["text"] for each in outputs]
-        assert [each["finish_reason"] for each in body["choices"]] == [each["finish_reason"] for each in outputs]
+        for name in ("finish_reason", "stop_reason"):
+            assert [each[name] for each in body["choices"]] == [each[name] for each in outputs]
         assert [each["index"] for each in body["choices"]] == list(range(len(outputs)))
         assert body["usage"]["completion_tokens"] == own["num_output_tokens"]
         assert body["usage"]["prompt_tokens"] == own["num_prompt_tokens"]

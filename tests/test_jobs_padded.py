@@ -99,7 +99,7 @@ def test_a_stop_string_cuts_the_text_and_keeps_the_tokens(engine: ResidentEngine
     stopped, free = run(engine, prompt("hello you", stop=("never there", stop)), prompt("a"))
     assert stopped.text == whole.text[: whole.text.index(stop)]
     assert stopped.token_ids == whole.token_ids[:end]
-    assert stopped.finish_reason == "stop"
+    assert (stopped.finish_reason, stopped.stop_reason, free.stop_reason) == ("stop", stop, None)
     assert len(free.token_ids) == 12
 
 

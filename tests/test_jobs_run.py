@@ -26,7 +26,8 @@ def test_every_row_is_done_once_and_in_order(model: Path, prompts: Path, output:
     summary = job(model, prompts, output)
     rows = read_rows(output)
     assert [row["id"] for row in rows] == [f"row-{number}" for number in range(22)]
-    assert list(rows[0]) == ["id", "text", "token_ids", "num_prompt_tokens", "num_output_tokens", "finish_reason"]
+    sizes = ["num_prompt_tokens", "num_output_tokens"]
+    assert list(rows[0]) == ["id", "text", "token_ids", *sizes, "finish_reason", "stop_reason"]
     assert [row["num_prompt_tokens"] for row in rows] == [1 + number % 17 for number in range(22)]
     assert all(row["num_output_tokens"] == len(row["token_ids"]) <= 4 + number % 9 for number, row in enumerate(rows))
     assert (summary.num_rows, summary.num_done, summary.num_failed, summary.num_skipped) == (22, 22, 0, 0)

@@ -172,9 +172,9 @@ def test_the_demo_from_disk(kv_cache_dtype: str, least: int) -> None:
 def test_stop_strings_and_chats() -> None:
     with LLM(DEMO / "model", device="cpu", kv_cache_memory="8MB") as llm:
         whole = llm.generate("123+456=", SamplingParams(max_new_tokens=8))[0]
-        assert whole.text == "579"
+        assert (whole.text, whole.stop_reason) == ("579", None)
         cut = llm.generate("123+456=", SamplingParams(max_new_tokens=8, stop=("79",)))[0]
-        assert (cut.text, cut.finish_reason) == ("5", "stop")
+        assert (cut.text, cut.finish_reason, cut.stop_reason) == ("5", "stop", "79")
         chat = llm.generate([{"role": "user", "content": "123+456="}], SamplingParams(max_new_tokens=8))[0]
         template = llm.tokenizer.chat_template
         assert (chat.text == "579") if template else ("no chat template" in str(chat.error))
@@ -234,6 +234,10 @@ def test_each_text_ends_where_its_own_settings_say(
         found = llm.generate(by_ids(prompts)[::order], params[::order])
         assert [each.token_ids for each in found] == wanted[::order]
         assert [each.finish_reason for each in found] == [*["stop"] * 3, *["length"] * (len(prompts) - 3)][::order]
+        assert [each.stop_reason for each in found][::order] == [
+            *(tokens[-1] for tokens in wanted[:3]),
+            *[None] * (len(prompts) - 3),
+        ]
 
 
 def test_stop_strings_of_one_text_are_none_of_another() -> None:

@@ -303,4 +303,6 @@ class Batcher:
             self._watch.stop()
         output_ids = sequence.output_ids
         logprobs = None if each.row.params.logprobs is None else tuple(each.logprobs)
-        return Finished(sequence.number, tuple(output_ids), reason, each.ending.text(output_ids), logprobs, error)
+        text = each.ending.text(output_ids)
+        stop_reason = each.ending.stop_reason(output_ids) if reason == "stop" else None
+        return Finished(sequence.number, tuple(output_ids), reason, text, logprobs, error, stop_reason)

@@ -6,7 +6,7 @@ from typing import Any
 
 from zinfer.batching.batcher import Batcher
 from zinfer.batching.completion import Completion, text_seed
-from zinfer.batching.ending import Ending, special_stops
+from zinfer.batching.ending import Ending
 from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, as_list
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import ConfigError, PlanError
@@ -74,21 +74,30 @@ class Call:
         complete = []
         for finished in self._batcher.step():
             index, sample = self._waiting.pop(finished.number)
-            reason, logprobs, error = finished.finish_reason, finished.logprobs, finished.error
-            complete.append(Completion(index, sample, finished.text, finished.token_ids, reason, logprobs, error))
+            complete.append(
+                Completion(
+                    prompt_index=index,
+                    sample_index=sample,
+                    text=finished.text,
+                    token_ids=finished.token_ids,
+                    finish_reason=finished.finish_reason,
+                    logprobs=finished.logprobs,
+                    error=finished.error,
+                    stop_reason=finished.stop_reason,
+                )
+            )
         return complete
 
     def _add(self, index: int, prompt: PromptLike, params: SamplingParams) -> None:
         token_ids, params = self._encoder.encode(prompt, params)
         prompt_ids = array("i", token_ids)
         ends = frozenset() if params.ignore_eos else self._end_token_ids
-        ending_ids = ends.union(params.stop_token_ids, special_stops(self._tokenizer, params.stop))
         bad_word_ids = self._encoder.bad_word_ids(params)
         name = prompt_ids.tobytes()
         repeat = self._seen.get(name, 0)
         self._seen[name] = repeat + 1
         for sample in range(params.n):
-            ending = Ending(self._tokenizer, ending_ids, params.stop, params.most_new_tokens, params.min_new_tokens)
+            ending = Ending.of(self._tokenizer, params, ends)
             seed = 0 if params.is_greedy else text_seed(params.seed, prompt_ids, repeat, sample)
             number = self._batcher.add(
                 prompt_ids, params, seed=seed, ending=ending, end_token_ids=ends, bad_word_ids=bad_word_ids

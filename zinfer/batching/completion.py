@@ -28,6 +28,7 @@ class Finished:
         text: of these tokens, without end and special tokens, cut before the first stop string.
         logprobs: of each token, where they were asked for.
         error: what went wrong; None where nothing did.
+        stop_reason: as `Completion`'s.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Finished:
     text: str
     logprobs: tuple[Logprobs, ...] | None = None
     error: str | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Completion:
         finish_reason: "stop" (an end token or a stop string), "length" or "error".
         logprobs: of each token, where they were asked for.
         error: what is wrong with the prompt, or went wrong; None where nothing did.
+        stop_reason: which of ``stop`` or ``stop_token_ids`` ended it; None where something else did, an end token of
+            the model's own among them.
     """
 
     prompt_index: int
@@ -59,6 +63,7 @@ class Completion:
     finish_reason: str
     logprobs: tuple[Logprobs, ...] | None = None
     error: str | None = None
+    stop_reason: int | str | None = None
 
 
 def text_seed(stated: int | None, token_ids: Sequence[int], repeat: int, sample: int) -> int:

@@ -1,7 +1,9 @@
 """When a text is complete: at an end token, at a stop string, or when it has all its tokens."""
 
-from collections.abc import Collection, Sequence
-from typing import Any, Final
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, Self
+
+from zinfer.batching.sampling_params import SamplingParams
 
 # A stop string of n bytes spans at most n tokens, bar tokens without text: special ones are not counted, and a few
 # others are allowed for.
@@ -18,12 +20,12 @@ def find_end_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:
     return [ends] if isinstance(ends, int) else list(ends)
 
 
-def special_stops(tokenizer: Any, stop: Sequence[str]) -> frozenset[int]:
-    """The stop strings that are one special token each, as tokens: they have no text to be found in."""
+def special_stops(tokenizer: Any, stop: Sequence[str]) -> dict[int, str]:
+    """The stop strings that are one special token each, by token: they have no text to be found in."""
     if tokenizer is None or not stop:
-        return frozenset()
+        return {}
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    return frozenset(special[text] for text in stop if text in special)
+    return {special[text]: text for text in stop if text in special}
 
 
 class Ending:
@@ -31,7 +33,7 @@ class Ending:
 
     Args:
         tokenizer: decodes; None where there is none, then a text has no characters.
-        end_token_ids: tokens that end it, themselves without text.
+        end_token_ids: tokens that end it, themselves without text, and what `stop_reason` says of each.
         stop: strings before which it is cut.
         max_new_tokens: most tokens that it gets.
         min_new_tokens: stop strings that are complete within so many do not count, as in vLLM.
@@ -44,7 +46,7 @@ class Ending:
     def __init__(
         self,
         tokenizer: Any,
-        end_token_ids: Collection[int],
+        end_token_ids: Mapping[int, int | str | None],
         stop: Sequence[str],
         max_new_tokens: int,
         min_new_tokens: int = 0,
@@ -52,6 +54,7 @@ class Ending:
         assert tokenizer is not None or not stop, "stop strings need a tokenizer"
         self._tokenizer = tokenizer
         self.last_ids = frozenset(end_token_ids)
+        self._reasons = end_token_ids
         self._stop = tuple(stop)
         self.reads = bool(stop)
         self._special_ids = frozenset(tokenizer.all_special_ids) if stop else frozenset()
@@ -59,17 +62,32 @@ class Ending:
         self._max_new_tokens = max_new_tokens
         self._min_new_tokens = min_new_tokens
 
+    @classmethod
+    def of(cls, tokenizer: Any, params: SamplingParams, end_token_ids: Collection[int]) -> Self:
+        """By a row's params; ``end_token_ids`` are the model's, where they end the row."""
+        stops = {token_id: token_id for token_id in params.stop_token_ids} | special_stops(tokenizer, params.stop)
+        ends = {**stops, **dict.fromkeys(end_token_ids)}
+        return cls(tokenizer, ends, params.stop, params.most_new_tokens, params.min_new_tokens)
+
     def reason(self, token_ids: Sequence[int]) -> str | None:
         """Why the text ends with the last of these tokens: "stop" or "length"; None: it goes on."""
         if token_ids[-1] in self.last_ids or (self._stop and self._has_stop(token_ids)):
             return "stop"
         return "length" if len(token_ids) >= self._max_new_tokens else None
 
+    def stop_reason(self, token_ids: Sequence[int]) -> int | str | None:
+        """The stop string or token that the text ends with; None where that is the model's own, or there is none."""
+        if token_ids[-1] in self.last_ids:
+            return self._reasons[token_ids[-1]]
+        first = self._first_stop(self._decode(token_ids), token_ids)
+        return None if first is None else first[1]
+
     def text(self, token_ids: Sequence[int]) -> str:
         """The text: without end and special tokens, cut before the first stop string."""
         ends = bool(token_ids) and token_ids[-1] in self.last_ids
         text = self._decode(token_ids[:-1] if ends else token_ids)
-        return text[: self._first_stop(text, token_ids)]
+        first = self._first_stop(text, token_ids)
+        return text if first is None else text[: first[0]]
 
     def _has_stop(self, token_ids: Sequence[int]) -> bool:
         if len(token_ids) <= self._min_new_tokens:
@@ -87,11 +105,11 @@ class Ending:
             num_left -= token_ids[begin] not in self._special_ids
         return begin
 
-    def _first_stop(self, text: str, token_ids: Sequence[int]) -> int | None:
-        """Where the first stop string begins that counts; None where there is none."""
+    def _first_stop(self, text: str, token_ids: Sequence[int]) -> tuple[int, str] | None:
+        """Where the first stop string begins that counts, and which it is; None where there is none."""
         held_back = len(self._decode(token_ids[: self._min_new_tokens])) if self._stop and self._min_new_tokens else 0
-        found = (text.find(stop, max(0, held_back - len(stop) + 1)) for stop in self._stop)
-        return min((place for place in found if place >= 0), default=None)
+        found = ((text.find(stop, max(0, held_back - len(stop) + 1)), stop) for stop in self._stop)
+        return min((each for each in found if each[0] >= 0), default=None, key=lambda each: each[0])
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:

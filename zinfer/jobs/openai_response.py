@@ -67,6 +67,7 @@ class OpenAIResponses:
             **answer,
             "logprobs": logprobs,
             "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
         }
 
     def _chat_logprobs(self, completion: Completion, logprobs: Sequence[Logprobs]) -> dict[str, Any]:

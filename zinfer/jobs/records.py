@@ -91,6 +91,7 @@ def _output(completion: Completion) -> dict[str, Any]:
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
     }
     if completion.logprobs is not None:
         found["logprobs"] = [_logprobs(each) for each in completion.logprobs]

@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
 from zinfer.batching.completion import Completion, not_finite, text_seed
-from zinfer.batching.ending import Ending, special_stops
+from zinfer.batching.ending import Ending
 from zinfer.batching.sampler import Logprobs, Row, Sampler, row_uniform
 from zinfer.errors import JobError
 from zinfer.jobs.prompts import Prompt
@@ -38,9 +38,7 @@ class Text:
         """A text that has no token yet."""
         params = prompt.params
         ends = frozenset() if params.ignore_eos else frozenset(end_token_ids)
-        ending_ids = ends.union(params.stop_token_ids, special_stops(tokenizer, params.stop))
-        ending = Ending(tokenizer, ending_ids, params.stop, params.most_new_tokens, params.min_new_tokens)
-        return cls(prompt, sample, ends, ending)
+        return cls(prompt, sample, ends, Ending.of(tokenizer, params, ends))
 
     def row(self) -> Row:
         """What its next token depends on."""
@@ -59,8 +57,15 @@ class Text:
         if self.finish_reason == "error":
             return Completion(0, self.sample, "", tuple(self.token_ids), "error", error=not_finite(self.broken_by))
         logprobs = None if self.prompt.params.logprobs is None else tuple(self.logprobs)
-        text = self.ending.text(self.token_ids)
-        return Completion(0, self.sample, text, tuple(self.token_ids), self.finish_reason, logprobs)
+        return Completion(
+            prompt_index=0,
+            sample_index=self.sample,
+            text=self.ending.text(self.token_ids),
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            logprobs=logprobs,
+            stop_reason=self.ending.stop_reason(self.token_ids) if self.finish_reason == "stop" else None,
+        )
 
 
 class TextSampler(LogitsProcessor):  # type: ignore[misc]
