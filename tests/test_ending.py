@@ -76,3 +76,28 @@ def test_what_ended_a_text_is_told(fields: dict[str, Any], wanted: int | str | N
     ending = Ending.of(TOKENIZER, SamplingParams(**fields), [TOKENIZER.eos_token_id])
     count = next(count for count in range(1, 6) if ending.reason(tokens[:count]) is not None)
     assert ending.stop_reason(tokens[:count]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, "abc"),
+        ({"include_stop_str_in_output": True}, "abc"),
+        ({"skip_special_tokens": False}, "abc<pad>"),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "abc<pad></s>"),
+        ({"stop": ("bc",), "include_stop_str_in_output": True}, "abc"),
+        ({"stop": ("b", "c"), "include_stop_str_in_output": True}, "ab"),
+        ({"stop": ("c", "bc"), "min_new_tokens": 2, "include_stop_str_in_output": True}, "abc"),
+        ({"stop": (PAD,), "include_stop_str_in_output": True}, "abc<pad>"),
+        ({"stop": (PAD,), "skip_special_tokens": False}, "abc"),
+        ({"stop": ("c<p",), "skip_special_tokens": False}, "ab"),
+        ({"stop": ("c<p",), "skip_special_tokens": False, "include_stop_str_in_output": True}, "abc<p"),
+        ({"stop_token_ids": ids("c"), "include_stop_str_in_output": True}, "abc"),
+        ({"stop_token_ids": ids("c")}, "ab"),
+    ],
+)
+def test_what_a_text_keeps(fields: dict[str, Any], wanted: str) -> None:
+    tokens = [*ids("abc"), 1, TOKENIZER.eos_token_id]
+    ending = Ending.of(TOKENIZER, SamplingParams(**fields), [TOKENIZER.eos_token_id])
+    count = next(count for count in range(1, 6) if ending.reason(tokens[:count]) is not None)
+    assert ending.text(tokens[:count]) == wanted

@@ -84,6 +84,11 @@ def test_answers_are_those_of_the_same_rows_in_the_jobs_own_form(
         ("completions", {"prompt": "abc", "max_completion_tokens": 3, "temperature": 0}),
         ("chat/completions", {"messages": HI, **SAMPLED, "n": 3}),
         ("completions", {"prompt": "abc", "temperature": 0, "logit_bias": {"40": 100}, "stop": "%"}),
+        (
+            "completions",
+            {"prompt": "abc", "temperature": 0, "stop_token_ids": [*range(3, 131)], "include_stop_str_in_output": True},
+        ),
+        ("completions", {"prompt": "abc", "allowed_token_ids": [1], "skip_special_tokens": False, "max_tokens": 2}),
         ("chat/completions", {"messages": HI, "temperature": 0, "seed": None, "stop": None, "n": None}),
     ]
     rows: list[dict[str, Any]] = []
@@ -104,6 +109,8 @@ def test_answers_are_those_of_the_same_rows_in_the_jobs_own_form(
         assert body["usage"]["completion_tokens"] == own["num_output_tokens"]
         assert body["usage"]["prompt_tokens"] == own["num_prompt_tokens"]
         assert body["object"] == ("chat.completion" if "chat" in url else "text_completion")
+    kept, special = found["own-5"], found["own-6"]
+    assert (len(kept["text"]), kept["stop_reason"], special["text"]) == (1, kept["token_ids"][0], "<pad><pad>")
 
 
 def test_content_in_parts_is_answered_as_the_same_text(model: Path, tmp_path: Path) -> None:
@@ -307,3 +314,7 @@ def test_tokens_keep_blanks_that_a_decoder_drops_and_parts_of_characters_have_no
     assert [each["bytes"] for each in of_chat["content"]] == [list(b" the"), list(b"cat"), None, list(b"</s>")]
     assert of_chat["content"][0]["top_logprobs"][0]["logprob"] == -9999.0
     assert of_text["text_offset"] == [0, 3, 6, 7]
+    shown = Row(id="r", prompt="p", params=SamplingParams(logprobs=1, skip_special_tokens=False))
+    completion = Completion(0, 0, "the</s>cat", (1, 0, 2, 0), "stop", logprobs)
+    choice = responses.completed(Prompt(shown, (1,), 1), OpenAIForm(False, None), [completion])
+    assert choice["response"]["body"]["choices"][0]["logprobs"]["text_offset"] == [0, 3, 7, 10]

@@ -70,6 +70,8 @@ def test_only_what_may_be_absent_may_be_none(name: str) -> None:
             "min_new_tokens must be at most max_new_tokens, which is 4, not 5",
         ),
         ({"ignore_eos": 1}, "ignore_eos must be true or false, not 1"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output must be true or false, not 1"),
+        ({"skip_special_tokens": "no"}, "skip_special_tokens must be true or false, not 'no'"),
         ({"stop": ["a", ""]}, "stop must be a text or a list of texts, none of them empty, not ['a', '']"),
         ({"stop": ""}, "stop must be a text or a list of texts, none of them empty, not ''"),
         ({"stop": 3}, "stop must be a text or a list of texts, none of them empty, not 3"),

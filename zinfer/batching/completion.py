@@ -25,7 +25,7 @@ class Finished:
         number: which text.
         token_ids: what was generated, the token that ended it included.
         finish_reason: "stop", "length" or "error".
-        text: of these tokens, without end and special tokens, cut before the first stop string.
+        text: of these tokens, as `Completion`'s.
         logprobs: of each token, where they were asked for.
         error: what went wrong; None where nothing did.
         stop_reason: as `Completion`'s.
@@ -47,7 +47,8 @@ class Completion:
     Attributes:
         prompt_index: which of the prompts, from 0.
         sample_index: which of its ``n`` completions, from 0.
-        text: without end and special tokens, cut before the first stop string; empty without a tokenizer.
+        text: without end and special tokens, cut before the first stop string, unless its params want them; empty
+            without a tokenizer.
         token_ids: what was generated, the token that ended it included.
         finish_reason: "stop" (an end token or a stop string), "length" or "error".
         logprobs: of each token, where they were asked for.

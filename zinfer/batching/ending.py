@@ -37,6 +37,8 @@ class Ending:
         stop: strings before which it is cut.
         max_new_tokens: most tokens that it gets.
         min_new_tokens: stop strings that are complete within so many do not count, as in vLLM.
+        keeps_stop: whether its text has the token or stop string that ended it.
+        skips_special: whether its text is without special tokens.
 
     Attributes:
         last_ids: the tokens that end it.
@@ -50,6 +52,9 @@ class Ending:
         stop: Sequence[str],
         max_new_tokens: int,
         min_new_tokens: int = 0,
+        *,
+        keeps_stop: bool = False,
+        skips_special: bool = True,
     ) -> None:
         assert tokenizer is not None or not stop, "stop strings need a tokenizer"
         self._tokenizer = tokenizer
@@ -61,13 +66,23 @@ class Ending:
         self._window = max((len(text.encode()) for text in stop), default=0) + _SPARE_TOKENS
         self._max_new_tokens = max_new_tokens
         self._min_new_tokens = min_new_tokens
+        self._keeps_stop = keeps_stop
+        self._skips_special = skips_special
 
     @classmethod
     def of(cls, tokenizer: Any, params: SamplingParams, end_token_ids: Collection[int]) -> Self:
         """By a row's params; ``end_token_ids`` are the model's, where they end the row."""
         stops = {token_id: token_id for token_id in params.stop_token_ids} | special_stops(tokenizer, params.stop)
         ends = {**stops, **dict.fromkeys(end_token_ids)}
-        return cls(tokenizer, ends, params.stop, params.most_new_tokens, params.min_new_tokens)
+        return cls(
+            tokenizer,
+            ends,
+            params.stop,
+            params.most_new_tokens,
+            params.min_new_tokens,
+            keeps_stop=params.include_stop_str_in_output,
+            skips_special=params.skip_special_tokens,
+        )
 
     def reason(self, token_ids: Sequence[int]) -> str | None:
         """Why the text ends with the last of these tokens: "stop" or "length"; None: it goes on."""
@@ -83,11 +98,16 @@ class Ending:
         return None if first is None else first[1]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text: without end and special tokens, cut before the first stop string."""
+        """The text: cut before the token or stop string that ended it, or behind it."""
         ends = bool(token_ids) and token_ids[-1] in self.last_ids
         text = self._decode(token_ids[:-1] if ends else token_ids)
-        first = self._first_stop(text, token_ids)
-        return text if first is None else text[: first[0]]
+        if (first := self._first_stop(text, token_ids)) is not None:
+            begin, stop = first
+            return text[: begin + len(stop) if self._keeps_stop else begin]
+        if not ends or not self._keeps_stop:
+            return text
+        special = self._reasons[token_ids[-1]]
+        return text + special if isinstance(special, str) else self._decode(token_ids)
 
     def _has_stop(self, token_ids: Sequence[int]) -> bool:
         if len(token_ids) <= self._min_new_tokens:
@@ -114,5 +134,7 @@ class Ending:
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:
             return ""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False
+        )
         return text

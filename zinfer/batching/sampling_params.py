@@ -80,6 +80,7 @@ class SamplingParams:
     logit_bias: what is added to a token's logit, by token id. allowed_token_ids: no others come; None: all may.
     bad_words: texts that the output may not have: the last token of one does not come behind those before it.
     stop: texts; stop_token_ids: tokens besides the model's end tokens. ignore_eos: those do not end the row.
+    include_stop_str_in_output: the text keeps what ended it. skip_special_tokens: the text is without special tokens.
     n: how many outputs the row has. logprobs: how many alternatives are told beside each chosen token; 0: the
     chosen one's log-probability alone; None: nothing. seed: of the row's own random stream; None: the caller's choice.
     """
@@ -99,6 +100,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     n: int = 1
     logprobs: int | None = None
     seed: int | None = None
@@ -108,8 +111,9 @@ class SamplingParams:
             value = getattr(self, name)
             if not (value is None and name in _MAY_BE_NONE) and not allowed.holds(value):
                 raise _refusal(name, allowed.text, value)
-        if not isinstance(self.ignore_eos, bool):
-            raise _refusal("ignore_eos", "true or false", self.ignore_eos)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refusal(name, "true or false", getattr(self, name))
         # Still under construction: what callers may write in several ways is kept in one.
         object.__setattr__(self, "stop", _texts("stop", self.stop))
         object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))

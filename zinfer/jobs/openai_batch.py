@@ -19,7 +19,7 @@ _SAMPLED: Final = (
     *("max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "stop", "seed"),
     *("presence_penalty", "frequency_penalty", "logit_bias"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),  # vLLM's own
-    *("bad_words", "allowed_token_ids"),
+    *("bad_words", "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
 )
 """What `SamplingParams` validates; `logprobs` comes from each url's own fields."""
 

@@ -37,7 +37,7 @@ class OpenAIResponses:
             "object": "chat.completion" if form.is_chat else "text_completion",
             "created": self._created,
             "model": self._model_name if form.model is None else form.model,
-            "choices": [self._choice(form, each) for each in completions],
+            "choices": [self._choice(prompt, form, each) for each in completions],
             "usage": {
                 "prompt_tokens": num_prompt,
                 "completion_tokens": num_new,
@@ -54,14 +54,17 @@ class OpenAIResponses:
         """The row of a request that the model, not its author, is to blame for."""
         return _error_row(row_id, 500, "server_error", message)
 
-    def _choice(self, form: OpenAIForm, completion: Completion) -> dict[str, Any]:
+    def _choice(self, prompt: Prompt, form: OpenAIForm, completion: Completion) -> dict[str, Any]:
         answer: dict[str, Any] = {"text": completion.text}
         if form.is_chat:
             answer = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
         logprobs: dict[str, Any] | None = None
         if completion.logprobs is not None:
-            of_form = self._chat_logprobs if form.is_chat else self._text_logprobs
-            logprobs = of_form(completion, completion.logprobs)
+            if form.is_chat:
+                logprobs = self._chat_logprobs(completion, completion.logprobs)
+            else:
+                skips_special = prompt.params.skip_special_tokens
+                logprobs = self._text_logprobs(completion, completion.logprobs, skips_special=skips_special)
         return {
             "index": completion.sample_index,
             **answer,
@@ -87,12 +90,17 @@ class OpenAIResponses:
         raw = None if _REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": raw}
 
-    def _text_logprobs(self, completion: Completion, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
-        """Offsets are in the choice's own text, where special tokens take no place, and end with it.
+    def _text_logprobs(
+        self, completion: Completion, logprobs: Sequence[Logprobs], *, skips_special: bool
+    ) -> dict[str, Any]:
+        """Offsets are in the choice's own text, where special tokens that are skipped take no place, and end with it.
 
         They are sums of the lengths of single tokens: a character made of several tokens counts once for each.
         """
-        lengths = [self._tokens.length(token_id, place == 0) for place, token_id in enumerate(completion.token_ids)]
+        lengths = [
+            self._tokens.length(token_id, place == 0, skips_special=skips_special)
+            for place, token_id in enumerate(completion.token_ids)
+        ]
         offsets = list(accumulate(lengths, initial=0))[:-1]
         return {
             "tokens": [self._tokens.text(token_id) for token_id in completion.token_ids],
@@ -126,9 +134,9 @@ class _Tokens:
             self._texts[token_id] = twice[len(alone) :] if twice.startswith(alone) else alone
         return self._texts[token_id]
 
-    def length(self, token_id: int, is_first: bool) -> int:
+    def length(self, token_id: int, is_first: bool, *, skips_special: bool) -> int:
         """Characters that it takes in a text."""
-        if token_id in self._special:
+        if skips_special and token_id in self._special:
             return 0
         return len(self._decode([token_id]) if is_first else self.text(token_id))
 
