@@ -3,10 +3,12 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import random_prompts, tiny_checkpoint
+from jobs_support import letters_model
 from llm_support import NUM_NEW, SIZES, alone, by_ids, folder, llm, prompts, token_bytes
 from transformers import AutoModelForCausalLM
 
@@ -181,6 +183,35 @@ def test_stop_strings_and_chats() -> None:
         llm.tokenizer.chat_template = "{{ raise_exception('no such role') }}"
         refused = llm.generate([{"role": "user", "content": "1+1="}])[0]
         assert "the chat template refuses them: no such role" in str(refused.error)
+
+
+def test_what_a_call_gives_chat_templates(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}{% if enable_thinking %}+{% endif %}{{ reasoning_effort }}"
+    given: list[dict[str, Any]] = [
+        {},
+        {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "low"},
+        {"chat_template_kwargs": {"reasoning_effort": "high"}, "reasoning_effort": "low"},
+    ]
+    chat = [{"role": "user", "content": "a"}]
+    with LLM(letters_model(tmp_path, chat_template=template), device="cpu", kv_cache_memory="2MB") as llm:
+        wanted = llm.generate(["a", "a+low", "ahigh"], max_new_tokens=4)
+        found = [llm.generate([chat, "b"], max_new_tokens=4, **each) for each in given]
+        assert [each[0].token_ids for each in found] == [each.token_ids for each in wanted]
+        assert len({each.token_ids for each in wanted}) == 3
+        assert all(each[1].error is None for each in found)
+        refused = llm.generate([chat], chat_template_kwargs={"messages": []})[0]
+        assert refused.error == "chat_template_kwargs: 'messages' is zinfer's own; leave it out"
+        for wrong, message in (
+            ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be a mapping of names to values, not [1]"),
+            ({"reasoning_effort": 3}, "reasoning_effort must be a text, 'low' for one, not 3"),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                llm.generate([chat], **wrong)
+            assert str(caught.value) == message
+        with pytest.raises(
+            ConfigError, match="'reasoning_effort' is for chat templates, but no prompt is the messages"
+        ):
+            llm.generate(["a"], reasoning_effort="low")
 
 
 def test_content_in_parts_is_one_text() -> None:

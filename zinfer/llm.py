@@ -23,7 +23,7 @@ from zinfer.batching.job_outlook import JobOutlook
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.open_pages import open_pages
 from zinfer.batching.passes import PassSize
-from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, find_tokenizer
+from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, find_tokenizer, is_chat, template_variables
 from zinfer.batching.rehearsal import JobPrediction
 from zinfer.batching.runner import PassRunner
 from zinfer.batching.sampler import Sampler
@@ -32,6 +32,7 @@ from zinfer.config import Settings, resolve_settings
 from zinfer.config.without_effect import say_without_effect
 from zinfer.cut import ModelBlock
 from zinfer.engine import InferenceEngine
+from zinfer.errors import ConfigError
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
@@ -241,6 +242,9 @@ class LLM:
         self,
         prompts: PromptLike | Iterable[PromptLike],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
         **fields: object,
     ) -> list[Completion]:
         """The completions of all prompts, in their order, those of one prompt side by side.
@@ -248,16 +252,24 @@ class LLM:
         Args:
             prompts: one, or several: a list, or anything that can be walked.
             params: for all, or one for each; by default greedy.
+            chat_template_kwargs: what chat templates get beside the messages: ``{"enable_thinking": False}``.
+            reasoning_effort: likewise, under that name.
             fields: of `SamplingParams`, in place of params: ``max_new_tokens=4``.
 
         A prompt that cannot be used, or does not fit, gets a completion with an ``error``; the others go on.
 
         Raises:
-            ConfigError: not as many params as prompts.
+            ConfigError: not as many params as prompts; something for chat templates, but no prompt is a chat.
             RuntimeError: another call is under way, or the LLM was closed.
         """
         return sorted(
-            self.stream(prompts, params, **fields),
+            self.stream(
+                prompts,
+                params,
+                chat_template_kwargs=chat_template_kwargs,
+                reasoning_effort=reasoning_effort,
+                **fields,
+            ),
             key=lambda completion: (completion.prompt_index, completion.sample_index),
         )
 
@@ -265,17 +277,25 @@ class LLM:
         self,
         prompts: PromptLike | Iterable[PromptLike],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
         **fields: object,
     ) -> Generator[Completion, None, None]:
         """As `generate`, each completion as soon as it is complete. Leaving it early gives up the rest."""
         each = paired(prompts, params, fields)
+        variables = template_variables(chat_template_kwargs, reasoning_effort)
+        if variables and not any(is_chat(prompt) for prompt, _ in each):
+            raise ConfigError(
+                f"{next(iter(variables))!r} is for chat templates, but no prompt is the messages of a chat"
+            )
         self._check_open()
         if self._is_streaming:
             raise RuntimeError("another call of this LLM is under way; take all of its completions, or leave it, first")
         self._batcher.abort()  # what Ctrl-C in an abort has left
         self._batcher.pass_sizes.clear()
         self._batcher.pass_ends_s.clear()
-        call = Call(self._batcher, self._encoder, self.tokenizer, self._end_token_ids)
+        call = Call(self._batcher, self._encoder, self.tokenizer, self._end_token_ids, variables)
         self._is_streaming = True
         try:
             for begin in range(0, len(each), _PROMPTS_AT_ONCE):

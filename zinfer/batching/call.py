@@ -43,15 +43,24 @@ class Call:
     Args:
         batcher: with no text unfinished.
         encoder: makes tokens of prompts.
+        variables: for chat templates, beside the messages.
         tokenizer: makes text of tokens; None where there is none.
         end_token_ids: the model's.
     """
 
-    def __init__(self, batcher: Batcher, encoder: PromptEncoder, tokenizer: Any, end_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        batcher: Batcher,
+        encoder: PromptEncoder,
+        tokenizer: Any,
+        end_token_ids: frozenset[int],
+        variables: Mapping[str, Any],
+    ) -> None:
         self._batcher = batcher
         self._encoder = encoder
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
+        self._variables = variables
         self._seen: dict[bytes, int] = {}
         self._waiting: dict[int, tuple[int, int]] = {}
         """Prompt and sample of each text."""
@@ -89,7 +98,7 @@ class Call:
         return complete
 
     def _add(self, index: int, prompt: PromptLike, params: SamplingParams) -> None:
-        token_ids, params = self._encoder.encode(prompt, params)
+        token_ids, params = self._encoder.encode(prompt, params, self._variables)
         prompt_ids = array("i", token_ids)
         ends = frozenset() if params.ignore_eos else self._end_token_ids
         bad_word_ids = self._encoder.bad_word_ids(params)

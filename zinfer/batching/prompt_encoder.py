@@ -58,13 +58,17 @@ class PromptEncoder:
         each = ((prompt, next(encoded) if isinstance(prompt, str) else []) for prompt in prompts)
         return [{"prompt_token_ids": token_ids} if token_ids else prompt for prompt, token_ids in each]
 
-    def encode(self, prompt: PromptLike, params: SamplingParams) -> tuple[list[int], SamplingParams]:
+    def encode(
+        self, prompt: PromptLike, params: SamplingParams, variables: Mapping[str, Any] | None = None
+    ) -> tuple[list[int], SamplingParams]:
         """The prompt's tokens, and its params with the number of new tokens that it may have.
+
+        ``variables`` are for a chat's template, beside the messages.
 
         Raises:
             ConfigError: the prompt or its params cannot be used; says why, and the remedy.
         """
-        token_ids = self._token_ids(prompt)
+        token_ids = self._token_ids(prompt, variables)
         params = params.within(None if self._most_tokens is None else self._most_tokens - len(token_ids))
         self._check(token_ids, params)
         params.check_vocabulary(self._vocab_size)
@@ -74,7 +78,7 @@ class PromptEncoder:
         """The tokens of each bad word. Raises ConfigError for one that has none."""
         return find_bad_word_ids(self._tokenizer, params.bad_words, self._vocab_size)
 
-    def _token_ids(self, prompt: PromptLike) -> list[int]:
+    def _token_ids(self, prompt: PromptLike, variables: Mapping[str, Any] | None) -> list[int]:
         if isinstance(prompt, Mapping):
             if set(prompt) != {"prompt_token_ids"}:
                 raise ConfigError(f"a prompt has the keys {sorted(prompt)}; it takes 'prompt_token_ids' alone")
@@ -92,7 +96,7 @@ class PromptEncoder:
             raise ConfigError("a list is the messages of a chat; give token ids as {'prompt_token_ids': [...]}")
         if self._tokenizer.chat_template is None:
             raise ConfigError("the tokenizer has no chat template; give a prompt as text instead of messages")
-        return encode_chat(self._tokenizer, prompt, self._templates)
+        return encode_chat(self._tokenizer, prompt, self._templates, variables=variables)
 
     def _check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         if not token_ids:
@@ -153,6 +157,27 @@ def encode_chat(
         raise ConfigError(f"messages: {error}") from error
     text = templates.render(chosen, plain, {**tokenizer.special_tokens_map, **given})
     return encode_text(tokenizer, text, adds_special=False)
+
+
+def template_variables(chat_template_kwargs: object, reasoning_effort: object) -> dict[str, Any]:
+    """What a call gives chat templates beside the messages; as in vLLM, the effort is one of them.
+
+    Raises:
+        ConfigError: they are no mapping and no text.
+    """
+    if not isinstance(chat_template_kwargs, Mapping | None):
+        raise ConfigError(
+            f"chat_template_kwargs must be a mapping of names to values, not {chat_template_kwargs!r:.60}"
+        )
+    if not isinstance(reasoning_effort, str | None):
+        raise ConfigError(f"reasoning_effort must be a text, 'low' for one, not {reasoning_effort!r:.60}")
+    effort = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
+    return {**effort, **(chat_template_kwargs or {})}
+
+
+def is_chat(prompt: PromptLike) -> bool:
+    """Whether a prompt is the messages of a chat."""
+    return not isinstance(prompt, str | Mapping)
 
 
 def as_list(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:

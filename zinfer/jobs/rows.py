@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
+from zinfer.batching.prompt_encoder import template_variables
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import ConfigError
 from zinfer.jobs.openai_batch import OpenAIForm, read_request
@@ -71,9 +72,8 @@ class Row(BaseModel):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template gets beside the messages; as in vLLM, the effort is one of them."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**effort, **(self.chat_template_kwargs or {})}
+        """What the chat template gets beside the messages."""
+        return template_variables(self.chat_template_kwargs, self.reasoning_effort)
 
     @property
     def needs_tokenizer(self) -> bool:
