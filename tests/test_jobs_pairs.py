@@ -52,6 +52,25 @@ def test_rows_equal_transformers_own(model_type: str, class_name: str, forced_en
     assert len({token for tokens in found.values() for token in tokens}) > 6
 
 
+def test_rows_say_which_tokens_may_come_and_where_they_end(tmp_path: Path) -> None:
+    saved("t5", "T5ForConditionalGeneration", tmp_path / "model")
+    few = {"prompt": "abc", "allowed_token_ids": [70, 71], "max_new_tokens": 6}
+    rows: list[dict[str, Any]] = [
+        {"id": "few", **few},
+        {"id": "one", **few, "bad_words": [letters_tokenizer().decode([70])]},
+        {"id": "ended", **few, "stop_token_ids": [70, 71], "include_stop_str_in_output": True},
+        {"id": "shown", **few, "allowed_token_ids": [1], "ignore_eos": True, "skip_special_tokens": False},
+    ]
+    write_rows(tmp_path / "in.jsonl", rows)
+    run_job(tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl", device="cpu")
+    found = {row["id"]: row for row in read_rows(tmp_path / "out.jsonl")}
+    assert set(found["few"]["token_ids"]) <= {70, 71}
+    assert found["one"]["token_ids"] == [71] * 6
+    assert found["ended"]["stop_reason"] == found["few"]["token_ids"][0]
+    assert found["ended"]["text"] == letters_tokenizer().decode(found["few"]["token_ids"][:1])
+    assert (found["shown"]["text"], found["shown"]["stop_reason"]) == ("<pad>" * 6, None)
+
+
 def test_prompt_and_answer_have_positions_each(tmp_path: Path) -> None:
     saved("bart", "BartForConditionalGeneration", tmp_path / "model")
     rows = [
