@@ -67,10 +67,10 @@ def test_a_job_that_is_done_exits_0_with_a_table(model: Path, prompts: Path, out
 
 def test_a_job_with_failed_rows_exits_3(model: Path, output: Path, tmp_path: Path) -> None:
     prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}, "{"])
-    for skipped in ("", ", 2 of them before this run"):
+    for failed in ("1 failed: 1 x malformed", "1 failed; 2 rows before this run"):
         result = zinfer_run(model, prompts, output)
         assert result.exit_code == 3
-        assert f"1 done, 1 failed{skipped}" in result.stdout
+        assert f"1 done, {failed} │" in result.stdout
 
 
 def without_shard(model: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_signal_in_a_batch_keeps_the_rows(
     assert signal.getsignal(number) is former
     monkeypatch.undo()
     result = zinfer_run(model, prompts, output, "--batch-size", "2")
-    assert "6 done, 0 failed, 4 of them before this run" in result.stdout
+    assert "6 done, 0 failed; 4 rows before this run" in result.stdout
 
 
 def test_a_disk_that_fails_in_the_middle_exits_1(

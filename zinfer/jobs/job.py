@@ -78,8 +78,8 @@ def run_job(
         device: "auto", "cuda" or "cpu".
         max_new_tokens: for rows that do not say themselves; None: 128, or what the model's context leaves.
         batch_size: rows that share passes; when all of them are complete the next ones begin. Part of what decides
-            the rows' bytes, and the most that is computed again after a crash. By default 4,096, or 32 where a family
-            of models has to be padded.
+            the rows' bytes, and the most that is computed again after a crash. By default 4,096 or
+            fewer, for ten minutes at most, or 32 where a family of models has to be padded.
         restart: discard the rows of an earlier job in `output`, whatever its settings were.
         trace: a file for a Perfetto trace of reads, copies and computes, written when the job ends.
         report: an HTML page of what the job did over time, written when it ends.
