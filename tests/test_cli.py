@@ -73,6 +73,14 @@ def test_a_job_with_failed_rows_exits_3(model: Path, output: Path, tmp_path: Pat
         assert f"1 done, {failed} │" in result.stdout
 
 
+def test_the_summary_says_why_rows_failed(model: Path, output: Path, tmp_path: Path) -> None:
+    deep = '{"prompt": ' + "[" * 99 + "]" * 99 + "}"
+    unusable = [{"prompt_token_ids": [10**6]}, {"prompt": "a" * 9999}, {"prompt": 5}, deep]
+    result = zinfer_run(model, write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}, *unusable]), output)
+    said = " ".join(result.stdout.replace("│", " ").split())
+    assert "1 done, 4 failed: 2 x malformed, 1 x other, 1 x too long" in said, said
+
+
 def without_shard(model: Path) -> None:
     min(model.glob("*.safetensors")).unlink()
 

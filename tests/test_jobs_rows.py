@@ -204,4 +204,5 @@ def test_a_line_of_many_fields_is_read_in_linear_time() -> None:
         _unique_keys([*pairs, (Name(1999), 0)])
     assert num_compared < 40_000, "with a comparison for every pair of fields it were 2,000,000"
     line = json.dumps({f"f{number}": number for number in range(40_000)}).removesuffix("}") + ', "f39999": 0}'
-    assert row_at_7(line.encode()) == BadRow(7, "line 7: not JSON that can be used: the field 'f39999' is given twice")
+    problem = "line 7: not JSON that can be used: the field 'f39999' is given twice"
+    assert row_at_7(line.encode()) == BadRow(7, problem, is_malformed=True)

@@ -33,7 +33,7 @@ from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, Resumed, RowState
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import NO_TOKENIZER, Prompt, PromptMaker
-from zinfer.jobs.reasons import reason_of
+from zinfer.jobs.reasons import reason_of, reason_of_bad
 from zinfer.jobs.records import Records, first_error
 from zinfer.jobs.request import JobRequest, PathLike
 from zinfer.jobs.room import Room
@@ -238,7 +238,7 @@ class _Job:
         for ordinal, item in batch.missing:
             if isinstance(item, BadRow):
                 writer.put(self._records.refused(item))
-                self._failures[reason_of(item.message)] += 1
+                self._failures[reason_of_bad(item)] += 1
                 states[ordinal] = RowState.FAILED
             else:
                 ordinals[id(item)] = ordinal

@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from zinfer.jobs.rows import BadRow
+
 _WORDS: Final = (
     ("not finite", "no finite logits"),
     ("more than", "too long"),
@@ -12,5 +14,10 @@ _WORDS: Final = (
 
 
 def reason_of(error: str) -> str:
-    """The kind of a row's error; what is none of the usual ones is a malformed row."""
-    return next((reason for words, reason in _WORDS if words in error), "malformed")
+    """The kind of a row's error."""
+    return next((reason for words, reason in _WORDS if words in error), "other")
+
+
+def reason_of_bad(row: BadRow) -> str:
+    """The kind of what is wrong with a row that was not computed."""
+    return "malformed" if row.is_malformed else reason_of(row.message)

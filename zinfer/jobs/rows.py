@@ -88,11 +88,16 @@ class Row(BaseModel):
 
 @dataclass(frozen=True)
 class BadRow:
-    """A line that cannot be used, and why; `message` names line and field. `is_openai`: it has a usable `custom_id`."""
+    """A line that cannot be used, and why.
+
+    `message` names line and field. `is_openai`: it has a usable `custom_id`. `is_malformed`: it is no row, whatever the
+    model.
+    """
 
     id: RowId
     message: str
     is_openai: bool = False
+    is_malformed: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,15 +177,16 @@ def parse_line(line: Line) -> Parsed:
 def row_of(parsed: Parsed, row_id: RowId, max_new_tokens: int | None) -> Row | BadRow:
     """The validated row, or what is wrong with it; ``max_new_tokens`` where it does not say itself."""
     if parsed.record is None:
-        return BadRow(row_id, f"line {parsed.line}: {parsed.problem}")
+        return BadRow(row_id, f"line {parsed.line}: {parsed.problem}", is_malformed=True)
     try:
         row = (_openai_row if parsed.is_openai else _own_row)(parsed.record, row_id, max_new_tokens)
     except ConfigError as error:
-        return BadRow(row_id, f"line {parsed.line}: {error}", parsed.is_openai)
+        return BadRow(row_id, f"line {parsed.line}: {error}", parsed.is_openai, is_malformed=True)
     except ValidationError as error:
-        return BadRow(row_id, f"line {parsed.line}: {_first_problem(error)}", parsed.is_openai)
+        return BadRow(row_id, f"line {parsed.line}: {_first_problem(error)}", parsed.is_openai, is_malformed=True)
     if not _is_unicode(json.dumps(parsed.record, ensure_ascii=False)):
-        return row.bad(parsed.line, "the text holds half of a surrogate pair, which is not Unicode text")
+        problem = "the text holds half of a surrogate pair, which is not Unicode text"
+        return BadRow(row_id, f"line {parsed.line}: {problem}", parsed.is_openai, is_malformed=True)
     return row
 
 
