@@ -1,4 +1,4 @@
-"""Count the right answers of a demo job: computes every sum itself and compares it with the job's text.
+"""Show three answers of a demo job and count the right ones: computes every sum and compares it with the job's text.
 
 Needs every prompt answered exactly once: a missing, repeated or unknown id fails the check, whatever the share of right
 answers. A row that holds an error counts as a wrong answer. Needs nothing but the standard library.
@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 MIN_RIGHT_SHARE = 0.98
+NUM_SHOWN = 3
 PROMPTS = Path(__file__).resolve().parent.parent / "examples" / "demo" / "prompts.jsonl"
 
 
@@ -45,14 +46,25 @@ def find_faults(prompt_ids: list[str], output_ids: list[str]) -> list[str]:
     return [f"{len(ids)} rows {kind}: {', '.join(ids[:5])}" for kind, ids in kinds.items() if ids]
 
 
+def show_answers(prompts: dict[str, str], rows: list[dict[str, object]]) -> None:
+    """`123+456= -> 579`, for the first few of the output."""
+    for row in rows[:NUM_SHOWN]:
+        print(f"{prompts.get(str(row.get('id')), '?')} -> {row.get('text', row.get('error'))}")
+
+
 def main() -> int:
     """Print the score; 0 when it is high enough and no row is missing or repeated, else 1."""
     parser = argparse.ArgumentParser(description="Count the right answers of a demo job.")
     parser.add_argument("output", type=Path, help="the rows that `zinfer run` wrote")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="the prompts that it read")
+    parser.add_argument("--show", action="store_true", help=f"print {NUM_SHOWN} prompts with their answers instead")
     arguments = parser.parse_args()
-    answers = {str(row["id"]): right_answer(str(row["prompt"])) for row in read_rows(arguments.prompts)}
+    prompts = {str(row["id"]): str(row["prompt"]) for row in read_rows(arguments.prompts)}
+    answers = {row_id: right_answer(prompt) for row_id, prompt in prompts.items()}
     rows = read_rows(arguments.output)
+    if arguments.show:
+        show_answers(prompts, rows)
+        return 0
     faults = find_faults(list(answers), [str(row.get("id")) for row in rows])
     for fault in faults:
         print(f"{arguments.output}: {fault}", file=sys.stderr)

@@ -1,7 +1,9 @@
-"""The demo checkpoint: its size, tokenizer and prompts, its answers with plain transformers, and how it was trained."""
+"""The demo checkpoint: its size, tokenizer and prompts, its answers, how it was trained, and the quickstart."""
 
 import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -218,3 +220,48 @@ def test_check_names_the_line_that_is_not_json(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, script, str(path)], capture_output=True, text=True, check=False)
     assert f"{path}, line 2: not JSON" in done.stderr
     assert done.returncode == 1
+
+
+STUB = """#!/usr/bin/env bash
+if [[ $1 == -m && ($2 == pip || $2 == venv) ]]; then echo "this is $2"; else exec {python} "$@"; fi
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy with an environment that takes no minutes: its pip and venv only say that they were called."""
+    for name in ("scripts", "pyproject.toml", "constraints.txt"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").write_text(STUB.format(python=sys.executable))
+    (programs / "zinfer").write_text(f'#!/bin/sh\nexec {sys.executable} -m zinfer "$@"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    return tmp_path
+
+
+def quickstart(checkout: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": str(checkout / ".venv" / "bin" / "python"), "PYTHONPATH": str(ROOT)}
+    command = [str(checkout / "scripts" / "quickstart"), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_quickstart_shows_answers_before_its_summary(checkout: Path) -> None:
+    done = quickstart(checkout, "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    start = lines.index("this is pip") + 1
+    shown = [line.partition(" -> ") for line in lines[start : start + 3]]
+    assert [str(sum(operands(prompt))) for prompt, _, _ in shown] == [answer for _, _, answer in shown]
+    assert lines[start + 3].strip() == "zinfer run"
+    assert lines[-1].startswith("right answers: ")
+    assert "0 DISK" in done.stderr, "three tiers by themselves"
+
+
+def test_the_quickstart_ends_as_its_job_does(checkout: Path) -> None:
+    done = quickstart(checkout, "--device", "cpu", "--max-new-tokens", "0")
+    assert done.returncode == 2
+    assert "max-new-tokens" in done.stderr
+    assert "->" not in done.stdout
