@@ -233,6 +233,16 @@ def test_help_and_version_import_nothing_heavy() -> None:
     assert re.fullmatch(r"\[0, 0\] zinfer \d+\.\d+\.\d+\n\[\]\n", child.stdout)
 
 
+def test_dir_lists_the_public_names_and_imports_nothing() -> None:
+    code = (
+        "import sys, zinfer; print(dir(zinfer) == sorted(zinfer.__all__), 'torch' in sys.modules); "
+        "print({getattr(zinfer, name).__class__.__name__ for name in dir(zinfer)} <= {'type', 'function', 'str'}, "
+        "dir(zinfer) == sorted(zinfer.__all__))"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout == "True False\nTrue True\n"
+
+
 def test_the_package_runs_as_a_module() -> None:
     child = subprocess.run([sys.executable, "-m", "zinfer", "--version"], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"zinfer \d+\.\d+\.\d+\n", child.stdout)

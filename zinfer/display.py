@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 HEARTBEAT_S: Final = 10.0
 _BAR_WIDTH: Final = 30
@@ -58,6 +59,11 @@ class LastingStream:
         return getattr(self._stream, name)
 
 
+def print_text(console: Console, text: str) -> None:
+    """Print a message as it is; a terminal breaks its lines between words, elsewhere a line stays one."""
+    console.print(Text(text), soft_wrap=not console.is_terminal)
+
+
 class Progress(ABC):
     """What is done so far. Written by the threads that do it, read by the display's.
 
@@ -82,7 +88,7 @@ class Progress(ABC):
         """Say something once, above the display, and keep it."""
         self.notes.append(text)
         if self.console is not None:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            print_text(self.console, text)
 
 
 Shown = TypeVar("Shown", bound=Progress)
@@ -114,7 +120,7 @@ def _heartbeat(progress: Progress, console: Console, interval_s: float) -> Itera
 
     def beat() -> None:
         while not ended.wait(interval_s):
-            console.print(progress.line(), markup=False, highlight=False, soft_wrap=True)
+            print_text(console, progress.line())
 
     # A daemon, so that a process that ends by a signal in an odd place does not wait for the display.
     thread = threading.Thread(target=beat, name="zinfer-heartbeat", daemon=True)

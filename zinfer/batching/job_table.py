@@ -18,7 +18,7 @@ def job_table(outline: Outline, machine: Machine, job: Job, planned: JobPlan) ->
     budget, plan, rehearsed = planned.budget, planned.plan, planned.rehearsed
     table = Table(title=f"zinfer plan: {outline.name} on {machine.name}", title_justify="left", show_header=False)
     table.add_column("what")
-    table.add_column("value", justify="right")
+    table.add_column("value", justify="right", overflow="fold")
     lengths = f"{_mean(job.prompt_lens):,.0f} tokens, {_mean(job.new_tokens):,.0f} new ones each"
     table.add_row("job", f"{job.num_rows:,} texts of {lengths}")
     table.add_row("rates", machine.rates.origin)

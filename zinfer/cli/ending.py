@@ -10,8 +10,9 @@ from types import FrameType
 from typing import Final, NoReturn, TextIO, cast
 
 import typer
+from rich.console import Console
 
-from zinfer.display import LastingStream
+from zinfer.display import LastingStream, print_text
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
 from zinfer.jobs.failure import Interrupted, UnusableInput
 
@@ -68,7 +69,7 @@ def interruption_explained(kept: str) -> Iterator[None]:
 
 def say(text: str) -> None:
     """A message of the program itself, on stderr."""
-    print(f"zinfer: {text}", file=sys.stderr)
+    print_text(Console(stderr=True), f"zinfer: {text}")
 
 
 def keep_streams() -> None:

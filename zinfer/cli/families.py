@@ -1,14 +1,11 @@
 """`zinfer families`: which models are tested, and what each can use."""
 
-import os
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from zinfer.cli.ending import failing_disk_explained, importing
-
-_MOST_COLUMNS: Final = 1000
 
 
 def families(
@@ -22,7 +19,4 @@ def families(
         if markdown:
             print(families_markdown(), end="")
             return
-        table, console = families_table(), Console()
-        if not console.is_terminal and "COLUMNS" not in os.environ:  # in a pipe nothing is cut
-            console = Console(width=Console(width=_MOST_COLUMNS).measure(table).maximum)
-        console.print(table)
+        Console().print(families_table())

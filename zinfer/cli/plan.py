@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from zinfer.cli.ending import failing_disk_explained, importing
+from zinfer.display import print_text
 
 if TYPE_CHECKING:
     from zinfer.config import Settings
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 def plan(
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder, or a folder with config.json alone.")] = None,
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
-    machine: Annotated[str | None, typer.Option(help="A preset instead of this machine; `list` lists them.")] = None,
-    probe: Annotated[Path | None, typer.Option(help="Rates that `zinfer probe --json` printed.")] = None,
+    machine: Annotated[str | None, typer.Option(help="A preset instead of this machine; 'list' shows them.")] = None,
+    probe: Annotated[Path | None, typer.Option(help="Rates that 'zinfer probe --json' printed.")] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Prompts computed together; 32 if not stated. A job chooses for itself.")
     ] = None,
@@ -97,7 +98,7 @@ def _print_plan(
     console = Console()
     console.print(plan_table(outline, machine, forecast))
     for line in (str(forecast.prediction), *(f"advice: {each}" for each in advice)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_text(console, line)
 
 
 def _print_job(
@@ -145,10 +146,11 @@ def _print_job(
     console = Console()
     console.print(job_table(outline, machine, job, planned))
     if num_unusable:
-        console.print(f"{num_unusable:,} of {num_looked_at:,} rows that were looked at get an error, and are left out")
+        of_all = f"{num_unusable:,} of {num_looked_at:,} rows"
+        print_text(console, f"{of_all} that were looked at get an error, and are left out")
     configuration = f"configuration: {json.dumps(planned.configuration(given))}"
     for line in (configuration, *(f"advice: {each}" for each in advice)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_text(console, line)
 
 
 def _with_changes(error: "PlanError", changes: list[str]) -> "PlanError":

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from zinfer.cli.ending import Device, failing_disk_explained, importing, say
+from zinfer.display import print_text
 
 
 def probe(
@@ -16,7 +17,7 @@ def probe(
     ] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
     tune: Annotated[
-        Path | None, typer.Option(help="Measure this file's or folder's disk alone; prints an `aio` section.")
+        Path | None, typer.Option(help="Measure this file's or folder's disk alone; prints an 'aio' section.")
     ] = None,
     device: Annotated[Device, typer.Option(help="cuda measures every GPU, cpu the host alone.")] = Device.AUTO,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep nothing for later plans and runs.")] = False,
@@ -51,7 +52,7 @@ def _probe(path: Path, device: Device, *, as_json: bool, no_cache: bool) -> None
     console = Console()
     console.print(findings_table(findings))
     for warning in findings.warnings:
-        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+        print_text(console, f"warning: {warning}")
 
 
 def _tune(path: Path) -> None:

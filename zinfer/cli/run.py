@@ -40,7 +40,9 @@ def run(
         Path | None, typer.Option(help="Write a trace of reads, copies and computes for ui.perfetto.dev.")
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page of what the job did over time.")] = None,
-    task: Annotated[Task, typer.Option(help="What to make of each row.")] = Task.GENERATE,
+    task: Annotated[
+        Task, typer.Option(metavar="<task>", help="What to make of each row: generate, embed or classify.")
+    ] = Task.GENERATE,
     pooling: Annotated[Pooling, typer.Option(help="Over tokens, of embeddings.")] = Pooling.MEAN,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of the output's earlier job.")] = False,
 ) -> None:

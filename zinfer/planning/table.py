@@ -18,7 +18,7 @@ def plan_table(outline: Outline, machine: Machine, forecast: Forecast) -> Table:
     plan, prediction = forecast.plan, forecast.prediction
     table = Table(title=f"zinfer plan: {outline.name} on {machine.name}", title_justify="left", show_header=False)
     table.add_column("what")
-    table.add_column("value", justify="right")
+    table.add_column("value", justify="right", overflow="fold")
     source = "the checkpoint" if outline.files else "config.json alone"
     table.add_row("model", f"{human_bytes(outline.nbytes)} of weights in {len(outline.blocks)} blocks, from {source}")
     table.add_row("request", str(forecast.request))

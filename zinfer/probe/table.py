@@ -17,7 +17,7 @@ def findings_table(findings: Findings) -> Table:
     table.add_column("what")
     table.add_column("figure", justify="right")
     table.add_column("unit")
-    table.add_column("how measured")
+    table.add_column("how measured", overflow="fold")
     for disk in findings.disks:
         for rate in filter(None, (disk.best("read"), disk.best("write"))):
             _add(table, f"disk {rate.operation}s", rate.bytes_per_s, f"{_describe(rate)}; {disk.path}")

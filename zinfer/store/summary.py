@@ -38,7 +38,7 @@ def summary_table(summary: StoreSummary) -> Table:
     """The table that `zinfer quantize` ends with."""
     table = Table(title="zinfer quantize", show_header=False, title_justify="left")
     table.add_column("what")
-    table.add_column("value", justify="right")
+    table.add_column("value", justify="right", overflow="fold")
     blocks = f"{summary.num_blocks:,}"
     table.add_row(
         "blocks", f"{blocks}, {summary.num_skipped:,} of them before this run" if summary.num_skipped else blocks
