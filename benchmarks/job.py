@@ -10,7 +10,8 @@ computed, ``steady_tflops`` the same in the median of full passes; ``streamed_ov
 over the streamed one's, ``over_predicted`` a job's seconds over what was predicted (as if no two prompts began alike);
 ``streamed_gb`` went to the device in the job, and ``kv_gb`` of keys and values that are at home in host memory; compute
 waited ``link_stall_s`` for them. ``of_disk`` is what reading the job's bytes takes at the rate of plain reads, measured
-before and after, over the job's seconds. ``host_ms`` and ``rest_ms`` are what `HostWork.figures` tells. With
+before and after, over the job's seconds; ``link_share`` and ``disk_share`` are the engine's own, of the rates that it
+knows. ``host_ms`` and ``rest_ms`` are what `HostWork.figures` tells. With
 ``--shared`` all prompts begin with so many equal tokens, and the last home runs once more with prompts of the same
 lengths that share none; ``shared_over_own`` is its seconds over the others. A small job of the same shapes comes first
 in each engine, as a warm-up; give ``nvme`` last, where the warm-up is shorter, and ``--tokens-per-pass 131072`` with
@@ -34,6 +35,7 @@ from result import keep, publish
 from transformers import PretrainedConfig
 
 import zinfer
+from zinfer.offload.stats import RunStats
 
 CASES: Final[dict[str, dict[str, object]]] = {
     "fp16": {},
@@ -141,6 +143,7 @@ class Bench:
             "streamed_gb": round((stats.bytes_to_device - before.bytes_to_device) / 1e9, 3),
             "kv_gb": round((stats.kv_bytes_to_device - before.kv_bytes_to_device) / 1e9, 3),
             "link_stall_s": round(stats.stall_s["link"] - before.stall_s["link"], 3),
+            **_shares(stats),
             **host_figures,
         }
         if home == "nvme":
@@ -167,6 +170,12 @@ class Bench:
 
 def _as_prompts(several: list[list[int]]) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": ids} for ids in several]
+
+
+def _shares(stats: RunStats) -> dict[str, float]:
+    """Of the rates that the engine knows, what it used of them since it was made; refused above their ceiling."""
+    shares = {"link_share": stats.link_share, "disk_share": stats.disk_share}
+    return {name: round(share, 4) for name, share in shares.items() if share is not None}
 
 
 def _warm_up_params(home: str) -> list[zinfer.SamplingParams]:

@@ -15,9 +15,17 @@ from zinfer.model import build_meta_model
 from zinfer.nvme.aligned import align_up
 from zinfer.offload.block import Block
 from zinfer.offload.chunks import covered_bytes
+from zinfer.offload.stats import RunStats
 from zinfer.weights import match_weights
 
 HOMES = ("resident", "host", "disk", "mixed")
+
+
+def check_shares(stats: RunStats | None) -> None:
+    """Above its ceiling, a share or the ceiling is wrong; as `MOST_SHARE` of the benchmarks."""
+    for name in ("link_share", "disk_share"):
+        share = getattr(stats, name, None)
+        assert share is None or 0 <= share <= 1.05, f"{name} is {share}"
 
 
 def blocks_of(folder: Path) -> list[Block]:

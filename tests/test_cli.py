@@ -39,7 +39,9 @@ def output(tmp_path: Path) -> Path:
 
 def zinfer_run(model: Path, prompts: Path, output: Path, *options: str) -> Result:
     paths = ["--model", str(model), "--input", str(prompts), "--output", str(output)]
-    return CliRunner().invoke(app, ["run", *paths, "--device", "cpu", "--max-new-tokens", "4", *options])
+    result = CliRunner().invoke(app, ["run", *paths, "--device", "cpu", "--max-new-tokens", "4", *options])
+    assert all(float(share) <= 105 for share in re.findall(r"(?:link|disk) ([\d.]+)%", result.stdout))
+    return result
 
 
 def config_file(folder: Path, content: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from engine_support import (
     logits_of,
     settled,
 )
-from engines import HOMES, blocks_of, engine_for
+from engines import HOMES, blocks_of, check_shares, engine_for
 from transformers import PreTrainedModel
 
 import zinfer
@@ -89,6 +89,7 @@ def test_shares_are_of_the_seconds_until_the_device_was_done(folder: Path) -> No
         first = engine.stats()
         engine._ended = LateEvent(time.perf_counter() + 5)
         late = engine.stats()
+        check_shares(late)
         assert late.wall_s == first.wall_s
         assert late.span_s >= 5
         crossing_s = first.streamed_bytes_per_pass / rates.link_bytes_per_s
@@ -103,6 +104,7 @@ class LateEvent(HostEvent):
 
 
 def check_types(stats: RunStats) -> None:
+    check_shares(stats)
     assert dataclasses.is_dataclass(stats)
     for name in ("bytes_read_disk", "bytes_to_device", "pinned_bytes", "device_bytes", "host_bytes", "passes"):
         assert type(getattr(stats, name)) is int

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import check_shares
 from jobs_run_support import model, output
 from jobs_support import letters_model, letters_tokenizer, prompt_rows, read_rows, write_rows
 from llm_support import token_bytes
@@ -34,7 +35,9 @@ ROWS: list[dict[str, Any]] = [
 
 
 def run(model: Path, prompts: Path, output: Path, **options: Any) -> JobSummary:
-    return run_job(model, prompts, output, **{"batch_size": 16, "max_new_tokens": 8, "device": "cpu", **options})
+    summary = run_job(model, prompts, output, **{"batch_size": 16, "max_new_tokens": 8, "device": "cpu", **options})
+    check_shares(summary.stats)
+    return summary
 
 
 @pytest.fixture
