@@ -85,6 +85,24 @@ def test_close_from_another_thread_while_generating(folder: Path, turn: int) -> 
     assert [str(error) for error in raised] == ["this LLM was closed; make a new one"]
 
 
+def test_closing_within_a_forward_hook_is_refused(folder: Path) -> None:
+    engine = zinfer.init_inference(folder, config_for(folder, "disk", 2, "cpu"))
+    expected = greedy(engine).tolist()
+    hook = engine.layers[1].register_forward_hook(lambda *_: engine.destroy())
+    with pytest.raises(RuntimeError, match=r"destroy was called within a call .* let the call return first"):
+        engine(PROMPT)
+    hook.remove()
+    assert greedy(engine).tolist() == expected
+    engine.destroy()
+    llm = llm_over(folder)
+    hook = llm._engine.layers[1].register_forward_hook(lambda *_: llm.close())
+    with pytest.raises(RuntimeError, match=r"close was called within a pass .* let the pass return first"):
+        llm.generate(by_ids([[5, 6]]))
+    hook.remove()
+    assert len(llm.generate(by_ids([[5, 6]]), SamplingParams(max_new_tokens=2))[0].token_ids) == 2
+    llm.close()
+
+
 @rings_the_alarm
 @pytest.mark.parametrize("kind", ["engine", "llm"])
 def test_ctrl_c_while_closing_leaves_nothing_open(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:

@@ -97,6 +97,7 @@ class InferenceEngine(AroundModule):
             self.plan: Plan = cut.plan(limits, reserve)
             cut.take_to(self.device)
             self._lock = threading.RLock()
+            self._calling: int | None = None  # the thread that is in `call`
             self._wall_s = 0.0
             self._began_s: float | None = None
             self._ended: Event | None = None  # of the last call, on the device; None while one runs
@@ -280,9 +281,17 @@ class InferenceEngine(AroundModule):
 
         An engine that is dropped without it is cleaned up when it is collected, or at the end of the process. Ctrl-C
         ends the waiting for it; what is held is given back all the same.
+
+        Raises:
+            RuntimeError: a call of this thread is under way, as in a forward hook.
         """
         if self.is_forked:  # the threads are not here, and the rest is the parent's
             return
+        if self._calling == threading.get_ident():
+            raise RuntimeError(
+                "destroy was called within a call of this engine, in a forward hook perhaps, and the weights are in "
+                "use; let the call return first"
+            )
         with self._lock:
             self._runtime = None
             self._close()
@@ -315,15 +324,19 @@ class InferenceEngine(AroundModule):
         self.check_process()  # before the lock: another thread may have held it when the process was forked
         # No generator-based context manager here: one that Ctrl-C leaves suspended may be collected, and its lock
         # released in vain, by another thread.
+        thread = threading.get_ident()
         with self._lock, torch.no_grad():
             runtime = self._running()
             runtime.settle()  # what a second Ctrl-C, in the settling below, has left
             begin_s = time.perf_counter()
             self._began_s, self._ended = self._began_s or begin_s, None
             runtime.resume()
+            outer = self._calling
             try:
+                self._calling = thread
                 return work()
             finally:
+                self._calling = outer
                 self._ended = runtime.pause()
                 self._wall_s += time.perf_counter() - begin_s
                 runtime.settle()

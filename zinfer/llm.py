@@ -109,6 +109,7 @@ class LLM:
         """Make what stands on the engine."""
         self._closed = self._is_streaming = False
         self._lock = threading.RLock()  # a pass, or what another thread's `close` ends
+        self._calling: int | None = None  # the thread that is in a pass
         module = self._engine.module
         self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
         vocab_size = int(module.config.get_text_config().vocab_size)
@@ -315,18 +316,32 @@ class LLM:
 
     def _in_turn(self, work: Callable[[], list[Completion]]) -> list[Completion]:
         """What a part of a call gives, with no `close` of another thread meanwhile."""
+        thread = threading.get_ident()
         with self._lock:
             self._check_open()
-            return work()
+            outer = self._calling
+            try:
+                self._calling = thread
+                return work()
+            finally:
+                self._calling = outer
 
     def close(self) -> None:
         """Give memory, threads and files back, also where the object is still referred to. May be called again.
 
         It waits for a pass that another thread has under way; that thread's call then ends with a RuntimeError. Ctrl-C
         ends the waiting for what is given back, not the giving back.
+
+        Raises:
+            RuntimeError: a pass of this thread is under way, as in a forward hook.
         """
         if self._engine.is_forked:
             return
+        if self._calling == threading.get_ident():
+            raise RuntimeError(
+                "close was called within a pass of this LLM, in a forward hook perhaps, and the weights are in use; "
+                "let the pass return first (leaving `stream` early gives up the rest of a call)"
+            )
         with self._lock:
             self._closed = True
             self._close()
