@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import left_padded, random_prompts, tiny_mixtral, tiny_model
+from checkpoints import VOCAB_SIZE, left_padded, random_prompts, tiny_mixtral, tiny_model
 from foreign_support import Weights, awq_parts, gptq_parts, packed_parts, plain_parts
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import zinfer
 from zinfer.errors import CheckpointError, PlanError
@@ -123,23 +123,91 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
         zinfer.init_inference(tmp_path, device="cpu")
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors int4"])
-def test_quantized_experts_are_named(method: str, tmp_path: Path) -> None:
-    """Each expert's matrices are quantized for themselves; the module has those of all experts in one parameter."""
-    config, bits, symmetric, pack = METHODS[method]
-    model = tiny_mixtral()
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+def tiny_qwen3_moe() -> PreTrainedModel:
+    """One layer whose experts' matrices lie in the order of fragments, where their groups are of 64 columns."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCAB_SIZE,
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=256,
+        decoder_sparse_step=1,
+    )
+    model: PreTrainedModel = Qwen3MoeForCausalLM(config).eval()
+    return model
+
+
+def write_quantized_experts(folder: Path, method: str, model: PreTrainedModel, group_size: int) -> PreTrainedModel:
+    """A checkpoint whose experts are quantized one by one; returns transformers' model with the values of the codes."""
+    quantization, bits, symmetric, pack = METHODS[method]
+    quantization = json.loads(json.dumps(quantization).replace(f": {GROUP_SIZE}", f": {group_size}"))
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    values = dict(tensors)
     for number, name in enumerate([name for name in tensors if ".experts." in name]):
         rows, columns = tensors.pop(name).shape
-        weights = Weights.random(rows, columns, columns // GROUP_SIZE, bits, symmetric, number)
+        groups = 1 if bits == 8 else columns // group_size
+        weights = Weights.random(rows, columns, groups, bits, symmetric, number)
+        weights = replace(weights, scales=weights.scales / 16)
+        if quantization.get("desc_act"):
+            weights = weights.scattered(number)
+        values[name] = weights.values(torch.float32).float()
         tensors |= {f"{name.removesuffix('.weight')}.{part}": value for part, value in pack(weights).items()}
-    text = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(values, folder / "model.safetensors", {"format": "pt"})
+    full: PreTrainedModel = type(model).from_pretrained(folder, dtype=torch.float32).eval()
+    text = json.loads((folder / "config.json").read_text())
+    text |= {"quantization_config": quantization, "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(text))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return full
+
+
+@pytest.mark.parametrize(("make", "group_size"), [(tiny_mixtral, 32), (tiny_qwen3_moe, 64)], ids=["mixtral", "qwen3"])
+@pytest.mark.parametrize("method", [method for method in METHODS if "order" not in method])
+def test_experts_quantized_one_by_one(
+    method: str, make: Callable[[], PreTrainedModel], group_size: int, tmp_path: Path
+) -> None:
+    """The module has those of all experts in one parameter, which holds just what the codes of each stand for."""
+    full = write_quantized_experts(tmp_path, method, make(), group_size)
+    ids, mask = left_padded(random_prompts(4, seed=9))
+    with torch.no_grad():
+        logits = full(input_ids=ids, attention_mask=mask).logits
+    engine = zinfer.init_inference(tmp_path, device="cpu")
+    for name, values in full.named_parameters():
+        if ".experts." in name:
+            held = engine.module.get_parameter(name)
+            assert isinstance(held, QuantizedParameter)
+            format = held.matrix.format
+            assert format.in_fragments == (group_size == 64 and format.symmetric and format.bits == 4)
+            assert torch.equal(held.dequantized(), values)
+    torch.testing.assert_close(engine(input_ids=ids, attention_mask=mask).logits, logits, rtol=1e-3, atol=1e-3)
+    engine.destroy()
+
+
+def test_experts_in_activation_order_are_named(tmp_path: Path) -> None:
+    write_quantized_experts(tmp_path, "gptq in activation order", tiny_mixtral(), GROUP_SIZE)
     with pytest.raises(
         CheckpointError,
-        match=r"experts' weights are quantized one by one \(24 matrices, such as .*\.experts\..*\), and quantized "
-        r"experts are not read from this format yet; take .*full precision and quantize it with `zinfer quantize`",
+        match=r"experts\.0\.w1\.weight: .* experts whose columns are in activation order \(desc_act, actorder\) are "
+        r"not read; take the checkpoint in full precision and quantize it with `zinfer quantize` \(24 tensors",
+    ):
+        zinfer.init_inference(tmp_path, device="cpu")
+
+
+def test_experts_of_which_some_are_quantized_are_named(tmp_path: Path) -> None:
+    write_quantized_experts(tmp_path, "awq", tiny_mixtral(), GROUP_SIZE)
+    tensors = load_file(tmp_path / "model.safetensors")
+    module = next(name for name in tensors if name.endswith("experts.2.w2.qweight")).removesuffix(".qweight")
+    columns, words = tensors[f"{module}.qweight"].shape
+    tensors = {name: value for name, value in tensors.items() if not name.startswith(module)}
+    tensors[f"{module}.weight"] = torch.zeros(8 * words, columns)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"w2\.weight: .*they are not all quantized alike; take the checkpoint in"
     ):
         zinfer.init_inference(tmp_path, device="cpu")

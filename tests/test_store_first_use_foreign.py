@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import left_padded, random_prompts
+from checkpoints import left_padded, random_prompts, tiny_mixtral
 from first_use_support import engine_of, only, start
 from store_support import document
-from test_foreign_engine import write_quantized
+from test_foreign_engine import GROUP_SIZE, write_quantized, write_quantized_experts
 
 import zinfer.store.first_use
 from zinfer.errors import ConfigError
@@ -36,6 +36,19 @@ def test_other_tools_checkpoints_need_no_rules(
     }
     monkeypatch.setattr(zinfer.store.first_use, "write_store", None)
     start(folder, tmp_path / "nvme")
+
+
+def test_experts_quantized_one_by_one_stream_from_a_store(tmp_path: Path, batch: dict[str, torch.Tensor]) -> None:
+    folder = tmp_path / "model"
+    write_quantized_experts(folder, "gptq", tiny_mixtral(), GROUP_SIZE)
+    with engine_of(folder, None, home="cpu") as engine:
+        expected = engine(**batch).logits
+    with engine_of(folder, tmp_path / "nvme") as engine:
+        assert torch.equal(engine(**batch).logits, expected)
+        assert engine.stats().blocks_by_home["DISK"] == 2
+    assert {name.rpartition(".")[2] for name in document(only(tmp_path / "nvme"))["parameters"]} == {
+        *("gate_up_proj", "down_proj")
+    }
 
 
 def test_rules_beside_a_quantized_checkpoint_are_refused_before_anything_is_written_or_work(tmp_path: Path) -> None:

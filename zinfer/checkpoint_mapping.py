@@ -2,11 +2,12 @@
 
 transformers renames tensors, stacks experts and joins matrices while it loads (`conversion_mapping.py`). Renaming,
 stacking and joining along the first dimension leave every byte as it is, so that blocks go on being read in place. What
-changes bytes (a transposition, a permutation, a split) is refused by name.
+changes bytes (a transposition, a permutation, a split) is refused by name. Quantized matrices are placed likewise, each
+by the name that it would have in full.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from transformers import PreTrainedModel
@@ -14,6 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from zinfer.checkpoint import JoinedTensor, TensorEntry
+from zinfer.quantization.stored import JoinedMatrix, StoredMatrix
 
 # The chains of operations that place tensors one behind the other, as (operation, dimension). Stacked along 0 and then
 # joined along 1, the tensors of one expert are neighbours.
@@ -31,7 +33,10 @@ class CheckpointMapping:
     """
 
     def __init__(
-        self, model: PreTrainedModel, entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]]
+        self,
+        model: PreTrainedModel,
+        entries: Mapping[str, TensorEntry | StoredMatrix],
+        shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
         """Sort the tensors.
 
@@ -39,13 +44,13 @@ class CheckpointMapping:
             entries: those that have no place under their own names.
             shapes: of all that the module has, by its names.
         """
-        self.found: dict[str, TensorEntry | JoinedTensor] = {}
+        self.found: dict[str, TensorEntry | JoinedTensor | StoredMatrix] = {}
         self.refused: dict[str, str] = {}
         rules = get_model_conversion_mapping(model) if entries else []
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-        gathered: dict[str, dict[str, list[TensorEntry]]] = defaultdict(lambda: defaultdict(list))
+        gathered: dict[str, dict[str, list[TensorEntry | StoredMatrix]]] = defaultdict(lambda: defaultdict(list))
         for name in sorted(entries, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(shapes))
             if target not in shapes:
@@ -58,7 +63,11 @@ class CheckpointMapping:
             self._join(target, shapes[target], by_source, by_pattern[next(iter(by_source))])
 
     def _join(
-        self, target: str, shape: tuple[int, ...], by_source: Mapping[str, list[TensorEntry]], rule: WeightConverter
+        self,
+        target: str,
+        shape: tuple[int, ...],
+        by_source: Mapping[str, list[TensorEntry | StoredMatrix]],
+        rule: WeightConverter,
     ) -> None:
         chain = tuple((type(each).__name__, getattr(each, "dim", None)) for each in rule.operations)
         lists = [by_source.get(pattern, []) for pattern in rule.source_patterns]
@@ -70,12 +79,33 @@ class CheckpointMapping:
         if chain == _STACKED_AND_JOINED and len({len(own) for own in lists}) == 1:
             pieces = [piece for expert in zip(*lists, strict=True) for piece in expert]
         alike = chain == _JOINED or all(len({piece.shape for piece in own}) == 1 for own in lists if own)
-        joined = JoinedTensor.of(target, shape, pieces) if alike else None
+        joined = _joined(target, shape, pieces) if alike else None
         if joined is not None:
             self.found[target] = joined
             return
-        reason = f"with the {len(pieces) - 1} others of {target} it does not make up {list(shape)}: some are missing, "
-        self.refused |= {piece.name: f"{reason}or config.json describes another model" for piece in pieces}
+        reason = f"with the {len(pieces) - 1} others of {target} it does not make up {list(shape)}: "
+        self.refused |= {piece.name: reason + _reason(pieces) for piece in pieces}
+
+
+def _joined(
+    target: str, shape: tuple[int, ...], pieces: Sequence[TensorEntry | StoredMatrix]
+) -> JoinedTensor | JoinedMatrix | None:
+    matrices = [piece for piece in pieces if isinstance(piece, StoredMatrix)]
+    if len(matrices) == len(pieces):
+        return JoinedMatrix.join(target, shape, matrices)
+    tensors = [piece for piece in pieces if isinstance(piece, TensorEntry)]
+    return JoinedTensor.of(target, shape, tensors) if len(tensors) == len(pieces) else None
+
+
+def _reason(pieces: Sequence[TensorEntry | StoredMatrix]) -> str:
+    """Why they were not joined, and what to do."""
+    formats = {piece.format if isinstance(piece, StoredMatrix) else None for piece in pieces}
+    remedy = "take the checkpoint in full precision and quantize it with `zinfer quantize`"
+    if len(formats) > 1:
+        return f"they are not all quantized alike; {remedy}"
+    if any(format is not None and format.orders_columns for format in formats):
+        return f"experts whose columns are in activation order (desc_act, actorder) are not read; {remedy}"
+    return "some are missing, or config.json describes another model"
 
 
 def _told(chain: tuple[tuple[str, Any], ...]) -> str:

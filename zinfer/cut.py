@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from zinfer.checkpoint import JoinedTensor, TensorEntry
 from zinfer.config.block_classes import BlockClass
 from zinfer.errors import ConfigError
+from zinfer.kernels.quantized import FRAGMENT_ROWS
 from zinfer.layers import find_layers, find_shared
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
 from zinfer.quantization.conversion import Quantizing
@@ -172,7 +173,7 @@ class _Cutter:
             return self.form(name, module, parameter)
         shape, transposed = tuple(parameter.shape), isinstance(module, Conv1D)
         stored = SlabMatrix(name, parameter.dtype, shape, format=weight.format, transposed=transposed)
-        if not weight.scheme.is_native:
+        if not weight.scheme.is_native and all(piece.rows % FRAGMENT_ROWS == 0 for piece in weight.pieces):
             stored = stored.arranged
         if not self.quantizes_input(name):
             return stored

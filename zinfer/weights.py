@@ -48,17 +48,11 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
     wanted = _wanted(model)
     found: dict[str, Weight] = {}
     holders: dict[str, str] = {}
-    spare: list[str] = []
-    unjoined: list[str] = []
-    unplaced: dict[str, TensorEntry] = {}
+    unplaced: dict[str, TensorEntry | StoredMatrix] = {}
     for name, entry in _stored_weights(checkpoint, scheme).items():
         target = _module_name(name, wanted, getattr(model, "base_model_prefix", ""))
         if target is None:
-            if isinstance(entry, StoredMatrix):
-                spare += [part.name for _, part in entry.parts]
-                unjoined.append(name)
-            else:
-                unplaced[name] = entry
+            unplaced[name] = entry
         elif target in found:
             raise CheckpointError(
                 f"{entry.file}: {name} and {holders[target]} both hold the weights of {target}; remove one of them"
@@ -68,17 +62,14 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
     if isinstance(model, PreTrainedModel):
         shapes = {name: shape for name, (shape, _) in wanted.items() if name not in found}
         converted = CheckpointMapping(model, unplaced, shapes)
+        _refuse_unconverted(unplaced, converted.refused)
         found |= converted.found
         for made in converted.found.values():
             for piece in made.pieces:
                 unplaced.pop(piece.name)
-        _refuse_unconverted(checkpoint, converted.refused)
-    spare += list(unplaced)
     _share_tied(model, found)
-    missing = [name for name in wanted if name not in found]
-    _refuse_unjoined(checkpoint, missing, unjoined)
-    _refuse_missing(checkpoint, missing)
-    _refuse_spare(checkpoint, spare, model)
+    _refuse_missing(checkpoint, [name for name in wanted if name not in found])
+    _refuse_spare(checkpoint, [name for entry in unplaced.values() for name in _tensor_names(entry)], model)
     for name, weight in found.items():
         if isinstance(weight, StoredMatrix):
             _check_stored(name, weight, model)
@@ -152,17 +143,6 @@ def _other_names(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, first[value]
 
 
-def _refuse_unjoined(checkpoint: Checkpoint, missing: list[str], unjoined: list[str]) -> None:
-    """Quantized experts one by one, where the module has them in one parameter."""
-    experts = [name for name in unjoined if ".experts." in name]
-    if experts and any(".experts." in name for name in missing):
-        raise CheckpointError(
-            f"{checkpoint.folder}: the experts' weights are quantized one by one ({len(experts)} matrices, such as "
-            f"{experts[0]}), and quantized experts are not read from this format yet; take the checkpoint in full "
-            f"precision and quantize it with `zinfer quantize` or zinfer.quantization"
-        )
-
-
 def _refuse_missing(checkpoint: Checkpoint, missing: list[str]) -> None:
     if missing:
         raise CheckpointError(
@@ -171,10 +151,14 @@ def _refuse_missing(checkpoint: Checkpoint, missing: list[str]) -> None:
         )
 
 
-def _refuse_unconverted(checkpoint: Checkpoint, refused: Mapping[str, str]) -> None:
+def _refuse_unconverted(unplaced: Mapping[str, TensorEntry | StoredMatrix], refused: Mapping[str, str]) -> None:
     if refused:
         name, reason = next(iter(refused.items()))
-        raise CheckpointError(f"{checkpoint.tensors[name].file}: {name}: {reason} ({len(refused)} tensors are like it)")
+        raise CheckpointError(f"{unplaced[name].file}: {name}: {reason} ({len(refused)} tensors are like it)")
+
+
+def _tensor_names(entry: TensorEntry | StoredMatrix) -> list[str]:
+    return [part.name for _, part in entry.parts] if isinstance(entry, StoredMatrix) else [entry.name]
 
 
 def _refuse_spare(checkpoint: Checkpoint, spare: list[str], model: nn.Module) -> None:

@@ -1,7 +1,8 @@
 """A quantized parameter as a checkpoint holds it: several tensors that a scheme makes one matrix of."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -60,6 +61,20 @@ class StoredMatrix:
         return cls(parameter, scheme, tuple(parts.items()), format, rows, columns)
 
     @property
+    def name(self) -> str:
+        """As a tensor has one."""
+        return self.parameter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, self.columns)
+
+    @property
+    def pieces(self) -> "tuple[StoredMatrix, ...]":
+        """Itself: a parameter may also be made up of several."""
+        return (self,)
+
+    @property
     def file(self) -> Path:
         """Where its first part lies."""
         return self._first.file
@@ -82,3 +97,42 @@ class StoredMatrix:
     @property
     def _first(self) -> TensorEntry:
         return min((entry for _, entry in self.parts), key=lambda entry: (str(entry.file), entry.offset))
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedMatrix(StoredMatrix):
+    """Matrices that were quantized one by one, such as the experts of a mixture, one below the other.
+
+    Its parts are those of all matrices, each with the matrix's number before its name.
+    """
+
+    matrices: tuple[StoredMatrix, ...]
+
+    @classmethod
+    def join(cls, name: str, shape: tuple[int, ...], matrices: Sequence[StoredMatrix]) -> "JoinedMatrix | None":
+        """The parameter ``name`` of ``shape``; None where the matrices do not make it up."""
+        first = matrices[0]
+        is_whole = sum(matrix.rows for matrix in matrices) == prod(shape[:-1])
+        if not is_whole or any(matrix.columns != shape[-1] for matrix in matrices):
+            return None
+        if any(matrix.format != first.format for matrix in matrices) or first.format.orders_columns:
+            return None
+        format = first.format
+        if format.group_rows is None:  # a scale per tensor; scales are stored once a row all the same
+            format = replace(format, group_rows=1)
+        parts = tuple(
+            (f"{index}.{part}", entry) for index, matrix in enumerate(matrices) for part, entry in matrix.parts
+        )
+        return cls(name, first.scheme, parts, format, prod(shape[:-1]), shape[-1], tuple(matrices))
+
+    @property
+    def pieces(self) -> tuple[StoredMatrix, ...]:
+        return self.matrices
+
+    def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
+        begin = 0
+        for index, matrix in enumerate(self.matrices):
+            rows = target.part(slice(begin, begin + matrix.rows))
+            own = replace(rows, format=replace(rows.format, group_rows=matrix.format.group_rows))
+            matrix.convert_into(own, {part: parts[f"{index}.{part}"] for part, _ in matrix.parts})
+            begin += matrix.rows
