@@ -13,8 +13,7 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 from typer.testing import CliRunner
 
 import zinfer
-from zinfer.checkpoint import JoinedTensor
-from zinfer.checkpoint.header import read_header
+from zinfer.checkpoint import JoinedTensor, read_header
 from zinfer.cli import app
 from zinfer.errors import CheckpointError
 
