@@ -187,15 +187,24 @@ def find_model(
         checkpoint = Checkpoint.open(model)
         tree = build_meta_model(checkpoint, settings.dtype)
         check_classes(tree, settings.block_classes)
+        _keep_scale(tree)
         return tree, checkpoint
     _check_module(model, settings)
     module = cast(PreTrainedModel, model.eval().requires_grad_(False))
+    _keep_scale(module)
     if settings.dtype is not None:
         narrow.cast(module, settings.dtype)
     if settings.checkpoint is None:
         return module, None
     compute_buffers(module)
     return module, _open(settings.checkpoint, needs_config=isinstance(model, PreTrainedModel))
+
+
+def _keep_scale(model: PreTrainedModel) -> None:
+    """RWKV's first forward divides its weights in place, for float16's range; those that stream stay as they are."""
+    base = getattr(model, "base_model", None)
+    if getattr(base, "layers_are_rescaled", True) is False:
+        model.config.rescale_every = 0
 
 
 def _check_module(model: nn.Module, settings: Settings) -> None:

@@ -29,7 +29,7 @@ def _positions(model: nn.Module, *names: str) -> int | None:
     if not isinstance(config, PretrainedConfig):
         return None
     text = config.get_text_config()
-    stated = next((value for name in names if (value := getattr(text, name, None))), None)
+    stated = next((value for name in names if (value := int(getattr(text, name, None) or 0)) > 0), None)  # XLNet: -1
     if stated is None and not getattr(text, "relative_attention_num_buckets", None):  # T5 states some and has none
         stated = getattr(text, "n_positions", None)
     return max(int(stated), _stretched(text, int(stated))) - _num_skipped(model) if stated else None
