@@ -174,6 +174,12 @@ def _refuse_spare(checkpoint: Checkpoint, spare: list[str], model: nn.Module) ->
 
 def _check_form(name: str, entry: TensorEntry | JoinedTensor, wanted: tuple[tuple[int, ...], bool]) -> None:
     shape, floating = wanted
+    if len(shape) == 3 and entry.shape == (shape[0], shape[2], shape[1]) != shape:
+        raise CheckpointError(
+            f"{entry.file}: {entry.name} has shape {list(entry.shape)}, the transpose of each of the model's {name} "
+            f"({list(shape)}), as experts of Qwen3-VL-MoE are published; transposed experts are not read yet. Write "
+            "its tensor.transpose(1, 2).contiguous() under the same name, with all others that are so, into a copy"
+        )
     if entry.shape != shape:
         raise CheckpointError(
             f"{entry.file}: {entry.name} at byte {entry.offset} has shape {list(entry.shape)}, the model's {name} has "
