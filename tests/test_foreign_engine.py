@@ -189,6 +189,26 @@ def test_experts_quantized_one_by_one(
     engine.destroy()
 
 
+def test_experts_of_one_scale_each(tmp_path: Path) -> None:
+    write_quantized_experts(tmp_path, "compressed-tensors int8", tiny_mixtral(), GROUP_SIZE)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"strategy": "channel"', '"strategy": "tensor"'))
+    stored = load_file(tmp_path / "model.safetensors")
+    stored |= {name: value[0].clone() for name, value in stored.items() if name.endswith(".weight_scale")}
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    layer = "model.layers.1.block_sparse_moe.experts"
+
+    def values(*leaves: str) -> torch.Tensor:
+        names = [f"{layer}.{expert}.{leaf}.weight" for expert in range(4) for leaf in leaves]
+        return torch.cat([stored[name] * stored[f"{name}_scale"].float() for name in names])
+
+    engine = zinfer.init_inference(tmp_path, device="cpu")
+    held = engine.module.model.layers[1].mlp.experts
+    assert torch.equal(held.gate_up_proj.dequantized().flatten(0, 1), values("w1", "w3"))
+    assert torch.equal(held.down_proj.dequantized().flatten(0, 1), values("w2"))
+    engine.destroy()
+
+
 def test_experts_in_activation_order_are_named(tmp_path: Path) -> None:
     write_quantized_experts(tmp_path, "gptq in activation order", tiny_mixtral(), GROUP_SIZE)
     with pytest.raises(
