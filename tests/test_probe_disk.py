@@ -123,8 +123,26 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monke
 def test_a_glance_gives_a_rate_for_files_of_any_size(tmp_path: Path) -> None:
     for num_bytes in (1, 4096, 100_001):
         file = random_file(tmp_path / str(num_bytes), num_bytes)
-        assert glance_at([file], most_bytes=MIB, most_s=10.0) > 0
+        assert glance_at([file], most_bytes=MIB, most_s=0.1) > 0
     assert glance_at(list(tmp_path.iterdir()), most_bytes=MIB, most_s=0.0) > 0
+
+
+def test_a_glance_reads_short_files_until_their_rate_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [random_file(tmp_path / str(num_bytes), num_bytes) for num_bytes in (3 * MIB, 5 * MIB)]
+    read: list[int] = []
+    real = glance.Reader.read_async
+
+    def read_async(self: Any, file: Path, offset: int, target: memoryview, required: int) -> Any:
+        read.append(required)
+        return real(self, file, offset, target, required)
+
+    monkeypatch.setattr(glance.Reader, "read_async", read_async)
+    glance_at(files, most_bytes=1 << 30, most_s=1e6)
+    assert sum(read) == 64 * MIB
+    assert max(read) == 5 * MIB
+    read.clear()
+    glance_at(files, most_bytes=6 * MIB, most_s=1e6)
+    assert read == [3 * MIB, 3 * MIB]
 
 
 def test_a_glance_at_a_file_that_is_gone_says_which(tmp_path: Path) -> None:
