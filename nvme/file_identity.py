@@ -37,13 +37,18 @@ class FileIdentity:
         """The file that was looked at, by path or descriptor."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
+    @property
+    def written_at(self) -> str:
+        """The moment of the last write, in UTC to the millisecond, for people."""
+        return _moment(self.mtime_ns)
+
     def difference(self, now: "FileIdentity") -> str:
         """In what a later identity of the same path differs, for people."""
         if now.num_bytes != self.num_bytes:
             return f"{self.num_bytes} bytes then, {now.num_bytes} now"
         if (now.device, now.inode) != (self.device, self.inode):
             return "another file stands in its place"
-        return f"last written at {_moment(self.mtime_ns)} then, at {_moment(now.mtime_ns)} now"
+        return f"last written at {self.written_at} then, at {now.written_at} now"
 
 
 def _moment(time_ns: int) -> str:

@@ -8,9 +8,11 @@ import pytest
 from checkpoints import tiny_checkpoint
 from safetensors.torch import load_file, save_file
 from store_support import begin_store, contents, make_store
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from zinfer.config import Settings
 from zinfer.errors import CheckpointError, ConfigError
+from zinfer.jobs.identity import weights_sample
 from zinfer.store.folder import locked
 from zinfer.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 from zinfer.store.writing import write_store
@@ -47,6 +49,22 @@ def test_another_model_or_other_settings_are_refused_by_name(model: Path, tmp_pa
         make_store(tuned, store, **SECTION)
     assert f'source.name: "{model.name}" in the store, "tuned" now' in str(caught.value)
     assert contents(store) == before
+
+
+def test_a_change_between_the_samples_of_a_file_is_seen(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 128}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(model)
+    make_store(model, tmp_path / "store", **SECTION)
+    shard = model / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    before = weights_sample([shard])
+    gap = len(data) // 15 // 2  # the middle between two samples
+    data[-gap - 64 : -gap] = bytes(64)
+    shard.write_bytes(data)
+    assert weights_sample([shard]) == before, "the test's own: it must miss all samples"
+    with pytest.raises(ConfigError, match=r"source\.weights_written: .* in the store, .* now"):
+        make_store(model, tmp_path / "store", **SECTION)
 
 
 def test_the_place_of_a_model_is_no_part_of_what_it_is(model: Path, tmp_path: Path) -> None:

@@ -1,15 +1,21 @@
-"""What a store was made of: the source's files and every setting that changes its bytes. Paths are no part of it."""
+"""What a store was made of: the source's files and every setting that changes its bytes.
+
+The folder's place is no part of it, but the times at which its files of weights were written are: nothing reads all of
+a checkpoint to find a store, and files that were written to since may hold other weights.
+"""
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.jobs.identity import weights_sample
+from zinfer.nvme.file_identity import FileIdentity
 from zinfer.quantization.rules import Quantization
 
 _NAME = "name"
@@ -38,6 +44,7 @@ class Identity:
             _NAME: checkpoint.folder.name,
             "fingerprint": checkpoint.fingerprint(),
             "weights_sample": weights_sample(tuple(checkpoint.files)),
+            "weights_written": _written(checkpoint.files),
         }
         settings = {"dtype": str(dtype).removeprefix("torch.")} | _settings(rules)
         return cls(source, settings | ({"calibration_sha256": calibration} if calibration else {}))
@@ -79,3 +86,10 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
             yield from _leaves(part, f"{path}[{number}]")
     else:
         yield path, json.dumps(value)
+
+
+def _written(files: Mapping[Path, FileIdentity]) -> str:
+    """When the last of the files was written, and a digest of all their names, sizes and times."""
+    known = sorted((file.name, identity.num_bytes, identity.mtime_ns) for file, identity in files.items())
+    last = max(files.values(), key=lambda identity: identity.mtime_ns)
+    return f"{last.written_at} ({hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]})"
