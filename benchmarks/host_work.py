@@ -11,9 +11,9 @@ import torch
 
 from zinfer.batching.batcher import Batcher
 from zinfer.batching.delivery import Delivery
-from zinfer.batching.passes import PassSize
 from zinfer.batching.runner import PassRunner
 from zinfer.batching.sampler import Sampler
+from zinfer.scheduling.schedule import PassSize
 
 
 class HostWork:

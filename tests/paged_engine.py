@@ -7,10 +7,10 @@ from collections import Counter
 from functools import cache
 
 from zinfer.batching.page_traffic import find_traffic
-from zinfer.batching.pages import HOLE, PagePool
-from zinfer.batching.passes import Chunk, Pass
-from zinfer.batching.scheduler import Scheduler
-from zinfer.batching.sequence import Sequence, SequenceState
+from zinfer.scheduling.page_pool import HOLE, PagePool
+from zinfer.scheduling.schedule import Chunk, Pass
+from zinfer.scheduling.scheduler import Scheduler
+from zinfer.scheduling.sequence import Sequence, SequenceState
 
 NUM_TOKENS_KNOWN = 3
 """Few, so that sequences come upon the same texts and their pages are shared."""

@@ -12,10 +12,10 @@ from zinfer.batching.hosted_kv_cache import HostedKVCache
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.page_cache import PageCache
-from zinfer.batching.passes import Chunk, Chunks
 from zinfer.batching.ragged import BatchBuilder, RaggedBatch
 from zinfer.batching.runner import PassRunner
-from zinfer.batching.sequence import Sequence as Text
+from zinfer.scheduling.schedule import Chunk, Chunks
+from zinfer.scheduling.sequence import Sequence as Text
 
 _WINDOW: Final = {"sliding_window": 16}
 _HEADS: Final = {"head_dim": 16}

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinfer.batching.demand import _LEAST_PACE, Demand
-from zinfer.batching.pages import PagePool
-from zinfer.batching.passes import PassSize
-from zinfer.batching.scheduler import Scheduler
-from zinfer.batching.sequence import Sequence
+from zinfer.scheduling.page_pool import PagePool
+from zinfer.scheduling.schedule import PassSize
+from zinfer.scheduling.scheduler import Scheduler
+from zinfer.scheduling.sequence import Sequence
+from zinfer.scheduling.workload import _LEAST_PACE, Demand
 
 
 def passes(num_texts: int, num_prompt: int, num_new: int, num_pages: int, token_budget: int) -> list[PassSize]:

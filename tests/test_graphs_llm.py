@@ -14,10 +14,10 @@ from ragged_models import tiny_model
 
 from zinfer import LLM, SamplingParams
 from zinfer.batching.decode_form import DecodeForm, find_form
-from zinfer.batching.passes import Chunk, Chunks
 from zinfer.batching.ragged import BatchBuilder
-from zinfer.batching.sequence import Sequence as Text
 from zinfer.graphs.forward_graphs import FIRST
+from zinfer.scheduling.schedule import Chunk, Chunks
+from zinfer.scheduling.sequence import Sequence as Text
 
 __all__ = ["alone", "folder", "prompts", "stand_in"]  # fixtures
 

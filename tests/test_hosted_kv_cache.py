@@ -17,9 +17,9 @@ import zinfer
 from zinfer.batching.adapters import layer_windows
 from zinfer.batching.hosted_kv_cache import HostedKVCache
 from zinfer.batching.kv_shape import KVShape
-from zinfer.batching.passes import Chunk
-from zinfer.batching.sequence import Sequence as Text
 from zinfer.errors import PlanError
+from zinfer.scheduling.schedule import Chunk
+from zinfer.scheduling.sequence import Sequence as Text
 
 NUM_LAYERS = 5
 """More than there are slots, which do not divide them."""

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 import zinfer
 from zinfer import LLM, SamplingParams
-from zinfer.batching.admission_queue import AdmissionQueue
-from zinfer.batching.demand import Demand
 from zinfer.batching.runner import PassRunner
-from zinfer.batching.scheduler import Scheduler
 from zinfer.errors import ConfigError
+from zinfer.scheduling.scheduler import Scheduler
+from zinfer.scheduling.waiting_queue import AdmissionQueue
+from zinfer.scheduling.workload import Demand
 
 __all__ = ["alone", "folder", "llm", "prompts"]  # fixtures
 

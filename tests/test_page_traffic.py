@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinfer.batching.page_traffic import PageTraffic, find_traffic
-from zinfer.batching.pages import HOLE
-from zinfer.batching.passes import Chunk
-from zinfer.batching.sequence import Sequence
+from zinfer.scheduling.page_pool import HOLE
+from zinfer.scheduling.schedule import Chunk
+from zinfer.scheduling.sequence import Sequence
 
 
 def chunk(begin: int, end: int, pages: list[int], num_dropped: int = 0) -> Chunk:

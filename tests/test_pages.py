@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinfer.batching.pages import HOLE, PagePool
-from zinfer.batching.sequence import Sequence
+from zinfer.scheduling.page_pool import HOLE, PagePool
+from zinfer.scheduling.sequence import Sequence
 
 
 def filled(pool: PagePool, number: int, tokens: tuple[int, ...]) -> Sequence:

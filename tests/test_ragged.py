@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinfer.batching.passes import Chunk, Chunks
 from zinfer.batching.ragged import BatchBuilder, Pending, RaggedBatch, _PageTables
-from zinfer.batching.sequence import PENDING, Sequence
+from zinfer.scheduling.schedule import Chunk, Chunks
+from zinfer.scheduling.sequence import PENDING, Sequence
 
 CPU = torch.device("cpu")
 

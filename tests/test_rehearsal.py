@@ -9,11 +9,11 @@ from checkpoints import random_prompts, tiny_checkpoint
 
 from zinfer import LLM, SamplingParams
 from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.passes import PassSize
 from zinfer.batching.rehearsal import predict_job
 from zinfer.errors import PlanError
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.prediction import PassTime
+from zinfer.scheduling.schedule import PassSize
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])

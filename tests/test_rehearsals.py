@@ -8,11 +8,11 @@ import torch
 
 from zinfer.batching import rehearsals
 from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.passes import PassSize
 from zinfer.batching.rehearsal import rehearse
 from zinfer.batching.rehearsals import Rehearsals
-from zinfer.batching.sequence import Sequence as Text
 from zinfer.planning.footprint import Footprint
+from zinfer.scheduling.schedule import PassSize
+from zinfer.scheduling.sequence import Sequence as Text
 
 LIMITS = (9, 70, 10_000, 300, 1_500, 9_000, 70)
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from paged_engine import PagedEngine, completion
 
-from zinfer.batching.pages import HOLE, PagePool
-from zinfer.batching.passes import Pass
-from zinfer.batching.scheduler import Scheduler
-from zinfer.batching.sequence import Sequence, SequenceState
 from zinfer.errors import PlanError
+from zinfer.scheduling.page_pool import HOLE, PagePool
+from zinfer.scheduling.schedule import Pass
+from zinfer.scheduling.scheduler import Scheduler
+from zinfer.scheduling.sequence import Sequence, SequenceState
 
 LONG = tuple(place * place % 3 for place in range(100))
 

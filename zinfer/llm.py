@@ -22,7 +22,6 @@ from zinfer.batching.ending import find_end_token_ids
 from zinfer.batching.job_outlook import JobOutlook
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.open_pages import open_pages
-from zinfer.batching.passes import PassSize
 from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, find_tokenizer, is_chat, template_variables
 from zinfer.batching.rehearsal import JobPrediction
 from zinfer.batching.runner import PassRunner
@@ -39,6 +38,7 @@ from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import find_limits
 from zinfer.planning.planner import Plan
+from zinfer.scheduling.schedule import PassSize
 from zinfer.sequence_length import most_tokens
 from zinfer.uninterrupted import Uninterrupted
 

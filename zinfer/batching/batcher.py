@@ -16,16 +16,16 @@ from zinfer.batching.ending import Ending
 from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.loan import Loan
 from zinfer.batching.page_cache import PageCache
-from zinfer.batching.passes import Pass, PassSize
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.runner import PassRunner
 from zinfer.batching.sampler import BROKEN, Drawn, Logprobs, Row, Sampler, row_uniform
 from zinfer.batching.sampling_params import SamplingParams
-from zinfer.batching.scheduler import Scheduler
-from zinfer.batching.sequence import Sequence as Text
-from zinfer.batching.sequence import SequenceState
 from zinfer.errors import PlanError
 from zinfer.finite import FiniteWatch, Looks
+from zinfer.scheduling.schedule import Pass, PassSize
+from zinfer.scheduling.scheduler import Scheduler
+from zinfer.scheduling.sequence import Sequence as Text
+from zinfer.scheduling.sequence import SequenceState
 
 
 @dataclass

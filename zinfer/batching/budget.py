@@ -7,18 +7,18 @@ from typing import Final
 import torch
 from transformers import PretrainedConfig
 
-from zinfer.batching.admission_queue import Order
 from zinfer.batching.device_room import pages_bytes, streams_from_disk
 from zinfer.batching.host_room import HostRoom
 from zinfer.batching.kv_shape import num_page_slots, read_kv_shape
-from zinfer.batching.pages import PagePool
 from zinfer.batching.pass_room import PassRoom
-from zinfer.batching.scheduler import Scheduler
 from zinfer.config import Settings
 from zinfer.cut import ModelBlock
 from zinfer.errors import ConfigError, PlanError
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import MachineLimits
+from zinfer.scheduling.page_pool import PagePool
+from zinfer.scheduling.scheduler import Scheduler
+from zinfer.scheduling.waiting_queue import Order
 from zinfer.units import human_bytes
 
 _PAGE_SIZE: Final = 64

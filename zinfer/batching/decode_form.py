@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from zinfer.batching.passes import Chunk, Chunks
+from zinfer.scheduling.schedule import Chunk, Chunks
 
 _MOST_ROWS: Final = 64
 """Beyond it a pass computes for longer than Python takes to launch it."""

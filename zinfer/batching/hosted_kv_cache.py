@@ -28,13 +28,13 @@ from zinfer.batching.kv_shape import KVShape, num_page_slots
 from zinfer.batching.page_cache import PageCache
 from zinfer.batching.page_traffic import PageTraffic, find_traffic
 from zinfer.batching.parked import UNLIMITED, ParkedTexts, Parking
-from zinfer.batching.passes import Chunk
 from zinfer.errors import ConfigError, PlanError
 from zinfer.kernels.kv_pages import KVPages, takes_kernels
 from zinfer.offload.host_memory import MOST_REGISTERED_BYTES, HostBuffer
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
 from zinfer.offload.trace import Trace
+from zinfer.scheduling.schedule import Chunk
 from zinfer.units import human_bytes
 
 log = logging.getLogger(__name__)

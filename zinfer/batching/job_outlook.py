@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.passes import PassSize
 from zinfer.batching.rehearsal import JobPrediction, PassTimeOf, predict_job, rehearse
 from zinfer.errors import ConfigError
+from zinfer.scheduling.schedule import PassSize
 
 
 @dataclass(frozen=True)

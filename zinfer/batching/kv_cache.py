@@ -13,9 +13,9 @@ import torch
 from zinfer.batching.kv_shape import KVShape
 from zinfer.batching.page_cache import PageCache
 from zinfer.batching.parked import UNLIMITED, ParkedTexts, Parking
-from zinfer.batching.passes import Chunk
 from zinfer.errors import ConfigError
 from zinfer.kernels.kv_pages import KVPages, takes_kernels
+from zinfer.scheduling.schedule import Chunk
 
 _MOVED_AT_ONCE_BYTES: Final = 1 << 30  # what moves on the device is copied twice
 

@@ -5,8 +5,8 @@ Weights take its place until something new has to wait for pages.
 """
 
 from zinfer.batching.kv_cache import KVCache
-from zinfer.batching.scheduler import Scheduler
 from zinfer.engine import InferenceEngine
+from zinfer.scheduling.scheduler import Scheduler
 
 
 class Loan:

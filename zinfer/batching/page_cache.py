@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from zinfer.batching.parked import ParkedTexts
-from zinfer.batching.passes import Chunk
 from zinfer.kernels.kv_pages import KVPages
 from zinfer.offload.stats import RunStats
+from zinfer.scheduling.schedule import Chunk
 
 
 class PageCache(ABC):

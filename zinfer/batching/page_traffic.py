@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zinfer.batching.passes import Chunk
-from zinfer.batching.window import Window
+from zinfer.scheduling.schedule import Chunk
+from zinfer.scheduling.sliding_window import Window
 
 Marks = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 """One a page."""

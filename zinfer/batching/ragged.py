@@ -11,11 +11,11 @@ import torch
 
 from zinfer.batching.decode_form import DecodeForm
 from zinfer.batching.delivery import on_its_way
-from zinfer.batching.passes import Chunks
-from zinfer.batching.sequence import PENDING
-from zinfer.batching.sequence import Sequence as Text
 from zinfer.kernels.kv_pages import PagedLayout
 from zinfer.nvme.aligned import align_up
+from zinfer.scheduling.schedule import Chunks
+from zinfer.scheduling.sequence import PENDING
+from zinfer.scheduling.sequence import Sequence as Text
 
 _ALIGNMENT: Final = 32  # numbers: Triton compiles a kernel anew where a pointer's alignment is another
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.passes import PassSize
-from zinfer.batching.sequence import Sequence as Text
 from zinfer.planning.prediction import PassTime, speed
+from zinfer.scheduling.schedule import PassSize
+from zinfer.scheduling.sequence import Sequence as Text
 from zinfer.units import duration
 
 

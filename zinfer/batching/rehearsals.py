@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.passes import PassSize
 from zinfer.batching.rehearsal import rehearse
+from zinfer.scheduling.schedule import PassSize
 
 _Sizes = tuple[int, int, int, int, str, bool]
 

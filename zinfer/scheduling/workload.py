@@ -8,8 +8,8 @@ wait fit at once, nothing comes after them, and the sooner they begin the fewer 
 
 from typing import Final
 
-from zinfer.batching.beginnings import Beginnings
-from zinfer.batching.sequence import Sequence
+from zinfer.scheduling.sequence import Sequence
+from zinfer.scheduling.shared_prefixes import Beginnings
 
 _LEAST_PACE: Final = 8192
 """Tokens that a pass may always carry: about what a GPU computes while 16-bit weights cross its link."""

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from itertools import count
 from typing import Final
 
-from zinfer.batching.sequence import Sequence
+from zinfer.scheduling.sequence import Sequence
 
 HOLE: Final = -1
 """Stands in ``Sequence.pages`` for a page that was dropped."""

@@ -3,7 +3,7 @@
 import heapq
 from typing import Final, Literal
 
-from zinfer.batching.sequence import Sequence, SequenceState
+from zinfer.scheduling.sequence import Sequence, SequenceState
 
 Order = Literal["arrival", "longest_first"]
 

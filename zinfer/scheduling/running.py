@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from zinfer.batching.sequence import Sequence
+from zinfer.scheduling.sequence import Sequence
 
 
 class Running:

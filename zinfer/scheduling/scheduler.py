@@ -17,15 +17,15 @@ have ended there has a token computed for nothing.
 
 from collections.abc import Iterable
 
-from zinfer.batching.admission_queue import AdmissionQueue, Order
-from zinfer.batching.allotment import Allotment
-from zinfer.batching.demand import Demand
-from zinfer.batching.pages import PagePool
-from zinfer.batching.passes import Chunk, Chunks, Pass
-from zinfer.batching.running import Running
-from zinfer.batching.sequence import PENDING, Sequence, SequenceState
-from zinfer.batching.set_aside import SetAside
-from zinfer.batching.window import Window
+from zinfer.scheduling.page_allocator import Allotment
+from zinfer.scheduling.page_pool import PagePool
+from zinfer.scheduling.preempted import SetAside
+from zinfer.scheduling.running import Running
+from zinfer.scheduling.schedule import Chunk, Chunks, Pass
+from zinfer.scheduling.sequence import PENDING, Sequence, SequenceState
+from zinfer.scheduling.sliding_window import Window
+from zinfer.scheduling.waiting_queue import AdmissionQueue, Order
+from zinfer.scheduling.workload import Demand
 
 
 class Scheduler:

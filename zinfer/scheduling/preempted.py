@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from zinfer.batching.sequence import Sequence, SequenceState
+from zinfer.scheduling.sequence import Sequence, SequenceState
 
 
 class SetAside:

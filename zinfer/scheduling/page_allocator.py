@@ -5,10 +5,10 @@ Takes what it is told that a sequence may have. Who runs, and who makes room, is
 
 from typing import Final, NamedTuple
 
-from zinfer.batching.pages import HOLE, PagePool
-from zinfer.batching.sequence import Sequence
-from zinfer.batching.window import Window
 from zinfer.errors import PlanError
+from zinfer.scheduling.page_pool import HOLE, PagePool
+from zinfer.scheduling.sequence import Sequence
+from zinfer.scheduling.sliding_window import Window
 
 _MOST_RESERVED: Final = 1 / 16
 """Share of the pool that prompts leave to decodes at most: beyond it idle pages cost more than setting a few aside."""

@@ -4,7 +4,7 @@ from collections import abc
 from dataclasses import dataclass, field
 from typing import NamedTuple, overload
 
-from zinfer.batching.sequence import Sequence
+from zinfer.scheduling.sequence import Sequence
 
 
 class Chunk(NamedTuple):
