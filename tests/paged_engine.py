@@ -6,7 +6,7 @@ Every pass it checks what the scheduler promises; it stops at the first broken p
 from collections import Counter
 from functools import cache
 
-from zinfer.batching.page_traffic import find_traffic
+from zinfer.kv_cache.transfers import find_traffic
 from zinfer.scheduling.page_pool import HOLE, PagePool
 from zinfer.scheduling.schedule import Chunk, Pass
 from zinfer.scheduling.scheduler import Scheduler

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from zinfer import LLM, SamplingParams
 from zinfer.batching import open_pages
-from zinfer.batching.hosted_kv_cache import HostedKVCache
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError, PlanError
+from zinfer.kv_cache.host import HostedKVCache
 
 __all__ = ["alone", "folder", "prompts"]  # fixtures
 

@@ -15,9 +15,9 @@ from ragged_models import FAMILIES, Reference, spoil, spoil_slots, tiny_model
 
 import zinfer
 from zinfer.batching.adapters import layer_windows
-from zinfer.batching.hosted_kv_cache import HostedKVCache
 from zinfer.batching.kv_shape import KVShape
 from zinfer.errors import PlanError
+from zinfer.kv_cache.host import HostedKVCache
 from zinfer.scheduling.schedule import Chunk
 from zinfer.scheduling.sequence import Sequence as Text
 
@@ -232,6 +232,6 @@ def test_pages_of_codes_and_of_latents_come_and_go_whole(dtype: torch.dtype, val
 
 
 def test_more_than_a_registration_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zinfer.batching.hosted_kv_cache.MOST_REGISTERED_BYTES", 500)
+    monkeypatch.setattr("zinfer.kv_cache.host.MOST_REGISTERED_BYTES", 500)
     with pytest.raises(PlanError, match=r"keys in all pages take 512 B.* lower zinfer\.kv_cache_memory"):
         cache_of(8)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinfer.batching.page_traffic import PageTraffic, find_traffic
+from zinfer.kv_cache.transfers import PageTraffic, find_traffic
 from zinfer.scheduling.page_pool import HOLE
 from zinfer.scheduling.schedule import Chunk
 from zinfer.scheduling.sequence import Sequence

@@ -13,7 +13,7 @@ from plan_support import rates
 
 from zinfer import LLM, SamplingParams
 from zinfer.batching import budget
-from zinfer.batching.parked import ParkedTexts, Parking
+from zinfer.kv_cache.swap import ParkedTexts, Parking
 from zinfer.nvme.aligned import align_up
 from zinfer.nvme.scratch import ScratchError
 from zinfer.planning.rates import Rates
@@ -150,7 +150,7 @@ def test_a_call_that_was_cut_leaves_no_place_taken(
 def test_pages_come_back_as_they_were(
     tmp_path: Path, most_in_memory: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zinfer.batching.parked._MOVED_AT_ONCE_BYTES", at_once)
+    monkeypatch.setattr("zinfer.kv_cache.swap._MOVED_AT_ONCE_BYTES", at_once)
     generator = torch.Generator().manual_seed(1)
     rows = [
         torch.randn((20, 30), generator=generator).half(),

@@ -13,15 +13,15 @@ from zinfer.batching.completion import Finished, not_finite
 from zinfer.batching.decode_form import find_form
 from zinfer.batching.delivery import send, settle
 from zinfer.batching.ending import Ending
-from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.loan import Loan
-from zinfer.batching.page_cache import PageCache
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.runner import PassRunner
 from zinfer.batching.sampler import BROKEN, Drawn, Logprobs, Row, Sampler, row_uniform
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import PlanError
 from zinfer.finite import FiniteWatch, Looks
+from zinfer.kv_cache.base import PageCache
+from zinfer.kv_cache.device import KVCache
 from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.sequence import Sequence as Text

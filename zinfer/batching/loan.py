@@ -4,8 +4,8 @@ A job ends with many passes of few tokens, each as long as the weights are on th
 Weights take its place until something new has to wait for pages.
 """
 
-from zinfer.batching.kv_cache import KVCache
 from zinfer.engine import InferenceEngine
+from zinfer.kv_cache.device import KVCache
 from zinfer.scheduling.scheduler import Scheduler
 
 

@@ -2,12 +2,12 @@
 
 from zinfer.batching.adapters import layer_windows
 from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.hosted_kv_cache import HostedKVCache
-from zinfer.batching.kv_cache import KVCache
 from zinfer.batching.kv_shape import KVShape
-from zinfer.batching.page_cache import PageCache
-from zinfer.batching.parked import Parking
 from zinfer.engine import InferenceEngine
+from zinfer.kv_cache.base import PageCache
+from zinfer.kv_cache.device import KVCache
+from zinfer.kv_cache.host import HostedKVCache
+from zinfer.kv_cache.swap import Parking
 
 
 def open_pages(engine: InferenceEngine, shape: KVShape, budget: BatchingBudget) -> PageCache:

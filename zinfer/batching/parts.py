@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from zinfer.batching.attention import PagedAttention
-from zinfer.batching.page_cache import PageCache
 from zinfer.batching.ragged import Part
+from zinfer.kv_cache.base import PageCache
 
 
 class PartedLayers:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from zinfer.batching.parked import ParkedTexts
 from zinfer.kernels.kv_pages import KVPages
+from zinfer.kv_cache.swap import ParkedTexts
 from zinfer.offload.stats import RunStats
 from zinfer.scheduling.schedule import Chunk
 
