@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 
 from zinfer.batching.batcher import Batcher
-from zinfer.batching.delivery import Delivery
 from zinfer.batching.runner import PassRunner
-from zinfer.batching.sampler import Sampler
+from zinfer.sampling.async_copy import Delivery
+from zinfer.sampling.sampler import Sampler
 from zinfer.scheduling.schedule import PassSize
 
 

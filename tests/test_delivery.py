@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zinfer.batching import delivery
+from zinfer.sampling import async_copy as delivery
 
 NUM = 1000
 

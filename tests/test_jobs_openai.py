@@ -18,13 +18,13 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from zinfer.batching.completion import Completion
-from zinfer.batching.sampler import Logprobs
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.jobs.openai_batch import OpenAIForm
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.paths import manifest_path
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import Row, id_key
+from zinfer.sampling.sampler import Logprobs
 
 __all__ = ["model", "output"]  # fixtures
 WAYS: list[dict[str, Any]] = [{}, {"engine_factory": ResidentEngine}]

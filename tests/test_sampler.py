@@ -21,8 +21,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from zinfer.batching.sampler import Row, Sampler, row_uniform
 from zinfer.batching.sampling_params import SamplingParams
+from zinfer.sampling.sampler import Row, Sampler, row_uniform
 
 VOCAB = 61
 PROMPT = [3, 5, 5, 60, 7]

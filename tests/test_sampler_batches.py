@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import zinfer.batching.sampler
-from zinfer.batching.sampler import Logprobs, Row, Sampler, row_uniform
+import zinfer.sampling.sampler
 from zinfer.batching.sampling_params import SamplingParams
+from zinfer.sampling.sampler import Logprobs, Row, Sampler, row_uniform
 
 PADDING = 3
 
@@ -101,7 +101,7 @@ def test_parts_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, rows = some_batch(3, 31, 50)
     whole = results(Sampler(50, "cpu"), logits, rows)
     for most in (1, 50 * 4, 50 * 30):
-        monkeypatch.setattr(zinfer.batching.sampler, "_PART_LOGITS", most)
+        monkeypatch.setattr(zinfer.sampling.sampler, "_PART_LOGITS", most)
         assert results(Sampler(50, "cpu"), logits, rows) == whole
 
 
@@ -188,7 +188,7 @@ def host_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_plain_greedy_is_one_reduction_and_one_copy(host_copies: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zinfer.batching.sampler, "_PART_LOGITS", 100)  # parts are for rows that need memory
+    monkeypatch.setattr(zinfer.sampling.sampler, "_PART_LOGITS", 100)  # parts are for rows that need memory
     logits = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
     expected = logits.argmax(1)
     rows = [Row(SamplingParams(), [1], [2], (3,), lambda step: 0.0)] * 50

@@ -25,7 +25,6 @@ from zinfer.batching.open_pages import open_pages
 from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, find_tokenizer, is_chat, template_variables
 from zinfer.batching.rehearsal import JobPrediction
 from zinfer.batching.runner import PassRunner
-from zinfer.batching.sampler import Sampler
 from zinfer.batching.sampling_params import SamplingParams
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.without_effect import say_without_effect
@@ -38,6 +37,7 @@ from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import find_limits
 from zinfer.planning.planner import Plan
+from zinfer.sampling.sampler import Sampler
 from zinfer.scheduling.schedule import PassSize
 from zinfer.sequence_length import most_tokens
 from zinfer.uninterrupted import Uninterrupted

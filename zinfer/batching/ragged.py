@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from zinfer.batching.decode_form import DecodeForm
-from zinfer.batching.delivery import on_its_way
 from zinfer.kernels.kv_pages import PagedLayout
 from zinfer.nvme.aligned import align_up
+from zinfer.sampling.async_copy import on_its_way
 from zinfer.scheduling.schedule import Chunks
 from zinfer.scheduling.sequence import PENDING
 from zinfer.scheduling.sequence import Sequence as Text

@@ -16,7 +16,6 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from zinfer.batching.completion import Completion
 from zinfer.batching.ending import find_end_token_ids
-from zinfer.batching.sampler import Sampler
 from zinfer.errors import PlanError
 from zinfer.jobs.completer import EngineCompleter, PlannedEngine
 from zinfer.jobs.forecast import Forecast
@@ -26,6 +25,7 @@ from zinfer.jobs.text import Text, TextSampler, TextStops
 from zinfer.jobs.timeline import Load
 from zinfer.jobs.token_rows import right_padded
 from zinfer.planning.prediction import Prediction
+from zinfer.sampling.sampler import Sampler
 from zinfer.sequence_length import is_encoder_decoder
 
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from zinfer.batching.completion import Completion
-from zinfer.batching.sampler import Logprobs
 from zinfer.jobs.encoding import Encoding
 from zinfer.jobs.openai_response import OpenAIResponses, read_response
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import BadRow, RowId
+from zinfer.sampling.sampler import Logprobs
 
 _RESULTS: Final = ("token_ids", "outputs", "embedding", "scores")
 

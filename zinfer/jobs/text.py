@@ -10,9 +10,9 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 from zinfer.batching.completion import Completion, not_finite, text_seed
 from zinfer.batching.ending import Ending
-from zinfer.batching.sampler import Logprobs, Row, Sampler, row_uniform
 from zinfer.errors import JobError
 from zinfer.jobs.prompts import Prompt
+from zinfer.sampling.sampler import Logprobs, Row, Sampler, row_uniform
 
 
 @dataclass

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from zinfer.batching.delivery import send
 from zinfer.batching.sampling_params import SamplingParams
+from zinfer.sampling.async_copy import send
 
 
 def unit_of(vocab_size: int) -> int:

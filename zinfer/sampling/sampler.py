@@ -14,10 +14,10 @@ from typing import Final
 import torch
 
 from zinfer.batching.bad_words import last_ids
-from zinfer.batching.delivery import Delivery, send
-from zinfer.batching.filters import draw, fixed_point, kind_of, ratios_of, unit_of
-from zinfer.batching.penalties import Penalty, add_biases, forbid, keep_only, penalize
 from zinfer.batching.sampling_params import SamplingParams
+from zinfer.sampling.async_copy import Delivery, send
+from zinfer.sampling.filters import draw, fixed_point, kind_of, ratios_of, unit_of
+from zinfer.sampling.penalties import Penalty, add_biases, forbid, keep_only, penalize
 
 # Rows that are not plainly greedy take up to about a hundred bytes a logit while they are sampled (float64 and int64
 # copies, a sort's buffers): they are done in parts of so many logits, at least one row, whatever the batch is.

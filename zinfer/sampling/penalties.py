@@ -10,7 +10,7 @@ from itertools import chain
 
 import torch
 
-from zinfer.batching.delivery import send
+from zinfer.sampling.async_copy import send
 
 
 @dataclass(frozen=True)

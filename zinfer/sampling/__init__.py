@@ -1,0 +1,1 @@
+"""Chooses next tokens from logits, on the device that holds them."""
