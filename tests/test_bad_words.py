@@ -14,8 +14,8 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from zinfer import LLM, SamplingParams
-from zinfer.batching.bad_words import find_bad_word_ids, last_ids
 from zinfer.errors import ConfigError
+from zinfer.requests.bad_words import find_bad_word_ids, last_ids
 
 __all__ = ["model", "output"]  # fixtures
 LETTERS = letters_tokenizer()

@@ -13,8 +13,8 @@ from jobs_support import letters_model, letters_tokenizer, read_rows, write_rows
 from openai_support import asked, run
 
 from zinfer import LLM, SamplingParams
-from zinfer.batching.chat_templates import ChatTemplates
 from zinfer.errors import ConfigError
+from zinfer.requests.chat_templates import ChatTemplates
 
 HI = [{"role": "user", "content": "hi"}]
 FOR_EVER = "{{ 7 ** (7 ** 10) }}"

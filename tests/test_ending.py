@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from jobs_support import EOS, PAD, letters_tokenizer
 
-from zinfer.batching.ending import Ending, special_stops
-from zinfer.batching.sampling_params import SamplingParams
+from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.stop_criteria import Ending, special_stops
 
 TOKENIZER = letters_tokenizer()
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from jobs_run_support import job, model, output
 from jobs_support import read_rows, write_rows
 
-from zinfer.batching.sampling_params import SamplingParams
 from zinfer.jobs.padded import fitting_parts
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import Row
+from zinfer.requests.sampling_params import SamplingParams
 
 __all__ = ["model", "output"]  # fixtures
 

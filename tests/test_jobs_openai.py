@@ -17,13 +17,13 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from zinfer.batching.completion import Completion
-from zinfer.batching.sampling_params import SamplingParams
 from zinfer.jobs.openai_batch import OpenAIForm
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.paths import manifest_path
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import Row, id_key
+from zinfer.requests.completion import Completion
+from zinfer.requests.sampling_params import SamplingParams
 from zinfer.sampling.sampler import Logprobs
 
 __all__ = ["model", "output"]  # fixtures

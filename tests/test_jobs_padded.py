@@ -10,8 +10,6 @@ import pytest
 import torch
 from jobs_support import CHAT_TEMPLATE, EOS, ResidentEngine, letters_model, letters_tokenizer
 
-from zinfer.batching.completion import Completion
-from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import CheckpointError
 from zinfer.finite import BEFORE
 from zinfer.jobs.padded import complete, left_padded
@@ -19,6 +17,8 @@ from zinfer.jobs.prompts import Prompt, PromptMaker
 from zinfer.jobs.room import Limit, Room
 from zinfer.jobs.rows import BadRow, Row
 from zinfer.jobs.text import Text, TextStops
+from zinfer.requests.completion import Completion
+from zinfer.requests.sampling_params import SamplingParams
 
 TOKENIZER = letters_tokenizer(chat_template=None)
 MAKER = PromptMaker(TOKENIZER, Room(Limit(128, "the model's positions")), 131, 12)

@@ -13,8 +13,8 @@ from llm_support import NUM_NEW, SIZES, alone, by_ids, folder, llm, prompts, tok
 from transformers import AutoModelForCausalLM
 
 from zinfer import LLM, Completion, SamplingParams
-from zinfer.batching.prompt_encoder import PromptEncoder
 from zinfer.errors import ConfigError
+from zinfer.requests.prompt_encoder import PromptEncoder
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo"
 NVME = {"zero_optimization": {"offload_param": {"device": "nvme"}}}

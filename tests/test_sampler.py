@@ -21,7 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from zinfer.batching.sampling_params import SamplingParams
+from zinfer.requests.sampling_params import SamplingParams
 from zinfer.sampling.sampler import Row, Sampler, row_uniform
 
 VOCAB = 61

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zinfer.sampling.sampler
-from zinfer.batching.sampling_params import SamplingParams
+from zinfer.requests.sampling_params import SamplingParams
 from zinfer.sampling.sampler import Logprobs, Row, Sampler, row_uniform
 
 PADDING = 3

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import ConfigError
+from zinfer.requests.sampling_params import SamplingParams
 
 
 def test_the_default_is_greedy_and_changes_nothing() -> None:

@@ -4,14 +4,14 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from zinfer.batching.completion import Completion
-    from zinfer.batching.sampling_params import SamplingParams
     from zinfer.engine import InferenceEngine
     from zinfer.entry import init_inference, initialize
     from zinfer.llm import LLM
     from zinfer.on_device import OnDevice
     from zinfer.quantization.in_place import quantize_transformer
     from zinfer.quantization.rules import QuantizationConfig
+    from zinfer.requests.completion import Completion
+    from zinfer.requests.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,8 +29,8 @@ __all__ = [
 
 _HOMES: Final = {
     "LLM": "zinfer.llm",
-    "Completion": "zinfer.batching.completion",
-    "SamplingParams": "zinfer.batching.sampling_params",
+    "Completion": "zinfer.requests.completion",
+    "SamplingParams": "zinfer.requests.sampling_params",
     "InferenceEngine": "zinfer.engine",
     "OnDevice": "zinfer.on_device",
     "init_inference": "zinfer.entry",

@@ -17,15 +17,11 @@ from zinfer.batching.adapters import check_family, common_window
 from zinfer.batching.batcher import Batcher
 from zinfer.batching.budget import BatchingBudget, find_budget
 from zinfer.batching.call import Call, paired
-from zinfer.batching.completion import Completion
-from zinfer.batching.ending import find_end_token_ids
 from zinfer.batching.job_outlook import JobOutlook
 from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.open_pages import open_pages
-from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, find_tokenizer, is_chat, template_variables
 from zinfer.batching.rehearsal import JobPrediction
 from zinfer.batching.runner import PassRunner
-from zinfer.batching.sampling_params import SamplingParams
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.without_effect import say_without_effect
 from zinfer.cut import ModelBlock
@@ -37,6 +33,10 @@ from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import find_limits
 from zinfer.planning.planner import Plan
+from zinfer.requests.completion import Completion
+from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike, find_tokenizer, is_chat, template_variables
+from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.stop_criteria import find_end_token_ids
 from zinfer.sampling.sampler import Sampler
 from zinfer.scheduling.schedule import PassSize
 from zinfer.sequence_length import most_tokens

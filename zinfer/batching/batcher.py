@@ -9,17 +9,17 @@ from itertools import compress
 import torch
 
 from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.completion import Finished, not_finite
 from zinfer.batching.decode_form import find_form
-from zinfer.batching.ending import Ending
 from zinfer.batching.loan import Loan
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.runner import PassRunner
-from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import PlanError
 from zinfer.finite import FiniteWatch, Looks
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
+from zinfer.requests.completion import Finished, not_finite
+from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.stop_criteria import Ending
 from zinfer.sampling.async_copy import send, settle
 from zinfer.sampling.sampler import BROKEN, Drawn, Logprobs, Row, Sampler, row_uniform
 from zinfer.scheduling.schedule import Pass, PassSize

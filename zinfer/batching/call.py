@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from zinfer.batching.batcher import Batcher
-from zinfer.batching.completion import Completion, text_seed
-from zinfer.batching.ending import Ending
-from zinfer.batching.prompt_encoder import PromptEncoder, PromptLike, as_list
-from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import ConfigError, PlanError
+from zinfer.requests.completion import Completion, text_seed
+from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike, as_list
+from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.stop_criteria import Ending
 
 
 def paired(

@@ -4,13 +4,13 @@ what encodes them."""
 from collections.abc import Collection, Generator, Sequence
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-from zinfer.batching.completion import Completion
 from zinfer.jobs.encoding import Encoding
 from zinfer.jobs.forecast import Forecast
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.timeline import Load
 from zinfer.offload.stats import RunStats
+from zinfer.requests.completion import Completion
 
 Answer: TypeAlias = tuple[Completion, ...] | Encoding
 

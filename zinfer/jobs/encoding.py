@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from zinfer.batching.completion import not_finite
 from zinfer.jobs.task import Pooling
+from zinfer.requests.completion import not_finite
 from zinfer.sequence_length import is_encoder_decoder
 
 _NOT_FINITE: Final = "the model's outputs are not finite numbers; its weights may be damaged, or its dtype too narrow"

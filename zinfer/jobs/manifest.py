@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 
 from zinfer import __version__
-from zinfer.batching.sampling_params import DEFAULT_NEW_TOKENS
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.errors import JobError
@@ -25,6 +24,7 @@ from zinfer.jobs.prompts import PromptMaker
 from zinfer.jobs.request import JobRequest
 from zinfer.jobs.weights import WeightsFile
 from zinfer.nvme.whole_file import replace_file
+from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
 
 KIND = "zinfer batch job"
 VERSION = 2

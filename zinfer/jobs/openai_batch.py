@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from zinfer.batching.sampling_params import OTHER_SPELLINGS, SamplingParams, nearest_field
 from zinfer.errors import ConfigError
+from zinfer.requests.sampling_params import OTHER_SPELLINGS, SamplingParams, nearest_field
 
 _CHAT: Final = "/v1/chat/completions"
 _SPELLINGS: Final = {**OTHER_SPELLINGS, "max_completion_tokens": "max_new_tokens"}

@@ -5,10 +5,10 @@ from datetime import datetime
 from itertools import accumulate
 from typing import Any, Final
 
-from zinfer.batching.completion import Completion
 from zinfer.jobs.openai_batch import OpenAIForm
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import BadRow, RowId, id_key
+from zinfer.requests.completion import Completion
 from zinfer.sampling.sampler import Logprobs
 
 _LEAST_LOGPROB: Final = -9999.0  # what OpenAI writes for tokens that cannot come; JSON has no infinity

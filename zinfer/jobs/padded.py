@@ -14,8 +14,6 @@ from typing import Any, Protocol
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from zinfer.batching.completion import Completion
-from zinfer.batching.ending import find_end_token_ids
 from zinfer.errors import PlanError
 from zinfer.jobs.completer import EngineCompleter, PlannedEngine
 from zinfer.jobs.forecast import Forecast
@@ -25,6 +23,8 @@ from zinfer.jobs.text import Text, TextSampler, TextStops
 from zinfer.jobs.timeline import Load
 from zinfer.jobs.token_rows import right_padded
 from zinfer.planning.prediction import Prediction
+from zinfer.requests.completion import Completion
+from zinfer.requests.stop_criteria import find_end_token_ids
 from zinfer.sampling.sampler import Sampler
 from zinfer.sequence_length import is_encoder_decoder
 

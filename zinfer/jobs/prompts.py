@@ -14,14 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from zinfer.batching.bad_words import find_bad_word_ids
-from zinfer.batching.chat_templates import ChatTemplates
-from zinfer.batching.prompt_encoder import encode_chat, encode_text, find_tokenizer
-from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import ConfigError
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.room import Room
 from zinfer.jobs.rows import BadRow, Line, Row, RowId, id_key, parse_line, read_lines, row_of
+from zinfer.requests.bad_words import find_bad_word_ids
+from zinfer.requests.chat_templates import ChatTemplates
+from zinfer.requests.prompt_encoder import encode_chat, encode_text, find_tokenizer
+from zinfer.requests.sampling_params import SamplingParams
 
 _STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 

@@ -5,7 +5,6 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final
 
-from zinfer.batching.completion import Completion
 from zinfer.batching.job_plan import ROWS_TOGETHER
 from zinfer.config.settings import Batching
 from zinfer.jobs.forecast import Forecast
@@ -16,6 +15,7 @@ from zinfer.jobs.timeline import Load
 from zinfer.llm import LLM
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
+from zinfer.requests.completion import Completion
 
 _MOST_REHEARSED: Final = 1024
 _MOST_BATCH_S: Final = 600.0

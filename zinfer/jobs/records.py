@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from zinfer.batching.completion import Completion
 from zinfer.jobs.encoding import Encoding
 from zinfer.jobs.openai_response import OpenAIResponses, read_response
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import BadRow, RowId
+from zinfer.requests.completion import Completion
 from zinfer.sampling.sampler import Logprobs
 
 _RESULTS: Final = ("token_ids", "outputs", "embedding", "scores")

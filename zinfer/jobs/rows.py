@@ -15,10 +15,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
-from zinfer.batching.prompt_encoder import template_variables
-from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import ConfigError
 from zinfer.jobs.openai_batch import OpenAIForm, read_request
+from zinfer.requests.prompt_encoder import template_variables
+from zinfer.requests.sampling_params import SamplingParams
 
 RowId = str | int
 

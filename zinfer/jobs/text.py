@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from zinfer.batching.completion import Completion, not_finite, text_seed
-from zinfer.batching.ending import Ending
 from zinfer.errors import JobError
 from zinfer.jobs.prompts import Prompt
+from zinfer.requests.completion import Completion, not_finite, text_seed
+from zinfer.requests.stop_criteria import Ending
 from zinfer.sampling.sampler import Logprobs, Row, Sampler, row_uniform
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zinfer.batching.sampling_params import SamplingParams
+from zinfer.requests.sampling_params import SamplingParams
 from zinfer.sampling.async_copy import send
 
 

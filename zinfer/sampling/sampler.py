@@ -13,8 +13,8 @@ from typing import Final
 
 import torch
 
-from zinfer.batching.bad_words import last_ids
-from zinfer.batching.sampling_params import SamplingParams
+from zinfer.requests.bad_words import last_ids
+from zinfer.requests.sampling_params import SamplingParams
 from zinfer.sampling.async_copy import Delivery, send
 from zinfer.sampling.filters import draw, fixed_point, kind_of, ratios_of, unit_of
 from zinfer.sampling.penalties import Penalty, add_biases, forbid, keep_only, penalize

@@ -6,10 +6,10 @@ from typing import Any, Final, cast
 
 from transformers import AutoTokenizer
 
-from zinfer.batching.bad_words import find_bad_word_ids
-from zinfer.batching.chat_templates import ChatTemplates
-from zinfer.batching.sampling_params import SamplingParams
 from zinfer.errors import CheckpointError, ConfigError
+from zinfer.requests.bad_words import find_bad_word_ids
+from zinfer.requests.chat_templates import ChatTemplates
+from zinfer.requests.sampling_params import SamplingParams
 
 PromptLike = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, messages of a chat, or ``{"prompt_token_ids": [...]}``."""

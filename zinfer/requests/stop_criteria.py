@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Self
 
-from zinfer.batching.sampling_params import SamplingParams
+from zinfer.requests.sampling_params import SamplingParams
 
 # A stop string of n bytes spans at most n tokens, bar tokens without text: special ones are not counted, and a few
 # others are allowed for.
