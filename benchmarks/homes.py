@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from zinfer.checkpoint import Checkpoint
-from zinfer.cut import ModelBlock, cut_model
-from zinfer.model import build_meta_model
+from zinfer.model.build import build_meta_model
+from zinfer.model.partition import ModelBlock, cut_model
+from zinfer.model.weight_matching import match_weights
 from zinfer.offload.block import Block
-from zinfer.weights import match_weights
 
 CASES = ("host", "disk", "half", "resident-0", "resident-25", "resident-50", "resident-75", "overhead")
 

@@ -30,10 +30,10 @@ from random_model import drop_page_cache, save_random_opt
 from result import keep, publish
 
 import zinfer
+from zinfer.model.shape import read_shape
 from zinfer.offload.stats import RunStats
 from zinfer.planning.block_work import find_work
 from zinfer.planning.footprint import find_footprint
-from zinfer.planning.model_shape import read_shape
 from zinfer.planning.prediction import Prediction, predict
 from zinfer.planning.request import Request
 from zinfer.probe.rates import known_rates

@@ -10,13 +10,13 @@ import torch
 
 import zinfer
 from zinfer.checkpoint import Checkpoint
-from zinfer.cut import cut_model
-from zinfer.model import build_meta_model
+from zinfer.model.build import build_meta_model
+from zinfer.model.partition import cut_model
+from zinfer.model.weight_matching import match_weights
 from zinfer.nvme.aligned import align_up
 from zinfer.offload.block import Block
 from zinfer.offload.chunks import covered_bytes
 from zinfer.offload.stats import RunStats
-from zinfer.weights import match_weights
 
 HOMES = ("resident", "host", "disk", "mixed")
 

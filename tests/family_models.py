@@ -1,4 +1,4 @@
-"""A tiny random model of each class in `zinfer.families`, what it is called with, and what comes out of a call."""
+"""A tiny random model of each class in `zinfer.model.families`, what it is called with, and what comes out of a call."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -10,7 +10,7 @@ from checkpoints import PAD_TOKEN_ID, VOCAB_SIZE, left_padded, random_prompts
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from zinfer.families import FAMILIES
+from zinfer.model.families import FAMILIES
 
 Tensors = dict[str, torch.Tensor]
 

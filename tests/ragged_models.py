@@ -8,12 +8,12 @@ from checkpoints import MATRIX_STD, VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import zinfer
-from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.ragged import BatchBuilder, RaggedBatch
 from zinfer.batching.runner import PassRunner
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.kv_cache.host import HostedKVCache
+from zinfer.model.kv_shape import read_kv_shape
 from zinfer.scheduling.schedule import Chunk, Chunks
 from zinfer.scheduling.sequence import Sequence as Text
 

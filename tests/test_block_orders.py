@@ -15,7 +15,7 @@ from safetensors.torch import save_model
 from transformers import BartForConditionalGeneration
 
 import zinfer
-from zinfer.cut import cut_model
+from zinfer.model.partition import cut_model
 
 GENERATOR = torch.Generator().manual_seed(6)
 INPUTS = [torch.randint(2, VOCAB_SIZE, (2, length), generator=GENERATOR) for length in (7, 3, 9, 5, 9)]

@@ -11,7 +11,7 @@ from jobs_support import letters_model
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.errors import CheckpointError
-from zinfer.model import build_meta_model
+from zinfer.model.build import build_meta_model
 from zinfer.requests.prompt_encoder import find_tokenizer
 
 

@@ -13,7 +13,7 @@ from guide_runner import PageRunner
 from zinfer.config import table
 from zinfer.config.key import Status
 from zinfer.config.triage import KEYS
-from zinfer.families import FAMILIES
+from zinfer.model.families import FAMILIES
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 

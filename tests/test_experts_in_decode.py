@@ -14,7 +14,7 @@ from transformers import GenerationMixin
 from transformers.integrations import moe
 
 import zinfer
-from zinfer.model import report_device
+from zinfer.model.build import report_device
 
 IDS = torch.randint(2, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1))
 

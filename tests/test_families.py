@@ -1,4 +1,4 @@
-"""Every class of every family that `zinfer.families` lists says what transformers says, resident and streamed."""
+"""Every class of every family that `zinfer.model.families` lists says what transformers says, resident and streamed."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -21,8 +21,8 @@ from zinfer.calibration import measure_squares
 from zinfer.cli import app
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError, PlanError
-from zinfer.families import FAMILIES, Family
 from zinfer.families_table import families_markdown
+from zinfer.model.families import FAMILIES, Family
 from zinfer.planning.outline import read_outline
 from zinfer.quantization.slab_matrix import SlabMatrix
 

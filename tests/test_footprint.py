@@ -35,8 +35,8 @@ from transformers import (
 from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs.encoding import embeddings
 from zinfer.jobs.task import Pooling
+from zinfer.model.shape import ModelShape, read_encoder_shape, read_shape
 from zinfer.planning.footprint import Footprint, find_encoding_footprint, find_footprint, weight_budget
-from zinfer.planning.model_shape import ModelShape, read_encoder_shape, read_shape
 from zinfer.planning.request import Request
 
 MOST_OVER = 3.0  # times the measured peak

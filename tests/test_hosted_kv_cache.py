@@ -15,9 +15,9 @@ from ragged_models import FAMILIES, Reference, spoil, spoil_slots, tiny_model
 
 import zinfer
 from zinfer.batching.adapters import layer_windows
-from zinfer.batching.kv_shape import KVShape
 from zinfer.errors import PlanError
 from zinfer.kv_cache.host import HostedKVCache
+from zinfer.model.kv_shape import KVShape
 from zinfer.scheduling.schedule import Chunk
 from zinfer.scheduling.sequence import Sequence as Text
 

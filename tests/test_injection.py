@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 import zinfer
-from zinfer import LLM, SamplingParams, families
+from zinfer import LLM, SamplingParams
 from zinfer.inject.gates import overlay_gate
 from zinfer.inject.injection import Injection
 from zinfer.inject.norms import overlay_norm
 from zinfer.inject.rotations import overlay_rotation
+from zinfer.model import families
 
 HALVES = "rotation by halves"
 SILU, RMS = "gated MLP, silu", "RMS norm"

@@ -14,9 +14,9 @@ from zinfer.errors import CheckpointError
 from zinfer.finite import BEFORE
 from zinfer.jobs.padded import complete, left_padded
 from zinfer.jobs.prompts import Prompt, PromptMaker
-from zinfer.jobs.room import Limit, Room
 from zinfer.jobs.rows import BadRow, Row
 from zinfer.jobs.text import Text, TextStops
+from zinfer.model.length_limits import Limit, Room
 from zinfer.requests.completion import Completion
 from zinfer.requests.sampling_params import SamplingParams
 

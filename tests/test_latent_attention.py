@@ -10,7 +10,7 @@ from ragged_models import tiny_model
 
 import zinfer
 from zinfer import LLM, SamplingParams
-from zinfer.batching.kv_shape import read_kv_shape
+from zinfer.model.kv_shape import read_kv_shape
 
 FAMILIES = ("deepseek_v2", "deepseek_v3")
 PROMPTS = [

@@ -11,11 +11,11 @@ from plan_support import SMALL_LLAMA, machine_with, outline_of, rates, write_con
 from transformers import AutoConfig
 
 from zinfer.config import Offload, Settings, resolve_settings
+from zinfer.model.shape import read_shape
 from zinfer.offload.block import Block, Extent, Home, SlabLayout, Tier
 from zinfer.planning.block_work import BlockWork, between_bytes, find_work
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.forecast import make_forecast
-from zinfer.planning.model_shape import read_shape
 from zinfer.planning.outline import Outline, read_outline
 from zinfer.planning.planner import Plan
 from zinfer.planning.prediction import PassClock, predict

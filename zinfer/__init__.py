@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from zinfer.engine import InferenceEngine
     from zinfer.entry import init_inference, initialize
     from zinfer.llm import LLM
-    from zinfer.on_device import OnDevice
+    from zinfer.model.on_device import OnDevice
     from zinfer.quantization.in_place import quantize_transformer
     from zinfer.quantization.rules import QuantizationConfig
     from zinfer.requests.completion import Completion
@@ -32,7 +32,7 @@ _HOMES: Final = {
     "Completion": "zinfer.requests.completion",
     "SamplingParams": "zinfer.requests.sampling_params",
     "InferenceEngine": "zinfer.engine",
-    "OnDevice": "zinfer.on_device",
+    "OnDevice": "zinfer.model.on_device",
     "init_inference": "zinfer.entry",
     "initialize": "zinfer.entry",
     "quantize_transformer": "zinfer.quantization.in_place",

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zinfer.errors import ConfigError
-from zinfer.model import find_dtype
+from zinfer.model.build import find_dtype
 
 
 class AroundModule(nn.Module):

@@ -20,7 +20,7 @@ from zinfer.config.settings import Batch
 from zinfer.engine import InferenceEngine
 from zinfer.errors import ConfigError
 from zinfer.jobs.token_rows import read_token_rows, right_padded
-from zinfer.model import build_meta_model
+from zinfer.model.build import build_meta_model
 from zinfer.quantization.forms import find_form
 from zinfer.quantization.slab_matrix import SlabMatrix
 

@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
-from zinfer.cut import ModelBlock, cut_model
 from zinfer.inject.packs import Pack, find_packs, packs_in
-from zinfer.model import find_dtype, report_device
-from zinfer.narrow import warn_of_overflow
+from zinfer.model.build import find_dtype, report_device
+from zinfer.model.dtype import warn_of_overflow
+from zinfer.model.partition import ModelBlock, cut_model
+from zinfer.model.weight_matching import Weight, load_buffers, match_weights
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchFile
 from zinfer.outlook import beside_others
@@ -23,7 +24,6 @@ from zinfer.quantization.forms import check_patterns, find_activations, find_for
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.store.first_use import stored_copy
 from zinfer.store.module_file import ModuleFile, module_file
-from zinfer.weights import Weight, load_buffers, match_weights
 
 
 @dataclass(frozen=True, eq=False)

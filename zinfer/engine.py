@@ -15,14 +15,15 @@ from transformers import PreTrainedModel
 from zinfer.arguments import can_repeat, moved
 from zinfer.around_module import AroundModule
 from zinfer.config import Settings
-from zinfer.cut import ModelBlock
 from zinfer.cut_model import CutModel
 from zinfer.errors import ConfigError
 from zinfer.finite import FiniteWatch, broken_rows, checked, choosable, explained, looks_at_logits
 from zinfer.fittings import Fittings
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.graphs.open_graphs import open_graphs
-from zinfer.model import find_model
+from zinfer.model.build import find_model
+from zinfer.model.context_length import check_input, check_length, check_room
+from zinfer.model.partition import ModelBlock
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
 from zinfer.offload.tensor_checksums import TensorChecksums
@@ -34,7 +35,6 @@ from zinfer.planning.planner import Plan
 from zinfer.planning.prediction import Prediction
 from zinfer.planning.request import Request
 from zinfer.runtime import Runtime, check_trace
-from zinfer.sequence_length import check_input, check_length, check_room
 from zinfer.uninterrupted import Uninterrupted
 
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from zinfer.families import FAMILIES, Family
+from zinfer.model.families import FAMILIES, Family
 
 _COLUMNS = ("family", "classes", "streams", "continuous batching", "fused kernels", "tensor parallel")
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zinfer.errors import NonFiniteError
-from zinfer.model import find_dtype
+from zinfer.model.build import find_dtype
 
 BEFORE: Final = "what comes before the first layer"
 AFTER: Final = "what comes after the last layer (all layers gave finite numbers)"

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zinfer.absent import AbsentParameter
-from zinfer.cut import ModelBlock
 from zinfer.errors import PlanError
 from zinfer.graphs.cuts import Cuts
+from zinfer.model.partition import ModelBlock
 from zinfer.offload.streamer import Streamer
 from zinfer.planning.machine import free_host_bytes
 from zinfer.quantization.parameter import QuantizedParameter

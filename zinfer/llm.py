@@ -18,16 +18,17 @@ from zinfer.batching.batcher import Batcher
 from zinfer.batching.budget import BatchingBudget, find_budget
 from zinfer.batching.call import Call, paired
 from zinfer.batching.job_outlook import JobOutlook
-from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.open_pages import open_pages
 from zinfer.batching.rehearsal import JobPrediction
 from zinfer.batching.runner import PassRunner
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.without_effect import say_without_effect
-from zinfer.cut import ModelBlock
 from zinfer.engine import InferenceEngine
 from zinfer.errors import ConfigError
 from zinfer.graphs.forward_graphs import GraphCounts
+from zinfer.model.context_length import most_tokens
+from zinfer.model.kv_shape import read_kv_shape
+from zinfer.model.partition import ModelBlock
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.footprint import Footprint
@@ -39,7 +40,6 @@ from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import find_end_token_ids
 from zinfer.sampling.sampler import Sampler
 from zinfer.scheduling.schedule import PassSize
-from zinfer.sequence_length import most_tokens
 from zinfer.uninterrupted import Uninterrupted
 
 _PROMPTS_AT_ONCE: Final = 1024

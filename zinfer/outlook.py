@@ -11,14 +11,14 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from zinfer.config import Settings
-from zinfer.cut import ModelBlock
 from zinfer.errors import ConfigError
-from zinfer.model import find_dtype
+from zinfer.model.build import find_dtype
+from zinfer.model.partition import ModelBlock
+from zinfer.model.shape import ModelShape, shape_of
 from zinfer.planning.block_work import BlockWork, find_work
 from zinfer.planning.footprint import Footprint, find_footprint
 from zinfer.planning.forecast import beside_request
 from zinfer.planning.machine import MachineLimits, free_device_bytes
-from zinfer.planning.model_shape import ModelShape, shape_of
 from zinfer.planning.planner import Plan
 from zinfer.planning.prediction import PassClock, PassTime, Prediction, disk_spares_time, predict
 from zinfer.planning.rates import Rates

@@ -9,11 +9,11 @@ from transformers import PretrainedConfig
 
 from zinfer.batching.device_room import pages_bytes, streams_from_disk
 from zinfer.batching.host_room import HostRoom
-from zinfer.batching.kv_shape import num_page_slots, read_kv_shape
 from zinfer.batching.pass_room import PassRoom
 from zinfer.config import Settings
-from zinfer.cut import ModelBlock
 from zinfer.errors import ConfigError, PlanError
+from zinfer.model.kv_shape import num_page_slots, read_kv_shape
+from zinfer.model.partition import ModelBlock
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import MachineLimits
 from zinfer.scheduling.page_pool import PagePool

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from zinfer.config import Settings
-from zinfer.cut import ModelBlock
+from zinfer.model.partition import ModelBlock
 from zinfer.offload.conversions import conversion_bytes
 from zinfer.planning.footprint import Footprint, weight_budget
 from zinfer.planning.machine import MachineLimits

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from zinfer.batching.kv_shape import KVShape, num_page_slots
 from zinfer.config import Settings
-from zinfer.cut import ModelBlock
 from zinfer.errors import PlanError
+from zinfer.model.kv_shape import KVShape, num_page_slots
+from zinfer.model.partition import ModelBlock
 from zinfer.planning.machine import MachineLimits
 from zinfer.units import human_bytes
 

@@ -13,12 +13,12 @@ from zinfer.batching.adapters import common_window
 from zinfer.batching.budget import BatchingBudget, find_budget
 from zinfer.batching.host_room import HostRoom
 from zinfer.batching.job_outlook import JobOutlook
-from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.batching.rehearsal import JobPrediction
 from zinfer.batching.rehearsals import Rehearsals
 from zinfer.config import Settings
 from zinfer.config.settings import Batching
 from zinfer.errors import PlanError
+from zinfer.model.kv_shape import read_kv_shape
 from zinfer.planning.advice import LEAST_GAIN, quantized_outlines
 from zinfer.planning.block_work import find_work
 from zinfer.planning.forecast import beside_request, check_length

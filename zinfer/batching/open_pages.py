@@ -2,12 +2,12 @@
 
 from zinfer.batching.adapters import layer_windows
 from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.kv_shape import KVShape
 from zinfer.engine import InferenceEngine
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.kv_cache.host import HostedKVCache
 from zinfer.kv_cache.swap import Parking
+from zinfer.model.kv_shape import KVShape
 
 
 def open_pages(engine: InferenceEngine, shape: KVShape, budget: BatchingBudget) -> PageCache:

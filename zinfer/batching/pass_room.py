@@ -7,10 +7,10 @@ from typing import Final
 import torch
 from transformers import PretrainedConfig
 
-from zinfer.batching.kv_shape import read_kv_shape
 from zinfer.config.settings import Batching
+from zinfer.model.kv_shape import read_kv_shape
+from zinfer.model.shape import ModelShape, read_shape
 from zinfer.planning.footprint import find_footprint
-from zinfer.planning.model_shape import ModelShape, read_shape
 from zinfer.planning.request import Request
 
 _MOST_TOKENS_PER_PASS: Final = 16_384

@@ -119,7 +119,7 @@ def _print_job(
         from zinfer.config.source import config_source
         from zinfer.errors import ConfigError, PlanError
         from zinfer.jobs.lengths import sample_lengths
-        from zinfer.jobs.room import Room
+        from zinfer.model.length_limits import Room
         from zinfer.planning.outline import read_outline
         from zinfer.planning.presets import this_machine
 

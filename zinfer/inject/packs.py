@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zinfer.cut import ModelBlock
 from zinfer.inject.overlay import probe, stand_in
+from zinfer.model.partition import ModelBlock
 from zinfer.offload.block import SlabTensor
 from zinfer.quantization.slab_matrix import SlabMatrix, are_rows_of_one
 

@@ -6,7 +6,6 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
-from zinfer.cut import ModelBlock
 from zinfer.engine import FindReserve, InferenceEngine
 from zinfer.jobs.completer import EngineCompleter
 from zinfer.jobs.encoding import Encoding, embedded, embeddings, labelled, logits
@@ -16,9 +15,10 @@ from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.task import Pooling, Task
 from zinfer.jobs.timeline import Load
 from zinfer.jobs.token_rows import right_padded
-from zinfer.model import find_dtype
+from zinfer.model.build import find_dtype
+from zinfer.model.partition import ModelBlock
+from zinfer.model.shape import ModelShape
 from zinfer.planning.footprint import Footprint, find_encoding_footprint
-from zinfer.planning.model_shape import ModelShape
 
 TOKENS_PER_PASS: Final = 16384
 

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from zinfer.jobs.task import Pooling
+from zinfer.model.context_length import is_encoder_decoder
 from zinfer.requests.completion import not_finite
-from zinfer.sequence_length import is_encoder_decoder
 
 _NOT_FINITE: Final = "the model's outputs are not finite numbers; its weights may be damaged, or its dtype too narrow"
 

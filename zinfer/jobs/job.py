@@ -36,7 +36,6 @@ from zinfer.jobs.prompts import NO_TOKENIZER, Prompt, PromptMaker
 from zinfer.jobs.reasons import reason_of, reason_of_bad
 from zinfer.jobs.records import Records, first_error
 from zinfer.jobs.request import JobRequest, PathLike
-from zinfer.jobs.room import Room
 from zinfer.jobs.rows import BadRow
 from zinfer.jobs.run_page import write_run_page
 from zinfer.jobs.summary import JobSummary
@@ -44,7 +43,8 @@ from zinfer.jobs.task import Pooling, Task
 from zinfer.jobs.timeline import Timeline
 from zinfer.jobs.weights import Weights
 from zinfer.jobs.writer import RowWriter
-from zinfer.model import build_meta_model
+from zinfer.model.build import build_meta_model
+from zinfer.model.length_limits import Room
 from zinfer.units import duration, name_values
 
 

@@ -9,8 +9,8 @@ from zinfer.batching.job_plan import Job
 from zinfer.errors import ConfigError
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.prompts import Prompt, PromptMaker
-from zinfer.jobs.room import Room
 from zinfer.jobs.rows import BadRow, read_lines
+from zinfer.model.length_limits import Room
 
 _NUM_SAMPLED: Final = 1000
 

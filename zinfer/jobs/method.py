@@ -19,11 +19,11 @@ from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.ragged import RaggedCompleter
 from zinfer.jobs.request import JobRequest
-from zinfer.jobs.room import Room
 from zinfer.jobs.task import Task
+from zinfer.model.length_limits import Room
+from zinfer.model.shape import is_generating_decoder, read_encoder_shape
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.machine import find_limits
-from zinfer.planning.model_shape import is_generating_decoder, read_encoder_shape
 
 EngineFactory = Callable[..., Engine]
 

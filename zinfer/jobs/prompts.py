@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from zinfer.errors import ConfigError
 from zinfer.jobs.index import RowIndex
-from zinfer.jobs.room import Room
 from zinfer.jobs.rows import BadRow, Line, Row, RowId, id_key, parse_line, read_lines, row_of
+from zinfer.model.length_limits import Room
 from zinfer.requests.bad_words import find_bad_word_ids
 from zinfer.requests.chat_templates import ChatTemplates
 from zinfer.requests.prompt_encoder import encode_chat, encode_text, find_tokenizer

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 from zinfer.errors import ConfigError
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.prompts import PromptMaker
-from zinfer.jobs.room import Room
 from zinfer.jobs.rows import BadRow, read_lines
-from zinfer.planning.model_shape import is_generating_decoder
+from zinfer.model.length_limits import Room
+from zinfer.model.shape import is_generating_decoder
 
 
 def read_token_rows(

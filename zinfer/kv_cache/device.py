@@ -10,11 +10,11 @@ from typing import Final
 
 import torch
 
-from zinfer.batching.kv_shape import KVShape
 from zinfer.errors import ConfigError
 from zinfer.kernels.kv_pages import KVPages, takes_kernels
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.swap import UNLIMITED, ParkedTexts, Parking
+from zinfer.model.kv_shape import KVShape
 from zinfer.scheduling.schedule import Chunk
 
 _MOVED_AT_ONCE_BYTES: Final = 1 << 30  # what moves on the device is copied twice

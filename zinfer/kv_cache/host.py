@@ -24,12 +24,12 @@ from typing import Final
 
 import torch
 
-from zinfer.batching.kv_shape import KVShape, num_page_slots
 from zinfer.errors import ConfigError, PlanError
 from zinfer.kernels.kv_pages import KVPages, takes_kernels
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.swap import UNLIMITED, ParkedTexts, Parking
 from zinfer.kv_cache.transfers import PageTraffic, find_traffic
+from zinfer.model.kv_shape import KVShape, num_page_slots
 from zinfer.offload.host_memory import MOST_REGISTERED_BYTES, HostBuffer
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream

@@ -6,9 +6,9 @@ from typing import Final
 
 from torch import nn
 
-from zinfer.cut import ModelBlock
+from zinfer.model.partition import ModelBlock
+from zinfer.model.shape import ModelShape
 from zinfer.offload.block import Block, SlabTensor
-from zinfer.planning.model_shape import ModelShape
 from zinfer.quantization.slab_matrix import SlabMatrix
 
 # What transformers' modules take on an H200 in passes of 16,384 tokens, as bytes and touches at a copy's rate. A value

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from zinfer.errors import PlanError
-from zinfer.planning.model_shape import ModelShape
+from zinfer.model.shape import ModelShape
 from zinfer.planning.request import Request
 from zinfer.units import human_bytes
 

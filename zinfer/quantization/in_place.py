@@ -4,9 +4,9 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
-from zinfer.cut import Form
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.kernels.quantize import CannotQuantize, quantize
+from zinfer.model.partition import Form
 from zinfer.quantization.forms import find_form
 from zinfer.quantization.parameter import QuantizedParameter
 from zinfer.quantization.rules import Quantization, QuantRule

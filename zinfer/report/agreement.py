@@ -11,7 +11,7 @@ from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine import InferenceEngine
 from zinfer.jobs.token_rows import read_token_rows, right_padded
-from zinfer.model import build_meta_model
+from zinfer.model.build import build_meta_model
 
 _BATCH_SIZE: Final = 16
 _NUM_NEW_TOKENS: Final = 16

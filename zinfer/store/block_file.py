@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from zinfer.cut import ModelBlock
+from zinfer.model.partition import ModelBlock
 from zinfer.offload.block import Block, SlabTensor
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.store.head import head_of

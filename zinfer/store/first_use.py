@@ -15,8 +15,8 @@ import torch
 from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.folder import CACHED_REPO_PREFIX
 from zinfer.config import Settings
-from zinfer.cut import ModelBlock
 from zinfer.errors import CheckpointError, ConfigError
+from zinfer.model.partition import ModelBlock
 from zinfer.quantization.rules import Quantization
 from zinfer.store.folder import Asker, is_finished
 from zinfer.store.identity import Identity

@@ -13,8 +13,8 @@ from typing import Final
 import torch
 
 from zinfer.config import Settings
-from zinfer.cut import ModelBlock
 from zinfer.errors import PlanError
+from zinfer.model.partition import ModelBlock
 from zinfer.nvme.aligned import ALIGNMENT_BYTES, align_up
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchError, ScratchFile

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 from zinfer.checkpoint import Checkpoint, TensorEntry
 from zinfer.checkpoint.folder import absolute
 from zinfer.config import Settings
-from zinfer.cut import ModelBlock, cut_model
 from zinfer.errors import CheckpointError, ConfigError
-from zinfer.model import build_meta_model
+from zinfer.model.build import build_meta_model
+from zinfer.model.partition import ModelBlock, cut_model
+from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Block, Extent, SlabLayout
 from zinfer.quantization.forms import check_patterns, find_form, find_rounding
 from zinfer.quantization.rounding import Squares, no_squares
@@ -22,7 +23,6 @@ from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.quantization.stored import StoredMatrix, find_stored_scheme
 from zinfer.store.block_file import BlockFile, name_prefix
 from zinfer.store.manifest import StoredParameter, is_store
-from zinfer.weights import Weight, match_weights
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from zinfer.batching.adapters import bloom, deepseek, falcon, gptj, mpt
 from zinfer.errors import ConfigError
-from zinfer.planning.model_shape import read_shape
+from zinfer.model.shape import read_shape
 
 INTERFACED: Final = frozenset(
     (

@@ -11,15 +11,15 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from zinfer import narrow
 from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.config_checks import TOKEN_KEYS, Vocabulary, check_config, check_token_ids, read_config
 from zinfer.config import Settings
 from zinfer.config.listing import CheckpointListing
 from zinfer.errors import CheckpointError, ConfigError
-from zinfer.layers import check_classes, find_repeated
-from zinfer.model_class import find_class
-from zinfer.unfilled import Unfilled
+from zinfer.model import dtype as narrow
+from zinfer.model.architectures import find_class
+from zinfer.model.layers import check_classes, find_repeated
+from zinfer.model.skip_init import Unfilled
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import Self
 
 from torch import nn
 
-from zinfer.sequence_length import encoder_positions, is_encoder_decoder, max_positions
+from zinfer.model.context_length import encoder_positions, is_encoder_decoder, max_positions
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from zinfer.checkpoint import JoinedTensor, TensorEntry
 from zinfer.config.block_classes import BlockClass
 from zinfer.errors import ConfigError
 from zinfer.kernels.quantized import FRAGMENT_ROWS
-from zinfer.layers import find_layers, find_shared
+from zinfer.model.layers import find_layers, find_shared
+from zinfer.model.weight_matching import Weight
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
 from zinfer.quantization.conversion import Quantizing
 from zinfer.quantization.rounding import NEAREST, Rounding
 from zinfer.quantization.slab_matrix import SlabMatrix, interleave
 from zinfer.quantization.stored import StoredMatrix
-from zinfer.weights import Weight
 
 Form: TypeAlias = Callable[[str, nn.Module, torch.Tensor], SlabTensor]
 """How a parameter lies in a slab: its name, the module that holds it, and the parameter in; its place, at offset 0."""

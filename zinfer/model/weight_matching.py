@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import Checkpoint, JoinedTensor, TensorEntry
 from zinfer.checkpoint.faults import listed
-from zinfer.checkpoint_mapping import CheckpointMapping
 from zinfer.errors import CheckpointError
+from zinfer.model.conversion_mapping import CheckpointMapping
 from zinfer.quantization.foreign import Scheme
 from zinfer.quantization.stored import StoredMatrix
 
