@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers.utils import import_utils
 from triton.runtime import interpreter
 
-from zinfer.graphs import open_graphs
+from zinfer.engine import open_graphs
 from zinfer.graphs.recorder import CudaRecorder, Recorder
 from zinfer.kernels import paged_attention
 

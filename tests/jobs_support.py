@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from zinfer.finite import FiniteWatch, broken_rows
+from zinfer.engine.finite_check import FiniteWatch, broken_rows
 from zinfer.model.layers import find_layers
 from zinfer.offload.stats import RunStats
 from zinfer.planning.prediction import PassTime, Prediction

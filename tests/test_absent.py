@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from zinfer.absent import AbsentParameter
+from zinfer.engine.placeholder import AbsentParameter
 
 USES: dict[str, Callable[[torch.Tensor], object]] = {
     "linear": lambda weight: F.linear(torch.ones(1, 4), weight),

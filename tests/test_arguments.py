@@ -14,7 +14,7 @@ from transformers import BatchEncoding, LogitsProcessorList, PreTrainedModel, Te
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 import zinfer
-from zinfer.arguments import moved
+from zinfer.engine.call_args import moved
 
 META = torch.device("meta")
 HERE = torch.device("cpu")

@@ -15,7 +15,7 @@ from threads import interrupted, open_descriptors, rings_the_alarm, settled_thre
 
 import zinfer
 from zinfer import LLM, SamplingParams
-from zinfer.uninterrupted import Uninterrupted
+from zinfer.engine.uninterrupted import Uninterrupted
 
 __all__ = ["folder"]  # fixtures
 

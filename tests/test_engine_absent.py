@@ -19,8 +19,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import zinfer
-from zinfer import hooks
-from zinfer.absent import AbsentParameter
+from zinfer.engine import hooks
+from zinfer.engine.placeholder import AbsentParameter
 from zinfer.errors import PlanError
 
 __all__ = ["engine", "folder"]  # fixtures

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from zinfer import LLM, InferenceEngine, SamplingParams, init_inference
+from zinfer.engine.finite_check import AFTER
 from zinfer.errors import NonFiniteError
-from zinfer.finite import AFTER
 
 __all__ = ["folder"]  # fixture
 

@@ -14,8 +14,9 @@ from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGe
 from transformers.cache_utils import StaticLayer
 
 import zinfer
+from zinfer.engine import open_graphs
 from zinfer.errors import NonFiniteError
-from zinfer.graphs import open_graphs, static_layer
+from zinfer.graphs import static_layer
 from zinfer.graphs.forward_graphs import FIRST, ForwardGraphs
 from zinfer.graphs.recorder import CudaRecorder
 from zinfer.graphs.static_caches import StaticCaches

@@ -15,8 +15,8 @@ from ragged_models import tiny_model
 from zinfer import LLM, SamplingParams
 from zinfer.batching.ragged import RaggedBatch
 from zinfer.batching.runner import PassRunner
-from zinfer.engine import InferenceEngine
-from zinfer.graphs import open_graphs
+from zinfer.engine import open_graphs
+from zinfer.engine.engine import InferenceEngine
 from zinfer.graphs.forward_graphs import FIRST
 
 __all__ = ["alone", "folder", "prompts", "stand_in"]  # fixtures

@@ -94,7 +94,7 @@ def test_texts_that_host_memory_cannot_hold_are_kept_on_the_disk_where_that_is_c
 ) -> None:
     fast = rates(disk_bytes_per_s=1e12, flops_per_s=1e9)
     for found in (fast, replace(fast, disk_bytes_per_s=1.0)):
-        monkeypatch.setattr("zinfer.outlook.known_rates", lambda *args, found=found: found)
+        monkeypatch.setattr("zinfer.engine.estimator.known_rates", lambda *args, found=found: found)
         config = {"zero_optimization": {"offload_param": {"nvme_path": str(tmp_path)}}}
         sizes = {"kv_page_size": 4, "kv_cache_memory": 24 * 4 * token_bytes(folder)}
         with LLM(folder, config, device=device, kv_cache_tier="host", **sizes) as llm:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from jobs_support import CHAT_TEMPLATE, EOS, ResidentEngine, letters_model, letters_tokenizer
 
+from zinfer.engine.finite_check import BEFORE
 from zinfer.errors import CheckpointError
-from zinfer.finite import BEFORE
 from zinfer.jobs.padded import complete, left_padded
 from zinfer.jobs.prompts import Prompt, PromptMaker
 from zinfer.jobs.rows import BadRow, Row

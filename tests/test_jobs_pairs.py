@@ -10,8 +10,8 @@ from jobs_support import letters_tokenizer, prompt_rows, read_rows, write_rows
 from torch import nn
 from transformers import PreTrainedModel
 
+from zinfer.engine.finite_check import AFTER
 from zinfer.errors import ConfigError
-from zinfer.finite import AFTER
 from zinfer.jobs.job import run_job
 
 DISK = {"zero_optimization": {"offload_param": {"device": "nvme"}}}

@@ -106,7 +106,7 @@ def test_whether_texts_are_parked_on_the_disk_is_kept_whatever_the_rates_are_now
     }
     written = []
     for now in (parks, not parks):
-        monkeypatch.setattr("zinfer.outlook.known_rates", lambda *args, now=now: found[now])
+        monkeypatch.setattr("zinfer.engine.estimator.known_rates", lambda *args, now=now: found[now])
         summary = run(model, prompts, output, config=config)
         assert summary.stats is not None
         written.append(summary.stats.parked_bytes_written)

@@ -16,7 +16,7 @@ from jobs_support import CHAT_TEMPLATE, letters_model, read_rows
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
-from zinfer.engine import InferenceEngine
+from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import JobError
 from zinfer.jobs import UnusableInput
 from zinfer.jobs.weights import Weights

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 MEASURED_JOB = """
 import json, sys
 import psutil
-import zinfer.engine
+import zinfer.engine.engine
 from zinfer.jobs import run_job
 from transformers import AutoTokenizer, LlamaForCausalLM
 

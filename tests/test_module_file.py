@@ -26,8 +26,8 @@ from loading_support import DISK, HOST, Tensors, batch, eager_logits, refused
 from torch import nn
 
 import zinfer
+from zinfer.engine.hooks import StreamingHooks
 from zinfer.errors import CheckpointError, ConfigError, PlanError
-from zinfer.hooks import StreamingHooks
 from zinfer.nvme.reader import DiskReadError
 from zinfer.nvme.scratch import ScratchError
 

@@ -28,7 +28,7 @@ PAGE_SIZE, NUM_PAGES = 4, 24
 def machine(monkeypatch: pytest.MonkeyPatch) -> list[Rates]:
     """The rates that an LLM finds: a disk that is much faster than computing."""
     found = [rates(disk_bytes_per_s=1e12, flops_per_s=1e9)]
-    monkeypatch.setattr("zinfer.outlook.known_rates", lambda *args: found[-1])
+    monkeypatch.setattr("zinfer.engine.estimator.known_rates", lambda *args: found[-1])
     return found
 
 

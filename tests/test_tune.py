@@ -14,10 +14,10 @@ from reader_support import PAGE, open_descriptors_of
 from threads import open_descriptors
 
 from zinfer.config import resolve_settings
+from zinfer.engine.runtime import open_reader
 from zinfer.nvme import tune
 from zinfer.nvme.reader import DiskReadError
 from zinfer.nvme.tune import DiskRate, aio_section, best, sweep_reads, sweep_writes
-from zinfer.runtime import open_reader
 
 BLOCKS = (PAGE, 4 * PAGE)
 DEPTHS = (1, 3)

@@ -4,8 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from zinfer.engine import InferenceEngine
-    from zinfer.entry import init_inference, initialize
+    from zinfer.engine.engine import InferenceEngine
+    from zinfer.engine.entry import init_inference, initialize
     from zinfer.llm import LLM
     from zinfer.model.on_device import OnDevice
     from zinfer.quantization.in_place import quantize_transformer
@@ -31,10 +31,10 @@ _HOMES: Final = {
     "LLM": "zinfer.llm",
     "Completion": "zinfer.requests.completion",
     "SamplingParams": "zinfer.requests.sampling_params",
-    "InferenceEngine": "zinfer.engine",
+    "InferenceEngine": "zinfer.engine.engine",
     "OnDevice": "zinfer.model.on_device",
-    "init_inference": "zinfer.entry",
-    "initialize": "zinfer.entry",
+    "init_inference": "zinfer.engine.entry",
+    "initialize": "zinfer.engine.entry",
     "quantize_transformer": "zinfer.quantization.in_place",
     "QuantizationConfig": "zinfer.quantization.rules",
 }

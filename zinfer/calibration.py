@@ -17,7 +17,7 @@ from torch import nn
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.config.settings import Batch
-from zinfer.engine import InferenceEngine
+from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import ConfigError
 from zinfer.jobs.token_rows import read_token_rows, right_padded
 from zinfer.model.build import build_meta_model

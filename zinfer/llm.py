@@ -23,7 +23,8 @@ from zinfer.batching.rehearsal import JobPrediction
 from zinfer.batching.runner import PassRunner
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.without_effect import say_without_effect
-from zinfer.engine import InferenceEngine
+from zinfer.engine.engine import InferenceEngine
+from zinfer.engine.uninterrupted import Uninterrupted
 from zinfer.errors import ConfigError
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.model.context_length import most_tokens
@@ -40,7 +41,6 @@ from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import find_end_token_ids
 from zinfer.sampling.sampler import Sampler
 from zinfer.scheduling.schedule import PassSize
-from zinfer.uninterrupted import Uninterrupted
 
 _PROMPTS_AT_ONCE: Final = 1024
 """Encoded together: a tokenizer takes over ten times as much memory meanwhile as their tokens do."""

@@ -13,8 +13,8 @@ from zinfer.batching.decode_form import find_form
 from zinfer.batching.loan import Loan
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.runner import PassRunner
+from zinfer.engine.finite_check import FiniteWatch, Looks
 from zinfer.errors import PlanError
-from zinfer.finite import FiniteWatch, Looks
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.requests.completion import Finished, not_finite

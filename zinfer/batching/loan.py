@@ -4,7 +4,7 @@ A job ends with many passes of few tokens, each as long as the weights are on th
 Weights take its place until something new has to wait for pages.
 """
 
-from zinfer.engine import InferenceEngine
+from zinfer.engine.engine import InferenceEngine
 from zinfer.kv_cache.device import KVCache
 from zinfer.scheduling.scheduler import Scheduler
 

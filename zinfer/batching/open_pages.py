@@ -2,7 +2,7 @@
 
 from zinfer.batching.adapters import layer_windows
 from zinfer.batching.budget import BatchingBudget
-from zinfer.engine import InferenceEngine
+from zinfer.engine.engine import InferenceEngine
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.kv_cache.host import HostedKVCache

@@ -9,7 +9,7 @@ from zinfer.batching.adapters import OwnAttention, wants_mask
 from zinfer.batching.attention import MASKED_NAME, NAME, PagedAttention, attending
 from zinfer.batching.parts import PartedLayers
 from zinfer.batching.ragged import Part, RaggedBatch
-from zinfer.engine import InferenceEngine
+from zinfer.engine.engine import InferenceEngine
 from zinfer.graphs.forward_graphs import ForwardGraphs
 from zinfer.kernels.kv_pages import PagedLayout
 from zinfer.kv_cache.base import PageCache

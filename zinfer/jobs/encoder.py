@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
-from zinfer.engine import FindReserve, InferenceEngine
+from zinfer.engine.engine import FindReserve, InferenceEngine
 from zinfer.jobs.completer import EngineCompleter
 from zinfer.jobs.encoding import Encoding, embedded, embeddings, labelled, logits
 from zinfer.jobs.forecast import Forecast

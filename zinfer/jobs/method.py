@@ -10,7 +10,7 @@ from zinfer.batching.adapters import check_family
 from zinfer.batching.job_plan import ROWS_TOGETHER
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
-from zinfer.engine import FindReserve, InferenceEngine
+from zinfer.engine.engine import FindReserve, InferenceEngine
 from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter, reserve_of

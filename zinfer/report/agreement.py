@@ -9,7 +9,7 @@ import torch
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
-from zinfer.engine import InferenceEngine
+from zinfer.engine.engine import InferenceEngine
 from zinfer.jobs.token_rows import read_token_rows, right_padded
 from zinfer.model.build import build_meta_model
 

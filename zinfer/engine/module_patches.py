@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from zinfer.compiled import CompiledParts
+from zinfer.engine.compile import CompiledParts
+from zinfer.engine.forward_timer import PassTimes
+from zinfer.engine.hooks import Forward
 from zinfer.errors import NotProfiledError
 from zinfer.graphs.forward_graphs import ForwardGraphs, GraphCounts
 from zinfer.graphs.static_caches import StaticCaches
-from zinfer.hooks import Forward
 from zinfer.inject.injection import Injection
 from zinfer.inject.packs import Pack
-from zinfer.pass_times import PassTimes
 
 log = logging.getLogger(__name__)
 

@@ -12,15 +12,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from zinfer.arguments import can_repeat, moved
-from zinfer.around_module import AroundModule
 from zinfer.config import Settings
-from zinfer.cut_model import CutModel
+from zinfer.engine.call_args import can_repeat, moved
+from zinfer.engine.estimator import Outlook
+from zinfer.engine.finite_check import FiniteWatch, broken_rows, checked, choosable, explained, looks_at_logits
+from zinfer.engine.module_patches import Fittings
+from zinfer.engine.module_proxy import AroundModule
+from zinfer.engine.open_graphs import open_graphs
+from zinfer.engine.prepare import CutModel
+from zinfer.engine.runtime import Runtime, check_trace
+from zinfer.engine.uninterrupted import Uninterrupted
 from zinfer.errors import ConfigError
-from zinfer.finite import FiniteWatch, broken_rows, checked, choosable, explained, looks_at_logits
-from zinfer.fittings import Fittings
 from zinfer.graphs.forward_graphs import GraphCounts
-from zinfer.graphs.open_graphs import open_graphs
 from zinfer.model.build import find_model
 from zinfer.model.context_length import check_input, check_length, check_room
 from zinfer.model.partition import ModelBlock
@@ -28,14 +31,11 @@ from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.trace import Trace
-from zinfer.outlook import Outlook
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import find_limits, free_device_bytes
 from zinfer.planning.planner import Plan
 from zinfer.planning.prediction import Prediction
 from zinfer.planning.request import Request
-from zinfer.runtime import Runtime, check_trace
-from zinfer.uninterrupted import Uninterrupted
 
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]
 
@@ -45,7 +45,7 @@ class InferenceEngine(AroundModule):
 
     Attributes:
         module: the transformers module, or the plain one that was given; its streamed parameters are absent between
-            uses (`zinfer.absent`), but `state_dict` and `save_pretrained` read them. What the engine has not itself is
+            uses (`zinfer.engine.placeholder`), but `state_dict` and `save_pretrained` read them. What the engine has not itself is
             looked for there: `engine.config`.
         settings: the resolved configuration.
         plan: homes, buffers and bytes.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zinfer.absent import AbsentParameter
+from zinfer.engine.placeholder import AbsentParameter
 from zinfer.errors import PlanError
 from zinfer.graphs.cuts import Cuts
 from zinfer.model.partition import ModelBlock

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from zinfer.config import Aio, Settings
+from zinfer.engine.hooks import Forward, StreamingHooks, absent_tensors
 from zinfer.errors import ConfigError
 from zinfer.graphs.cuts import Cuts
-from zinfer.hooks import Forward, StreamingHooks, absent_tensors
 from zinfer.model.partition import ModelBlock
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.gds import choose_backend

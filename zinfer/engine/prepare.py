@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
+from zinfer.engine.estimator import beside_others
 from zinfer.inject.packs import Pack, find_packs, packs_in
 from zinfer.model.build import find_dtype, report_device
 from zinfer.model.dtype import warn_of_overflow
@@ -16,7 +17,6 @@ from zinfer.model.partition import ModelBlock, cut_model
 from zinfer.model.weight_matching import Weight, load_buffers, match_weights
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchFile
-from zinfer.outlook import beside_others
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.machine import MachineLimits
 from zinfer.planning.planner import Plan, make_plan

@@ -9,7 +9,7 @@ from torch import nn
 
 from zinfer.config import Ignored, resolve_settings
 from zinfer.config.without_effect import say_without_effect
-from zinfer.engine import InferenceEngine
+from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import ConfigError
 
 # Arguments of DeepSpeed's `initialize` that ask for training, and those that only say how it would be done.
