@@ -36,7 +36,7 @@ from zinfer.planning.block_work import find_work
 from zinfer.planning.footprint import find_footprint
 from zinfer.planning.prediction import Prediction, predict
 from zinfer.planning.request import Request
-from zinfer.probe.rates import known_rates
+from zinfer.probe.known_rates import known_rates
 
 _GATE_LAYERS = 5
 _DISK_ROUNDS = 6

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import DeepseekV3Config, GptOssConfig
 
-from zinfer.planning.machine import MachineLimits
 from zinfer.planning.outline import Outline, read_outline
 from zinfer.planning.presets import Machine
-from zinfer.planning.rates import Rates
+from zinfer.probe.limits import MachineLimits
+from zinfer.probe.rates import Rates
 
 LLAMA = {
     "model_type": "llama",

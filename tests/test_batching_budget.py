@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from plan_support import CONFIGS, machine_with, outline_of, write_config
 
-from zinfer.batching.budget import BatchingBudget, find_budget
 from zinfer.config import resolve_settings
 from zinfer.errors import PlanError
 from zinfer.offload.block import Tier
 from zinfer.planning.forecast import beside_request
+from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.outline import Outline, read_outline
 from zinfer.planning.planner import Plan, make_plan
 from zinfer.planning.presets import PRESETS, Machine

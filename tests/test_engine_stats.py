@@ -27,7 +27,7 @@ import zinfer
 from zinfer.offload.block import Tier
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import HostEvent
-from zinfer.planning.rates import Rates
+from zinfer.probe.rates import Rates
 
 __all__ = ["batch", "eager", "engine", "folder"]  # fixtures
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zinfer
 from zinfer import LLM, SamplingParams
-from zinfer.batching import budget
+from zinfer.planning import kv_budget as budget
 
 __all__ = ["folder", "prompts", "stand_in"]  # fixtures
 

@@ -10,11 +10,11 @@ from jobs_support import letters_model, write_rows
 from plan_support import CONFIGS, SMALL_LLAMA, machine_with, outline_of, rates, write_config
 from typer.testing import CliRunner, Result
 
-from zinfer.batching.job_plan import Job, job_advice, plan_job
 from zinfer.cli import app
 from zinfer.config import resolve_settings
 from zinfer.config.settings import Batching
 from zinfer.errors import ConfigError, PlanError
+from zinfer.planning.job_plan import Job, job_advice, plan_job
 from zinfer.planning.outline import read_outline
 from zinfer.quantization.rules import Quantization, QuantRule
 from zinfer.units import duration

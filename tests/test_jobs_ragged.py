@@ -14,11 +14,11 @@ from plan_support import rates
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from zinfer.batching import budget
 from zinfer.errors import JobError
 from zinfer.jobs import JobSummary, UnusableInput, run_job
 from zinfer.jobs.output import OutputFile
 from zinfer.jobs.paths import manifest_path
+from zinfer.planning import kv_budget as budget
 
 __all__ = ["model", "output"]  # fixtures
 ROWS: list[dict[str, Any]] = [

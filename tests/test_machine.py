@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from zinfer.config import Settings
-from zinfer.planning import machine
-from zinfer.planning.machine import _free_in_cgroup, find_limits
+from zinfer.probe import limits as machine
+from zinfer.probe.limits import _free_in_cgroup, find_limits
 
 
 def cgroup(folder: Path, limit: str, used: str) -> Path:

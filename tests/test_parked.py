@@ -12,11 +12,11 @@ from llm_support import NUM_NEW, alone, by_ids, folder, prompts, token_bytes
 from plan_support import rates
 
 from zinfer import LLM, SamplingParams
-from zinfer.batching import budget
 from zinfer.kv_cache.swap import ParkedTexts, Parking
 from zinfer.nvme.aligned import align_up
 from zinfer.nvme.scratch import ScratchError
-from zinfer.planning.rates import Rates
+from zinfer.planning import kv_budget as budget
+from zinfer.probe.rates import Rates
 
 __all__ = ["alone", "folder", "prompts"]  # fixtures
 

@@ -14,8 +14,8 @@ from zinfer.errors import PlanError
 from zinfer.planning.forecast import Forecast, make_forecast
 from zinfer.planning.outline import Outline
 from zinfer.planning.presets import Machine
-from zinfer.planning.rates import Rates
 from zinfer.planning.request import Request
+from zinfer.probe.rates import Rates
 
 RESERVE_BYTES = 830_000_000  # of a device of little more than that
 LEAST_STAGING_BYTES = 20_000

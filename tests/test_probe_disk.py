@@ -13,9 +13,10 @@ from probe_support import KIB, MIB, TINY
 from zinfer.errors import ConfigError
 from zinfer.nvme.reader import DiskReadError
 from zinfer.nvme.tune import DiskRate, sweep_reads
-from zinfer.probe import disk, glance
+from zinfer.probe import disk
+from zinfer.probe import quick_read as glance
 from zinfer.probe.disk import checked_file, disk_number, measure_disk
-from zinfer.probe.glance import glance_at
+from zinfer.probe.quick_read import glance_at
 
 
 def random_file(path: Path, num_bytes: int) -> Path:

@@ -14,9 +14,9 @@ from probe_support import DISK, made_up_device, made_up_findings
 
 from zinfer.errors import ConfigError
 from zinfer.nvme.tune import DiskRate
-from zinfer.planning.rates import Rates
 from zinfer.probe.disk import DiskFindings
 from zinfer.probe.findings import Findings, load_findings, parse_findings
+from zinfer.probe.rates import Rates
 
 SOURCE = Path("some/probe.json")
 RATES = st.floats(1e-6, 1e18)

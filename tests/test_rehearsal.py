@@ -8,11 +8,11 @@ import torch
 from checkpoints import random_prompts, tiny_checkpoint
 
 from zinfer import LLM, SamplingParams
-from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.rehearsal import predict_job
 from zinfer.errors import PlanError
 from zinfer.planning.footprint import Footprint
+from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.prediction import PassTime
+from zinfer.planning.simulation import predict_job
 from zinfer.scheduling.schedule import PassSize
 
 

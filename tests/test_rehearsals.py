@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zinfer.batching import rehearsals
-from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.rehearsal import rehearse
-from zinfer.batching.rehearsals import Rehearsals
+from zinfer.planning import simulations as rehearsals
 from zinfer.planning.footprint import Footprint
+from zinfer.planning.kv_budget import BatchingBudget
+from zinfer.planning.simulation import rehearse
+from zinfer.planning.simulations import Rehearsals
 from zinfer.scheduling.schedule import PassSize
 from zinfer.scheduling.sequence import Sequence as Text
 

@@ -15,11 +15,8 @@ from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import check_family, common_window
 from zinfer.batching.batcher import Batcher
-from zinfer.batching.budget import BatchingBudget, find_budget
 from zinfer.batching.call import Call, paired
-from zinfer.batching.job_outlook import JobOutlook
 from zinfer.batching.open_pages import open_pages
-from zinfer.batching.rehearsal import JobPrediction
 from zinfer.batching.runner import PassRunner
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.without_effect import say_without_effect
@@ -33,8 +30,11 @@ from zinfer.model.partition import ModelBlock
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.footprint import Footprint
-from zinfer.planning.machine import find_limits
+from zinfer.planning.job_estimator import JobOutlook
+from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.planner import Plan
+from zinfer.planning.simulation import JobPrediction
+from zinfer.probe.limits import find_limits
 from zinfer.requests.completion import Completion
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike, find_tokenizer, is_chat, template_variables
 from zinfer.requests.sampling_params import SamplingParams

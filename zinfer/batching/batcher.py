@@ -8,7 +8,6 @@ from itertools import compress
 
 import torch
 
-from zinfer.batching.budget import BatchingBudget
 from zinfer.batching.decode_form import find_form
 from zinfer.batching.loan import Loan
 from zinfer.batching.ragged import BatchBuilder, Pending
@@ -17,6 +16,7 @@ from zinfer.engine.finite_check import FiniteWatch, Looks
 from zinfer.errors import PlanError
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
+from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.requests.completion import Finished, not_finite
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import Ending

@@ -1,13 +1,13 @@
 """Makes the pages that a budget asks for, where it asks for them."""
 
 from zinfer.batching.adapters import layer_windows
-from zinfer.batching.budget import BatchingBudget
 from zinfer.engine.engine import InferenceEngine
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.kv_cache.host import HostedKVCache
 from zinfer.kv_cache.swap import Parking
 from zinfer.model.kv_shape import KVShape
+from zinfer.planning.kv_budget import BatchingBudget
 
 
 def open_pages(engine: InferenceEngine, shape: KVShape, budget: BatchingBudget) -> PageCache:

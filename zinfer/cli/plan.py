@@ -69,11 +69,11 @@ def _print_plan(
     as_json: bool,
 ) -> None:
     with importing():
-        from zinfer.batching.job_plan import Job, fits
         from zinfer.config import resolve_settings
         from zinfer.errors import PlanError
         from zinfer.planning.advice import advise, fitting_changes
         from zinfer.planning.forecast import make_forecast
+        from zinfer.planning.job_plan import Job, fits
         from zinfer.planning.outline import read_outline
         from zinfer.planning.presets import this_machine
         from zinfer.planning.request import Request
@@ -113,13 +113,13 @@ def _print_job(
     as_json: bool,
 ) -> None:
     with importing():
-        from zinfer.batching.job_plan import Job, fitting_changes, job_advice, plan_job
-        from zinfer.batching.job_table import job_document, job_table
         from zinfer.config import resolve_settings
         from zinfer.config.source import config_source
         from zinfer.errors import ConfigError, PlanError
         from zinfer.jobs.lengths import sample_lengths
         from zinfer.model.length_limits import Room
+        from zinfer.planning.job_plan import Job, fitting_changes, job_advice, plan_job
+        from zinfer.planning.job_table import job_document, job_table
         from zinfer.planning.outline import read_outline
         from zinfer.planning.presets import this_machine
 

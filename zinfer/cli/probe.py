@@ -36,8 +36,8 @@ def probe(
 def _probe(path: Path, device: Device, *, as_json: bool, no_cache: bool) -> None:
     with importing():
         from zinfer.config import Settings
-        from zinfer.planning.machine import choose_device
         from zinfer.probe.cache import record
+        from zinfer.probe.limits import choose_device
         from zinfer.probe.probe import probed_devices, run_probe
         from zinfer.probe.sizes import full_sizes
         from zinfer.probe.table import findings_table

@@ -18,12 +18,12 @@ from zinfer.model.shape import ModelShape, shape_of
 from zinfer.planning.block_work import BlockWork, find_work
 from zinfer.planning.footprint import Footprint, find_footprint
 from zinfer.planning.forecast import beside_request
-from zinfer.planning.machine import MachineLimits, free_device_bytes
 from zinfer.planning.planner import Plan
 from zinfer.planning.prediction import PassClock, PassTime, Prediction, disk_spares_time, predict
-from zinfer.planning.rates import Rates
 from zinfer.planning.request import Request
-from zinfer.probe.rates import known_rates
+from zinfer.probe.known_rates import known_rates
+from zinfer.probe.limits import MachineLimits, free_device_bytes
+from zinfer.probe.rates import Rates
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 
 

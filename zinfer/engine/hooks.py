@@ -21,7 +21,7 @@ from zinfer.errors import PlanError
 from zinfer.graphs.cuts import Cuts
 from zinfer.model.partition import ModelBlock
 from zinfer.offload.streamer import Streamer
-from zinfer.planning.machine import free_host_bytes
+from zinfer.probe.limits import free_host_bytes
 from zinfer.quantization.parameter import QuantizedParameter
 from zinfer.units import human_bytes
 

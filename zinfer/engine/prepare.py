@@ -18,8 +18,8 @@ from zinfer.model.weight_matching import Weight, load_buffers, match_weights
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchFile
 from zinfer.planning.footprint import Footprint
-from zinfer.planning.machine import MachineLimits
 from zinfer.planning.planner import Plan, make_plan
+from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.forms import check_patterns, find_activations, find_form, find_rounding
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.store.first_use import stored_copy

@@ -5,12 +5,12 @@ from typing import Final, NamedTuple
 
 from transformers import PretrainedConfig
 
-from zinfer.batching.job_plan import Job
 from zinfer.errors import ConfigError
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.prompts import Prompt, PromptMaker
 from zinfer.jobs.rows import BadRow, read_lines
 from zinfer.model.length_limits import Room
+from zinfer.planning.job_plan import Job
 
 _NUM_SAMPLED: Final = 1000
 

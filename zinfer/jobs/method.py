@@ -7,7 +7,6 @@ from typing import Any, Final
 from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import check_family
-from zinfer.batching.job_plan import ROWS_TOGETHER
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
 from zinfer.engine.engine import FindReserve, InferenceEngine
@@ -23,7 +22,8 @@ from zinfer.jobs.task import Task
 from zinfer.model.length_limits import Room
 from zinfer.model.shape import is_generating_decoder, read_encoder_shape
 from zinfer.offload.tensor_checksums import TensorChecksums
-from zinfer.planning.machine import find_limits
+from zinfer.planning.job_plan import ROWS_TOGETHER
+from zinfer.probe.limits import find_limits
 
 EngineFactory = Callable[..., Engine]
 

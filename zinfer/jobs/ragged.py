@@ -5,7 +5,6 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final
 
-from zinfer.batching.job_plan import ROWS_TOGETHER
 from zinfer.config.settings import Batching
 from zinfer.jobs.forecast import Forecast
 from zinfer.jobs.progress import Meter
@@ -15,6 +14,7 @@ from zinfer.jobs.timeline import Load
 from zinfer.llm import LLM
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
+from zinfer.planning.job_plan import ROWS_TOGETHER
 from zinfer.requests.completion import Completion
 
 _MOST_REHEARSED: Final = 1024

@@ -7,12 +7,12 @@ from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.block import Block, Tier
 from zinfer.planning.block_work import find_work
 from zinfer.planning.footprint import Footprint, find_footprint, weight_budget
-from zinfer.planning.machine import MachineLimits
 from zinfer.planning.outline import Outline
 from zinfer.planning.planner import Plan, make_plan
 from zinfer.planning.prediction import Prediction, predict
 from zinfer.planning.presets import Machine
 from zinfer.planning.request import Request
+from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.units import human_bytes
 

@@ -10,7 +10,7 @@ from zinfer.errors import PlanError
 from zinfer.nvme.aligned import align_up
 from zinfer.offload.block import Block
 from zinfer.offload.chunks import covered_bytes
-from zinfer.planning.machine import MachineLimits
+from zinfer.probe.limits import MachineLimits
 from zinfer.units import human_bytes
 
 # Staging rings to choose from, best first: (bytes of a slot, slots). 256 MiB outlast any hiccup of a disk that gives

@@ -18,8 +18,8 @@ from zinfer.offload.block import Home, Tier
 from zinfer.planning.block_work import BlockWork
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.planner import Plan
-from zinfer.planning.rates import Rates
 from zinfer.planning.request import Request
+from zinfer.probe.rates import Rates
 from zinfer.units import duration
 
 _FLOPS_PER_PARAMETER: Final = 2  # a product and a sum

@@ -9,11 +9,11 @@ import torch
 
 from zinfer.config import Settings
 from zinfer.errors import ConfigError
-from zinfer.planning.machine import MachineLimits, find_limits, free_device_bytes
 from zinfer.planning.preset_names import check_preset_name
-from zinfer.planning.rates import Rates
+from zinfer.probe.limits import MachineLimits, find_limits, free_device_bytes
+from zinfer.probe.rates import Rates
 
-_HOST_SHARE: Final = 0.8  # as `zinfer.planning.machine` lends: the rest is the host's own
+_HOST_SHARE: Final = 0.8  # as `zinfer.probe.limits` lends: the rest is the host's own
 # What an H200 was measured to reach of its published 989 TFLOP/s (dense bf16) and 4.8 TB/s; taken for other cards too.
 _MATRIX_SHARE: Final = 0.8
 _DEVICE_MEMORY_SHARE: Final = 0.85
@@ -117,7 +117,7 @@ def this_machine(settings: Settings, files: Sequence[Path]) -> Machine:
         ConfigError: CUDA is asked for and not there, or nothing tells how fast the disk is.
         OSError: the disk failed.
     """
-    from zinfer.probe.rates import known_rates  # pulls in the measurements, which a preset has no need of
+    from zinfer.probe.known_rates import known_rates  # pulls in the measurements, which a preset has no need of
 
     limits = find_limits(settings)
     return Machine("this machine", limits, free_device_bytes(limits), known_rates(limits.device, files))

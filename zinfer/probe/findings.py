@@ -8,13 +8,13 @@ from typing import Final, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from zinfer.errors import ConfigError
-from zinfer.planning.rates import Rates
 from zinfer.probe.card import MachineCard
 from zinfer.probe.clock import PerSecond
 from zinfer.probe.disk import DiskFindings
 from zinfer.probe.link import LinkRates, LinksTogether
 from zinfer.probe.memory import MemoryRates
 from zinfer.probe.pcie import PcieLink
+from zinfer.probe.rates import Rates
 
 VERSION: Final = 1
 """Of the JSON form; another one is refused."""

@@ -1,107 +1,24 @@
-"""The figures that a run plans with: those of `zinfer probe` where it has seen this machine and disk, else measured in
-a hurry, once a process, and kept in memory only: a run writes nothing but its outputs."""
+"""What a machine moves and computes in a second: the denominators of every prediction and every share of a ceiling."""
 
-import math
-import threading
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Final
-
-import torch
-
-from zinfer.errors import ConfigError
-from zinfer.planning.rates import Rates
-from zinfer.probe.cache import recall
-from zinfer.probe.card import read_card
-from zinfer.probe.device import measure_device
-from zinfer.probe.disk import checked_file, disk_number
-from zinfer.probe.findings import Findings
-from zinfer.probe.glance import glance_at
-from zinfer.probe.memory import measure_copy
-from zinfer.probe.sizes import hurried_sizes
-
-_HURRIED: Final = "in a hurry; zinfer probe measures better"
-_MOST_READ_BYTES: Final = 1 << 30
-
-_lock = threading.Lock()  # one measurement at a time: two would halve each other
-_hurried_devices: dict[torch.device, Rates] = {}
-_hurried_disks: dict[tuple[torch.device, int], float] = {}
+from dataclasses import dataclass
 
 
-def known_rates(device: torch.device, files: Sequence[Path] | None) -> Rates:
-    """Rates of one device and of the slowest of the disks that hold ``files``.
+@dataclass(frozen=True)
+class Rates:
+    """Ceilings of one machine, of one device.
 
-    Takes no time where `zinfer probe` has measured them, else about a second with a GPU and a third of one without.
-
-    Args:
-        device: with an index if it is a CUDA device.
-        files: the checkpoint's; an empty sequence means the disk that was probed last, None that nothing is read: the
-            disk is then as fast as can be.
-
-    Raises:
-        ConfigError: a file is missing, empty or unreadable; or there is none, and no probe on record either.
-        OSError: the disk failed; the message names the file.
+    Attributes:
+        link_bytes_per_s: pinned host memory to the device.
+        disk_bytes_per_s: direct reads of the disk that holds the checkpoint, at the best block size and depth.
+        host_bytes_per_s: copies between two places in host memory, bytes copied.
+        device_bytes_per_s: device memory, bytes read and written together.
+        flops_per_s: dense matrix products in the dtype that is computed in.
+        origin: where the figures come from, for people: a measurement with its date, or a preset's name.
     """
-    found = recall(read_card(device.type))
-    if found is None and files is not None and not files:
-        raise ConfigError(
-            "no file to measure the disk with, and no findings of this machine on record; plan for a machine that is "
-            "known with --machine (`zinfer plan --machine list` lists them), or run `zinfer probe --path FOLDER` once, "
-            "FOLDER being on the disk that is to hold the checkpoint"
-        )
-    by_disk = _files_by_disk(files or ())
-    with _lock:
-        rates = _hurried_device(device) if found is None else found.to_rates(device.index or 0)
-        if files is None:
-            return replace(rates, disk_bytes_per_s=math.inf)
-        if not files:
-            return rates
-        probed = {number: _probed_read(found, number) for number in by_disk}
-        reads = [probed[number] or _hurried_disk(device, number, on_disk) for number, on_disk in by_disk.items()]
-    hurried = found is not None and not all(probed.values())
-    return replace(
-        rates,
-        disk_bytes_per_s=min(reads),
-        origin=f"{rates.origin}, but the disk {_HURRIED}" if hurried else rates.origin,
-    )
 
-
-def _files_by_disk(files: Sequence[Path]) -> dict[int, list[Path]]:
-    """The files by device number, each known to be readable."""
-    by_disk: dict[int, list[Path]] = {}
-    for file in files:
-        by_disk.setdefault(disk_number(checked_file(file)), []).append(file)
-    return by_disk
-
-
-def _probed_read(found: Findings | None, number: int) -> float | None:
-    disk = found.find_disk(number) if found is not None else None
-    reads = disk.best("read") if disk is not None else None
-    return reads.bytes_per_s if reads is not None else None
-
-
-def _hurried_device(device: torch.device) -> Rates:
-    """Everything but the disk; its rate is 0 here, and the caller's to put in."""
-    if device not in _hurried_devices:
-        sizes = hurried_sizes(device)
-        found = measure_device(device, str(device), sizes)
-        link = found.link.to_device_bytes_per_s
-        on_host = found.link.kind == "host copies"
-        host = link if on_host else measure_copy(sizes.host_bytes, repeats=sizes.repeats)
-        _hurried_devices[device] = Rates(
-            link_bytes_per_s=link,
-            disk_bytes_per_s=0.0,
-            host_bytes_per_s=host,
-            device_bytes_per_s=found.copy_bytes_per_s,
-            flops_per_s=found.flops_per_s,
-            origin=f"measured {_HURRIED}",
-        )
-    return _hurried_devices[device]
-
-
-def _hurried_disk(device: torch.device, number: int, files: Sequence[Path]) -> float:
-    if (device, number) not in _hurried_disks:
-        most_s = hurried_sizes(device).seconds_per_point
-        _hurried_disks[device, number] = glance_at(files, most_bytes=_MOST_READ_BYTES, most_s=most_s)
-    return _hurried_disks[device, number]
+    link_bytes_per_s: float
+    disk_bytes_per_s: float
+    host_bytes_per_s: float
+    device_bytes_per_s: float
+    flops_per_s: float
+    origin: str

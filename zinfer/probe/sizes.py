@@ -8,7 +8,7 @@ import torch
 
 from zinfer.config import Settings
 from zinfer.nvme.aligned import ALIGNMENT_BYTES, align_down
-from zinfer.planning.machine import find_limits
+from zinfer.probe.limits import find_limits
 
 _MEMORY_SHARE: Final = 8  # a measurement takes two or three buffers; together they stay below half of what is free
 

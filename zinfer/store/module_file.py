@@ -21,7 +21,7 @@ from zinfer.nvme.scratch import ScratchError, ScratchFile
 from zinfer.offload.block import Extent, SlabLayout
 from zinfer.offload.conversions import conversion_bytes
 from zinfer.offload.host_memory import HostBuffer
-from zinfer.planning.machine import choose_device
+from zinfer.probe.limits import choose_device
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.store.first_use import KEY, make_folder
 from zinfer.units import human_bytes

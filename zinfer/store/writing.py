@@ -23,7 +23,7 @@ from zinfer.errors import ConfigError, PlanError
 from zinfer.nvme.whole_file import sync_folder
 from zinfer.offload.block import Block
 from zinfer.offload.conversions import conversion_bytes
-from zinfer.planning.machine import choose_device
+from zinfer.probe.limits import choose_device
 from zinfer.store.assembly import Assembly
 from zinfer.store.block_file import BlockFile
 from zinfer.store.calibration import CALIBRATION_NAME, Calibration

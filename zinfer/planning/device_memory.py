@@ -7,7 +7,7 @@ from zinfer.config import Settings
 from zinfer.model.partition import ModelBlock
 from zinfer.offload.conversions import conversion_bytes
 from zinfer.planning.footprint import Footprint, weight_budget
-from zinfer.planning.machine import MachineLimits
+from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 
 _KV_SHARE: Final = 0.3  # of what is left, beside weights that are all resident; of what is free on a CPU

@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.table import Table
 
-from zinfer.batching.job_plan import Job, JobPlan
 from zinfer.offload.block import Tier
+from zinfer.planning.job_plan import Job, JobPlan
 from zinfer.planning.outline import Outline
 from zinfer.planning.prediction import speed
 from zinfer.planning.presets import Machine

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from zinfer.batching.budget import BatchingBudget
+from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.prediction import PassTime, speed
 from zinfer.scheduling.schedule import PassSize
 from zinfer.scheduling.sequence import Sequence as Text

@@ -8,7 +8,7 @@ from zinfer.config import Settings
 from zinfer.errors import PlanError
 from zinfer.model.kv_shape import KVShape, num_page_slots
 from zinfer.model.partition import ModelBlock
-from zinfer.planning.machine import MachineLimits
+from zinfer.probe.limits import MachineLimits
 from zinfer.units import human_bytes
 
 _SHARE: Final = 0.8  # of host memory that weights leave: staging, the outputs and others want some too

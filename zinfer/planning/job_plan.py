@@ -10,11 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from zinfer.batching.adapters import common_window
-from zinfer.batching.budget import BatchingBudget, find_budget
-from zinfer.batching.host_room import HostRoom
-from zinfer.batching.job_outlook import JobOutlook
-from zinfer.batching.rehearsal import JobPrediction
-from zinfer.batching.rehearsals import Rehearsals
 from zinfer.config import Settings
 from zinfer.config.settings import Batching
 from zinfer.errors import PlanError
@@ -22,10 +17,15 @@ from zinfer.model.kv_shape import read_kv_shape
 from zinfer.planning.advice import LEAST_GAIN, quantized_outlines
 from zinfer.planning.block_work import find_work
 from zinfer.planning.forecast import beside_request, check_length
+from zinfer.planning.host_memory import HostRoom
+from zinfer.planning.job_estimator import JobOutlook
+from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.outline import Outline
 from zinfer.planning.planner import Plan, make_plan
 from zinfer.planning.prediction import PassClock, disk_spares_time
 from zinfer.planning.presets import Machine
+from zinfer.planning.simulation import JobPrediction
+from zinfer.planning.simulations import Rehearsals
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.units import duration
 

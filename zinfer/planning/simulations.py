@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.rehearsal import rehearse
+from zinfer.planning.kv_budget import BatchingBudget
+from zinfer.planning.simulation import rehearse
 from zinfer.scheduling.schedule import PassSize
 
 _Sizes = tuple[int, int, int, int, str, bool]

@@ -7,15 +7,15 @@ from typing import Final
 import torch
 from transformers import PretrainedConfig
 
-from zinfer.batching.device_room import pages_bytes, streams_from_disk
-from zinfer.batching.host_room import HostRoom
-from zinfer.batching.pass_room import PassRoom
 from zinfer.config import Settings
 from zinfer.errors import ConfigError, PlanError
 from zinfer.model.kv_shape import num_page_slots, read_kv_shape
 from zinfer.model.partition import ModelBlock
+from zinfer.planning.device_memory import pages_bytes, streams_from_disk
 from zinfer.planning.footprint import Footprint
-from zinfer.planning.machine import MachineLimits
+from zinfer.planning.host_memory import HostRoom
+from zinfer.planning.pass_size import PassRoom
+from zinfer.probe.limits import MachineLimits
 from zinfer.scheduling.page_pool import PagePool
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.waiting_queue import Order

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zinfer.batching.budget import BatchingBudget
-from zinfer.batching.rehearsal import JobPrediction, PassTimeOf, predict_job, rehearse
 from zinfer.errors import ConfigError
+from zinfer.planning.kv_budget import BatchingBudget
+from zinfer.planning.simulation import JobPrediction, PassTimeOf, predict_job, rehearse
 from zinfer.scheduling.schedule import PassSize
 
 
