@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 import zinfer
-from zinfer.calibration import measure_squares
 from zinfer.cli import app
+from zinfer.cli.families_table import families_markdown
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError, PlanError
-from zinfer.families_table import families_markdown
+from zinfer.evaluation.calibrate import measure_squares
 from zinfer.model.families import FAMILIES, Family
 from zinfer.planning.outline import read_outline
 from zinfer.quantization.slab_matrix import SlabMatrix

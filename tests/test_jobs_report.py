@@ -10,11 +10,11 @@ from jobs_run_support import model, output
 from jobs_support import ResidentEngine, prompt_rows, write_rows
 
 from zinfer.jobs import run_job
+from zinfer.jobs.plot import Line, plot
 from zinfer.jobs.run_page import write_run_page
 from zinfer.jobs.summary import JobSummary
 from zinfer.jobs.timeline import Load, Moment, Timeline
 from zinfer.offload.stats import RunStats
-from zinfer.report.plot import Line, plot
 
 __all__ = ["model", "output"]  # fixtures
 SUMMARY = JobSummary(9, 7, 2, 4, 50, 60, 75.0, 30.0, 20.0, 25.0, None, ("a <note>",))

@@ -12,12 +12,12 @@ from safetensors import safe_open
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError
+from zinfer.evaluation.compare import compare_models
+from zinfer.evaluation.page import worst_first, write_page
+from zinfer.evaluation.weight_error import MatrixError, measure_errors
 from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.quantize import quantize
 from zinfer.kernels.quantized import QuantFormat
-from zinfer.report.agreement import compare_models
-from zinfer.report.errors import MatrixError, measure_errors
-from zinfer.report.page import worst_first, write_page
 from zinfer.store.writing import write_store
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo"

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zinfer.errors import CheckpointError, ConfigError, PlanError
 from zinfer.jobs import run_job
-from zinfer.store.manifest import JOURNAL_NAME, MANIFEST_NAME
+from zinfer.quantization.native.manifest import JOURNAL_NAME, MANIFEST_NAME
 
 KEY = "zero_optimization.offload_param.nvme_path"
 SECTIONS: dict[str, dict[str, object]] = {

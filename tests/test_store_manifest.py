@@ -17,8 +17,8 @@ from zinfer.errors import CheckpointError
 from zinfer.kernels.quantize import quantize
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.planning.outline import read_outline
-from zinfer.store.identity import Identity
-from zinfer.store.manifest import (
+from zinfer.quantization.native.identity import Identity
+from zinfer.quantization.native.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
     Manifest,
@@ -27,7 +27,7 @@ from zinfer.store.manifest import (
     is_store,
     read_manifest,
 )
-from zinfer.store.scheme import StoreScheme
+from zinfer.quantization.native.scheme import StoreScheme
 
 Document = dict[str, Any]
 

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from store_support import begin_store, contents, make_store
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from zinfer.checkpoint.fingerprint import weights_sample
 from zinfer.config import Settings
 from zinfer.errors import CheckpointError, ConfigError
-from zinfer.jobs.identity import weights_sample
+from zinfer.quantization.native.manifest import JOURNAL_NAME, MANIFEST_NAME
 from zinfer.store.folder import locked
-from zinfer.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 from zinfer.store.writing import write_store
 
 NUM_BLOCKS = 9

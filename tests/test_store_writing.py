@@ -22,7 +22,7 @@ import zinfer.store.writing
 from zinfer.display import shown
 from zinfer.errors import CheckpointError
 from zinfer.nvme.reader import DiskReadError
-from zinfer.store.manifest import JOURNAL_NAME, MANIFEST_NAME
+from zinfer.quantization.native.manifest import JOURNAL_NAME, MANIFEST_NAME
 from zinfer.store.placing import place_file
 from zinfer.store.progress import Meter
 from zinfer.store.writing import write_store

@@ -13,7 +13,7 @@ def families(
 ) -> None:
     """List the families of models that are tested, and which parts of zinfer each can use."""
     with importing():
-        from zinfer.families_table import families_markdown, families_table
+        from zinfer.cli.families_table import families_markdown, families_table
 
     with failing_disk_explained():
         if markdown:

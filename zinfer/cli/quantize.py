@@ -94,8 +94,8 @@ def quantize(
 
 
 def _calibration(model: Path, prompts: Path, settings: "Settings") -> "Calibration":
-    from zinfer.calibration import measure_squares
     from zinfer.errors import ConfigError
+    from zinfer.evaluation.calibrate import measure_squares
     from zinfer.jobs.index import scan_input
     from zinfer.store.calibration import Calibration
 
@@ -107,7 +107,7 @@ def _calibration(model: Path, prompts: Path, settings: "Settings") -> "Calibrati
 def _check_report(model: Path, report: Path | None, prompts: Path | None, settings: "Settings") -> None:
     """Said now, not when the store is written."""
     from zinfer.errors import ConfigError
-    from zinfer.report.agreement import check_prompts
+    from zinfer.evaluation.compare import check_prompts
 
     if report is None and prompts is not None:
         raise ConfigError(f"--prompts {prompts} is for the report; say where to write that: --report FILE.html")
@@ -121,9 +121,9 @@ def _check_report(model: Path, report: Path | None, prompts: Path | None, settin
 
 def _write_report(model: Path, store: Path, report: Path, prompts: Path | None, settings: "Settings") -> None:
     from zinfer.checkpoint import Checkpoint
-    from zinfer.report.agreement import compare_models
-    from zinfer.report.errors import measure_errors
-    from zinfer.report.page import error_table, write_page
+    from zinfer.evaluation.compare import compare_models
+    from zinfer.evaluation.page import error_table, write_page
+    from zinfer.evaluation.weight_error import measure_errors
 
     errors = list(measure_errors(Checkpoint.open(model), Checkpoint.open(store)))
     plain = replace(settings, quantization=None)

@@ -17,9 +17,9 @@ import torch
 
 from zinfer import __version__
 from zinfer.checkpoint import Checkpoint
+from zinfer.checkpoint.fingerprint import tokenizer_hash
 from zinfer.config import Settings
 from zinfer.errors import JobError
-from zinfer.jobs.identity import tokenizer_hash
 from zinfer.jobs.prompts import PromptMaker
 from zinfer.jobs.request import JobRequest
 from zinfer.jobs.weights import WeightsFile

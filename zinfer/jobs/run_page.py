@@ -9,10 +9,10 @@ from typing import Final
 from jinja2 import Environment
 from markupsafe import Markup
 
+from zinfer.jobs.plot import Line, plot
 from zinfer.jobs.summary import JobSummary, summary_rows
 from zinfer.jobs.timeline import Moment
 from zinfer.nvme.whole_file import replace_file
-from zinfer.report.plot import Line, plot
 
 _NUM_POINTS: Final = 300
 

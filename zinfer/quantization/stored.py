@@ -12,8 +12,8 @@ from zinfer.checkpoint.json_text import parse_object
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign import Scheme, find_scheme
-from zinfer.store.manifest import METHOD
-from zinfer.store.scheme import StoreScheme
+from zinfer.quantization.native.manifest import METHOD
+from zinfer.quantization.native.scheme import StoreScheme
 
 
 def find_stored_scheme(checkpoint: Checkpoint) -> Scheme | None:

@@ -8,10 +8,10 @@ import torch
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.checkpoint import EXPLICIT_KEY, INDEX_NAME
+from zinfer.checkpoint.fingerprint import text_files
 from zinfer.checkpoint.json_text import parse_object
-from zinfer.jobs.identity import text_files
+from zinfer.quantization.native.manifest import FORMAT_VERSION, METHOD
 from zinfer.store.block_file import BlockFile
-from zinfer.store.manifest import FORMAT_VERSION, METHOD
 
 
 def companions(checkpoint: Checkpoint, dtype: torch.dtype, files: Sequence[BlockFile]) -> dict[str, bytes]:

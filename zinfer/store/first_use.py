@@ -17,9 +17,9 @@ from zinfer.checkpoint.folder import CACHED_REPO_PREFIX
 from zinfer.config import Settings
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.partition import ModelBlock
+from zinfer.quantization.native.identity import Identity
 from zinfer.quantization.rules import Quantization
 from zinfer.store.folder import Asker, is_finished
-from zinfer.store.identity import Identity
 from zinfer.store.writing import write_store
 from zinfer.units import human_bytes
 

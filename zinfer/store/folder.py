@@ -13,9 +13,9 @@ from typing import Final
 
 from zinfer.checkpoint.faults import listed
 from zinfer.errors import ConfigError
-from zinfer.store.identity import Identity
+from zinfer.quantization.native.identity import Identity
+from zinfer.quantization.native.manifest import JOURNAL_NAME, MANIFEST_NAME, read_manifest
 from zinfer.store.journal import Journal
-from zinfer.store.manifest import JOURNAL_NAME, MANIFEST_NAME, read_manifest
 from zinfer.store.placing import temporary_files
 
 log = logging.getLogger(__name__)

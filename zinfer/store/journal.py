@@ -8,8 +8,8 @@ from typing import Any
 from zinfer.checkpoint.faults import unreadable
 from zinfer.errors import CheckpointError
 from zinfer.nvme.whole_file import replace_file
-from zinfer.store.identity import Identity
-from zinfer.store.manifest import FORMAT_VERSION, JOURNAL_NAME, StoredBlock
+from zinfer.quantization.native.identity import Identity
+from zinfer.quantization.native.manifest import FORMAT_VERSION, JOURNAL_NAME, StoredBlock
 
 
 class Journal:

@@ -17,12 +17,12 @@ from zinfer.model.partition import ModelBlock, cut_model
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Block, Extent, SlabLayout
 from zinfer.quantization.forms import check_patterns, find_form, find_rounding
+from zinfer.quantization.native.manifest import StoredParameter, is_store
 from zinfer.quantization.rounding import Squares, no_squares
 from zinfer.quantization.rules import Quantization
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.quantization.stored import StoredMatrix, find_stored_scheme
 from zinfer.store.block_file import BlockFile, name_prefix
-from zinfer.store.manifest import StoredParameter, is_store
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Final
 from jinja2 import Environment
 from rich.table import Table
 
+from zinfer.evaluation.compare import Agreement
+from zinfer.evaluation.weight_error import MatrixError
 from zinfer.nvme.whole_file import replace_file
-from zinfer.report.agreement import Agreement
-from zinfer.report.errors import MatrixError
 from zinfer.units import human_bytes
 
 _NUM_WORST: Final = 10

@@ -17,7 +17,7 @@ from zinfer.checkpoint.weight_index import check_file_name
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantized import QuantFormat
 from zinfer.nvme.whole_file import replace_file
-from zinfer.store.identity import Identity
+from zinfer.quantization.native.identity import Identity
 
 METHOD: Final = "zinfer"
 """``quant_method`` in the ``quantization_config`` of a store's config.json."""

@@ -8,7 +8,7 @@ import torch
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign.contract import Scheme
-from zinfer.store.manifest import MANIFEST_NAME, Manifest, read_manifest
+from zinfer.quantization.native.manifest import MANIFEST_NAME, Manifest, read_manifest
 
 
 class StoreScheme(Scheme):

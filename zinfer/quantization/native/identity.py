@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zinfer.checkpoint import Checkpoint
-from zinfer.jobs.identity import weights_sample
+from zinfer.checkpoint.fingerprint import weights_sample
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.quantization.rules import Quantization
 
