@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import zinfer.store.writing
 from zinfer.config import Settings, resolve_settings
 from zinfer.quantization.native.manifest import JOURNAL_NAME
-from zinfer.store.placing import place_file
+from zinfer.store.atomic_write import place_file
 from zinfer.store.summary import StoreSummary
 from zinfer.store.writing import write_store
 

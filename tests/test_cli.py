@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 from zinfer.batching.batcher import Batcher
 from zinfer.cli import app
+from zinfer.jobs.batched import RaggedCompleter
 from zinfer.jobs.paths import manifest_path
-from zinfer.jobs.ragged import RaggedCompleter
 
 
 @pytest.fixture(scope="module")

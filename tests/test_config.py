@@ -84,7 +84,7 @@ def test_own_keys_may_stand_alone_as_keyword_arguments_only() -> None:
         ({"offload_params": {}}, "unknown key offload_params; did you mean zero_optimization.offload_param?"),
         ({"quant": {"enabeld": False}}, "unknown key quant.enabeld; did you mean quant.enabled?"),
         ({"zinfer": {"max_gpu_mem": 1}}, "unknown key zinfer.max_gpu_mem; "),
-        ({"xyzzy": 1}, "unknown key xyzzy; remove it; zinfer.config.triage.KEYS lists what is known"),
+        ({"xyzzy": 1}, "unknown key xyzzy; remove it; zinfer.config.keys.KEYS lists what is known"),
         (
             {"checkpoint_config": {"qqq": 1}},
             "unknown key checkpoint_config.qqq; known there: base_dir, checkpoint_dir, ",

@@ -12,7 +12,7 @@ from guide_runner import PageRunner
 
 from zinfer.config import table
 from zinfer.config.key import Status
-from zinfer.config.triage import KEYS
+from zinfer.config.keys import KEYS
 from zinfer.model.families import FAMILIES
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

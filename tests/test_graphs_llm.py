@@ -13,7 +13,7 @@ from llm_support import NUM_NEW, alone, by_ids, folder, prompts
 from ragged_models import tiny_model
 
 from zinfer import LLM, SamplingParams
-from zinfer.batching.decode_form import DecodeForm, find_form
+from zinfer.batching.decode_bucket import DecodeForm, find_form
 from zinfer.batching.ragged import BatchBuilder
 from zinfer.graphs.forward_graphs import FIRST
 from zinfer.scheduling.schedule import Chunk, Chunks

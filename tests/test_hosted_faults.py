@@ -13,7 +13,7 @@ from races_support import late_streams
 from transformers import AutoModelForCausalLM
 
 from zinfer import LLM, SamplingParams
-from zinfer.batching import open_pages
+from zinfer.batching import open_kv_cache as open_pages
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError, PlanError
 from zinfer.kv_cache.host import HostedKVCache

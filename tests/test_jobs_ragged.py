@@ -200,8 +200,8 @@ def test_a_report_that_cannot_be_written_is_told_when_all_rows_are_there(
 def test_a_job_of_long_batches_takes_smaller_ones_and_keeps_to_them(
     model: Path, prompts: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zinfer.jobs.ragged._MOST_BATCH_S", 0.0)
-    monkeypatch.setattr("zinfer.jobs.ragged._LEAST_PACE", 0.4)
+    monkeypatch.setattr("zinfer.jobs.batched._MOST_BATCH_S", 0.0)
+    monkeypatch.setattr("zinfer.jobs.batched._LEAST_PACE", 0.4)
     summary = run(model, prompts, output, batch_size=None)
     assert 1 <= json.loads(manifest_path(output).read_text())["settings"]["batch_size"] < len(ROWS)
     assert any("at most the batch under way is computed again: " in note for note in summary.notes)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs_support import write_rows
 
-from zinfer.jobs.failure import UnusableInput
+from zinfer.jobs.exceptions import UnusableInput
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.rows import BadRow, Line, Row, _unique_keys, id_key, parse_line, read_lines, row_of
 from zinfer.requests.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ from guide_blocks import GUIDE, ROOT
 
 from zinfer.config import resolve_settings
 from zinfer.config.key import Status
-from zinfer.config.triage import BY_PATH
+from zinfer.config.keys import BY_PATH
 from zinfer.errors import ConfigError
 
 CODE = re.compile(r"(?ms)^```(.*?)^```$")

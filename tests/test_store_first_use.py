@@ -40,7 +40,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged about the writing."""
-    return [record.getMessage() for record in caplog.records if record.name == "zinfer.store.first_use"]
+    return [record.getMessage() for record in caplog.records if record.name == "zinfer.store.packed_cache"]
 
 
 @pytest.mark.parametrize("name", SECTIONS)

@@ -9,7 +9,7 @@ from first_use_support import engine_of, only, start
 from store_support import document
 from test_foreign_engine import GROUP_SIZE, write_quantized, write_quantized_experts
 
-import zinfer.store.first_use
+import zinfer.store.packed_cache
 from zinfer.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def test_other_tools_checkpoints_need_no_rules(
     assert {name.rsplit(".", 2)[-2] for name in document(only(tmp_path / "nvme"))["parameters"]} == {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     }
-    monkeypatch.setattr(zinfer.store.first_use, "write_store", None)
+    monkeypatch.setattr(zinfer.store.packed_cache, "write_store", None)
     start(folder, tmp_path / "nvme")
 
 

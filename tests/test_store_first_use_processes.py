@@ -16,8 +16,8 @@ from jobs_support import letters_model, prompt_rows, write_rows
 from store_support import contents, make_store
 
 from zinfer.quantization.native.manifest import JOURNAL_NAME, MANIFEST_NAME
-from zinfer.store.first_use import ENGINE
 from zinfer.store.folder import locked
+from zinfer.store.packed_cache import ENGINE
 
 NUM_LAYERS = 8
 NUM_BLOCKS = NUM_LAYERS + 3

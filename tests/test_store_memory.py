@@ -16,12 +16,12 @@ MEASURED = """
 import json, sys
 import psutil
 import zinfer.kernels.quantize
-import zinfer.store.assembly
+import zinfer.store.pipeline
 from zinfer.config import resolve_settings
 from zinfer.store.writing import write_store
 
 model, output, warm_model, warm_output = sys.argv[1:]
-zinfer.store.assembly._NUM_STAGING, zinfer.store.assembly._STAGING_BYTES = 4, 1 << 20
+zinfer.store.pipeline._NUM_STAGING, zinfer.store.pipeline._STAGING_BYTES = 4, 1 << 20
 zinfer.kernels.quantize._SLICE_ELEMENTS = 1 << 18
 settings = resolve_settings({"zinfer": {"device": "cpu", "quantization": {"bits": 4, "group_size": 64}}})
 write_store(warm_model, warm_output, settings)

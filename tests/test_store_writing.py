@@ -17,13 +17,13 @@ from rich.console import Console
 from store_support import Stopped, begin_store, contents, document, make_store, settings_of
 from streams import LateHostStream, late_stream
 
-import zinfer.store.assembly
+import zinfer.store.pipeline
 import zinfer.store.writing
 from zinfer.display import shown
 from zinfer.errors import CheckpointError
 from zinfer.nvme.reader import DiskReadError
 from zinfer.quantization.native.manifest import JOURNAL_NAME, MANIFEST_NAME
-from zinfer.store.placing import place_file
+from zinfer.store.atomic_write import place_file
 from zinfer.store.progress import Meter
 from zinfer.store.writing import write_store
 
@@ -172,10 +172,10 @@ def test_late_copies_and_slow_writes_change_nothing(
         place_file(path, (bytes(piece) for piece in pieces if time.sleep(numbers.uniform(0, 0.001)) is None))
 
     monkeypatch.setattr(zinfer.store.writing, "place_file", slow)
-    monkeypatch.setattr(zinfer.store.assembly, "open_stream", lambda _: late_stream(device, seed))
-    monkeypatch.setattr(zinfer.store.assembly, "HostStream", lambda: LateHostStream(seed))
-    monkeypatch.setattr(zinfer.store.assembly, "_STAGING_BYTES", 16 << 10)
-    monkeypatch.setattr(zinfer.store.assembly, "_NUM_STAGING", 2)
+    monkeypatch.setattr(zinfer.store.pipeline, "open_stream", lambda _: late_stream(device, seed))
+    monkeypatch.setattr(zinfer.store.pipeline, "HostStream", lambda: LateHostStream(seed))
+    monkeypatch.setattr(zinfer.store.pipeline, "_STAGING_BYTES", 16 << 10)
+    monkeypatch.setattr(zinfer.store.pipeline, "_NUM_STAGING", 2)
     make_store(model, tmp_path / "late", device, **SECTION)
     assert contents(tmp_path / "late") == contents(tmp_path / "prompt")
 

@@ -4,9 +4,9 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from zinfer.batching.llm import LLM
     from zinfer.engine.engine import InferenceEngine
     from zinfer.engine.entry import init_inference, initialize
-    from zinfer.llm import LLM
     from zinfer.model.on_device import OnDevice
     from zinfer.quantization.in_place import quantize_transformer
     from zinfer.quantization.rules import QuantizationConfig
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "LLM": "zinfer.llm",
+    "LLM": "zinfer.batching.llm",
     "Completion": "zinfer.requests.completion",
     "SamplingParams": "zinfer.requests.sampling_params",
     "InferenceEngine": "zinfer.engine.engine",

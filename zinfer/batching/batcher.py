@@ -8,8 +8,8 @@ from itertools import compress
 
 import torch
 
-from zinfer.batching.decode_form import find_form
-from zinfer.batching.loan import Loan
+from zinfer.batching.decode_bucket import find_form
+from zinfer.batching.page_lender import Loan
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.runner import PassRunner
 from zinfer.engine.finite_check import FiniteWatch, Looks

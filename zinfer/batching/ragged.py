@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from zinfer.batching.decode_form import DecodeForm
+from zinfer.batching.decode_bucket import DecodeForm
 from zinfer.kernels.kv_pages import PagedLayout
 from zinfer.nvme.aligned import align_up
 from zinfer.sampling.async_copy import on_its_way

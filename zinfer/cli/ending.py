@@ -14,7 +14,7 @@ from rich.console import Console
 
 from zinfer.display import LastingStream, print_text
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
-from zinfer.jobs.failure import Interrupted, UnusableInput
+from zinfer.jobs.exceptions import Interrupted, UnusableInput
 
 EXIT_STOPPED: Final = 1
 EXIT_UNUSABLE: Final = 2

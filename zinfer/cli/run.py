@@ -20,7 +20,7 @@ from zinfer.cli.ending import (
     unusable_input_explained,
 )
 from zinfer.errors import JobError
-from zinfer.jobs.failure import UnusableInput
+from zinfer.jobs.exceptions import UnusableInput
 from zinfer.jobs.task import Pooling, Task
 
 

@@ -1,4 +1,4 @@
-"""The keys that speak of quantized weights; part of the table in `zinfer.config.triage`.
+"""The keys that speak of quantized weights; part of the table in `zinfer.config.keys`.
 
 Read off DeepSpeed 0.19.8, where most of them are accepted and read by nothing: `inference/config.py` (`quant`,
 `weight_quantization`), `inference/engine.py` (`quantization_setting`), `inference/quantization/` (what

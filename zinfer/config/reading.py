@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zinfer.config.key import Key, Status
+from zinfer.config.keys import BY_NAME, BY_PATH
 from zinfer.config.source import Source
 from zinfer.config.suggestion import advice
-from zinfer.config.triage import BY_NAME, BY_PATH
 from zinfer.config.values import NoEffect, NotAvailable, Unusable, flag, number_of, show
 from zinfer.errors import ConfigError
 from zinfer.quantization.rules import QuantizationConfig

@@ -38,7 +38,7 @@ def resolve_settings(
     `config` is a dict, or the path of a JSON file, of DeepSpeed's inference keys, of its training-style sections
     (`zero_optimization`, `aio`, `fp16` ...) or of both; zinfer's own keys lie under "zinfer", and may stand alone among
     `kwargs`. "auto" and None mean the default. A key in both must have one meaning. What every key becomes is in
-    `zinfer.config.triage.KEYS`; those given without effect are listed in the result.
+    `zinfer.config.keys.KEYS`; those given without effect are listed in the result.
 
     `is_module` tells that the model is a module, whose weights are in memory unless a checkpoint is named; `parks` that
     an `LLM` runs it, which may keep sequences under `nvme_path` that had to make room.

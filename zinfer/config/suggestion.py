@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import SequenceMatcher
 
 from zinfer.config.key import Key, Status
-from zinfer.config.triage import BY_NAME, KEYS
+from zinfer.config.keys import BY_NAME, KEYS
 
 LIKE_HERE = 0.6
 LIKE_ELSEWHERE = 0.8
@@ -28,7 +28,7 @@ def advice(name: str, section: str, section_as_written: str) -> str:
         return f"did you mean {parent}.{nearest}?" if parent else f"did you mean {nearest}?"
     if section:
         return "known there: " + ", ".join(sorted(key.name for key in KEYS if key.parent == section))
-    return "remove it; zinfer.config.triage.KEYS lists what is known"
+    return "remove it; zinfer.config.keys.KEYS lists what is known"
 
 
 def _same(name: str, key: Key) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from zinfer.config.key import Key, Status
-from zinfer.config.triage import KEYS
+from zinfer.config.keys import KEYS
 from zinfer.config.values import show
 
 BEGIN: Final = "<!-- keys: written by python -m zinfer.config.table -->"

@@ -22,8 +22,8 @@ from zinfer.planning.planner import Plan, make_plan
 from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.forms import check_patterns, find_activations, find_form, find_rounding
 from zinfer.quantization.stored import find_stored_scheme
-from zinfer.store.first_use import stored_copy
-from zinfer.store.module_file import ModuleFile, module_file
+from zinfer.store.packed_cache import stored_copy
+from zinfer.store.spill_file import ModuleFile, module_file
 
 
 @dataclass(frozen=True, eq=False)

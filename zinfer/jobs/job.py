@@ -21,16 +21,16 @@ from zinfer.config import resolve_settings
 from zinfer.config.without_effect import said_before, say_without_effect
 from zinfer.display import shown
 from zinfer.errors import JobError
-from zinfer.jobs.ahead import ahead
 from zinfer.jobs.batches import Batch, BatchCutter
 from zinfer.jobs.completer import Answer, Completer
 from zinfer.jobs.encoding import Encoding
-from zinfer.jobs.failure import UnusableInput
+from zinfer.jobs.exceptions import UnusableInput
+from zinfer.jobs.execution_mode import EngineFactory, Method
 from zinfer.jobs.index import RowIndex, scan_input
 from zinfer.jobs.manifest import Manifest, model_identity, result_settings, versions
-from zinfer.jobs.method import EngineFactory, Method
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, Resumed, RowState
+from zinfer.jobs.prefetch_iter import ahead
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import NO_TOKENIZER, Prompt, PromptMaker
 from zinfer.jobs.reasons import reason_of, reason_of_bad

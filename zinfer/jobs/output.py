@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from zinfer.errors import JobError
-from zinfer.jobs.failure import UnusableInput
+from zinfer.jobs.exceptions import UnusableInput
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.manifest import Manifest, read_manifest, write_manifest
 from zinfer.jobs.paths import manifest_path

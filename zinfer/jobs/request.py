@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zinfer.jobs.failure import UnusableInput
+from zinfer.jobs.exceptions import UnusableInput
 from zinfer.jobs.paths import manifest_path
 from zinfer.jobs.task import Pooling, Task
 

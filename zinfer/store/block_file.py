@@ -7,7 +7,7 @@ from functools import cached_property
 from zinfer.model.partition import ModelBlock
 from zinfer.offload.block import Block, SlabTensor
 from zinfer.quantization.slab_matrix import SlabMatrix
-from zinfer.store.head import head_of
+from zinfer.store.safetensors_header import head_of
 
 
 @dataclass(frozen=True)

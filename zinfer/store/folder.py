@@ -15,8 +15,8 @@ from zinfer.checkpoint.faults import listed
 from zinfer.errors import ConfigError
 from zinfer.quantization.native.identity import Identity
 from zinfer.quantization.native.manifest import JOURNAL_NAME, MANIFEST_NAME, read_manifest
+from zinfer.store.atomic_write import temporary_files
 from zinfer.store.journal import Journal
-from zinfer.store.placing import temporary_files
 
 log = logging.getLogger(__name__)
 

@@ -26,14 +26,14 @@ from zinfer.offload.conversions import conversion_bytes
 from zinfer.probe.limits import choose_device
 from zinfer.quantization.native.identity import Identity
 from zinfer.quantization.native.manifest import JOURNAL_NAME, Manifest, StoredBlock
-from zinfer.store.assembly import Assembly
+from zinfer.store.atomic_write import in_pieces, place_file
 from zinfer.store.block_file import BlockFile
 from zinfer.store.calibration import CALIBRATION_NAME, Calibration
-from zinfer.store.companions import companions
 from zinfer.store.folder import COMMAND, Asker, is_finished, locked, open_journal
 from zinfer.store.journal import Journal
-from zinfer.store.placing import in_pieces, place_file
+from zinfer.store.pipeline import Assembly
 from zinfer.store.progress import Meter
+from zinfer.store.sidecar_files import companions
 from zinfer.store.source import Source
 from zinfer.store.summary import StoreSummary
 from zinfer.units import human_bytes

@@ -11,12 +11,12 @@ from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
 from zinfer.engine.engine import FindReserve, InferenceEngine
 from zinfer.errors import ConfigError, PlanError
+from zinfer.jobs.batched import RaggedCompleter
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter, reserve_of
 from zinfer.jobs.padded import Engine, PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
-from zinfer.jobs.ragged import RaggedCompleter
 from zinfer.jobs.request import JobRequest
 from zinfer.jobs.task import Task
 from zinfer.model.length_limits import Room

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import check_family, common_window
 from zinfer.batching.batcher import Batcher
-from zinfer.batching.call import Call, paired
-from zinfer.batching.open_pages import open_pages
+from zinfer.batching.open_kv_cache import open_pages
+from zinfer.batching.request_tracker import Call, paired
 from zinfer.batching.runner import PassRunner
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.without_effect import say_without_effect

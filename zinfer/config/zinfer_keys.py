@@ -1,4 +1,4 @@
-"""zinfer's own keys, the section `zinfer`; part of the table in `zinfer.config.triage`."""
+"""zinfer's own keys, the section `zinfer`; part of the table in `zinfer.config.keys`."""
 
 from __future__ import annotations
 

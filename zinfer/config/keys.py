@@ -10,8 +10,8 @@ from zinfer.config import values
 from zinfer.config.block_classes import block_classes
 from zinfer.config.key import Key, honoured, no_effect, not_yet, parts, section
 from zinfer.config.listing import checkpoint, checkpoint_path
-from zinfer.config.own_keys import OWN_KEYS
 from zinfer.config.quantization_keys import QUANTIZATION_KEYS
+from zinfer.config.zinfer_keys import OWN_KEYS
 
 SEVERAL_GPUS = "splitting layers over several GPUs"
 EXPERT_PARALLEL = "spreading experts over several GPUs"

@@ -5,13 +5,13 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final
 
+from zinfer.batching.llm import LLM
 from zinfer.config.settings import Batching
 from zinfer.jobs.forecast import Forecast
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.request import JobRequest
 from zinfer.jobs.timeline import Load
-from zinfer.llm import LLM
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.job_plan import ROWS_TOGETHER

@@ -23,7 +23,7 @@ from zinfer.offload.conversions import conversion_bytes
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.probe.limits import choose_device
 from zinfer.quantization.slab_matrix import SlabMatrix
-from zinfer.store.first_use import KEY, make_folder
+from zinfer.store.packed_cache import KEY, make_folder
 from zinfer.units import human_bytes
 
 log = logging.getLogger(__name__)
