@@ -39,6 +39,7 @@ from zinfer.kernels.cases import (
     random_choice,
     random_experts,
 )
+from zinfer.kernels.expert_routing import Groups
 from zinfer.kernels.grouped_linear import (
     ExpertWeights,
     grouped_linear,
@@ -46,7 +47,6 @@ from zinfer.kernels.grouped_linear import (
     grouped_linear_ref,
 )
 from zinfer.kernels.grouped_tiles import block_tokens_for, candidates, table_of
-from zinfer.kernels.groups import Groups
 from zinfer.kernels.quantized import QuantFormat
 
 MODELS: Final = {"qwen3": QWEN3_30B_A3B, "mixtral": MIXTRAL_8X7B}

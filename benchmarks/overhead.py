@@ -13,8 +13,8 @@ from passes import Passes
 from transformers import OPTConfig, OPTForCausalLM
 
 import zinfer
-from zinfer.offload.move import Move
 from zinfer.offload.streamer import Streamer
+from zinfer.offload.transfer import Move
 
 _NUM_LAYERS = 48
 _ROUNDS = 3

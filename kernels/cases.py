@@ -6,8 +6,8 @@ from typing import Final
 import torch
 
 from zinfer.kernels.dequantize import dequantize_ref
+from zinfer.kernels.expert_routing import Groups
 from zinfer.kernels.grouped_linear import ExpertWeights, grouped_linear_ref
-from zinfer.kernels.groups import Groups
 from zinfer.kernels.quantized import FLOAT8, FRAGMENT_GROUPS, QuantFormat, QuantizedMatrix
 
 FORMATS: Final = (

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.fragments import in_rows
 from zinfer.kernels.launching import INTERPRETED, on_device
+from zinfer.kernels.marlin_layout import in_rows
 from zinfer.kernels.quantized import FRAGMENT_ROWS, SYMMETRIC_INT4_ZERO, QuantizedMatrix
 from zinfer.kernels.widening import widen_bytes, widen_nibbles
 

@@ -25,9 +25,10 @@ import torch
 import triton
 from torch.nn import functional
 
+from zinfer.kernels.deinterleave import in_quarters
 from zinfer.kernels.dequantize import dequantize, dequantize_ref, has_kernels, kernel_codes
+from zinfer.kernels.expert_routing import Groups
 from zinfer.kernels.fragment_linear import can_multiply, chosen_linear, most_pairs
-from zinfer.kernels.fragments import columns_in_fragments
 from zinfer.kernels.grouped_kernel import grouped_kernel
 from zinfer.kernels.grouped_tiles import (
     GroupedTiles,
@@ -38,10 +39,9 @@ from zinfer.kernels.grouped_tiles import (
     step_units,
     takes_words,
 )
-from zinfer.kernels.groups import Groups
 from zinfer.kernels.launching import INTERPRETED, on_device
+from zinfer.kernels.marlin_layout import columns_in_fragments
 from zinfer.kernels.quantized import QuantizedMatrix
-from zinfer.kernels.quarters import in_quarters
 
 ExpertWeights: TypeAlias = torch.Tensor | QuantizedMatrix
 """[experts, rows, columns], or a matrix of all experts' rows one below the other."""

@@ -5,7 +5,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from zinfer.kernels.fragments import codes_in_fragments, put_scales
+from zinfer.kernels.marlin_layout import codes_in_fragments, put_scales
 from zinfer.kernels.quantized import FLOAT8, SYMMETRIC_INT4_ZERO, QuantFormat, QuantizedMatrix
 
 _SLICE_ELEMENTS: Final = 2 << 20  # 8 MiB in float32: stays in the caches, and is what quantizing takes, a few times

@@ -14,11 +14,11 @@ import torch
 
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, Conversion
-from zinfer.offload.lane import Lane
-from zinfer.offload.move import Move, Target
 from zinfer.offload.slots import Slot
 from zinfer.offload.source import DiskSource
 from zinfer.offload.tensor_checksums import TensorChecksums
+from zinfer.offload.transfer import Move, Target
+from zinfer.offload.transfer_lane import Lane
 
 NUM_SLOTS: Final = 2
 

@@ -14,12 +14,12 @@ from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, Home, Tier
 from zinfer.offload.conversions import Conversions, TakeTensors
 from zinfer.offload.host_memory import HostBuffer
-from zinfer.offload.lane import Lane
-from zinfer.offload.move import Move, Target
 from zinfer.offload.slots import Slot
 from zinfer.offload.source import DiskSource, HostSource, Source
 from zinfer.offload.stream import CopyStream, HostStream
 from zinfer.offload.tensor_checksums import TensorChecksums
+from zinfer.offload.transfer import Move, Target
+from zinfer.offload.transfer_lane import Lane
 
 log = logging.getLogger(__name__)
 

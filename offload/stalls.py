@@ -4,8 +4,8 @@ import time
 from collections.abc import Collection, Iterable
 
 from zinfer.offload.block import Tier
-from zinfer.offload.lane import Lane
-from zinfer.offload.move import Move
+from zinfer.offload.transfer import Move
+from zinfer.offload.transfer_lane import Lane
 
 
 class Stalls:

@@ -23,16 +23,16 @@ from typing import NamedTuple
 
 import torch
 
+from zinfer.offload.access_predictor import AccessOrder
 from zinfer.offload.arrivals import Arrivals
 from zinfer.offload.block import Block, SlabLayout, Tier
-from zinfer.offload.lane import Lane, LaneClosed
-from zinfer.offload.move import Move, Target
-from zinfer.offload.order import AccessOrder
 from zinfer.offload.slots import DeviceSlots, Slot
 from zinfer.offload.source import Source
 from zinfer.offload.stalls import Stalls
 from zinfer.offload.stream import Event
 from zinfer.offload.trace import Trace
+from zinfer.offload.transfer import Move, Target
+from zinfer.offload.transfer_lane import Lane, LaneClosed
 
 
 class _Use(NamedTuple):

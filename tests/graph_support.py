@@ -3,7 +3,7 @@
 What is recorded changes nothing that was there before, as a capture computes nothing, and what it made is spoilt. It is
 computed anew, in the same memory, when it is replayed. As in a graph's pool, memory that the program has let go of is
 taken again by what is recorded after. transformers takes it for a capture, in which it asks tensors for nothing; what
-would wait for the device is refused before it comes here (`zinfer/graphs/waits.py`).
+would wait for the device is refused before it comes here (`zinfer/graphs/no_sync.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from transformers.utils import import_utils
 from triton.runtime import interpreter
 
 from zinfer.engine import open_graphs
-from zinfer.graphs.recorder import CudaRecorder, Recorder
+from zinfer.graphs.capturer import CudaRecorder, Recorder
 from zinfer.kernels import paged_attention
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]

@@ -19,7 +19,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zinfer.kernels import (
     activation,
-    added,
     decode_attention,
     dequantize,
     fragment_linear,
@@ -27,16 +26,17 @@ from zinfer.kernels import (
     gated,
     gemv,
     grouped_linear,
-    groups,
     int8_linear,
     norm,
     paged_attention,
     prompt_attention,
-    quarters,
     rotary,
     write_pages,
     write_static,
 )
+from zinfer.kernels import add as added
+from zinfer.kernels import deinterleave as quarters
+from zinfer.kernels import expert_routing as groups
 from zinfer.kernels.attention_cases import AttentionCase, attention_call
 from zinfer.kernels.cases import (
     FRAGMENTS,

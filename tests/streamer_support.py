@@ -12,11 +12,11 @@ from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, Extent, Home, SlabLayout, Tier
 from zinfer.offload.homes import Homes
 from zinfer.offload.host_memory import HostBuffer
-from zinfer.offload.lane import Lane
 from zinfer.offload.slots import DeviceSlots, Slot
 from zinfer.offload.staging import StagingRing
 from zinfer.offload.stream import CopyStream
 from zinfer.offload.streamer import Streamer
+from zinfer.offload.transfer_lane import Lane
 
 SHAPES = (("weight", (370, 11)), ("bias", (5,)), ("norm", (64,)))
 HOMES = ("disk", "host", "pinned")

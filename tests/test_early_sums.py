@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from zinfer.graphs import early_sums
-from zinfer.graphs.early_sums import EarlySums
-from zinfer.kernels.added import added_kernel
+from zinfer.graphs import dependent_adds as early_sums
+from zinfer.graphs.dependent_adds import EarlySums
+from zinfer.kernels.add import added_kernel
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.reader import DiskReadError, Reader
 from zinfer.offload.block import Block, Extent, SlabLayout
 from zinfer.offload.host_memory import HostBuffer
-from zinfer.offload.lane import Lane
-from zinfer.offload.move import Move, Target
 from zinfer.offload.source import DiskSource
 from zinfer.offload.staging import StagingRing
 from zinfer.offload.stream import HostStream
 from zinfer.offload.trace import Trace
+from zinfer.offload.transfer import Move, Target
+from zinfer.offload.transfer_lane import Lane
 
 PAGE = 4096
 BEYOND_CALENDARS_NS = 10**12 * 10**9  # the year 33658; file systems with 64-bit times hold it

@@ -17,8 +17,8 @@ import zinfer
 from zinfer.engine import open_graphs
 from zinfer.errors import NonFiniteError
 from zinfer.graphs import static_layer
+from zinfer.graphs.capturer import CudaRecorder
 from zinfer.graphs.forward_graphs import FIRST, ForwardGraphs
-from zinfer.graphs.recorder import CudaRecorder
 from zinfer.graphs.static_caches import StaticCaches
 
 __all__ = ["stand_in"]  # a fixture

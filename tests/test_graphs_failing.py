@@ -10,8 +10,8 @@ import pytest
 import torch
 from graph_support import StandIn, assert_in_order, stand_in
 
+from zinfer.graphs.capturer import CudaRecorder
 from zinfer.graphs.forward_graphs import FIRST, ForwardGraphs
-from zinfer.graphs.recorder import CudaRecorder
 
 __all__ = ["stand_in"]  # a fixture
 

@@ -16,8 +16,8 @@ from transformers import AlbertConfig, AlbertModel, PreTrainedModel, T5Config, T
 
 import zinfer
 from zinfer.graphs import forward_graphs
+from zinfer.graphs.capturer import CudaRecorder
 from zinfer.graphs.forward_graphs import FIRST
-from zinfer.graphs.recorder import CudaRecorder
 from zinfer.offload.block import Tier
 from zinfer.offload.streamer import Streamer
 

@@ -11,9 +11,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.inject import products
+from zinfer.inject.fusion_groups import find_packs
 from zinfer.inject.injection import Injection
 from zinfer.inject.norms import overlay_layer_norm
-from zinfer.inject.packs import find_packs
 from zinfer.inject.products import overlay_product, turn_rows
 from zinfer.kernels.gemv import gemv
 from zinfer.kernels.quantize import quantize

@@ -24,7 +24,9 @@ from zinfer.kernels.cases import (
     random_choice,
     random_experts,
 )
+from zinfer.kernels.deinterleave import in_quarters, in_quarters_ref
 from zinfer.kernels.dequantize import dequantize
+from zinfer.kernels.expert_routing import Groups, pair_order_kernel, pair_order_ref
 from zinfer.kernels.fragment_linear import chosen_linear
 from zinfer.kernels.grouped_linear import (
     ExpertWeights,
@@ -42,10 +44,8 @@ from zinfer.kernels.grouped_tiles import (
     table_of,
     takes_words,
 )
-from zinfer.kernels.groups import Groups, pair_order_kernel, pair_order_ref
 from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.kernels.quarters import in_quarters, in_quarters_ref
 
 GROUPED = [format for format in FORMATS if format.group_size != 5]
 FORMS = (None, *GROUPED, *FRAGMENTS)

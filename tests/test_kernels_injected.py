@@ -11,7 +11,7 @@ from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
 from zinfer.kernels.activation import ACTIVATIONS, Activation, activated, activated_kernel, activated_ref
-from zinfer.kernels.added import added_kernel
+from zinfer.kernels.add import added_kernel
 from zinfer.kernels.gated import gated, gated_kernel, gated_ref
 from zinfer.kernels.norm import NormKind, norm, norm_kernel, norm_ref
 from zinfer.kernels.rotary import rotate, rotate_kernel, rotate_ref

@@ -14,11 +14,11 @@ from threads import within
 
 from zinfer.offload.block import Tier
 from zinfer.offload.host_memory import HostBuffer
-from zinfer.offload.lane import Lane, LaneClosed
-from zinfer.offload.move import Move, Target
 from zinfer.offload.source import Source
 from zinfer.offload.staging import StagingRing
 from zinfer.offload.stream import CopyStream, HostStream
+from zinfer.offload.transfer import Move, Target
+from zinfer.offload.transfer_lane import Lane, LaneClosed
 
 PART_BYTES = 4096
 

@@ -19,8 +19,8 @@ from transformers.models.llama import modeling_llama
 import zinfer
 from zinfer import LLM, SamplingParams
 from zinfer.inject import grouped_experts
+from zinfer.inject.fusion_groups import find_packs
 from zinfer.inject.injection import Injection
-from zinfer.inject.packs import find_packs
 
 HEADS, GATES = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 LATENT = ("q_a_proj", "kv_a_proj_with_mqa")

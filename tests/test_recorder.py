@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zinfer.graphs.recorder import CudaRecorder
+from zinfer.graphs.capturer import CudaRecorder
 
 
 class Captures:

@@ -10,9 +10,9 @@ import torch
 from product_counting import counted_products
 from torch import nn
 
+from zinfer.inject.fusion_groups import Pack, find_packs
 from zinfer.inject.injection import Injection
 from zinfer.inject.joined import joined
-from zinfer.inject.packs import Pack, find_packs
 
 
 class Own(nn.Module):

@@ -21,13 +21,13 @@ from streams import late_stream
 from threads import within
 
 from zinfer.nvme.reader import DiskReadError
+from zinfer.offload.access_predictor import AccessOrder
 from zinfer.offload.block import Block, Tier
 from zinfer.offload.host_memory import HostBuffer
-from zinfer.offload.lane import Lane, LaneClosed
-from zinfer.offload.move import Move
-from zinfer.offload.order import AccessOrder
 from zinfer.offload.stream import HostStream
 from zinfer.offload.streamer import Streamer
+from zinfer.offload.transfer import Move
+from zinfer.offload.transfer_lane import Lane, LaneClosed
 
 __all__ = ["file"]  # a fixture
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zinfer.graphs.form import Unrecordable
-from zinfer.graphs.waits import NoWaits
+from zinfer.graphs.no_sync import NoWaits
 
 Compute = Callable[[torch.Tensor, torch.Tensor], Any]
 """Of numbers and of a mask on a device."""

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zinfer.engine.placeholder import AbsentParameter
 from zinfer.errors import PlanError
-from zinfer.graphs.cuts import Cuts
+from zinfer.graphs.splits import Cuts
 from zinfer.model.partition import ModelBlock
 from zinfer.offload.streamer import Streamer
 from zinfer.probe.limits import free_host_bytes

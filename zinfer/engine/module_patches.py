@@ -16,8 +16,8 @@ from zinfer.engine.hooks import Forward
 from zinfer.errors import NotProfiledError
 from zinfer.graphs.forward_graphs import ForwardGraphs, GraphCounts
 from zinfer.graphs.static_caches import StaticCaches
+from zinfer.inject.fusion_groups import Pack
 from zinfer.inject.injection import Injection
-from zinfer.inject.packs import Pack
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from typing import Final
 import torch
 
 from zinfer.config import Settings
+from zinfer.graphs.capturer import CudaRecorder, Recorder
 from zinfer.graphs.forward_graphs import ForwardGraphs
-from zinfer.graphs.recorder import CudaRecorder, Recorder
 from zinfer.planning.planner import Plan
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.estimator import beside_others
-from zinfer.inject.packs import Pack, find_packs, packs_in
+from zinfer.inject.fusion_groups import Pack, find_packs, packs_in
 from zinfer.model.build import find_dtype, report_device
 from zinfer.model.dtype import warn_of_overflow
 from zinfer.model.partition import ModelBlock, cut_model

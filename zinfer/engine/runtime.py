@@ -12,7 +12,7 @@ from torch import nn
 from zinfer.config import Aio, Settings
 from zinfer.engine.hooks import Forward, StreamingHooks, absent_tensors
 from zinfer.errors import ConfigError
-from zinfer.graphs.cuts import Cuts
+from zinfer.graphs.splits import Cuts
 from zinfer.model.partition import ModelBlock
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.gds import choose_backend
@@ -21,7 +21,6 @@ from zinfer.nvme.scratch import ScratchFile
 from zinfer.offload.block import Block, Tier
 from zinfer.offload.homes import Homes
 from zinfer.offload.host_memory import HostBuffer
-from zinfer.offload.lane import Lane
 from zinfer.offload.slots import DeviceSlots, Slot
 from zinfer.offload.staging import DeviceBuffer, StagingRing
 from zinfer.offload.stats import RunStats
@@ -29,6 +28,7 @@ from zinfer.offload.stream import CopyStream, Event
 from zinfer.offload.streamer import Streamer
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.trace import Trace
+from zinfer.offload.transfer_lane import Lane
 from zinfer.planning.planner import Plan
 from zinfer.probe.rates import Rates
 

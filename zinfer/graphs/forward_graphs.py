@@ -12,13 +12,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
-from zinfer.graphs.cuts import Cuts
-from zinfer.graphs.early_sums import EarlySums
+from zinfer.graphs.capture import Recording
+from zinfer.graphs.capturer import Recorder
+from zinfer.graphs.dependent_adds import EarlySums
+from zinfer.graphs.escape_detector import Inside
 from zinfer.graphs.form import CONSTANTS, Call, Unrecordable
-from zinfer.graphs.inside import Inside
-from zinfer.graphs.recorder import Recorder
-from zinfer.graphs.recording import Recording
-from zinfer.graphs.waits import NoWaits
+from zinfer.graphs.no_sync import NoWaits
+from zinfer.graphs.splits import Cuts
 from zinfer.graphs.whole_masks import spared
 
 _MOST_GRAPHS: Final = 32

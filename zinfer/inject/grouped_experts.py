@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from zinfer.inject.overlay import Overlay, is_near, probe, stand_in
+from zinfer.kernels.expert_routing import Groups
 from zinfer.kernels.grouped_linear import ExpertWeights, can_group, grouped_linear
-from zinfer.kernels.groups import Groups
 from zinfer.quantization.parameter import QuantizedParameter
 
 GROUPED_EXPERTS: Final = "grouped experts"

@@ -9,11 +9,11 @@ from torch import nn
 
 from zinfer.inject.activations import overlay_activation
 from zinfer.inject.experts import overlay_experts
+from zinfer.inject.fusion_groups import Pack
 from zinfer.inject.gates import overlay_gate
 from zinfer.inject.grouped_experts import overlay_grouped_experts
 from zinfer.inject.norms import overlay_layer_norm, overlay_norm
 from zinfer.inject.overlay import Overlay
-from zinfer.inject.packs import Pack
 from zinfer.inject.products import overlay_product, product, turn_rows
 from zinfer.inject.rotations import overlay_rotation
 from zinfer.inject.shared_product import SharedProduct

@@ -22,11 +22,11 @@ from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block
 from zinfer.offload.conversions import Conversions
 from zinfer.offload.host_memory import HostBuffer
-from zinfer.offload.lane import Lane
-from zinfer.offload.move import Move, Target
 from zinfer.offload.source import DiskSource
 from zinfer.offload.staging import StagingRing
 from zinfer.offload.stream import HostStream, open_stream
+from zinfer.offload.transfer import Move, Target
+from zinfer.offload.transfer_lane import Lane
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import Final
 import torch
 
 from zinfer.errors import CheckpointError
-from zinfer.kernels.fragments import put_scales
+from zinfer.kernels.marlin_layout import put_scales
 from zinfer.kernels.quantize import pack_int4
 from zinfer.kernels.quantized import FLOAT8, QuantizedMatrix
 from zinfer.quantization.foreign.words import unpack

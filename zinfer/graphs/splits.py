@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from zinfer.graphs.capture import Recording
 from zinfer.graphs.form import Unrecordable
-from zinfer.graphs.recording import Recording
 from zinfer.offload.block import Block
 from zinfer.offload.streamer import Streamer
 

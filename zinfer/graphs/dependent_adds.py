@@ -5,7 +5,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zinfer.kernels.added import added_kernel
+from zinfer.kernels.add import added_kernel
 from zinfer.kernels.launching import INTERPRETED, is_dependent
 
 _MOST_ELEMENTS: Final = 1 << 16

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from zinfer.offload.move import Move
 from zinfer.offload.staging import StagingRing, StagingSlot
 from zinfer.offload.stream import CopyStream, Event
 from zinfer.offload.trace import Trace
+from zinfer.offload.transfer import Move
 
 
 class LaneClosed(RuntimeError):

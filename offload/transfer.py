@@ -22,7 +22,7 @@ class Move:
     """One transfer of a block. A lane runs it, one thread waits for it.
 
     ``loaded_at_s`` is when its last part was within the device's reach (`time.perf_counter`). The states are kept
-    without `threading.Condition`: [Note: Ctrl-C] in `offload/lane.py`.
+    without `threading.Condition`: [Note: Ctrl-C] in `offload/transfer_lane.py`.
     """
 
     def __init__(self, name: str, source: Source, target: Target) -> None:

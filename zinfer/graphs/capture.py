@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zinfer.graphs.capturer import Recorder
+from zinfer.graphs.escape_detector import Inside
 from zinfer.graphs.float_masks import float_masks
-from zinfer.graphs.inside import Inside
-from zinfer.graphs.recorder import Recorder
 
 
 class Recording:
