@@ -4,7 +4,7 @@ from pathlib import Path
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.model.build import build_meta_model
-from zinfer.model.partition import ModelBlock, cut_model
+from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.weight_matching import match_weights
 from zinfer.offload.block import Block
 
@@ -14,7 +14,7 @@ CASES = ("host", "disk", "half", "resident-0", "resident-25", "resident-50", "re
 def model_blocks(folder: Path) -> list[ModelBlock]:
     checkpoint = Checkpoint.open(folder)
     model = build_meta_model(checkpoint)
-    return cut_model(model, match_weights(model, checkpoint))
+    return partition_model(model, match_weights(model, checkpoint))
 
 
 def blocks_of(folder: Path) -> list[Block]:

@@ -11,7 +11,7 @@ import torch
 
 from zinfer.batching.batcher import Batcher
 from zinfer.batching.runner import PassRunner
-from zinfer.sampling.async_copy import Delivery
+from zinfer.sampling.async_copy import DeviceToHostCopy
 from zinfer.sampling.sampler import Sampler
 from zinfer.scheduling.schedule import PassSize
 
@@ -36,7 +36,7 @@ class HostWork:
         with ExitStack() as stack:
             for owner, name, timed in (
                 (Batcher, "step", self._step),
-                (Delivery, "take", self._away),
+                (DeviceToHostCopy, "take", self._away),
                 (PassRunner, "run", self._run),
                 (Sampler, "draw", self._draw),
             ):

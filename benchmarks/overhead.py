@@ -14,7 +14,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 import zinfer
 from zinfer.offload.streamer import Streamer
-from zinfer.offload.transfer import Move
+from zinfer.offload.transfer import Transfer
 
 _NUM_LAYERS = 48
 _ROUNDS = 3
@@ -30,11 +30,11 @@ class HotPath:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Count while the context lasts."""
-        watched: list[tuple[type, str]] = [(Streamer, "wait"), (Streamer, "release"), (Move, "wait")]
+        watched: list[tuple[type, str]] = [(Streamer, "wait"), (Streamer, "release"), (Transfer, "wait")]
         originals = [getattr(owner, name) for owner, name in watched]
         try:
             for (owner, name), original in zip(watched, originals, strict=True):
-                setattr(owner, name, self._timed(original, -1.0 if owner is Move else 1.0, name == "release"))
+                setattr(owner, name, self._timed(original, -1.0 if owner is Transfer else 1.0, name == "release"))
             yield
         finally:
             for (owner, name), original in zip(watched, originals, strict=True):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.launching import is_dependent, let_next_begin, on_device, tile_for, wait_for_others
+from zinfer.kernels.launching import grid_dependency_wait, is_dependent, launch_dependents, on_device, tile_for
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu"]
 ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
@@ -106,8 +106,8 @@ def _erfc(z):  # type: ignore[no-untyped-def]
 def _activation_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr
 ):
-    let_next_begin(IS_DEPENDENT)
-    wait_for_others(IS_DEPENDENT)
+    launch_dependents(IS_DEPENDENT)
+    grid_dependency_wait(IS_DEPENDENT)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + place, mask=place < count, other=0).to(tl.float32)
     tl.store(out_ptr + place, activate(x, ACTIVATION).to(out_ptr.dtype.element_ty), mask=place < count)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import is_dependent, let_next_begin, on_device, tile_for, wait_for_others
+from zinfer.kernels.launching import grid_dependency_wait, is_dependent, launch_dependents, on_device, tile_for
 
 
 def added_kernel(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -34,8 +34,8 @@ def added_kernel(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def _added_kernel(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, out_ptr, count, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr
 ):
-    let_next_begin(IS_DEPENDENT)
-    wait_for_others(IS_DEPENDENT)
+    launch_dependents(IS_DEPENDENT)
+    grid_dependency_wait(IS_DEPENDENT)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     x = tl.load(x_ptr + place, mask=inside, other=0).to(tl.float32)

@@ -15,7 +15,7 @@ from zinfer.kernels.attention_arguments import tile_arguments, words_fit
 from zinfer.kernels.attention_rule import AttentionRule
 from zinfer.kernels.attention_tile import attend, first_state, load_rows, whole_sums
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
-from zinfer.kernels.launching import is_dependent, let_next_begin, on_device, wait_for_others
+from zinfer.kernels.launching import grid_dependency_wait, is_dependent, launch_dependents, on_device
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     COMPILED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One split of a segment's keys for the heads of a tile; heads that share keys' sectors run beside each other."""
-    let_next_begin(IS_DEPENDENT)
-    wait_for_others(IS_DEPENDENT)
+    launch_dependents(IS_DEPENDENT)
+    grid_dependency_wait(IS_DEPENDENT)
     head_tiles: tl.constexpr = KV_HEADS * ((SHARED + ROWS - 1) // ROWS)
     heads: tl.constexpr = KV_HEADS * SHARED
     local, split = tl.program_id(0) // head_tiles, tl.program_id(1)
@@ -234,8 +234,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     SKIP_OTHERS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One head of a segment that has several splits: a tile of as many as there may be, so that the order is fixed."""
-    let_next_begin(IS_DEPENDENT)
-    wait_for_others(IS_DEPENDENT)
+    launch_dependents(IS_DEPENDENT)
+    grid_dependency_wait(IS_DEPENDENT)
     head, local = tl.program_id(0), tl.program_id(1)
     segment = first_segment + local
     token = tl.load(starts + segment)

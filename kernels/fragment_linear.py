@@ -77,7 +77,8 @@ def fragment_linear(
 ) -> torch.Tensor:
     """``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32.
 
-    The matrix must be nothing that a kernel has just written (`launching.wait_for_others`); a copy engine may have.
+    The matrix must be nothing that a kernel has just written (`launching.grid_dependency_wait`); a copy engine may
+    have.
 
     Args:
         x: [..., columns], of the matrix's dtype and device.

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.activation import Activation, activate, activated_ref
-from zinfer.kernels.launching import is_dependent, let_next_begin, on_device, tile_for, wait_for_others
+from zinfer.kernels.launching import grid_dependency_wait, is_dependent, launch_dependents, on_device, tile_for
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -62,8 +62,8 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     gate_ptr, up_ptr, out_ptr, width, num_blocks, gate_row, up_row,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin(IS_DEPENDENT)
-    wait_for_others(IS_DEPENDENT)
+    launch_dependents(IS_DEPENDENT)
+    grid_dependency_wait(IS_DEPENDENT)
     # Programs that run together read what lies together: across rows it took 5 % longer.
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import INTERPRETED, is_dependent, let_next_begin, on_device, wait_for_others
+from zinfer.kernels.launching import INTERPRETED, grid_dependency_wait, is_dependent, launch_dependents, on_device
 
 MOST_TOKENS: Final = 2
 _DTYPES: Final = (torch.float16, torch.bfloat16)
@@ -35,7 +35,7 @@ def can_multiply(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias``, sums in float32.
 
-    The weight must be nothing that a kernel has just written (`launching.wait_for_others`).
+    The weight must be nothing that a kernel has just written (`launching.grid_dependency_wait`).
 
     Args:
         x: [..., columns], few vectors, as `can_multiply` says.
@@ -84,13 +84,13 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Some rows for all tokens; sums are of a step's columns each until the end."""
-    let_next_begin(IS_DEPENDENT)
+    launch_dependents(IS_DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     in_rows = (row < rows)[:, None]
     ptrs = weight_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
     weight = tl.load(ptrs, mask=in_rows & (column < columns)[None, :], other=0).to(tl.float32)
-    wait_for_others(IS_DEPENDENT)
+    grid_dependency_wait(IS_DEPENDENT)
     sums = ()
     for token in tl.static_range(TOKENS):
         x = tl.load(x_ptr + token * x_stride + column, mask=column < columns, other=0).to(tl.float32)

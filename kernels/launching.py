@@ -36,7 +36,7 @@ def is_dependent(device: torch.device) -> bool:
 
 
 @triton.jit
-def let_next_begin(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+def launch_dependents(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
     """First of all in a kernel: once all its programs have come by here, those of the next one begin to wait, and load
     what no kernel writes. So a product's matrix is on its way while small kernels before it wait for each other."""
     if IS_DEPENDENT:
@@ -44,7 +44,7 @@ def let_next_begin(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def wait_for_others(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+def grid_dependency_wait(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Before it a kernel must touch nothing that another may write: neither one of the unbroken run of such launches
     that it is in, nor the one right before that run. Kernels that are launched otherwise, and copies, end a run.
 

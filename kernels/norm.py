@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import is_dependent, let_next_begin, on_device, wait_for_others
+from zinfer.kernels.launching import grid_dependency_wait, is_dependent, launch_dependents, on_device
 
 _MOST_WIDTH: Final = 1 << 15  # of a row, which a program holds in registers
 _TILE_ELEMENTS: Final = 4096
@@ -105,8 +105,8 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin(IS_DEPENDENT)
-    wait_for_others(IS_DEPENDENT)
+    launch_dependents(IS_DEPENDENT)
+    grid_dependency_wait(IS_DEPENDENT)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]

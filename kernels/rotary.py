@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import is_dependent, let_next_begin, on_device, wait_for_others
+from zinfer.kernels.launching import grid_dependency_wait, is_dependent, launch_dependents, on_device
 
 _HEADS: Final = 64  # of a token, that a program holds at once
 _WARPS: Final = 4
@@ -135,8 +135,8 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program turns some heads of one token. All is loaded before anything is waited for, queries first."""
-    let_next_begin(IS_DEPENDENT)
-    wait_for_others(IS_DEPENDENT)
+    launch_dependents(IS_DEPENDENT)
+    grid_dependency_wait(IS_DEPENDENT)
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     place = batch * tl.num_programs(0) + token
     pair = tl.arange(0, PAIRS)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.kv_pages import KVPages, takes_kernels, write_pages_ref
-from zinfer.kernels.launching import INTERPRETED, is_dependent, let_next_begin, on_device, wait_for_others
+from zinfer.kernels.launching import INTERPRETED, grid_dependency_wait, is_dependent, launch_dependents, on_device
 
 _TILE_ELEMENTS: Final = 4096
 _WARPS: Final = 4
@@ -116,8 +116,8 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     COMPILED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A row is one head of one token."""
-    let_next_begin(IS_DEPENDENT)
-    wait_for_others(IS_DEPENDENT)
+    launch_dependents(IS_DEPENDENT)
+    grid_dependency_wait(IS_DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // KV_HEADS, row % KV_HEADS
     inside = token < tokens

@@ -7,7 +7,7 @@ by what came before it. A wrong guess costs time, never correctness.
 from collections.abc import Iterator, Sequence
 
 
-class AccessOrder:
+class AccessPredictor:
     """The uses so far, and the ones expected.
 
     Args:

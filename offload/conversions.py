@@ -17,8 +17,8 @@ from zinfer.offload.block import Block, Conversion
 from zinfer.offload.slots import Slot
 from zinfer.offload.source import DiskSource
 from zinfer.offload.tensor_checksums import TensorChecksums
-from zinfer.offload.transfer import Move, Target
-from zinfer.offload.transfer_lane import Lane
+from zinfer.offload.transfer import Target, Transfer
+from zinfer.offload.transfer_lane import TransferLane
 
 NUM_SLOTS: Final = 2
 
@@ -40,7 +40,7 @@ class _UnderWay:
     block: Block
     conversion: Conversion
     slot: Slot
-    move: Move | None
+    move: Transfer | None
     home: torch.Tensor
     ready: "Future[None] | None"
 
@@ -60,7 +60,7 @@ class Conversions:
     def __init__(
         self,
         blocks: Sequence[Block],
-        lane: Lane,
+        lane: TransferLane,
         reader: Reader,
         take_tensors: TakeTensors | None = None,
         done: Callable[[Block], None] | None = None,
@@ -93,11 +93,11 @@ class Conversions:
         if not self._free:
             self._finish_oldest()
         slot = self._free.popleft()
-        move: Move | None = None
+        move: Transfer | None = None
         if conversion.extents:
             stored = Block(block.index, block.name, conversion.layout, conversion.extents, checksum=block.checksum)
             source = DiskSource(stored, self._reader, self._lane.slot_bytes, self._checksums)
-            move = Move(block.name, source, Target(slot.buffer, self._lane.stream, slot.vacant))
+            move = Transfer(block.name, source, Target(slot.buffer, self._lane.stream, slot.reusable_after))
         self._under_way.append(_UnderWay(block, conversion, slot, move, home, ready))
         if move is None:
             self._take(block, conversion, slot)
@@ -140,7 +140,7 @@ class Conversions:
             oldest.conversion.convert(stored, slab)
             # By the stream that converts: it overwrites the buffer no sooner than the copy is over.
             oldest.home.copy_(slab, non_blocking=True)
-        oldest.slot.vacant = self._lane.stream.mark_compute()
+        oldest.slot.reusable_after = self._lane.stream.mark_compute()
         self._free.append(oldest.slot)
         if self._done is not None:
             self._done(oldest.block)

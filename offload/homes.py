@@ -18,8 +18,8 @@ from zinfer.offload.slots import Slot
 from zinfer.offload.source import DiskSource, HostSource, Source
 from zinfer.offload.stream import CopyStream, HostStream
 from zinfer.offload.tensor_checksums import TensorChecksums
-from zinfer.offload.transfer import Move, Target
-from zinfer.offload.transfer_lane import Lane
+from zinfer.offload.transfer import Target, Transfer
+from zinfer.offload.transfer_lane import TransferLane
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Homes:
         blocks: Sequence[Block],
         homes: Sequence[Home],
         reader: Reader,
-        lanes: Mapping[Tier, Lane],
+        lanes: Mapping[Tier, TransferLane],
         take_tensors: TakeTensors | None = None,
         checksums: TensorChecksums | None = None,
     ) -> None:
@@ -62,7 +62,7 @@ class Homes:
         self._take_tensors = take_tensors
         self._slabs: list[HostBuffer] = []
         self._pinned: list[Future[None]] = []
-        self._moves: list[Move] = []
+        self._moves: list[Transfer] = []
         self._checksums = checksums
         self._conversions = Conversions(blocks, lanes[Tier.DISK], reader, take_tensors, checksums=checksums)
         self.sources: dict[int, Source] = {}
@@ -115,7 +115,7 @@ class Homes:
             self.device_bytes += block.nbytes
             self.resident[block.index] = slot.views(block.layout)
             if block.conversion is None:
-                self._fill(block, Target(slot.buffer, self._stream, slot.vacant), Tier.DISK)
+                self._fill(block, Target(slot.buffer, self._stream, slot.reusable_after), Tier.DISK)
                 self.bytes_to_device += block.nbytes
             else:
                 self._convert(block, slot.buffer)
@@ -137,7 +137,7 @@ class Homes:
     def _fill(self, block: Block, target: Target, tier: Tier) -> None:
         """Have the lane of a tier fill the target, or copy what came in memory."""
         if block.extents:
-            self._moves.append(Move(block.name, self._disk_source(block, tier), target))
+            self._moves.append(Transfer(block.name, self._disk_source(block, tier), target))
             self._lanes[tier].submit(self._moves[-1])
             self.loaded_bytes += self._moves[-1].source.wire_bytes
             return
@@ -168,7 +168,7 @@ class Homes:
         self._stream.mark_compute().synchronize()  # conversions write slabs by the compute stream
 
     @staticmethod
-    def _raise_failure(move: Move) -> None:
+    def _raise_failure(move: Transfer) -> None:
         failure = move.failure()
         if failure is not None:
             raise failure

@@ -14,12 +14,12 @@ from zinfer.offload.stream import CopyStream, Event
 class Slot:
     """A device buffer that any slab fits in.
 
-    ``vacant`` is the event of the last reader of the bytes: whoever overwrites the slot waits for it first. A block
-    that is moved into a ``borrowed`` slot stays there.
+    ``reusable_after`` is the event of the last reader of the bytes: whoever overwrites the slot waits for it first. A
+    block that is moved into a ``borrowed`` slot stays there.
     """
 
     buffer: torch.Tensor
-    vacant: Event
+    reusable_after: Event
     borrowed: bool = False
     _views: dict[SlabLayout, dict[str, torch.nn.Parameter]] = field(default_factory=dict)
 
@@ -37,8 +37,8 @@ class Slot:
         """Slots in device memory (uint8) of someone else, as many as it holds; vacant likewise."""
         first = -memory.data_ptr() % SLAB_ALIGNMENT_BYTES
         begins = range(first, memory.numel() - nbytes + 1, align_up(nbytes, SLAB_ALIGNMENT_BYTES))
-        vacant = stream.mark_compute()
-        return [cls(memory[begin : begin + nbytes], vacant, borrowed=True) for begin in begins]
+        reusable_after = stream.mark_compute()
+        return [cls(memory[begin : begin + nbytes], reusable_after, borrowed=True) for begin in begins]
 
     @property
     def address(self) -> int:

@@ -46,10 +46,10 @@ class DeviceBuffer:
 
 @dataclass(eq=False)
 class StagingSlot:
-    """A buffer that parts land in; ``vacant`` is the copy that last read from it."""
+    """A buffer that parts land in; ``reusable_after`` is the copy that last read from it."""
 
     memory: StagingBuffer
-    vacant: Event | None = None
+    reusable_after: Event | None = None
 
 
 class StagingRing:
@@ -71,17 +71,17 @@ class StagingRing:
 
     def take(self) -> StagingSlot:
         slot = self._free.get()
-        vacant, slot.vacant = slot.vacant, None
-        if vacant is not None:
+        reusable_after, slot.reusable_after = slot.reusable_after, None
+        if reusable_after is not None:
             try:
-                vacant.synchronize()
+                reusable_after.synchronize()
             except BaseException:  # the device failed: the slot is not lost with it
                 self._free.put(slot)
                 raise
         return slot
 
-    def put(self, slot: StagingSlot, vacant: Event | None) -> None:
-        slot.vacant = vacant
+    def put(self, slot: StagingSlot, reusable_after: Event | None) -> None:
+        slot.reusable_after = reusable_after
         self._free.put(slot)
 
     def close(self) -> None:

@@ -4,8 +4,8 @@ import time
 from collections.abc import Collection, Iterable
 
 from zinfer.offload.block import Tier
-from zinfer.offload.transfer import Move
-from zinfer.offload.transfer_lane import Lane
+from zinfer.offload.transfer import Transfer
+from zinfer.offload.transfer_lane import TransferLane
 
 
 class Stalls:
@@ -15,7 +15,7 @@ class Stalls:
         lanes: whose copy streams tell what was waited for on the device.
     """
 
-    def __init__(self, lanes: Collection[Lane]) -> None:
+    def __init__(self, lanes: Collection[TransferLane]) -> None:
         self._lanes = lanes
         self._seconds = {"disk": 0.0, "host": 0.0, "link": 0.0, "compute": 0.0}
         self._full_since_s: float | None = None
@@ -31,7 +31,7 @@ class Stalls:
             seconds["compute"] += lane.stream.copies_waited_s()
         return seconds
 
-    def note_wait(self, move: Move, begin_s: float) -> None:
+    def note_wait(self, move: Transfer, begin_s: float) -> None:
         """Account for the time since ``begin_s`` in which a block was waited for that has come by the move."""
         waited_s = time.perf_counter() - begin_s
         loading_s = min(max(move.loaded_at_s - begin_s, 0.0), waited_s) if move.source.staged else 0.0
@@ -43,7 +43,7 @@ class Stalls:
         if self._full_since_s is None:
             self._full_since_s = time.perf_counter()
 
-    def pause(self, moves: Iterable[Move]) -> None:
+    def pause(self, moves: Iterable[Transfer]) -> None:
         """Stop the clock of `note_full` between two calls, where the lanes wait for nothing that a call does."""
         self._is_paused = self._full_since_s is not None
         self.note_room(moves)
@@ -58,7 +58,7 @@ class Stalls:
         """All that is expected is there or on its way: the lanes wait for nobody."""
         self._full_since_s = None
 
-    def note_room(self, moves: Iterable[Move]) -> None:
+    def note_room(self, moves: Iterable[Transfer]) -> None:
         """Account for the time in which the lanes, with these moves behind them, had no slot to move anything into."""
         full_since_s, self._full_since_s = self._full_since_s, None
         if full_since_s is None or not self._counts_idleness:

@@ -27,8 +27,8 @@ class RunStats:
         disk_share: of the disk's, likewise.
         kv_bytes_to_device: of keys and values that are at home in host memory, copied to the device.
         kv_bytes_to_host: of those, copied back.
-        parked_bytes_written: of keys and values of texts that had to make room, written to the disk.
-        parked_bytes_read: of those, read again.
+        swapped_bytes_written: of keys and values of texts that had to make room, written to the disk.
+        swapped_bytes_read: of those, read again.
         passes: forwards of the whole model.
         wall_s: seconds inside forward and generate calls; on a CUDA device a forward may return before it is computed.
         span_s: seconds from the beginning of the first call until the device was done with the last one, or until now
@@ -50,8 +50,8 @@ class RunStats:
     disk_share: float | None = None
     kv_bytes_to_device: int = 0
     kv_bytes_to_host: int = 0
-    parked_bytes_written: int = 0
-    parked_bytes_read: int = 0
+    swapped_bytes_written: int = 0
+    swapped_bytes_read: int = 0
     passes: int = 0
     wall_s: float = 0.0
     span_s: float = 0.0

@@ -9,8 +9,8 @@ stream, so the host never waits for the device here.
 One thread drives a streamer; the lanes' threads only run moves. The synchronous twin begins each move in `wait`.
 
 A KeyboardInterrupt may strike between any two lines of that thread. A slot may then be in none of the four states, but
-only one that no lane touches and whose `vacant` is right: a move is registered before it is submitted, and stays
-registered until it has arrived. `settle` finds such slots and frees them.
+only one that no lane touches and whose `reusable_after` is right: a move is registered before it is submitted, and
+stays registered until it has arrived. `settle` finds such slots and frees them.
 
 Slots may be borrowed. A block that moves into one is there from then on: `release` leaves it ready, and no slot gets
 free. `give_back` ends that; the compute that comes after waits for the copies that were under way.
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from zinfer.offload.access_predictor import AccessOrder
+from zinfer.offload.access_predictor import AccessPredictor
 from zinfer.offload.arrivals import Arrivals
 from zinfer.offload.block import Block, SlabLayout, Tier
 from zinfer.offload.slots import DeviceSlots, Slot
@@ -31,8 +31,8 @@ from zinfer.offload.source import Source
 from zinfer.offload.stalls import Stalls
 from zinfer.offload.stream import Event
 from zinfer.offload.trace import Trace
-from zinfer.offload.transfer import Move, Target
-from zinfer.offload.transfer_lane import Lane, LaneClosed
+from zinfer.offload.transfer import Target, Transfer
+from zinfer.offload.transfer_lane import LaneClosed, TransferLane
 
 
 class _Use(NamedTuple):
@@ -40,7 +40,7 @@ class _Use(NamedTuple):
 
     block: Block
     slot: Slot
-    move: Move
+    move: Transfer
     begin: Event | None = None
 
 
@@ -60,7 +60,7 @@ class Streamer:
         self,
         blocks: Sequence[Block],
         sources: Mapping[int, Source],
-        lanes: Mapping[Tier, Lane],
+        lanes: Mapping[Tier, TransferLane],
         slots: DeviceSlots,
         *,
         synchronous: bool = False,
@@ -75,13 +75,13 @@ class Streamer:
         self._slots = slots
         self._synchronous = synchronous
         self._trace = trace
-        self._order = AccessOrder([block.index for block in blocks])
+        self._order = AccessPredictor([block.index for block in blocks])
         self._is_mixed = len({source.tier for source in sources.values()}) > 1
         self._moving: dict[int, _Use] = {}
         self._held: dict[int, _Use] = {}
         self._borrowed: list[Slot] = []  # those that are free
         self._num_borrowed = 0
-        self._staying: dict[int, _Use] = {}
+        self._cached: dict[int, _Use] = {}
         self._arrivals = Arrivals()
         self._stalls = Stalls(lanes.values())
 
@@ -93,7 +93,7 @@ class Streamer:
         stays = self._may_stay(block.index) or not self._slots.num_free
         slot = self._borrowed.pop() if stays else self._slots.take()
         lane = self._lanes[source.tier]
-        move = Move(block.name, source, Target(slot.buffer, lane.stream, slot.vacant))
+        move = Transfer(block.name, source, Target(slot.buffer, lane.stream, slot.reusable_after))
         try:
             self._moving[block.index] = _Use(block, slot, move)
             lane.submit(move)
@@ -118,7 +118,7 @@ class Streamer:
         use = self._come(block, guessed)
         self._stalls.note_wait(use.move, begin_s)
         begin = use.move.target.stream.join(use.move.sent())
-        if block.index not in self._staying:
+        if block.index not in self._cached:
             self._arrivals.note(begin, use.move.source)
         self._held[block.index] = _Use(block, use.slot, use.move, begin)
         self._moving.pop(block.index, None)
@@ -127,12 +127,12 @@ class Streamer:
     def release(self, block: Block) -> None:
         """Let the block's slot be overwritten once the compute so far is done, and move the next block into it."""
         use = self._held[block.index]
-        use.slot.vacant = use.move.target.stream.mark_compute()
+        use.slot.reusable_after = use.move.target.stream.mark_compute()
         if self._trace is not None and use.begin is not None:
-            self._trace.add_between("compute", block.name, use.begin, use.slot.vacant)
+            self._trace.add_between("compute", block.name, use.begin, use.slot.reusable_after)
         self._moving.pop(block.index, None)  # there only if an interrupt struck in `wait`
         if use.slot.borrowed:
-            self._staying[block.index] = use
+            self._cached[block.index] = use
         del self._held[block.index]
         if not use.slot.borrowed:
             self._slots.put(use.slot)
@@ -157,15 +157,15 @@ class Streamer:
         return self._held[block.index].slot
 
     def places(self, block: Block) -> list[Slot]:
-        """The slots that a block may be in when it is waited for, as long as `staying` says the same."""
-        staying = self._staying.get(block.index)
-        return list(self._slots.slots) if staying is None else [staying.slot]
+        """The slots that a block may be in when it is waited for, as long as `cached` says the same."""
+        cached = self._cached.get(block.index)
+        return list(self._slots.slots) if cached is None else [cached.slot]
 
-    def staying(self) -> tuple[tuple[int, int], ...] | None:
+    def cached(self) -> tuple[tuple[int, int], ...] | None:
         """The blocks that stay in borrowed slots, by index, and where; None while others are to come there."""
         if self._borrowed or any(use.slot.borrowed for use in self._moving.values()):
             return None
-        return tuple(sorted((index, use.slot.address) for index, use in self._staying.items()))
+        return tuple(sorted((index, use.slot.address) for index, use in self._cached.items()))
 
     @property
     def num_passing(self) -> int:
@@ -175,9 +175,9 @@ class Streamer:
     @property
     def passing_bytes(self) -> int:
         """Of blocks that stay nowhere."""
-        return sum(block.nbytes for index, block in self._blocks.items() if index not in self._staying)
+        return sum(block.nbytes for index, block in self._blocks.items() if index not in self._cached)
 
-    def borrow(self, slots: Iterable[Slot]) -> None:
+    def add_cache_slots(self, slots: Iterable[Slot]) -> None:
         """Take more slots, for blocks to stay in; between passes."""
         several = list(slots)
         self._num_borrowed += len(several)
@@ -189,8 +189,8 @@ class Streamer:
             self._give_up(use)
         stream = next(iter(self._lanes.values())).stream
         for slot in self._borrowed:  # a move that was given up may still write
-            stream.join(slot.vacant)
-        self._staying.clear()
+            stream.join(slot.reusable_after)
+        self._cached.clear()
         self._borrowed.clear()
         self._num_borrowed = 0
 
@@ -219,7 +219,7 @@ class Streamer:
             lane.close()
         for lane in self._lanes.values():
             lane.stream.mark().synchronize()
-        for uses in (self._moving, self._held, self._staying):
+        for uses in (self._moving, self._held, self._cached):
             uses.clear()
         self._borrowed.clear()
         self._slots.close()
@@ -247,7 +247,7 @@ class Streamer:
         three slots or more it takes the place behind the nearest of the others.
         """
         num_slots = len(self._slots)
-        ahead = (index for index in self._order.ahead() if index not in self._staying)
+        ahead = (index for index in self._order.ahead() if index not in self._cached)
         expected = list(islice(ahead, num_slots))
         num_near = num_slots - 2
         if not self._is_mixed or num_near < 1 or any(map(self._is_on_disk, expected[: num_near + 1])):
@@ -260,13 +260,13 @@ class Streamer:
 
     def _is_here(self, index: int) -> bool:
         """Whether a block is in a slot, or on its way into one."""
-        return index in self._moving or index in self._held or index in self._staying
+        return index in self._moving or index in self._held or index in self._cached
 
     def _may_stay(self, index: int) -> bool:
         """Whether a block that comes now gets a borrowed slot: blocks from disk before those from host memory."""
         if not self._borrowed or not self._is_mixed or self._is_on_disk(index):
             return bool(self._borrowed)
-        return all(other in self._staying for other in self._blocks if self._is_on_disk(other))
+        return all(other in self._cached for other in self._blocks if self._is_on_disk(other))
 
     def _is_on_disk(self, index: int) -> bool:
         return self._sources[index].tier is Tier.DISK
@@ -285,7 +285,7 @@ class Streamer:
         last_write = use.move.last_write()
         if last_write is not None and not use.move.has_failed:
             self._arrivals.note(last_write, use.move.source)
-        use.slot.vacant = last_write or use.slot.vacant
+        use.slot.reusable_after = last_write or use.slot.reusable_after
         del self._moving[use.block.index]
         if use.slot.borrowed:
             self._borrowed.append(use.slot)
@@ -298,7 +298,7 @@ class Streamer:
         A guess that failed is made again: what was wrong when it was made (a file being replaced) may be mended. A lane
         that was closed would not carry it.
         """
-        use = self._staying.get(block.index) or self._moving[block.index]
+        use = self._cached.get(block.index) or self._moving[block.index]
         failure = use.move.failure()
         if failure is not None:
             self._give_up(use)

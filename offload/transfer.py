@@ -11,14 +11,14 @@ from zinfer.offload.stream import CopyStream, Event
 
 @dataclass(frozen=True)
 class Target:
-    """Memory to be filled (uint8, the whole slab), by copies on ``stream`` that wait for ``vacant`` first."""
+    """Memory to be filled (uint8, the whole slab), by copies on ``stream`` that wait for ``reusable_after`` first."""
 
     memory: torch.Tensor
     stream: CopyStream
-    vacant: Event | None = None
+    reusable_after: Event | None = None
 
 
-class Move:
+class Transfer:
     """One transfer of a block. A lane runs it, one thread waits for it.
 
     ``loaded_at_s`` is when its last part was within the device's reach (`time.perf_counter`). The states are kept

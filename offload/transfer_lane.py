@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from zinfer.offload.staging import StagingRing, StagingSlot
 from zinfer.offload.stream import CopyStream, Event
 from zinfer.offload.trace import Trace
-from zinfer.offload.transfer import Move
+from zinfer.offload.transfer import Transfer
 
 
 class LaneClosed(RuntimeError):
@@ -29,14 +29,14 @@ class LaneClosed(RuntimeError):
 class _Part:
     """A part whose loading has begun. ``number`` None closes the move."""
 
-    move: Move
+    move: Transfer
     number: int | None = None
     staging: StagingSlot | None = None
     loading: Sequence["Future[None]"] = ()
     begun_at_s: float = 0.0
 
 
-class Lane:
+class TransferLane:
     """Two threads that carry moves.
 
     Args:
@@ -52,8 +52,8 @@ class Lane:
         self._staging = staging
         self._trace = trace
         self._closing = False
-        self._moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
-        self._parts: queue.SimpleQueue[_Part | Move | None] = queue.SimpleQueue()
+        self._moves: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._parts: queue.SimpleQueue[_Part | Transfer | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         try:
             for role, work in (("load", self._load_moves), ("send", self._send_parts)):
@@ -69,7 +69,7 @@ class Lane:
         """Size of a staging slot: the most that a staged part may hold."""
         return self._staging.slot_bytes
 
-    def submit(self, move: Move) -> None:
+    def submit(self, move: Transfer) -> None:
         """Have the move run; returns at once. A failure is the move's own, the lane goes on; a closed lane's is one."""
         if move.source.staged:
             self._moves.put(move)
@@ -94,7 +94,7 @@ class Lane:
                 self._parts.put(_Part(move))
         self._parts.put(None)
 
-    def _load_parts(self, move: Move) -> None:
+    def _load_parts(self, move: Transfer) -> None:
         for number in range(move.source.num_parts):
             if self._gives_up(move):
                 return
@@ -112,7 +112,7 @@ class Lane:
     def _send_parts(self) -> None:
         last_loaded_s = 0.0
         while (part := self._parts.get()) is not None:
-            if isinstance(part, Move):
+            if isinstance(part, Transfer):
                 self._send_unstaged(part)
                 continue
             if part.number is None:
@@ -127,14 +127,14 @@ class Lane:
             last_loaded_s = part.move.loaded_at_s
             self._send(part)
 
-    def _send_unstaged(self, move: Move) -> None:
+    def _send_unstaged(self, move: Transfer) -> None:
         if move.claim():
             for number in range(move.source.num_parts):
                 if not self._gives_up(move):
                     self._send(_Part(move, number))
             self._finish(move)
 
-    def _gives_up(self, move: Move) -> bool:
+    def _gives_up(self, move: Transfer) -> bool:
         """Whether no more of the move need be carried."""
         if self._closing:
             move.fail(LaneClosed(f"the {self._name} lane was closed while {move.name} was on its way"))
@@ -154,8 +154,8 @@ class Lane:
         sent: Event | None = None
         try:
             if not move.has_failed:
-                if number == 0 and move.target.vacant is not None:
-                    stream.after(move.target.vacant)
+                if number == 0 and move.target.reusable_after is not None:
+                    stream.after(move.target.reusable_after)
                 begin = stream.mark() if self._trace is not None else None
                 move.source.send(number, stream, move.target.memory, part.staging.memory if part.staging else None)
                 if begin is not None and self._trace is not None:
@@ -171,7 +171,7 @@ class Lane:
         if part.staging is not None:
             self._staging.put(part.staging, sent)
 
-    def _finish(self, move: Move) -> None:
+    def _finish(self, move: Transfer) -> None:
         sent: Event | None = None
         try:
             sent = move.target.stream.mark()  # after a failure too: parts that came before it may be under way

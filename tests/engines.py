@@ -11,7 +11,7 @@ import torch
 import zinfer
 from zinfer.checkpoint import Checkpoint
 from zinfer.model.build import build_meta_model
-from zinfer.model.partition import cut_model
+from zinfer.model.partition import partition_model
 from zinfer.model.weight_matching import match_weights
 from zinfer.nvme.aligned import align_up
 from zinfer.offload.block import Block
@@ -31,7 +31,7 @@ def check_shares(stats: RunStats | None) -> None:
 def blocks_of(folder: Path) -> list[Block]:
     checkpoint = Checkpoint.open(folder)
     model = build_meta_model(checkpoint)
-    return [block.block for block in cut_model(model, match_weights(model, checkpoint))]
+    return [block.block for block in partition_model(model, match_weights(model, checkpoint))]
 
 
 def config_for(folder: Path, homes: str, num_slots: int, device: str) -> dict[str, object]:

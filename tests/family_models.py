@@ -1,4 +1,4 @@
-"""A tiny random model of each class in `zinfer.model.families`, what it is called with, and what comes out of a call."""
+"""A tiny random model of each class in `zinfer.model.families`, what it is called with, and what a call gives."""
 
 from collections.abc import Mapping
 from typing import Any, Final

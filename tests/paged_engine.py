@@ -43,7 +43,7 @@ class PagedEngine:
         self.pool: PagePool = scheduler.pool
         self.token_budget = token_budget
         self.window = window
-        self.num_passes = self.num_parked = self.num_resumed = self.num_recomputed = self.num_shared = 0
+        self.num_passes = self.num_swapped_out = self.num_swapped_in = self.num_recomputed = self.num_shared = 0
         self._pages = [[0] * self.pool.page_size for _ in range(self.pool.num_pages)]
         self._host: dict[int, list[list[int]]] = {}
         self._prefixes: dict[int, list[int]] = {}
@@ -54,17 +54,17 @@ class PagedEngine:
     def compute(self, coming: Pass) -> dict[int, int]:
         """One pass; gives the next tokens."""
         self.num_passes += 1
-        self.num_parked += len(coming.parked)
-        self.num_resumed += len(coming.resumed)
+        self.num_swapped_out += len(coming.swapped_out)
+        self.num_swapped_in += len(coming.swapped_in)
         # Those that ran before the pass and were not set aside in it.
         kept = [pages for sequence, pages in self._before.values() if sequence.state is SequenceState.RUNNING]
         self._held = Counter(page for pages in kept for page in pages)
         self._check_shape(coming)
-        for sequence, pages in coming.parked:
+        for sequence, pages in coming.swapped_out:
             assert sequence.number not in self._host
             assert HOLE not in pages
             self._host[sequence.number] = [list(self._pages[page]) for page in pages]
-        for sequence, pages in coming.resumed:
+        for sequence, pages in coming.swapped_in:
             self._resume(sequence, pages)
         self._bring(coming)
         written: dict[int, int] = {}  # who wrote to a page
@@ -125,7 +125,7 @@ class PagedEngine:
         for chunk in coming.chunks:
             assert chunk.begin == chunk.sequence.num_computed < chunk.end <= chunk.sequence.num_tokens
             assert chunk.samples == (chunk.end == chunk.sequence.num_tokens)
-        assert not (coming.parked and coming.resumed), "one makes room for another's pages to come back"
+        assert not (coming.swapped_out and coming.swapped_in), "one makes room for another's pages to come back"
         self._check_progress(coming)
 
     def _check_progress(self, coming: Pass) -> None:

@@ -132,7 +132,7 @@ def spoil_slots(cache: HostedKVCache) -> None:
     for slot in cache._slots:
         for part in slot.parts:
             part.fill_(float("nan"))
-        slot.vacant = cache._coming.mark_compute()
+        slot.reusable_after = cache._coming.mark_compute()
 
 
 class Reference:

@@ -16,7 +16,7 @@ from zinfer.offload.slots import DeviceSlots, Slot
 from zinfer.offload.staging import StagingRing
 from zinfer.offload.stream import CopyStream
 from zinfer.offload.streamer import Streamer
-from zinfer.offload.transfer_lane import Lane
+from zinfer.offload.transfer_lane import TransferLane
 
 SHAPES = (("weight", (370, 11)), ("bias", (5,)), ("norm", (64,)))
 HOMES = ("disk", "host", "pinned")
@@ -74,7 +74,7 @@ def streaming(
     staging = StagingRing()
     for _ in range(num_staging):
         staging.add(HostBuffer(chunk_bytes, pin=stream.device.type == "cuda"))
-    lanes = {tier: Lane(tier.value, open_stream(), staging) for tier in (Tier.DISK, Tier.HOST)}
+    lanes = {tier: TransferLane(tier.value, open_stream(), staging) for tier in (Tier.DISK, Tier.HOST)}
     filled = Homes(blocks, [home(kind, stream) for kind in homes], reader, lanes)
     size = max(block.nbytes for block in blocks)
     slots = DeviceSlots(Slot.allocate(size, stream) for _ in range(num_slots))

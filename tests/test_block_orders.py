@@ -15,7 +15,7 @@ from safetensors.torch import save_model
 from transformers import BartForConditionalGeneration
 
 import zinfer
-from zinfer.model.partition import cut_model
+from zinfer.model.partition import partition_model
 
 GENERATOR = torch.Generator().manual_seed(6)
 INPUTS = [torch.randint(2, VOCAB_SIZE, (2, length), generator=GENERATOR) for length in (7, 3, 9, 5, 9)]
@@ -37,7 +37,7 @@ def outputs(model: Any, device: str) -> list[torch.Tensor]:
 
 def tight(model: OddModel, num_slots: int, device: str) -> dict[str, Any]:
     """A configuration that leaves room for the slots alone."""
-    blocks = [block.block for block in cut_model(model, {})]
+    blocks = [block.block for block in partition_model(model, {})]
     largest, always = max(block.nbytes for block in blocks), sum(block.nbytes for block in blocks if block.encloses)
     return {"max_device_memory": num_slots * largest + always, "num_slots": num_slots, "device": device}
 
@@ -66,11 +66,11 @@ def test_outputs_are_those_of_the_model_alone(
 
 
 def test_shared_modules_are_blocks_of_their_own() -> None:
-    blocks = {block.block.name: block for block in cut_model(odd_model(shares="module"), {})}
+    blocks = {block.block.name: block for block in partition_model(odd_model(shares="module"), {})}
     layers = [f"layers.{number}" for number in range(5)]
     assert list(blocks) == ["OddModel", "embed", layers[0], "layers.0.mixer", *layers[1:], "head"]
     assert [name for name, block in blocks.items() if block.is_layer] == layers
-    separate = sum(block.block.nbytes for block in cut_model(odd_model(), {}))
+    separate = sum(block.block.nbytes for block in partition_model(odd_model(), {}))
     assert sum(block.block.nbytes for block in blocks.values()) == separate - 4 * blocks["layers.0.mixer"].block.nbytes
 
 

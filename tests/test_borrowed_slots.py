@@ -26,7 +26,7 @@ def lent(streamer: Streamer, nbytes: int, count: int) -> torch.Tensor:
     slots = Slot.within(memory[1:], nbytes, lane.stream)
     assert len(slots) == count
     assert all(slot.buffer.data_ptr() % 256 == 0 and slot.buffer.numel() == nbytes for slot in slots)
-    streamer.borrow(slots[: streamer.num_passing])
+    streamer.add_cache_slots(slots[: streamer.num_passing])
     return memory
 
 
@@ -92,9 +92,9 @@ def test_blocks_from_disk_stay_before_those_from_host_memory(file: Path, device:
         for _ in range(2):
             for block in blocks:
                 use(streamer, block, contents, compute_s=0)
-        staying = sorted(streamer._staying)
-        assert {1, 4, 5} < set(staying)
-        assert len(staying) == 4
+        cached = sorted(streamer._cached)
+        assert {1, 4, 5} < set(cached)
+        assert len(cached) == 4
 
 
 def test_a_pass_that_is_cut_short_leaves_blocks_where_they_stay(file: Path, device: str) -> None:
@@ -103,11 +103,11 @@ def test_a_pass_that_is_cut_short_leaves_blocks_where_they_stay(file: Path, devi
         lent(streamer, blocks[0].nbytes, 2)
         for block in blocks:
             use(streamer, block, contents, compute_s=0)
-        staying = set(streamer._staying)
+        cached = set(streamer._cached)
         for block in blocks[:2]:
             streamer.wait(block)
         streamer.settle()
         assert not streamer.held()
-        assert set(streamer._staying) == staying
+        assert set(streamer._cached) == cached
         for block in blocks:
             use(streamer, block, contents, compute_s=0)

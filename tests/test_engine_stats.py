@@ -134,15 +134,15 @@ def test_stats_may_be_asked_for_while_it_generates(folder: Path) -> None:
 
         engine.module.model.layers[2].mlp.register_forward_pre_hook(pause)
         worker = threading.Thread(target=lambda: greedy(engine, max_new_tokens=2))
-        asker = threading.Thread(target=lambda: engine.stats())
+        caller = threading.Thread(target=lambda: engine.stats())
         worker.start()
         assert inside.wait(20)
-        asker.start()
-        asker.join(2)
-        answered = not asker.is_alive()
+        caller.start()
+        caller.join(2)
+        answered = not caller.is_alive()
         go_on.set()
         worker.join(20)
-        asker.join(20)
+        caller.join(20)
         assert answered
 
 

@@ -22,8 +22,8 @@ from zinfer.offload.source import DiskSource
 from zinfer.offload.staging import StagingRing
 from zinfer.offload.stream import HostStream
 from zinfer.offload.trace import Trace
-from zinfer.offload.transfer import Move, Target
-from zinfer.offload.transfer_lane import Lane
+from zinfer.offload.transfer import Target, Transfer
+from zinfer.offload.transfer_lane import TransferLane
 
 PAGE = 4096
 BEYOND_CALENDARS_NS = 10**12 * 10**9  # the year 33658; file systems with 64-bit times hold it
@@ -154,8 +154,8 @@ def test_a_lane_that_cannot_note_what_it_did(file: Path) -> None:
     block = Block(0, "block", layout, (Extent(file, 0, PAGE, torch.uint8, 0, torch.uint8),))
     ring, reader, stream = StagingRing(), Reader(num_threads=1), HostStream()
     ring.add(HostBuffer(2 * PAGE))
-    lane = Lane("disk", stream, ring, FullTrace())
-    move = Move("block", DiskSource(block, reader, 2 * PAGE), Target(torch.zeros(PAGE, dtype=torch.uint8), stream))
+    lane = TransferLane("disk", stream, ring, FullTrace())
+    move = Transfer("block", DiskSource(block, reader, 2 * PAGE), Target(torch.zeros(PAGE, dtype=torch.uint8), stream))
     try:
         lane.submit(move)
         answer = within(3, lambda: (move.failure(),))

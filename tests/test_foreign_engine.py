@@ -19,14 +19,14 @@ from zinfer.quantization.parameter import QuantizedParameter
 
 GROUP_SIZE = 32
 NUM_NEW_TOKENS = 12
-Pack = Callable[[Weights], dict[str, torch.Tensor]]
+FusionGroup = Callable[[Weights], dict[str, torch.Tensor]]
 
 GROUPS = {
     "targets": ["Linear"],
     "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP_SIZE},
 }
 CHANNELS = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
-METHODS: dict[str, tuple[dict[str, object], int, bool, Pack]] = {
+METHODS: dict[str, tuple[dict[str, object], int, bool, FusionGroup]] = {
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "sym": True, "desc_act": False},
         4,

@@ -109,8 +109,8 @@ def test_of_an_llm_with_texts_parked_on_the_disk(
     sizes = {"kv_page_size": 4, "kv_cache_memory": 24 * 4 * token_bytes(folder)}
     llm = LLM(folder, config, device="cpu", parks_on_disk=True, **sizes)
     stream = llm.stream(by_ids([[9, 9 + number] for number in range(9)]), SamplingParams(40, ignore_eos=True))
-    assert any(llm.num_parked_pages for _ in stream)
-    assert llm.stats().parked_bytes_written > 0
+    assert any(llm.num_swapped_pages for _ in stream)
+    assert llm.stats().swapped_bytes_written > 0
     assert storages.look() > llm.batching.kv_bytes + (32 << 20), "what passes between pages and file"
     llm.close()
     assert storages.left(llm._engine.module) == []
@@ -180,7 +180,7 @@ def test_a_closed_llm_tells_what_was(folder: Path, prompts: list[list[int]]) -> 
     after = (llm.num_tokens, llm.num_new_tokens, llm.passes(), llm.batching, llm.plan, llm.graphs, llm.fits(9, 9))
     assert after == before
     assert (llm.predict_passes(), llm.predict([5], 4)) == predicted
-    assert (llm.num_running, llm.num_parked_pages) == (0, 0)
+    assert (llm.num_running, llm.num_swapped_pages) == (0, 0)
     llm.close()
     for use in (llm.stats, llm.reset_prefix_cache, lambda: llm.generate(by_ids(prompts))):
         with pytest.raises(RuntimeError, match="this LLM was closed; make a new one"):

@@ -13,7 +13,7 @@ from llm_support import NUM_NEW, alone, by_ids, folder, prompts
 from ragged_models import tiny_model
 
 from zinfer import LLM, SamplingParams
-from zinfer.batching.decode_bucket import DecodeForm, find_form
+from zinfer.batching.decode_bucket import DecodeBucket, find_form
 from zinfer.batching.ragged import BatchBuilder
 from zinfer.graphs.forward_graphs import FIRST
 from zinfer.scheduling.schedule import Chunk, Chunks
@@ -121,4 +121,4 @@ def test_forms_hold_their_passes(lengths: list[int], page_size: int, is_prompt: 
 def test_forms_are_few() -> None:
     text = text_of(0, 9, [0])
     forms = {find_form([Chunk(text, 8, 9, True)] * count, 64) for count in range(1, 65)}
-    assert forms == {DecodeForm(count, 16) for count in (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)}
+    assert forms == {DecodeBucket(count, 16) for count in (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)}

@@ -1,4 +1,4 @@
-"""Keys and values in host memory: sizes that cannot be, calls that are cut short, parked texts, and closing."""
+"""Keys and values in host memory: sizes that cannot be, calls that are cut short, preempted sequences, and closing."""
 
 from dataclasses import replace
 from functools import partial
@@ -98,10 +98,10 @@ def test_texts_that_host_memory_cannot_hold_are_kept_on_the_disk_where_that_is_c
         config = {"zero_optimization": {"offload_param": {"nvme_path": str(tmp_path)}}}
         sizes = {"kv_page_size": 4, "kv_cache_memory": 24 * 4 * token_bytes(folder)}
         with LLM(folder, config, device=device, kv_cache_tier="host", **sizes) as llm:
-            assert llm.batching.most_parked_in_memory == 0
+            assert llm.batching.most_swapped_in_memory == 0
             assert [each.token_ids for each in llm.generate(by_ids(prompts), PARAMS)] == alone
             stats = llm.stats()
-            assert (stats.parked_bytes_written > 0) == (stats.parked_bytes_read > 0) == (found is fast)
+            assert (stats.swapped_bytes_written > 0) == (stats.swapped_bytes_read > 0) == (found is fast)
 
 
 def test_pages_in_host_memory_are_lent_to_no_weights(folder: Path, prompts: list[list[int]], device: str) -> None:

@@ -121,7 +121,7 @@ def test_whatever_is_asked_and_however_small_the_pool_is(
     with hosted(folder, home=home, **sizes) as llm:
         for _ in range(2):
             assert [each.token_ids for each in llm.generate(by_ids(asked), params)] == wanted
-        assert llm.batching.most_parked_pages == 0
+        assert llm.batching.most_swapped_pages == 0
 
 
 def begin(family: int) -> list[int]:

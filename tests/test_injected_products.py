@@ -14,7 +14,7 @@ from zinfer.inject import products
 from zinfer.inject.fusion_groups import find_packs
 from zinfer.inject.injection import Injection
 from zinfer.inject.norms import overlay_layer_norm
-from zinfer.inject.products import overlay_product, turn_rows
+from zinfer.inject.products import make_rows_contiguous, overlay_product
 from zinfer.kernels.gemv import gemv
 from zinfer.kernels.quantize import quantize
 from zinfer.kernels.quantized import QuantFormat
@@ -82,8 +82,8 @@ def test_weights_in_rows_are_seen_as_before() -> None:
     layers = nn.ModuleList([Conv1D(6, 4), Conv1D(6, 4)])
     layers[1].weight = layers[0].weight  # tied: turned once
     values, place = layers[0].weight.detach().clone(), layers[0].weight.data_ptr()
-    turn_rows(layers)
-    turn_rows(layers)
+    make_rows_contiguous(layers)
+    make_rows_contiguous(layers)
     weight = layers[0].weight
     assert torch.equal(weight, values)
     assert weight.t().is_contiguous()
@@ -102,7 +102,7 @@ def test_quantized_weights_keep_their_own_product(layer: nn.Module, monkeypatch:
     layer.weight = QuantizedParameter.make(matrix, tuple(weight.shape), transposed=transposed)
     overlay, x = overlay_product(layer), torch.randn(1, 32).half()
     assert overlay is not None
-    turn_rows(nn.ModuleList([layer]))
+    make_rows_contiguous(nn.ModuleList([layer]))
     with torch.no_grad(), counted(monkeypatch) as counts:
         assert torch.equal(overlay.forward(x), type(layer).forward(layer, x))
     assert not counts

@@ -15,8 +15,8 @@ from zinfer import LLM, SamplingParams
 from zinfer.batching.runner import PassRunner
 from zinfer.errors import ConfigError
 from zinfer.scheduling.scheduler import Scheduler
-from zinfer.scheduling.waiting_queue import AdmissionQueue
-from zinfer.scheduling.workload import Demand
+from zinfer.scheduling.waiting_queue import WaitingQueue
+from zinfer.scheduling.workload import Workload
 
 __all__ = ["alone", "folder", "llm", "prompts"]  # fixtures
 
@@ -213,7 +213,7 @@ def test_a_family_is_refused_before_a_quantized_copy_is_written(tmp_path: Path) 
     assert list(copies.iterdir()) == []
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Demand, "add"), (AdmissionQueue, "add"), (Scheduler, "end")])
+@pytest.mark.parametrize(("owner", "name"), [(Workload, "add"), (WaitingQueue, "add"), (Scheduler, "end")])
 def test_an_interrupt_anywhere_around_a_call_leaves_the_next_one_right(
     llm: LLM,
     prompts: list[list[int]],

@@ -16,7 +16,7 @@ from zinfer.nvme.tune import DiskRate, sweep_reads
 from zinfer.probe import disk
 from zinfer.probe import quick_read as glance
 from zinfer.probe.disk import checked_file, disk_number, measure_disk
-from zinfer.probe.quick_read import glance_at
+from zinfer.probe.quick_read import quick_read
 
 
 def random_file(path: Path, num_bytes: int) -> Path:
@@ -124,8 +124,8 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monke
 def test_a_glance_gives_a_rate_for_files_of_any_size(tmp_path: Path) -> None:
     for num_bytes in (1, 4096, 100_001):
         file = random_file(tmp_path / str(num_bytes), num_bytes)
-        assert glance_at([file], most_bytes=MIB, most_s=0.1) > 0
-    assert glance_at(list(tmp_path.iterdir()), most_bytes=MIB, most_s=0.0) > 0
+        assert quick_read([file], most_bytes=MIB, most_s=0.1) > 0
+    assert quick_read(list(tmp_path.iterdir()), most_bytes=MIB, most_s=0.0) > 0
 
 
 def test_a_glance_reads_short_files_until_their_rate_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,17 +138,17 @@ def test_a_glance_reads_short_files_until_their_rate_is_one(tmp_path: Path, monk
         return real(self, file, offset, target, required)
 
     monkeypatch.setattr(glance.Reader, "read_async", read_async)
-    glance_at(files, most_bytes=1 << 30, most_s=1e6)
+    quick_read(files, most_bytes=1 << 30, most_s=1e6)
     assert sum(read) == 64 * MIB
     assert max(read) == 5 * MIB
     read.clear()
-    glance_at(files, most_bytes=6 * MIB, most_s=1e6)
+    quick_read(files, most_bytes=6 * MIB, most_s=1e6)
     assert read == [3 * MIB, 3 * MIB]
 
 
 def test_a_glance_at_a_file_that_is_gone_says_which(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="gone"):
-        glance_at([tmp_path / "gone"], most_bytes=MIB, most_s=1.0)
+        quick_read([tmp_path / "gone"], most_bytes=MIB, most_s=1.0)
 
 
 @given(st.lists(st.integers(0, 40), max_size=5), st.integers(1, 100))

@@ -17,7 +17,7 @@ from zinfer.probe.compute import matmul_dtype, measure_matmul
 from zinfer.probe.device import measure_device
 from zinfer.probe.link import copy_until, measure_link, measure_together
 from zinfer.probe.memory import measure_memory
-from zinfer.probe.sizes import FULL_CPU, FULL_CUDA, full_sizes, hurried_sizes
+from zinfer.probe.sizes import FULL_CPU, FULL_CUDA, full_sizes, quick_sizes
 
 
 def figures(value: object) -> Iterator[float]:
@@ -166,4 +166,4 @@ def test_sizes_stay_within_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> N
     four = FULL_CUDA.bounded([cpu] * 4)
     assert 4 * four.link_bytes <= four.host_bytes <= 10 * MIB
     assert replace(scarce, link_bytes=1).bounded([cpu]).link_bytes == ALIGNMENT_BYTES
-    assert hurried_sizes(cpu).link_bytes < FULL_CPU.link_bytes
+    assert quick_sizes(cpu).link_bytes < FULL_CPU.link_bytes

@@ -81,7 +81,7 @@ def vacate_too_early(patched: pytest.MonkeyPatch) -> None:
     def release(streamer: Streamer, block: Block) -> None:
         use = streamer._held.pop(block.index)
         assert use.begin is not None
-        use.slot.vacant = use.begin
+        use.slot.reusable_after = use.begin
         streamer._slots.put(use.slot)
         streamer._look_ahead()
 
@@ -91,7 +91,7 @@ def vacate_too_early(patched: pytest.MonkeyPatch) -> None:
 def reuse_staging_at_once(patched: pytest.MonkeyPatch) -> None:
     """The next chunk is read into a staging slot whose bytes are still to be copied."""
     real = StagingRing.put
-    patched.setattr(StagingRing, "put", lambda ring, slot, vacant: real(ring, slot, None))
+    patched.setattr(StagingRing, "put", lambda ring, slot, reusable_after: real(ring, slot, None))
 
 
 HOST = Case(5, "host", resident=False, num_slots=2, patient=True)

@@ -96,12 +96,12 @@ def test_the_last_admitted_is_parked_when_a_decode_needs_its_page_and_comes_back
     assert second.state is SequenceState.RUNNING
     coming = step(scheduler)
     assert composition(coming) == [(0, 8, 9)]
-    assert coming.parked == [(second, lying)]
-    assert (second.state, second.pages, second.num_computed) == (SequenceState.PARKED, [], 8)
+    assert coming.swapped_out == [(second, lying)]
+    assert (second.state, second.pages, second.num_computed) == (SequenceState.SWAPPED, [], 8)
     while first.state is not SequenceState.FINISHED:
         assert composition(step(scheduler))[0][0] == 0
     coming = step(scheduler)
-    assert [sequence for sequence, _ in coming.resumed] == [second]
+    assert [sequence for sequence, _ in coming.swapped_in] == [second]
     assert composition(coming) == [(1, 8, 9)]
 
 
@@ -111,21 +111,21 @@ def test_pages_that_are_still_there_are_not_copied_back() -> None:
     guest = add(scheduler, 1, 11, max_new_tokens=8, salt=9)
     step(scheduler)
     assert guest.pages[0] == keeper.pages[0]
-    parked: list[tuple[int, ...]] = []
-    while not parked:
-        parked = [pages for _, pages in step(scheduler).parked]
-    resumed: list[tuple[int, ...]] = []
-    while not resumed:
-        resumed = [pages for _, pages in step(scheduler).resumed]
-    assert parked[0][0] == guest.pages[0]
-    assert 0 < len(resumed[0]) < len(parked[0])
-    assert list(resumed[0]) == guest.pages[len(parked[0]) - len(resumed[0]) : len(parked[0])]
+    swapped_out: list[tuple[int, ...]] = []
+    while not swapped_out:
+        swapped_out = [pages for _, pages in step(scheduler).swapped_out]
+    swapped_in: list[tuple[int, ...]] = []
+    while not swapped_in:
+        swapped_in = [pages for _, pages in step(scheduler).swapped_in]
+    assert swapped_out[0][0] == guest.pages[0]
+    assert 0 < len(swapped_in[0]) < len(swapped_out[0])
+    assert list(swapped_in[0]) == guest.pages[len(swapped_out[0]) - len(swapped_in[0]) : len(swapped_out[0])]
 
 
 def test_more_of_a_parked_prompt_may_be_found_than_was_parked() -> None:
     scheduler = scheduler_of(4, 4, token_budget=15)
     first, second = add(scheduler, 0, 7, max_new_tokens=6), add(scheduler, 1, 15, max_new_tokens=2)
-    while second.state is not SequenceState.PARKED:
+    while second.state is not SequenceState.SWAPPED:
         step(scheduler)
     assert second.num_computed == 8
     scheduler.end(first)
@@ -135,18 +135,18 @@ def test_more_of_a_parked_prompt_may_be_found_than_was_parked() -> None:
     scheduler.pool.publish(other, len(other.pages))
     scheduler.pool.release(other)
     coming = step(scheduler)
-    assert coming.resumed == [(second, ())]
+    assert coming.swapped_in == [(second, ())]
     assert composition(coming) == [(1, 12, 15)]
 
 
 def test_to_recompute_is_to_wait_in_front_and_to_compute_what_cannot_be_found() -> None:
-    scheduler = scheduler_of(4, 4, most_parked_pages=0)
+    scheduler = scheduler_of(4, 4, most_swapped_pages=0)
     first, second = add(scheduler, 0, 7, max_new_tokens=6), add(scheduler, 1, 8, max_new_tokens=8)
     add(scheduler, 2, 1)
     step(scheduler)
     step(scheduler)
     coming = step(scheduler)
-    assert not coming.parked
+    assert not coming.swapped_out
     assert (second.state, second.pages, second.output_ids) == (SequenceState.WAITING, [], [7])
     while first.state is not SequenceState.FINISHED:
         step(scheduler)
@@ -227,7 +227,7 @@ def test_a_window_may_begin_at_the_last_token_of_a_page(window: int, num_pages: 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "in a pass", "parked", "to recompute"])
 def test_any_unfinished_sequence_can_be_given_up(state: str) -> None:
-    scheduler = scheduler_of(4, 4, most_parked_pages=0 if state == "to recompute" else None)
+    scheduler = scheduler_of(4, 4, most_swapped_pages=0 if state == "to recompute" else None)
     first = add(scheduler, 0, 7, max_new_tokens=6)
     second = add(scheduler, 1, 8)
     if state in ("running", "parked", "to recompute"):

@@ -65,7 +65,7 @@ class Room:
     num_spare_tokens: int
     token_budget: int
     max_sequences: int
-    most_parked_pages: int | None
+    most_swapped_pages: int | None
     order: Order
     window: int | None
 
@@ -84,7 +84,7 @@ ROOMS = st.builds(
     num_spare_tokens=st.just(0) | st.integers(0, 400) | st.integers(100, 1500),
     token_budget=st.integers(1, 300) | st.sampled_from([1, 100, 300]),
     max_sequences=st.integers(1, 20) | st.just(20),
-    most_parked_pages=st.none() | st.just(0) | st.integers(1, 60),
+    most_swapped_pages=st.none() | st.just(0) | st.integers(1, 60),
     order=st.sampled_from(["arrival", "longest_first"]),
     window=st.none() | st.none() | st.sampled_from([1, 2, 16, 17, 50, 300]),
 )
@@ -105,7 +105,7 @@ class Workload:
             PagePool(num_pages, room.page_size),
             token_budget=room.token_budget,
             max_sequences=room.max_sequences,
-            most_parked_pages=room.most_parked_pages,
+            most_swapped_pages=room.most_swapped_pages,
             order=room.order,
             window=room.window,
         )
@@ -147,9 +147,9 @@ class Workload:
         self.scheduler.receive(self.coming_ids)
         self.compositions.append([(chunk.sequence.number, chunk.begin, chunk.end) for chunk in coming.chunks])
         next_ids = self.engine.compute(coming)
-        most, parked = self.room.most_parked_pages, self.scheduler.num_parked_pages
-        assert most is None or parked <= most
-        assert (parked > 0) == any(sequence.state is SequenceState.PARKED for sequence in self.sequences)
+        most, swapped_out = self.room.most_swapped_pages, self.scheduler.num_swapped_pages
+        assert most is None or swapped_out <= most
+        assert (swapped_out > 0) == any(sequence.state is SequenceState.SWAPPED for sequence in self.sequences)
         self._end_texts()
         self._abort(at, during_pass=True)
         going_on = {c.sequence.number for c in coming.chunks if c.sequence.state is SequenceState.RUNNING}
@@ -218,14 +218,14 @@ def test_pages_are_lent_as_a_workload_ends() -> None:
     assert workload.num_lent > 20
 
 
-@pytest.mark.parametrize("most_parked_pages", [None, 0, 12])
+@pytest.mark.parametrize("most_swapped_pages", [None, 0, 12])
 @pytest.mark.parametrize("window", [None, 50])
-def test_the_workloads_share_pages_and_run_short_of_them(most_parked_pages: int | None, window: int | None) -> None:
+def test_the_workloads_share_pages_and_run_short_of_them(most_swapped_pages: int | None, window: int | None) -> None:
     rows = [Row(number // 8, 64, 1 + number % 7, number % 2, 40, 60, 0, None) for number in range(24)]
-    workload = Workload(rows, Room(16, 150, 300, 20, most_parked_pages, "arrival", window))
+    workload = Workload(rows, Room(16, 150, 300, 20, most_swapped_pages, "arrival", window))
     workload.run()
     engine = workload.engine
     assert engine.num_shared > 0
-    assert (engine.num_parked > 0) == (most_parked_pages != 0)
-    assert (engine.num_recomputed > 0) == (most_parked_pages is not None)
-    assert engine.num_resumed == engine.num_parked
+    assert (engine.num_swapped_out > 0) == (most_swapped_pages != 0)
+    assert (engine.num_recomputed > 0) == (most_swapped_pages is not None)
+    assert engine.num_swapped_in == engine.num_swapped_out

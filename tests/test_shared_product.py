@@ -10,7 +10,7 @@ import torch
 from product_counting import counted_products
 from torch import nn
 
-from zinfer.inject.fusion_groups import Pack, find_packs
+from zinfer.inject.fusion_groups import FusionGroup, find_packs
 from zinfer.inject.injection import Injection
 from zinfer.inject.joined import joined
 
@@ -37,7 +37,7 @@ class Own(nn.Module):
         return [*found, self.third(x)] if how == "again" else found
 
 
-PACK = Pack("own", ("first", "second", "third"), ("weight",))
+PACK = FusionGroup("own", ("first", "second", "third"), ("weight",))
 
 
 def shared(module: Own) -> nn.ModuleDict:

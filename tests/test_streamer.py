@@ -21,13 +21,13 @@ from streams import late_stream
 from threads import within
 
 from zinfer.nvme.reader import DiskReadError
-from zinfer.offload.access_predictor import AccessOrder
+from zinfer.offload.access_predictor import AccessPredictor
 from zinfer.offload.block import Block, Tier
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.stream import HostStream
 from zinfer.offload.streamer import Streamer
-from zinfer.offload.transfer import Move
-from zinfer.offload.transfer_lane import Lane, LaneClosed
+from zinfer.offload.transfer import Transfer
+from zinfer.offload.transfer_lane import LaneClosed, TransferLane
 
 __all__ = ["file"]  # a fixture
 
@@ -142,14 +142,14 @@ def test_a_guess_that_fails_while_it_is_waited_for_is_made_again(
     blocks = make_blocks(file, 3)
     contents = file.read_bytes()
     begun, awaited, fault = threading.Event(), threading.Event(), Fault(armed=False)
-    wait = Move.wait
+    wait = Transfer.wait
 
     def fail_late(real: Preadv, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         begun.set()
         assert awaited.wait(20)
         return read_error(real, fd, buffers, offset)
 
-    def let_fail(move: Move) -> None:
+    def let_fail(move: Transfer) -> None:
         if move.name == blocks[1].name:
             assert begun.wait(20)
             fault.armed = False
@@ -161,7 +161,7 @@ def test_a_guess_that_fails_while_it_is_waited_for_is_made_again(
         streaming(blocks, ["host", "disk", "host"], 2, partial(late_stream, device, seed=4)) as streamer,
     ):
         fault.armed = True
-        monkeypatch.setattr(Move, "wait", let_fail)
+        monkeypatch.setattr(Transfer, "wait", let_fail)
         for block in blocks:
             use(streamer, block, contents, compute_s=0)
     assert awaited.is_set()
@@ -169,7 +169,7 @@ def test_a_guess_that_fails_while_it_is_waited_for_is_made_again(
 
 def test_a_guess_that_a_closed_lane_gave_up_is_not_made_again(file: Path) -> None:
     """Nobody would carry it, and the wait for it never end."""
-    blocks, fault, lanes = make_blocks(file, 2), Fault(armed=False), list[Lane]()
+    blocks, fault, lanes = make_blocks(file, 2), Fault(armed=False), list[TransferLane]()
 
     def wait_for_the_end(real: Preadv, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         while not lanes[0]._closing:
@@ -261,7 +261,7 @@ def test_a_refused_pin_streams_as_planned(file: Path, monkeypatch: pytest.Monkey
 
 def test_mixed_orders_are_learned() -> None:
     """A block with two uses a pass (tied embedding and head) is foreseen both times."""
-    order = AccessOrder([0, 1, 2])
+    order = AccessPredictor([0, 1, 2])
     for block in [0, 1, 2, 0] * 2:
         order.use(block)
     assert list(islice(order.ahead(), 1)) == [0], (
@@ -272,7 +272,7 @@ def test_mixed_orders_are_learned() -> None:
 
 
 def test_the_first_order_is_the_models() -> None:
-    order = AccessOrder([0, 1, 2, 3])
+    order = AccessPredictor([0, 1, 2, 3])
     assert list(order.ahead()) == []
     order.use(2)
     assert list(islice(order.ahead(), 3)) == [3, 0, 1]

@@ -9,7 +9,7 @@ from itertools import compress
 import torch
 
 from zinfer.batching.decode_bucket import find_form
-from zinfer.batching.page_lender import Loan
+from zinfer.batching.page_lender import IdlePageLender
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.runner import PassRunner
 from zinfer.engine.finite_check import FiniteWatch, Looks
@@ -19,7 +19,7 @@ from zinfer.kv_cache.device import KVCache
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.requests.completion import Finished, not_finite
 from zinfer.requests.sampling_params import SamplingParams
-from zinfer.requests.stop_criteria import Ending
+from zinfer.requests.stop_criteria import StopCriteria
 from zinfer.sampling.async_copy import send, settle
 from zinfer.sampling.sampler import BROKEN, Drawn, Logprobs, Row, Sampler, row_uniform
 from zinfer.scheduling.schedule import Pass, PassSize
@@ -34,7 +34,7 @@ class _Writing:
 
     sequence: Text
     row: Row
-    ending: Ending
+    ending: StopCriteria
     logprobs: list[Logprobs] = field(default_factory=list)
 
 
@@ -75,7 +75,7 @@ class Batcher:
         self._budget = budget
         self._window = window
         # Pages at home elsewhere are none of the device's memory.
-        self._loan = Loan(cache, runner.engine) if isinstance(cache, KVCache) else None
+        self._loan = IdlePageLender(cache, runner.engine) if isinstance(cache, KVCache) else None
         self._scheduler = self._new_scheduler()
         self._in_pass = False
         self._drawn: _Drawing | None = None
@@ -97,7 +97,7 @@ class Batcher:
         params: SamplingParams,
         *,
         seed: int,
-        ending: Ending,
+        ending: StopCriteria,
         end_token_ids: frozenset[int] = frozenset(),
         bad_word_ids: Sequence[tuple[int, ...]] = (),
     ) -> int:
@@ -160,9 +160,9 @@ class Batcher:
         return self._scheduler.num_running
 
     @property
-    def num_parked_pages(self) -> int:
+    def num_swapped_pages(self) -> int:
         """Pages of texts that had to make room."""
-        return self._scheduler.num_parked_pages
+        return self._scheduler.num_swapped_pages
 
     def fits(self, num_prompt: int, max_new_tokens: int) -> bool:
         """Whether the cache holds such a text alone."""
@@ -209,10 +209,10 @@ class Batcher:
 
     def _forward(self, coming: Pass) -> torch.Tensor:
         """Have a pass computed; the logits of its samples."""
-        for sequence, pages in coming.parked:
-            self._cache.park(sequence.number, pages)
-        for sequence, pages in coming.resumed:
-            self._cache.resume(sequence.number, pages)
+        for sequence, pages in coming.swapped_out:
+            self._cache.swap_out(sequence.number, pages)
+        for sequence, pages in coming.swapped_in:
+            self._cache.swap_in(sequence.number, pages)
         self._cache.expect(coming.chunks)
         pending = None
         if self._drawn is not None:

@@ -13,7 +13,7 @@ _FEWEST_TOKENS: Final = 1024
 
 
 @dataclass(frozen=True)
-class DecodeForm:
+class DecodeBucket:
     """What such a pass is filled up to.
 
     num_rows: rows; those beyond the pass's texts repeat the last one, which computes and writes the same twice.
@@ -28,7 +28,7 @@ class DecodeForm:
         return Chunks([*chunks, *[chunks[-1]] * (self.num_rows - len(chunks))])
 
 
-def find_form(chunks: Sequence[Chunk], page_size: int, most_part_tokens: int | None = None) -> DecodeForm | None:
+def find_form(chunks: Sequence[Chunk], page_size: int, most_part_tokens: int | None = None) -> DecodeBucket | None:
     """The form of a pass; None where it carries more than a token of each of a few texts, or would be of two parts."""
     if len(chunks) > _MOST_ROWS or any(chunk.end - chunk.begin > 1 or not chunk.samples for chunk in chunks):
         return None
@@ -36,7 +36,7 @@ def find_form(chunks: Sequence[Chunk], page_size: int, most_part_tokens: int | N
     num_rows = _rounded(len(chunks))
     if most_part_tokens is not None and num_rows > most_part_tokens:
         return None
-    return DecodeForm(num_rows, -(-(1 << (most_tokens - 1).bit_length()) // page_size))
+    return DecodeBucket(num_rows, -(-(1 << (most_tokens - 1).bit_length()) // page_size))
 
 
 def _rounded(num_rows: int) -> int:

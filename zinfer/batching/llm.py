@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from zinfer.batching.adapters import check_family, common_window
 from zinfer.batching.batcher import Batcher
 from zinfer.batching.open_kv_cache import open_pages
-from zinfer.batching.request_tracker import Call, paired
+from zinfer.batching.request_tracker import RequestTracker, paired
 from zinfer.batching.runner import PassRunner
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.without_effect import say_without_effect
@@ -30,7 +30,7 @@ from zinfer.model.partition import ModelBlock
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.footprint import Footprint
-from zinfer.planning.job_estimator import JobOutlook
+from zinfer.planning.job_estimator import JobEstimator
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.planner import Plan
 from zinfer.planning.simulation import JobPrediction
@@ -135,7 +135,7 @@ class LLM:
         )
         self._close = Uninterrupted(partial(_call_from_the_last, closers))
         token_bytes = shape.token_bytes(budget.kv_dtype)
-        self._outlook = JobOutlook(budget, window, token_bytes, self._engine.outlook.pass_time)
+        self._outlook = JobEstimator(budget, window, token_bytes, self._engine.outlook.pass_time)
 
     @property
     def plan(self) -> Plan:
@@ -212,9 +212,9 @@ class LLM:
         return self._batcher.num_running
 
     @property
-    def num_parked_pages(self) -> int:
+    def num_swapped_pages(self) -> int:
         """Pages of texts that had to make room, in host memory or on the disk."""
-        return self._batcher.num_parked_pages
+        return self._batcher.num_swapped_pages
 
     def passes(self) -> list[tuple[PassSize, float]]:
         """What each pass of the last call carried, and the seconds since the one before it; the first is left out."""
@@ -296,7 +296,7 @@ class LLM:
         self._batcher.abort()  # what Ctrl-C in an abort has left
         self._batcher.pass_sizes.clear()
         self._batcher.pass_ends_s.clear()
-        call = Call(self._batcher, self._encoder, self.tokenizer, self._end_token_ids, variables)
+        call = RequestTracker(self._batcher, self._encoder, self.tokenizer, self._end_token_ids, variables)
         self._is_streaming = True
         try:
             for begin in range(0, len(each), _PROMPTS_AT_ONCE):

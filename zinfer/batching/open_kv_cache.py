@@ -5,7 +5,7 @@ from zinfer.engine.engine import InferenceEngine
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.kv_cache.host import HostedKVCache
-from zinfer.kv_cache.swap import Parking
+from zinfer.kv_cache.swap import SwapPlace
 from zinfer.model.kv_shape import KVShape
 from zinfer.planning.kv_budget import BatchingBudget
 
@@ -25,8 +25,8 @@ def open_pages(engine: InferenceEngine, shape: KVShape, budget: BatchingBudget) 
         assert settings.offload.nvme_path is not None, "texts are to be kept on a disk, and none is named"
         folder = settings.offload.nvme_path.absolute()
     place = (shape, budget.num_pages, budget.page_size, budget.kv_dtype, engine.device)
-    parking = Parking(budget.most_parked_in_memory, folder)
+    swap_place = SwapPlace(budget.most_swapped_in_memory, folder)
     if not budget.is_hosted:
-        return KVCache(*place, parking)
+        return KVCache(*place, swap_place)
     windows = layer_windows(engine.module.config)
-    return HostedKVCache(*place, parking, windows=windows, synchronous=settings.synchronous, trace=engine.trace)
+    return HostedKVCache(*place, swap_place, windows=windows, synchronous=settings.synchronous, trace=engine.trace)

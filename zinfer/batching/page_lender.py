@@ -9,7 +9,7 @@ from zinfer.kv_cache.device import KVCache
 from zinfer.scheduling.scheduler import Scheduler
 
 
-class Loan:
+class IdlePageLender:
     """The pages from a limit on, in which blocks of an engine stay.
 
     Args:

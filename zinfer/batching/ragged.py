@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from zinfer.batching.decode_bucket import DecodeForm
+from zinfer.batching.decode_bucket import DecodeBucket
 from zinfer.kernels.kv_pages import PagedLayout
 from zinfer.nvme.aligned import align_up
 from zinfer.sampling.async_copy import on_its_way
@@ -48,7 +48,7 @@ class RaggedBatch:
     position_ids: torch.Tensor
     wanted: torch.Tensor
     parts: tuple[Part, ...]
-    form: DecodeForm | None = None
+    form: DecodeBucket | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +88,7 @@ class BatchBuilder:
         self._most_part_tokens = most_part_tokens
         self._tables = _PageTables()
 
-    def build(self, chunks: Chunks, pending: Pending | None = None, form: DecodeForm | None = None) -> RaggedBatch:
+    def build(self, chunks: Chunks, pending: Pending | None = None, form: DecodeBucket | None = None) -> RaggedBatch:
         """The batch of these chunks, in their order.
 
         Args:

@@ -9,7 +9,7 @@ from zinfer.errors import ConfigError, PlanError
 from zinfer.requests.completion import Completion, text_seed
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike, as_list
 from zinfer.requests.sampling_params import SamplingParams
-from zinfer.requests.stop_criteria import Ending
+from zinfer.requests.stop_criteria import StopCriteria
 
 
 def paired(
@@ -37,7 +37,7 @@ def paired(
     return list(zip(several, each, strict=True))
 
 
-class Call:
+class RequestTracker:
     """Hands prompts to a batcher as texts, ``n`` of each, and tells which completion each text is.
 
     Args:
@@ -106,7 +106,7 @@ class Call:
         repeat = self._seen.get(name, 0)
         self._seen[name] = repeat + 1
         for sample in range(params.n):
-            ending = Ending.of(self._tokenizer, params, ends)
+            ending = StopCriteria.of(self._tokenizer, params, ends)
             seed = 0 if params.is_greedy else text_seed(params.seed, prompt_ids, repeat, sample)
             number = self._batcher.add(
                 prompt_ids, params, seed=seed, ending=ending, end_token_ids=ends, bad_word_ids=bad_word_ids

@@ -54,7 +54,7 @@ def section(path: str, reason: str, *aliases: str, idle: tuple[object, ...] = ()
     return Key(path, Status.HONOURED, reason, aliases=aliases, is_section=True, idle=idle)
 
 
-def honoured(
+def supported(
     path: str,
     parse: Parser,
     reason: str,
@@ -67,13 +67,13 @@ def honoured(
     return Key(path, Status.HONOURED, reason, default, aliases, parse, field=field, same_as=same_as)
 
 
-def not_yet(path: str, what: str, *aliases: str, idle: tuple[object, ...] = (), is_section: bool = False) -> Key:
+def unsupported(path: str, what: str, *aliases: str, idle: tuple[object, ...] = (), is_section: bool = False) -> Key:
     """A key that may ask for nothing only."""
     default = idle[0] if idle else None
     return Key(path, Status.NOT_YET, what, default, aliases, is_section=is_section, idle=idle)
 
 
-def no_effect(parent: str, reason: str, *names: str) -> Iterable[Key]:
+def ignored(parent: str, reason: str, *names: str) -> Iterable[Key]:
     """One row a name: keys that are accepted for one reason; "name|alias" gives aliases."""
     for name, *aliases in (text.split("|") for text in names):
         yield Key(f"{parent}.{name}" if parent else name, Status.NO_EFFECT, reason, aliases=tuple(aliases))
@@ -82,4 +82,4 @@ def no_effect(parent: str, reason: str, *names: str) -> Iterable[Key]:
 def parts(parent: str, what: str, *names: str) -> Iterable[Key]:
     """The keys of a section that is not available yet; known, so that misspelt ones are told."""
     for name in names:
-        yield not_yet(f"{parent}.{name}", what)
+        yield unsupported(f"{parent}.{name}", what)

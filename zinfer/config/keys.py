@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from zinfer.config import values
 from zinfer.config.block_classes import block_classes
-from zinfer.config.key import Key, honoured, no_effect, not_yet, parts, section
+from zinfer.config.key import Key, ignored, parts, section, supported, unsupported
 from zinfer.config.listing import checkpoint, checkpoint_path
 from zinfer.config.quantization_keys import QUANTIZATION_KEYS
 from zinfer.config.zinfer_keys import OWN_KEYS
@@ -29,27 +29,27 @@ MODULES_KEPT = "concerns DeepSpeed's replaced layers; transformers' own modules 
 
 
 def _streaming(name: str, reason: str) -> Key:
-    return honoured(f"zero_optimization.stage3_{name}", values.elements, reason, name, field=f"streaming.{name}")
+    return supported(f"zero_optimization.stage3_{name}", values.elements, reason, name, field=f"streaming.{name}")
 
 
 _ZERO = "zero_optimization"
 _OFFLOAD = "zero_optimization.offload_param"
 
 _INFERENCE: tuple[Key, ...] = (
-    honoured(
+    supported(
         "dtype",
         values.dtype,
         "dtype of weights and compute, by default the checkpoint's own; int8: quantized weights",
         field="dtype",
     ),
-    honoured(
+    supported(
         "max_out_tokens",
         values.count(1),
         "most tokens of a sequence, input and new ones together, checked before any compute",
         "max_tokens",
         field="max_out_tokens",
     ),
-    honoured(
+    supported(
         "min_out_tokens",
         values.count(1),
         "tokens that must at least be possible",
@@ -57,24 +57,24 @@ _INFERENCE: tuple[Key, ...] = (
         field="min_out_tokens",
         default=1,
     ),
-    honoured("checkpoint", checkpoint, "folder of the checkpoint, or a list of its files", field="checkpoint"),
-    honoured("base_dir", values.folder_or_empty, "folder that a relative checkpoint, or its files, are joined to"),
+    supported("checkpoint", checkpoint, "folder of the checkpoint, or a list of its files", field="checkpoint"),
+    supported("base_dir", values.folder_or_empty, "folder that a relative checkpoint, or its files, are joined to"),
     section("checkpoint_config", "the checkpoint, as a section", "ckpt_config"),
-    honoured("checkpoint_config.checkpoint_dir", checkpoint_path, "the same as checkpoint", same_as="checkpoint"),
-    honoured("checkpoint_config.base_dir", values.folder_or_empty, "folder that it is joined to", same_as="base_dir"),
-    not_yet("checkpoint_config.save_mp_checkpoint_path", "saving a split checkpoint"),
-    not_yet("save_mp_checkpoint_path", "saving a split checkpoint"),
+    supported("checkpoint_config.checkpoint_dir", checkpoint_path, "the same as checkpoint", same_as="checkpoint"),
+    supported("checkpoint_config.base_dir", values.folder_or_empty, "folder that it is joined to", same_as="base_dir"),
+    unsupported("checkpoint_config.save_mp_checkpoint_path", "saving a split checkpoint"),
+    unsupported("save_mp_checkpoint_path", "saving a split checkpoint"),
     section("tensor_parallel", "tensor parallelism", "tp"),
-    not_yet("tensor_parallel.tp_size", SEVERAL_GPUS, idle=(1,)),
-    not_yet("tensor_parallel.autotp_size", SEVERAL_GPUS, idle=(0, 1)),
+    unsupported("tensor_parallel.tp_size", SEVERAL_GPUS, idle=(1,)),
+    unsupported("tensor_parallel.autotp_size", SEVERAL_GPUS, idle=(0, 1)),
     *parts("tensor_parallel", SEVERAL_GPUS, "mpu", "tp_group", "partition_config", "preset_model"),
-    *no_effect("tensor_parallel", "says how layers are split; none is split over one GPU", "enabled", "tp_grain_size"),
-    *no_effect("tensor_parallel", ONE_GPU, "tp_overlap_comm"),
-    *no_effect("", "says how finely layers are split; none is split over one GPU", "tp_grain_size"),
-    not_yet("mp_size", SEVERAL_GPUS, idle=(1,)),
-    not_yet("training_mp_size", "checkpoints that training has split", idle=(1,)),
-    not_yet("mpu", SEVERAL_GPUS),
-    honoured(
+    *ignored("tensor_parallel", "says how layers are split; none is split over one GPU", "enabled", "tp_grain_size"),
+    *ignored("tensor_parallel", ONE_GPU, "tp_overlap_comm"),
+    *ignored("", "says how finely layers are split; none is split over one GPU", "tp_grain_size"),
+    unsupported("mp_size", SEVERAL_GPUS, idle=(1,)),
+    unsupported("training_mp_size", "checkpoints that training has split", idle=(1,)),
+    unsupported("mpu", SEVERAL_GPUS),
+    supported(
         "replace_with_kernel_inject",
         values.flag,
         "norms, rotations, activations and gated MLPs are computed by fused kernels, products of one input as one, and "
@@ -82,7 +82,7 @@ _INFERENCE: tuple[Key, ...] = (
         "kernel_inject",
         field="kernel_inject",
     ),
-    honoured(
+    supported(
         "injection_policy",
         block_classes,
         "classes of modules that are blocks, as {Block: (linear layers whose results GPUs would add up)}",
@@ -90,71 +90,71 @@ _INFERENCE: tuple[Key, ...] = (
         field="block_classes",
         default=(),
     ),
-    *no_effect("", "written by DeepSpeed itself, out of injection_policy", "injection_policy_tuple"),
-    honoured(
+    *ignored("", "written by DeepSpeed itself, out of injection_policy", "injection_policy_tuple"),
+    supported(
         "enable_cuda_graph",
         values.flag,
         "forwards are replayed as CUDA graphs, in pieces where weights stream; by default zinfer.LLM's passes of few "
         "texts, where little streams",
         field="cuda_graph",
     ),
-    *no_effect("", TRITON, "use_triton", "triton_autotune"),
+    *ignored("", TRITON, "use_triton", "triton_autotune"),
     section("moe", "mixtures of experts", idle=(True,)),
-    *no_effect("moe", EXPERTS, "enabled", "moe_experts|num_experts", "type"),
-    not_yet("moe.ep_size", EXPERT_PARALLEL, idle=(1,)),
-    not_yet("moe.ep_group", EXPERT_PARALLEL, "expert_group"),
-    not_yet("moe.ep_mp_group", EXPERT_PARALLEL, "expert_mp_group"),
-    not_yet("ep_size", EXPERT_PARALLEL, idle=(1,)),
-    not_yet("ep_group", EXPERT_PARALLEL, "expert_group"),
-    not_yet("ep_mp_group", EXPERT_PARALLEL, "expert_mp_group"),
-    *no_effect("", EXPERTS, "moe_experts", "moe_type"),
-    *no_effect("", "chose among ways to replace layers of which DeepSpeed kept one", "replace_method"),
-    *no_effect("", MODULES_KEPT, "return_tuple", "transposed_mode"),
-    *no_effect("", "the model's own attention knows its mask", "triangular_masking|tm"),
-    *no_effect("", "no model is moved to the device as a whole; the homes of its blocks decide", "keep_module_on_host"),
-    *no_effect("", "modules are always built empty, and their weights stream", "set_empty_params"),
-    *no_effect("", "the checkpoint's own config.json describes the model", "config|args"),
+    *ignored("moe", EXPERTS, "enabled", "moe_experts|num_experts", "type"),
+    unsupported("moe.ep_size", EXPERT_PARALLEL, idle=(1,)),
+    unsupported("moe.ep_group", EXPERT_PARALLEL, "expert_group"),
+    unsupported("moe.ep_mp_group", EXPERT_PARALLEL, "expert_mp_group"),
+    unsupported("ep_size", EXPERT_PARALLEL, idle=(1,)),
+    unsupported("ep_group", EXPERT_PARALLEL, "expert_group"),
+    unsupported("ep_mp_group", EXPERT_PARALLEL, "expert_mp_group"),
+    *ignored("", EXPERTS, "moe_experts", "moe_type"),
+    *ignored("", "chose among ways to replace layers of which DeepSpeed kept one", "replace_method"),
+    *ignored("", MODULES_KEPT, "return_tuple", "transposed_mode"),
+    *ignored("", "the model's own attention knows its mask", "triangular_masking|tm"),
+    *ignored("", "no model is moved to the device as a whole; the homes of its blocks decide", "keep_module_on_host"),
+    *ignored("", "modules are always built empty, and their weights stream", "set_empty_params"),
+    *ignored("", "the checkpoint's own config.json describes the model", "config|args"),
 )
 
 _ZERO_INFERENCE: tuple[Key, ...] = (
     section(_ZERO, "ZeRO-Inference", "zero"),
-    honoured(f"{_ZERO}.stage", values.count(0, 3), "3 where parameters are offloaded, else any"),
+    supported(f"{_ZERO}.stage", values.count(0, 3), "3 where parameters are offloaded, else any"),
     section(_OFFLOAD, "home of the parameters"),
-    honoured(
+    supported(
         f"{_OFFLOAD}.device",
         values.choice("none", "cpu", "nvme"),
         "home of the parameters: device, host memory or disk",
         field="offload.device",
     ),
-    honoured(
+    supported(
         f"{_OFFLOAD}.nvme_path",
         values.folder_or_empty,
         "folder for weights that are converted for the disk, once, for those of a module that is given in memory, and "
-        "for what parked texts of zinfer.LLM leave; weights that stream as they lie are read in place",
+        "for what preempted sequences of zinfer.LLM leave; weights that stream as they lie are read in place",
         field="offload.nvme_path",
     ),
-    honoured(
+    supported(
         f"{_OFFLOAD}.pin_memory",
         values.flag,
         "host memory is page-locked; false: only the staging slots are",
         field="offload.pin_memory",
         default=True,
     ),
-    honoured(f"{_OFFLOAD}.buffer_count", values.count(1), "a hint: staging slots", field="offload.buffer_count"),
-    honoured(
+    supported(f"{_OFFLOAD}.buffer_count", values.count(1), "a hint: staging slots", field="offload.buffer_count"),
+    supported(
         f"{_OFFLOAD}.buffer_size",
         values.elements,
         "a hint: elements of a staging slot; tensors of any size pass through it in parts",
         field="offload.buffer_size",
     ),
-    honoured(f"{_OFFLOAD}.max_in_cpu", values.elements, "most elements in host memory", field="offload.max_in_cpu"),
-    honoured(
+    supported(f"{_OFFLOAD}.max_in_cpu", values.elements, "most elements in host memory", field="offload.max_in_cpu"),
+    supported(
         f"{_ZERO}.cpu_offload_param",
         values.cpu_if_true,
         'old spelling of offload_param {"device": "cpu"}',
         same_as=f"{_OFFLOAD}.device",
     ),
-    honoured(
+    supported(
         f"{_ZERO}.cpu_offload_use_pin_memory",
         values.flag,
         "old spelling of offload_param.pin_memory",
@@ -162,61 +162,61 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
     ),
     _streaming("prefetch_bucket_size", "a hint: elements fetched ahead of use"),
     _streaming("max_live_parameters", "a hint: most elements in the slots, but two layers at least"),
-    *no_effect(
+    *ignored(
         _ZERO,
         "weights outside the layers stay on the device wherever the budget holds them, whatever their size",
         "stage3_param_persistence_threshold|param_persistence_threshold",
         "stage3_model_persistence_threshold|model_persistence_threshold",
     ),
-    *no_effect(
+    *ignored(
         _ZERO,
         "a layer is used again one whole pass later; offload_param and the budgets decide what stays on the device",
         "stage3_max_reuse_distance|max_reuse_distance",
     ),
-    not_yet(f"{_ZERO}.zero_hpz_partition_size", "secondary partitions over several GPUs", idle=(1, 0)),
-    not_yet(f"{_ZERO}.leaf_module", "choosing the streaming unit; a transformer layer is one"),
-    *no_effect(_ZERO, GRADIENTS, "contiguous_gradients", "reduce_scatter", "reduce_bucket_size"),
-    *no_effect(_ZERO, GRADIENTS, "round_robin_gradients", "zero_quantized_gradients", "zeropp_loco_param"),
-    *no_effect(_ZERO, GRADIENTS, "overlap_comm", "use_multi_rank_bucket_allreduce"),
-    *no_effect(_ZERO, OPTIMIZER, "offload_optimizer", "sub_group_size", "cpu_offload", "load_from_fp32_weights"),
-    *no_effect(_ZERO, OPTIMIZER, "zenflow", "legacy_stage1", "elastic_checkpoint"),
-    *no_effect(_ZERO, OPTIMIZER, "save_muon_momentum_buffer_in_memory"),
-    *no_effect(_ZERO, ONE_GPU, "allgather_partitions", "allgather_bucket_size", "allgather_size"),
-    *no_effect(_ZERO, ONE_GPU, "stage3_use_all_reduce_for_fetch_params|use_all_reduce_for_fetch_params"),
-    *no_effect(_ZERO, ONE_GPU, "stage3_allgather_sequential|allgather_sequential"),
-    *no_effect(_ZERO, ONE_GPU, "mics_shard_size", "mics_hierarchical_params_gather"),
-    *no_effect(_ZERO, SAVING, "stage3_gather_16bit_weights_on_model_save|gather_16bit_weights_on_model_save"),
-    *no_effect(_ZERO, SAVING, "stage3_gather_fp16_weights_on_model_save|gather_fp16_weights_on_model_save"),
-    *no_effect(_ZERO, TRAINING, "ignore_unused_parameters", "memory_efficient_linear", "pipeline_loading_checkpoint"),
-    *no_effect(_ZERO, REPORTS, "log_trace_cache_warnings", "enable_sanity_checks"),
-    *no_effect(
+    unsupported(f"{_ZERO}.zero_hpz_partition_size", "secondary partitions over several GPUs", idle=(1, 0)),
+    unsupported(f"{_ZERO}.leaf_module", "choosing the streaming unit; a transformer layer is one"),
+    *ignored(_ZERO, GRADIENTS, "contiguous_gradients", "reduce_scatter", "reduce_bucket_size"),
+    *ignored(_ZERO, GRADIENTS, "round_robin_gradients", "zero_quantized_gradients", "zeropp_loco_param"),
+    *ignored(_ZERO, GRADIENTS, "overlap_comm", "use_multi_rank_bucket_allreduce"),
+    *ignored(_ZERO, OPTIMIZER, "offload_optimizer", "sub_group_size", "cpu_offload", "load_from_fp32_weights"),
+    *ignored(_ZERO, OPTIMIZER, "zenflow", "legacy_stage1", "elastic_checkpoint"),
+    *ignored(_ZERO, OPTIMIZER, "save_muon_momentum_buffer_in_memory"),
+    *ignored(_ZERO, ONE_GPU, "allgather_partitions", "allgather_bucket_size", "allgather_size"),
+    *ignored(_ZERO, ONE_GPU, "stage3_use_all_reduce_for_fetch_params|use_all_reduce_for_fetch_params"),
+    *ignored(_ZERO, ONE_GPU, "stage3_allgather_sequential|allgather_sequential"),
+    *ignored(_ZERO, ONE_GPU, "mics_shard_size", "mics_hierarchical_params_gather"),
+    *ignored(_ZERO, SAVING, "stage3_gather_16bit_weights_on_model_save|gather_16bit_weights_on_model_save"),
+    *ignored(_ZERO, SAVING, "stage3_gather_fp16_weights_on_model_save|gather_fp16_weights_on_model_save"),
+    *ignored(_ZERO, TRAINING, "ignore_unused_parameters", "memory_efficient_linear", "pipeline_loading_checkpoint"),
+    *ignored(_ZERO, REPORTS, "log_trace_cache_warnings", "enable_sanity_checks"),
+    *ignored(
         _ZERO,
         "a whole transformer layer is streamed at once here",
         "stage3_module_granularity_threshold|module_granularity_threshold",
     ),
-    *no_effect(
+    *ignored(
         _ZERO,
         "parameters are never partitioned while the model is built; checkpoint files are read in place",
         "stage3_partition_stream_chunk_size|partition_stream_chunk_size",
         "override_module_apply",
     ),
     section("aio", "how the disk is read"),
-    honoured("aio.block_size", values.multiple(4096), "bytes of one request", field="aio.block_size"),
-    honoured(
+    supported("aio.block_size", values.multiple(4096), "bytes of one request", field="aio.block_size"),
+    supported(
         "aio.queue_depth",
         values.count(1),
         "requests in flight, times intra_op_parallelism; each is a thread, 64 at most",
         field="aio.queue_depth",
     ),
-    honoured(
+    supported(
         "aio.intra_op_parallelism",
         values.count(1),
         "threads that read one slab",
         field="aio.intra_op_parallelism",
     ),
-    honoured("aio.thread_count", values.count(1), "old spelling", same_as="aio.intra_op_parallelism"),
-    *no_effect("aio", "each reading thread has one request under way at a time", "single_submit", "overlap_events"),
-    honoured(
+    supported("aio.thread_count", values.count(1), "old spelling", same_as="aio.intra_op_parallelism"),
+    *ignored("aio", "each reading thread has one request under way at a time", "single_submit", "overlap_events"),
+    supported(
         "aio.use_gds",
         values.flag,
         "read from disk straight into device memory, where kvikio and the driver allow it",
@@ -227,36 +227,36 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
 
 _PRECISION: tuple[Key, ...] = (
     section("fp16", "half precision"),
-    honoured("fp16.enabled", values.flag, "true sets dtype to fp16", default=False),
-    *no_effect("fp16", LOSS_SCALE, "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
-    *no_effect("fp16", LOSS_SCALE, "consecutive_hysteresis", "min_loss_scale"),
-    *no_effect("fp16", TRAINING, "auto_cast", "fp16_master_weights_and_grads", "fused_mode"),
+    supported("fp16.enabled", values.flag, "true sets dtype to fp16", default=False),
+    *ignored("fp16", LOSS_SCALE, "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
+    *ignored("fp16", LOSS_SCALE, "consecutive_hysteresis", "min_loss_scale"),
+    *ignored("fp16", TRAINING, "auto_cast", "fp16_master_weights_and_grads", "fused_mode"),
     section("bf16", "bfloat16 precision", "bfloat16"),
-    honoured("bf16.enabled", values.flag, "true sets dtype to bf16", default=False),
-    *no_effect("bf16", GRADIENTS, "immediate_grad_update", "check_grad_overflow"),
-    *no_effect("bf16", OPTIMIZER, "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+    supported("bf16.enabled", values.flag, "true sets dtype to bf16", default=False),
+    *ignored("bf16", GRADIENTS, "immediate_grad_update", "check_grad_overflow"),
+    *ignored("bf16", OPTIMIZER, "bf16_master_weights_and_grads", "bf16_optimizer_states"),
 )
 
 _TRAINING: tuple[Key, ...] = (
-    *no_effect("", "training batches; generation takes its own", "train_batch_size"),
-    *no_effect("", "training batches; generation takes its own", "train_micro_batch_size_per_gpu"),
-    *no_effect("", OPTIMIZER, "optimizer", "scheduler", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
-    *no_effect("", GRADIENTS, "gradient_accumulation_steps", "managed_gradient_accumulation", "gradient_clipping"),
-    *no_effect("", GRADIENTS, "gradient_predivide_factor", "gradient_allreduce_op", "gradient_accumulation_dtype"),
-    *no_effect("", GRADIENTS, "prescale_gradients", "sparse_gradients", "data_types"),
-    *no_effect("", REPORTS, "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "timers"),
-    *no_effect("", REPORTS, "flops_profiler", "comms_logger", "log_level"),
-    *no_effect("", REPORTS, "tensorboard", "wandb", "csv_monitor", "comet", "trackio"),
-    *no_effect(
+    *ignored("", "training batches; generation takes its own", "train_batch_size"),
+    *ignored("", "training batches; generation takes its own", "train_micro_batch_size_per_gpu"),
+    *ignored("", OPTIMIZER, "optimizer", "scheduler", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    *ignored("", GRADIENTS, "gradient_accumulation_steps", "managed_gradient_accumulation", "gradient_clipping"),
+    *ignored("", GRADIENTS, "gradient_predivide_factor", "gradient_allreduce_op", "gradient_accumulation_dtype"),
+    *ignored("", GRADIENTS, "prescale_gradients", "sparse_gradients", "data_types"),
+    *ignored("", REPORTS, "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "timers"),
+    *ignored("", REPORTS, "flops_profiler", "comms_logger", "log_level"),
+    *ignored("", REPORTS, "tensorboard", "wandb", "csv_monitor", "comet", "trackio"),
+    *ignored(
         "", ONE_GPU, "communication_data_type", "seq_parallel_comm_data_type|seq_parallel_communication_data_type"
     ),
-    *no_effect("", ONE_GPU, "disable_allgather", "sequence_parallel_size", "use_data_before_expert_parallelism"),
-    *no_effect("", TRAINING, "amp", "torch_autocast", "activation_checkpointing", "progressive_layer_drop"),
-    *no_effect("", TRAINING, "eigenvalue", "elasticity", "autotuning", "pipeline", "hybrid_engine", "expert_parallel"),
-    *no_effect("", TRAINING, "compression_training", "quantize_training", "sparse_attention", "vocabulary_size"),
-    *no_effect("", TRAINING, "graph_harvesting", "compile"),
-    *no_effect("", DATA, "data_efficiency", "curriculum_learning", "dataloader_drop_last"),
-    *no_effect("", SAVING, "nebula", "datastates"),
+    *ignored("", ONE_GPU, "disable_allgather", "sequence_parallel_size", "use_data_before_expert_parallelism"),
+    *ignored("", TRAINING, "amp", "torch_autocast", "activation_checkpointing", "progressive_layer_drop"),
+    *ignored("", TRAINING, "eigenvalue", "elasticity", "autotuning", "pipeline", "hybrid_engine", "expert_parallel"),
+    *ignored("", TRAINING, "compression_training", "quantize_training", "sparse_attention", "vocabulary_size"),
+    *ignored("", TRAINING, "graph_harvesting", "compile"),
+    *ignored("", DATA, "data_efficiency", "curriculum_learning", "dataloader_drop_last"),
+    *ignored("", SAVING, "nebula", "datastates"),
 )
 
 KEYS: tuple[Key, ...] = (*_INFERENCE, *_ZERO_INFERENCE, *_PRECISION, *_TRAINING, *OWN_KEYS, *QUANTIZATION_KEYS)

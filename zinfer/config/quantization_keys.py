@@ -12,7 +12,7 @@ from typing import Final
 
 from zinfer.config import quantization_values as parsers
 from zinfer.config import values
-from zinfer.config.key import Key, honoured, section
+from zinfer.config.key import Key, section, supported
 
 _BITS: Final = "bits of a quantized weight, 4 or 8"
 _TYPE: Final = "symmetric, or asymmetric with zero points"
@@ -24,27 +24,27 @@ _SWITCH: Final = "false: the section asks for nothing"
 
 def _base(parent: str) -> Iterable[Key]:
     """The keys of `BaseQuantConfig`, with the older guides' spelling."""
-    yield honoured(f"{parent}.enabled", values.flag, _SWITCH)
-    yield honoured(f"{parent}.num_bits", parsers.bits, _BITS)
-    yield honoured(f"{parent}.q_bits", parsers.bits, "older spelling of num_bits")
-    yield honoured(f"{parent}.q_type", parsers.q_type, _TYPE)
-    yield honoured(f"{parent}.q_groups", parsers.q_groups, _GROUPS)
+    yield supported(f"{parent}.enabled", values.flag, _SWITCH)
+    yield supported(f"{parent}.num_bits", parsers.bits, _BITS)
+    yield supported(f"{parent}.q_bits", parsers.bits, "older spelling of num_bits")
+    yield supported(f"{parent}.q_type", parsers.q_type, _TYPE)
+    yield supported(f"{parent}.q_groups", parsers.q_groups, _GROUPS)
 
 
 def _weights(parent: str) -> Iterable[Key]:
     """The keys of `WeightQuantConfig`."""
     yield from _base(parent)
-    yield honoured(f"{parent}.post_init_quant", parsers.post_init_quant, "formats by parts of parameters' names")
+    yield supported(f"{parent}.post_init_quant", parsers.post_init_quant, "formats by parts of parameters' names")
     inner = f"{parent}.quantized_initialization"
     yield section(inner, "the format of every weight that may be quantized")
-    yield honoured(f"{inner}.num_bits", parsers.bits, _BITS)
-    yield honoured(f"{inner}.group_size", parsers.group_size, _SIZE)
-    yield honoured(f"{inner}.group_dim", parsers.group_dim, _DIMENSION)
-    yield honoured(f"{inner}.symmetric", parsers.symmetric, "without zero points")
+    yield supported(f"{inner}.num_bits", parsers.bits, _BITS)
+    yield supported(f"{inner}.group_size", parsers.group_size, _SIZE)
+    yield supported(f"{inner}.group_dim", parsers.group_dim, _DIMENSION)
+    yield supported(f"{inner}.symmetric", parsers.symmetric, "without zero points")
 
 
 QUANTIZATION_KEYS: Final[tuple[Key, ...]] = (
-    honoured("quantization_setting", parsers.quantization_setting, "groups, or (mlp_extra_grouping, groups)"),
+    supported("quantization_setting", parsers.quantization_setting, "groups, or (mlp_extra_grouping, groups)"),
     section("quant", "quantized weights"),
     *_base("quant"),
     section("quant.weight", "quantized weights"),
@@ -52,25 +52,25 @@ QUANTIZATION_KEYS: Final[tuple[Key, ...]] = (
     section("quant.activation", "INT8 activations beside INT8 weights"),
     *_base("quant.activation"),
     section("quant.qkv", "the projections to queries, keys and values"),
-    honoured("quant.qkv.enabled", values.flag, "false: they stay in full precision", default=True),
+    supported("quant.qkv.enabled", values.flag, "false: they stay in full precision", default=True),
     section("weight_quantization", "quantized weights"),
     *_weights("weight_quantization"),
     *(
-        honoured(f"zero_optimization.{name}", parsers.int8_if_true, "INT8 weights, at home and on the way")
+        supported(f"zero_optimization.{name}", parsers.int8_if_true, "INT8 weights, at home and on the way")
         for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
     ),
     section("zinfer.quantization", "quantized weights"),
-    honoured("zinfer.quantization.bits", parsers.bits, f"{_BITS}; 8 by default", default=8),
-    honoured("zinfer.quantization.group_size", parsers.group_size, f"{_SIZE}; by default a whole row"),
-    honoured("zinfer.quantization.symmetric", parsers.symmetric, "without zero points", default=True),
-    honoured("zinfer.quantization.format", parsers.number_format, "whole numbers, or 8 bits e4m3", default="int"),
-    honoured("zinfer.quantization.include", parsers.patterns, "only parameters in whose names one of these occurs"),
-    honoured("zinfer.quantization.exclude", parsers.patterns, "not those in whose names one of these occurs"),
-    honoured(
+    supported("zinfer.quantization.bits", parsers.bits, f"{_BITS}; 8 by default", default=8),
+    supported("zinfer.quantization.group_size", parsers.group_size, f"{_SIZE}; by default a whole row"),
+    supported("zinfer.quantization.symmetric", parsers.symmetric, "without zero points", default=True),
+    supported("zinfer.quantization.format", parsers.number_format, "whole numbers, or 8 bits e4m3", default="int"),
+    supported("zinfer.quantization.include", parsers.patterns, "only parameters in whose names one of these occurs"),
+    supported("zinfer.quantization.exclude", parsers.patterns, "not those in whose names one of these occurs"),
+    supported(
         "zinfer.quantization.search",
         values.choice("none", "clip"),
         "clip: narrows ranges to the least squared error",
         default="none",
     ),
-    honoured("zinfer.quantization.activations", values.flag, "INT8 activations beside INT8 weights", default=False),
+    supported("zinfer.quantization.activations", values.flag, "INT8 activations beside INT8 weights", default=False),
 )

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from zinfer.config import Settings
 from zinfer.engine.call_args import can_repeat, moved
-from zinfer.engine.estimator import Outlook
+from zinfer.engine.estimator import PassEstimator
 from zinfer.engine.finite_check import FiniteWatch, broken_rows, checked, choosable, explained, looks_at_logits
-from zinfer.engine.module_patches import Fittings
+from zinfer.engine.module_patches import ModulePatches
 from zinfer.engine.module_proxy import AroundModule
 from zinfer.engine.open_graphs import open_graphs
-from zinfer.engine.prepare import CutModel
+from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.runtime import Runtime, check_trace
 from zinfer.engine.uninterrupted import Uninterrupted
 from zinfer.errors import ConfigError
@@ -45,8 +45,8 @@ class InferenceEngine(AroundModule):
 
     Attributes:
         module: the transformers module, or the plain one that was given; its streamed parameters are absent between
-            uses (`zinfer.engine.placeholder`), but `state_dict` and `save_pretrained` read them. What the engine has not itself is
-            looked for there: `engine.config`.
+            uses (`zinfer.engine.placeholder`), but `state_dict` and `save_pretrained` read them. What the engine has
+            not itself is looked for there: `engine.config`.
         settings: the resolved configuration.
         plan: homes, buffers and bytes.
         device: where it computes.
@@ -88,9 +88,9 @@ class InferenceEngine(AroundModule):
         if check_model:
             check_model(self.module)
         check_room(self.module, settings.min_out_tokens)
-        cut = CutModel.of(self.module, checkpoint, settings)
+        cut = PreparedModel.of(self.module, checkpoint, settings)
         reserve = find_reserve(self.module, cut.blocks, free_device_bytes(limits)) if find_reserve else None
-        cut = cut.as_stored()
+        cut = cut.with_packed_copy()
         with ExitStack() as owned:  # whoever keeps the traceback of a failure would keep what was written
             owned.callback(cut.close)
             self._blocks = cut.blocks
@@ -104,7 +104,7 @@ class InferenceEngine(AroundModule):
             self.trace = trace or (Trace() if settings.trace else None)
             graphs = open_graphs(self.plan, settings, self.device, by_default=replays_passes)
             self.pass_graphs = graphs if replays_passes else None
-            self._fittings = Fittings(self.module, self.device, None if replays_passes else graphs)
+            self._fittings = ModulePatches(self.module, self.device, None if replays_passes else graphs)
             runtime = Runtime(
                 self.module,
                 cut.blocks,
@@ -128,7 +128,7 @@ class InferenceEngine(AroundModule):
         if settings.kernel_inject:
             self._fittings.inject(cut.packs, replayed=graphs is not None)
         files = tuple(cut.files) or None
-        self.outlook = Outlook(self.module, self._blocks, self.plan, self.device, files, bool(self.injected))
+        self.outlook = PassEstimator(self.module, self._blocks, self.plan, self.device, files, bool(self.injected))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; tensors among the arguments are moved to the device. No gradients.
@@ -252,12 +252,12 @@ class InferenceEngine(AroundModule):
         return self.outlook.predict(Request(batch_size, prompt_len, new_tokens))
 
     def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
-        """Whether `borrow` would spare a block the way in every pass."""
+        """Whether `add_cache_slots` would spare a block the way in every pass."""
         return self._running().can_borrow(memory)
 
-    def borrow(self, memory: Sequence[torch.Tensor]) -> None:
+    def add_cache_slots(self, memory: Sequence[torch.Tensor]) -> None:
         """Let streamed blocks stay in device memory (uint8, ranges of any size) that nobody else uses meanwhile."""
-        self._running().borrow(memory)
+        self._running().add_cache_slots(memory)
 
     def give_back(self) -> None:
         """Use no borrowed memory any more: what is computed from now on may write to it."""
@@ -358,7 +358,7 @@ class InferenceEngine(AroundModule):
         return FiniteWatch(self.module, self.named_layers, num_rows)
 
 
-def _closing(fittings: Fittings, runtime: Runtime, process_id: int) -> Callable[[], None]:
+def _closing(fittings: ModulePatches, runtime: Runtime, process_id: int) -> Callable[[], None]:
     """What ends an engine in the process that made it; holds no engine, so that one that is dropped is collected."""
 
     def close() -> None:

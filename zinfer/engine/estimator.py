@@ -53,7 +53,7 @@ def beside_others(
 
 
 @dataclass(frozen=True)
-class Outlook:
+class PassEstimator:
     """Seconds, of one model under one plan.
 
     The rates are those of `zinfer probe` if it has run here, else measured in a hurry at the first question, which
@@ -111,18 +111,18 @@ class Outlook:
 
 
 def _footprint(
-    module: nn.Module, blocks: Sequence[ModelBlock], request: Request, asker: str, on_cuda: bool
+    module: nn.Module, blocks: Sequence[ModelBlock], request: Request, caller: str, on_cuda: bool
 ) -> Footprint:
     dequantized_bytes = most_dequantized_bytes(block.block for block in blocks)
-    shape = _shape(module, asker)
+    shape = _shape(module, caller)
     return find_footprint(shape, find_dtype(module), request, on_cuda=on_cuda, dequantized_bytes=dequantized_bytes)
 
 
-def _shape(module: nn.Module, asker: str) -> ModelShape:
+def _shape(module: nn.Module, caller: str) -> ModelShape:
     config = getattr(module, "config", None)
     if not isinstance(config, PretrainedConfig):
         raise ConfigError(
-            f"{asker}: a {type(module).__name__} has no transformers config to tell widths and layers from; "
+            f"{caller}: a {type(module).__name__} has no transformers config to tell widths and layers from; "
             "only transformers' models can be predicted"
         )
     return shape_of(cast(PreTrainedModel, module))

@@ -1,7 +1,7 @@
 """Streams a module tree's weights under its own forward: before a block computes its tensors are put in, after it they
 are taken out again.
 
-Between uses a streamed parameter is an `AbsentParameter`, so that using it outside the model's forward is an error
+Between uses a streamed parameter is an `PlaceholderParameter`, so that using it outside the model's forward is an error
 instead of another block's bytes. For `state_dict()` blocks are brought one by one, and copied to host memory.
 """
 
@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zinfer.engine.placeholder import AbsentParameter
+from zinfer.engine.placeholder import PlaceholderParameter
 from zinfer.errors import PlanError
-from zinfer.graphs.splits import Cuts
+from zinfer.graphs.splits import GraphSplits
 from zinfer.model.partition import ModelBlock
 from zinfer.offload.streamer import Streamer
 from zinfer.probe.limits import free_host_bytes
@@ -53,7 +53,7 @@ class StreamingHooks:
         resident: Mapping[int, Mapping[str, nn.Parameter]],
         streamer: Streamer | None,
         wrap: Callable[[Forward], Forward] | None = None,
-        cuts: Cuts | None = None,
+        cuts: GraphSplits | None = None,
         lock: AbstractContextManager[bool] | None = None,
     ) -> None:
         self._model = model
@@ -205,11 +205,11 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return full.to("cpu", copy=True)
 
 
-def absent_tensors(block: ModelBlock) -> dict[str, AbsentParameter]:
+def absent_tensors(block: ModelBlock) -> dict[str, PlaceholderParameter]:
     """Stand-ins for the block's tensors, by name."""
-    absent: dict[str, AbsentParameter] = {}
+    absent: dict[str, PlaceholderParameter] = {}
     for binding in block.bindings:
         parameter = binding.module._parameters[binding.leaf]
         assert parameter is not None
-        absent[binding.tensor] = AbsentParameter.like(parameter)
+        absent[binding.tensor] = PlaceholderParameter.like(parameter)
     return absent

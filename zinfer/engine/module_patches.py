@@ -16,7 +16,7 @@ from zinfer.engine.hooks import Forward
 from zinfer.errors import NotProfiledError
 from zinfer.graphs.forward_graphs import ForwardGraphs, GraphCounts
 from zinfer.graphs.static_caches import StaticCaches
-from zinfer.inject.fusion_groups import Pack
+from zinfer.inject.fusion_groups import FusionGroup
 from zinfer.inject.injection import Injection
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ _DECODE: Final = "_optimize_model_for_decode"
 """What a transformers model enters before the decode passes of `generate` (generation/utils.py)."""
 
 
-class Fittings:
+class ModulePatches:
     """Graphs, fused kernels, compiled parts and a clock, each from when it is asked for until `remove`.
 
     Graphs go around the module's own forward, and are there first: what streams weights and counts passes goes around
@@ -78,7 +78,7 @@ class Fittings:
         if hasattr(type(self._module), _DECODE):
             self._module.__dict__[_DECODE] = nullcontext
 
-    def inject(self, packs: Iterable[Pack], *, replayed: bool) -> None:
+    def inject(self, packs: Iterable[FusionGroup], *, replayed: bool) -> None:
         """Put in fused kernels; arguments as for `Injection`."""
         self._injection = Injection(self._module, packs, replayed=replayed)
         if not self._injection.injected:

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 
 from zinfer.config import Settings
-from zinfer.graphs.capturer import CudaRecorder, Recorder
+from zinfer.graphs.capturer import CudaRecorder, GraphCapturer
 from zinfer.graphs.forward_graphs import ForwardGraphs
 from zinfer.planning.planner import Plan
 
@@ -43,6 +43,6 @@ def open_graphs(
     return None
 
 
-def recorder_for(device: torch.device) -> Recorder | None:
+def recorder_for(device: torch.device) -> GraphCapturer | None:
     """What records on a device."""
     return CudaRecorder() if device.type == "cuda" else None

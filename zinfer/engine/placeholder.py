@@ -21,7 +21,7 @@ _ATTRIBUTES: Final = frozenset(
 )
 
 
-class AbsentParameter(nn.Parameter):
+class PlaceholderParameter(nn.Parameter):
     """A parameter on the meta device whose values nobody can use, not even by mistake.
 
     Attributes:
@@ -32,10 +32,10 @@ class AbsentParameter(nn.Parameter):
     _copy: Callable[[], torch.Tensor | None]
 
     @staticmethod
-    def like(tensor: torch.Tensor) -> "AbsentParameter":
+    def like(tensor: torch.Tensor) -> "PlaceholderParameter":
         """One with the shape and dtype of ``tensor``."""
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        made: AbsentParameter = torch.Tensor._make_subclass(AbsentParameter, empty, False)
+        made: PlaceholderParameter = torch.Tensor._make_subclass(PlaceholderParameter, empty, False)
         made.read, made._copy = None, _nothing
         return made
 

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.estimator import beside_others
-from zinfer.inject.fusion_groups import Pack, find_packs, packs_in
+from zinfer.inject.fusion_groups import FusionGroup, find_packs, packs_in
 from zinfer.model.build import find_dtype, report_device
 from zinfer.model.dtype import warn_of_overflow
-from zinfer.model.partition import ModelBlock, cut_model
+from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.weight_matching import Weight, load_buffers, match_weights
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchFile
@@ -27,7 +27,7 @@ from zinfer.store.spill_file import ModuleFile, module_file
 
 
 @dataclass(frozen=True, eq=False)
-class CutModel:
+class PreparedModel:
     """A module in blocks, as its settings want them.
 
     Attributes:
@@ -45,11 +45,11 @@ class CutModel:
     checkpoint: Checkpoint | None
     blocks: tuple[ModelBlock, ...]
     weights: Mapping[str, Weight]
-    wanted_packs: tuple[Pack, ...]
+    wanted_packs: tuple[FusionGroup, ...]
     module_file: ModuleFile | None = None
 
     @classmethod
-    def of(cls, module: PreTrainedModel, checkpoint: Checkpoint | None, settings: Settings) -> "CutModel":
+    def of(cls, module: PreTrainedModel, checkpoint: Checkpoint | None, settings: Settings) -> "PreparedModel":
         """Cut a module whose weights lie in a checkpoint, or in memory.
 
         Raises:
@@ -61,7 +61,7 @@ class CutModel:
         return cls._of(module, checkpoint, settings)
 
     @classmethod
-    def _of(cls, module: PreTrainedModel, checkpoint: Checkpoint | None, settings: Settings) -> "CutModel":
+    def _of(cls, module: PreTrainedModel, checkpoint: Checkpoint | None, settings: Settings) -> "PreparedModel":
         scheme = find_stored_scheme(checkpoint) if checkpoint else None
         weights = match_weights(module, checkpoint, scheme) if checkpoint else {}
         return cls._cut(module, checkpoint, weights, scheme.checksums if scheme else {}, settings)
@@ -74,16 +74,16 @@ class CutModel:
         weights: Mapping[str, Weight],
         checksums: Mapping[Path, str],
         settings: Settings,
-    ) -> "CutModel":
+    ) -> "PreparedModel":
         rules = settings.quantization
         form, rounding, quantizes_input = find_form(rules), find_rounding(rules), find_activations(rules)
         packs = tuple(find_packs(module)) if settings.kernel_inject else ()
         together = [names for pack in packs for names in pack.parameters]
         classes = settings.block_classes
-        blocks = cut_model(module, weights, form, rounding, checksums, quantizes_input, together, classes)
+        blocks = partition_model(module, weights, form, rounding, checksums, quantizes_input, together, classes)
         return cls(module, settings, checkpoint, tuple(blocks), weights, packs)
 
-    def as_stored(self) -> "CutModel":
+    def with_packed_copy(self) -> "PreparedModel":
         """The same over a copy whose files stream as they lie, where the settings name a place for one.
 
         Raises:
@@ -129,6 +129,6 @@ class CutModel:
         return self.module_file.scratch if self.module_file else None
 
     @property
-    def packs(self) -> list[Pack]:
+    def packs(self) -> list[FusionGroup]:
         """The layers that can share a product, because their weights lie as one matrix."""
         return packs_in(self.blocks, self.wanted_packs, self.module)

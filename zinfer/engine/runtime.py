@@ -12,7 +12,7 @@ from torch import nn
 from zinfer.config import Aio, Settings
 from zinfer.engine.hooks import Forward, StreamingHooks, absent_tensors
 from zinfer.errors import ConfigError
-from zinfer.graphs.splits import Cuts
+from zinfer.graphs.splits import GraphSplits
 from zinfer.model.partition import ModelBlock
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.gds import choose_backend
@@ -28,7 +28,7 @@ from zinfer.offload.stream import CopyStream, Event
 from zinfer.offload.streamer import Streamer
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.trace import Trace
-from zinfer.offload.transfer_lane import Lane
+from zinfer.offload.transfer_lane import TransferLane
 from zinfer.planning.planner import Plan
 from zinfer.probe.rates import Rates
 
@@ -86,7 +86,7 @@ class Runtime:
         scratch: ScratchFile | None = None,
         trace: Trace | None = None,
         wrap: Callable[[Forward], Forward] | None = None,
-        cuts: Cuts | None = None,
+        cuts: GraphSplits | None = None,
         lock: AbstractContextManager[bool] | None = None,
         checksums: TensorChecksums | None = None,
     ) -> None:
@@ -110,7 +110,7 @@ class Runtime:
                 for _ in range(plan.num_staging):
                     rings[Tier.DISK].add(DeviceBuffer(plan.staging_bytes, streams[Tier.DISK].device))
             self._lanes = {
-                tier: owned.enter_context(closing(Lane(tier.value, stream, rings[tier], trace)))
+                tier: owned.enter_context(closing(TransferLane(tier.value, stream, rings[tier], trace)))
                 for tier, stream in streams.items()
             }
             self._homes = owned.enter_context(closing(self._fill_homes(blocks, checksums)))
@@ -163,10 +163,10 @@ class Runtime:
         """Whether a block that would have to pass could stay in such device memory."""
         return self._streamer is not None and self._streamer.num_passing > 0 and bool(self._slots_in(memory))
 
-    def borrow(self, memory: Sequence[torch.Tensor]) -> None:
+    def add_cache_slots(self, memory: Sequence[torch.Tensor]) -> None:
         """Let blocks stay in device memory (uint8) of someone else once they have come; between passes."""
         if self._streamer is not None:
-            self._streamer.borrow(self._slots_in(memory)[: self._streamer.num_passing])
+            self._streamer.add_cache_slots(self._slots_in(memory)[: self._streamer.num_passing])
 
     def give_back(self) -> None:
         """Use no borrowed memory any more; compute that follows may write to it. Between passes."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zinfer.graphs.capturer import Recorder
-from zinfer.graphs.escape_detector import Inside
+from zinfer.graphs.capturer import GraphCapturer
+from zinfer.graphs.escape_detector import EscapeDetector
 from zinfer.graphs.float_masks import float_masks
 
 
@@ -25,7 +25,9 @@ class Recording:
         num_pieces: recorded so far.
     """
 
-    def __init__(self, recorder: Recorder, modes: Sequence[TorchDispatchMode], inside: Inside | None) -> None:
+    def __init__(
+        self, recorder: GraphCapturer, modes: Sequence[TorchDispatchMode], inside: EscapeDetector | None
+    ) -> None:
         self._recorder = recorder
         self._modes = [*([] if inside is None else [inside]), *modes]
         self._forget_masks: Callable[[], None] | None = None

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Recorder(Protocol):
+class GraphCapturer(Protocol):
     """Makes replayable what its thread launches."""
 
     def session(self) -> AbstractContextManager[None]:
@@ -52,7 +52,7 @@ class CudaRecorder:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """As `Recorder.session`."""
+        """As `GraphCapturer.session`."""
         # torch stays on a capture's stream when its end fails, and warns of captures that are empty, as between blocks.
         with torch.cuda.stream(torch.cuda.current_stream()), warnings.catch_warnings(action="ignore"):
             try:
@@ -62,7 +62,7 @@ class CudaRecorder:
                     self._give_up(*self._open)
 
     def begin(self) -> None:
-        """As `Recorder.begin`; launches of other threads, such as copies of weights, go on meanwhile."""
+        """As `GraphCapturer.begin`; launches of other threads, such as copies of weights, go on meanwhile."""
         if self._keeper is None:
             self._keeper = _empty_graph()
         graph = torch.cuda.CUDAGraph()
@@ -71,7 +71,7 @@ class CudaRecorder:
         self._open[1].__enter__()
 
     def end(self) -> Callable[[], None]:
-        """As `Recorder.end`."""
+        """As `GraphCapturer.end`."""
         assert self._open is not None
         graph, capture = self._open
         capture.__exit__(None, None, None)
@@ -79,7 +79,7 @@ class CudaRecorder:
         return graph.replay
 
     def close(self) -> None:
-        """As `Recorder.close`: a pool gives nothing back as long as a graph uses it."""
+        """As `GraphCapturer.close`: a pool gives nothing back as long as a graph uses it."""
         self._keeper = None
 
     def _give_up(self, graph: torch.cuda.CUDAGraph, capture: torch.cuda.graph) -> None:

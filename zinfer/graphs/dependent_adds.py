@@ -12,7 +12,7 @@ _MOST_ELEMENTS: Final = 1 << 16
 _DTYPES: Final = (torch.float16, torch.bfloat16)
 
 
-class EarlySums(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DependentLaunchAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes what code within it adds with ``+``, where two tensors are of one small shape and 16 bits."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class EscapeDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches the memory that torch's operators take between `begin` and `end`."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ _MOST_TOKENS: Final = 4096
 _KNOWN: Final = (StaticLayer, FusedStaticLayer)
 
 
-class Unrecordable(Exception):
+class CannotCapture(Exception):
     """A call that no graph can replay; the message says why."""
 
 
@@ -47,7 +47,7 @@ class Call:
         """
         ids = kwargs.get("input_ids")
         if isinstance(ids, torch.Tensor) and ids.numel() > _MOST_TOKENS:
-            raise Unrecordable(f"more than {_MOST_TOKENS} tokens")
+            raise CannotCapture(f"more than {_MOST_TOKENS} tokens")
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         forms = tuple(_form(leaf, device) for leaf in leaves)
         padding = padding_of(args, kwargs)
@@ -62,13 +62,13 @@ class Call:
 def _form(leaf: Any, device: torch.device) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         if leaf.device.type != device.type:
-            raise Unrecordable(f"input on {leaf.device}")
+            raise CannotCapture(f"input on {leaf.device}")
         return torch.Tensor, leaf.shape, leaf.dtype
     if isinstance(leaf, Cache):
         return id(leaf), _addresses(leaf)
     if isinstance(leaf, CONSTANTS):
         return type(leaf), leaf
-    raise Unrecordable(f"a {type(leaf).__name__} among the arguments")
+    raise CannotCapture(f"a {type(leaf).__name__} among the arguments")
 
 
 def _addresses(cache: Cache) -> tuple[int, ...]:
@@ -76,12 +76,12 @@ def _addresses(cache: Cache) -> tuple[int, ...]:
     if isinstance(cache, EncoderDecoderCache):
         both = cache.self_attention_cache, cache.cross_attention_cache
         if not all(cache.is_updated.get(layer) for layer in range(len(both[1].layers))):
-            raise Unrecordable("the first pass over an encoder's output")
+            raise CannotCapture("the first pass over an encoder's output")
         return _addresses(both[0]) + _addresses(both[1])
     # Other kinds of static layers keep more, or count on the host.
     if not isinstance(cache, StaticCache) or any(type(layer) not in _KNOWN for layer in cache.layers):
-        raise Unrecordable(f"keys and values in a {type(cache).__name__} that grows or slides")
+        raise CannotCapture(f"keys and values in a {type(cache).__name__} that grows or slides")
     if not all(layer.is_initialized for layer in cache.layers):
-        raise Unrecordable("keys and values without a place yet")
+        raise CannotCapture("keys and values without a place yet")
     layers = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
     return tuple(part.data_ptr() for layer in layers for part in (layer.keys, layer.values, layer.cumulative_length))

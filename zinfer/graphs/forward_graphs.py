@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
 from zinfer.graphs.capture import Recording
-from zinfer.graphs.capturer import Recorder
-from zinfer.graphs.dependent_adds import EarlySums
-from zinfer.graphs.escape_detector import Inside
-from zinfer.graphs.form import CONSTANTS, Call, Unrecordable
-from zinfer.graphs.no_sync import NoWaits
-from zinfer.graphs.splits import Cuts
+from zinfer.graphs.capturer import GraphCapturer
+from zinfer.graphs.dependent_adds import DependentLaunchAdds
+from zinfer.graphs.escape_detector import EscapeDetector
+from zinfer.graphs.form import CONSTANTS, Call, CannotCapture
+from zinfer.graphs.no_sync import NoSyncMode
+from zinfer.graphs.splits import GraphSplits
 from zinfer.graphs.whole_masks import spared
 
 _MOST_GRAPHS: Final = 32
@@ -53,14 +53,14 @@ class ForwardGraphs:
     Args:
         recorder: makes the graphs.
         device: where all tensors lie.
-        most_streamed_bytes: as for `Cuts`.
+        most_streamed_bytes: as for `GraphSplits`.
 
     Attributes:
         cuts: where weights stream.
     """
 
-    def __init__(self, recorder: Recorder, device: torch.device, most_streamed_bytes: int | None = None) -> None:
-        self.cuts = Cuts(most_streamed_bytes)
+    def __init__(self, recorder: GraphCapturer, device: torch.device, most_streamed_bytes: int | None = None) -> None:
+        self.cuts = GraphSplits(most_streamed_bytes)
         self._recorder = recorder
         self._device = device
         self._graphs: OrderedDict[tuple[Hashable, Hashable], _Graph] = OrderedDict()
@@ -96,10 +96,10 @@ class ForwardGraphs:
         """
         try:
             if self._is_off:
-                raise Unrecordable("its layers are looked at")
+                raise CannotCapture("its layers are looked at")
             call = Call.of(args, kwargs, self._device)
             graph = self._find(call, (call.form, self.cuts.arrangement()), forward)
-        except Unrecordable as error:
+        except CannotCapture as error:
             reason = str(error)
         else:
             self.counts.replayed += 1
@@ -148,7 +148,7 @@ class ForwardGraphs:
                 del self._graphs[other]
         if self._graphs and self._num_pieces + graph.num_pieces > _MOST_PIECES:
             self._seen[form] = "other forms take the room for its pieces"
-            raise Unrecordable(self._seen[form])
+            raise CannotCapture(self._seen[form])
         if len(self._graphs) == _MOST_GRAPHS:
             self._graphs.popitem(last=False)
 
@@ -162,15 +162,15 @@ class ForwardGraphs:
         modes: list[TorchDispatchMode] = []
         inside = None
         if not self._is_compiled:
-            modes = [NoWaits(self._device), EarlySums()]  # type: ignore[no-untyped-call]
-            inside = Inside() if self.cuts.are_any else None
+            modes = [NoSyncMode(self._device), DependentLaunchAdds()]  # type: ignore[no-untyped-call]
+            inside = EscapeDetector() if self.cuts.are_any else None
         recording = Recording(self._recorder, modes, inside)
         try:
             with self.cuts.within(recording):
                 return _Graph(forward, recording, call)
-        except (RuntimeError, Unrecordable) as error:
+        except (RuntimeError, CannotCapture) as error:
             self._seen[form] = f"cannot be recorded: {_reason(error, handled)}"
-            raise Unrecordable(self._seen[form]) from error
+            raise CannotCapture(self._seen[form]) from error
 
     def _expect_again(self, form: Hashable) -> None:
         """Let a form pass that has come before, and could then be computed."""
@@ -179,9 +179,9 @@ class ForwardGraphs:
             self._seen[form] = ""
             if len(self._seen) > _MOST_FORMS:
                 self._seen.popitem(last=False)
-            raise Unrecordable(FIRST)
+            raise CannotCapture(FIRST)
         if reason:
-            raise Unrecordable(reason)
+            raise CannotCapture(reason)
 
 
 def _reason(error: BaseException, handled: BaseException | None) -> str:
@@ -221,7 +221,7 @@ class _Graph:
         known = [id(leaf) for leaf in self.leaves]
         for leaf in self._given:
             if not isinstance(leaf, (torch.Tensor, *CONSTANTS)) and id(leaf) not in known:
-                raise Unrecordable(f"it gives a {type(leaf).__name__}")
+                raise CannotCapture(f"it gives a {type(leaf).__name__}")
 
     def replay(self, tensors: list[torch.Tensor]) -> Any:
         for place, tensor in zip(self._places, tensors, strict=True):

@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zinfer.graphs.form import Unrecordable
+from zinfer.graphs.form import CannotCapture
 
 _aten: Final = torch.ops.aten
 _ASKING: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -16,7 +16,7 @@ _READING: Final = (_aten.index, _aten._unsafe_index)
 _WRITING: Final = (_aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put)
 
 
-class NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class NoSyncMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses such operators of the code within it before anything of them reaches the device.
 
     CUDA refuses them too, but breaks off what is recorded, and leaves torch in disorder. Waits inside of operators, and
@@ -41,7 +41,7 @@ class NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         refused, self._refused = self._refused, None
         if error is None and refused is not None:
-            raise Unrecordable(refused)
+            raise CannotCapture(refused)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,7 +55,7 @@ class NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return found
         if _waits(self._kind, func, args, kwargs):
             self._refused = f"{func.name()} waits for the device"
-            raise Unrecordable(self._refused)
+            raise CannotCapture(self._refused)
         return func(*args, **kwargs)
 
 

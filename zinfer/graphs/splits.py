@@ -11,14 +11,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from zinfer.graphs.capture import Recording
-from zinfer.graphs.form import Unrecordable
+from zinfer.graphs.form import CannotCapture
 from zinfer.offload.block import Block
 from zinfer.offload.streamer import Streamer
 
 Bind: TypeAlias = Callable[[Mapping[str, nn.Parameter]], None]
 
 
-class Cuts:
+class GraphSplits:
     """The streamed blocks of an engine, as steps of recorded forwards.
 
     A block may come to any of the slots, so it is recorded for each of them, in the memory of the first: what any of
@@ -53,12 +53,12 @@ class Cuts:
         """
         if self._streamer is None:
             return ()
-        staying = self._streamer.staying()
-        if staying is None:
-            raise Unrecordable("streamed blocks come to where they are to stay")
+        cached = self._streamer.cached()
+        if cached is None:
+            raise CannotCapture("streamed blocks come to where they are to stay")
         if self._most_bytes is not None and self._streamer.passing_bytes > self._most_bytes:
-            raise Unrecordable("so much streams that forwards wait for the link")
-        return staying
+            raise CannotCapture("so much streams that forwards wait for the link")
+        return cached
 
     @contextmanager
     def within(self, recording: Recording) -> Iterator[None]:
@@ -100,7 +100,7 @@ class Cuts:
 
     def _enter(self, site: "_Site", recording: Recording, streamer: Streamer) -> None:
         if self._entered is not None:
-            raise Unrecordable(f"the streamed block {site.block.name} lies within {self._entered.block.name}")
+            raise CannotCapture(f"the streamed block {site.block.name} lies within {self._entered.block.name}")
         recording.steps.append(recording.end())
         self._entered = site
         site.bind(streamer.places(site.block)[0].views(site.block.layout))
@@ -112,7 +112,7 @@ class Cuts:
         first, *others = streamer.places(site.block)
         pieces = {first.address: recording.end()}
         if recording.inside is not None and recording.inside.end(given):
-            raise Unrecordable(f"something keeps what the streamed block {site.block.name} computes inside")
+            raise CannotCapture(f"something keeps what the streamed block {site.block.name} computes inside")
         args, kwargs = taken
         for slot in others:
             site.bind(slot.views(site.block.layout))
@@ -156,7 +156,7 @@ def _put(places: Any, given: Any) -> None:
     """Put what a block gives where another recording of it has put the same."""
     (targets, form), (sources, found) = pytree.tree_flatten(places), pytree.tree_flatten(given)
     if form != found:
-        raise Unrecordable("a streamed block gives something else each time")
+        raise CannotCapture("a streamed block gives something else each time")
     for target, source in zip(targets, sources, strict=True):
         # What it was given, changed or not, is there already.
         if isinstance(target, torch.Tensor) and target.data_ptr() != source.data_ptr():

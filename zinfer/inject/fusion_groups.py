@@ -22,7 +22,7 @@ from zinfer.quantization.slab_matrix import SlabMatrix, are_rows_of_one
 
 
 @dataclass(frozen=True)
-class Pack:
+class FusionGroup:
     """Layers whose products can be one.
 
     Attributes:
@@ -60,12 +60,12 @@ class _Passing(nn.Module):
         return input
 
 
-def find_packs(model: nn.Module) -> list[Pack]:
+def find_packs(model: nn.Module) -> list[FusionGroup]:
     """Those of all modules that nobody has overlaid; parameters need not be there."""
     return [pack for name, module in model.named_modules() for pack in _packs_of(name, module)]
 
 
-def packs_in(blocks: Iterable[ModelBlock], packs: Iterable[Pack], model: nn.Module) -> list[Pack]:
+def packs_in(blocks: Iterable[ModelBlock], packs: Iterable[FusionGroup], model: nn.Module) -> list[FusionGroup]:
     """The packs whose weights lie in the blocks' slabs as one matrix, and biases as one vector."""
     places: dict[tuple[nn.Module, str], tuple[int, SlabTensor]] = {}
     for block in blocks:
@@ -76,7 +76,7 @@ def packs_in(blocks: Iterable[ModelBlock], packs: Iterable[Pack], model: nn.Modu
 
 
 def _are_one(
-    pack: Pack, leaf: str, places: Mapping[tuple[nn.Module, str], tuple[int, SlabTensor]], model: nn.Module
+    pack: FusionGroup, leaf: str, places: Mapping[tuple[nn.Module, str], tuple[int, SlabTensor]], model: nn.Module
 ) -> bool:
     module = model.get_submodule(pack.module)
     blocks, tensors = zip(*(places[module.get_submodule(layer), leaf] for layer in pack.layers), strict=True)
@@ -88,7 +88,7 @@ def _are_one(
     )
 
 
-def _packs_of(name: str, module: nn.Module) -> Iterator[Pack]:
+def _packs_of(name: str, module: nn.Module) -> Iterator[FusionGroup]:
     linear = {
         child: part
         for child, part in module._modules.items()
@@ -110,7 +110,7 @@ def _packs_of(name: str, module: nn.Module) -> Iterator[Pack]:
     for children in alike.values():
         if 1 < len(children) == len(set(children)):
             leaves = ("weight",) if linear[children[0]].bias is None else ("weight", "bias")
-            yield Pack(name, tuple(children), leaves)
+            yield FusionGroup(name, tuple(children), leaves)
 
 
 def _num_required(forward: Any) -> int:

@@ -9,12 +9,12 @@ from torch import nn
 
 from zinfer.inject.activations import overlay_activation
 from zinfer.inject.experts import overlay_experts
-from zinfer.inject.fusion_groups import Pack
+from zinfer.inject.fusion_groups import FusionGroup
 from zinfer.inject.gates import overlay_gate
 from zinfer.inject.grouped_experts import overlay_grouped_experts
 from zinfer.inject.norms import overlay_layer_norm, overlay_norm
 from zinfer.inject.overlay import Overlay
-from zinfer.inject.products import overlay_product, product, turn_rows
+from zinfer.inject.products import make_rows_contiguous, overlay_product, product
 from zinfer.inject.rotations import overlay_rotation
 from zinfer.inject.shared_product import SharedProduct
 
@@ -43,7 +43,7 @@ class Injection:
         replayed: whether forwards may be replayed as graphs. Weights that are there now stay where they are.
     """
 
-    def __init__(self, model: nn.Module, packs: Iterable[Pack] = (), *, replayed: bool = False) -> None:
+    def __init__(self, model: nn.Module, packs: Iterable[FusionGroup] = (), *, replayed: bool = False) -> None:
         free = {name: module for name, module in model.named_modules() if "forward" not in module.__dict__}
         finders = _FINDERS_REPLAYED if replayed else _FINDERS
         self._overlaid = {
@@ -52,7 +52,7 @@ class Injection:
             for method, overlay in _find(module, finders).items()
         }
         if replayed:
-            turn_rows(model)
+            make_rows_contiguous(model)
         for pack in packs:
             self._share(pack, free, product if replayed else None)
         for module, overlay in self._overlaid.values():
@@ -73,7 +73,9 @@ class Injection:
             overlay.take_off(module)
         self._overlaid.clear()
 
-    def _share(self, pack: Pack, free: Mapping[str, nn.Module], multiply: Callable[..., torch.Tensor] | None) -> None:
+    def _share(
+        self, pack: FusionGroup, free: Mapping[str, nn.Module], multiply: Callable[..., torch.Tensor] | None
+    ) -> None:
         """Let the pack's layers share a product within their module's forward, whether that is overlaid or not."""
         names = [f"{pack.module}.{layer}" for layer in pack.layers]
         layers = [layer for name in names if isinstance(layer := free.get(name), nn.Linear)]

@@ -32,7 +32,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return gemv(x, weight, bias) if is_plain and _takes(x, weight) else functional.linear(x, weight, bias)
 
 
-def turn_rows(model: nn.Module) -> None:
+def make_rows_contiguous(model: nn.Module) -> None:
     """Lay the weights of GPT-2's linear layers out in rows, in their own memory; what modules see of them is the same.
 
     Nothing may read that memory by another layout afterwards, as a slab that is copied from would be.

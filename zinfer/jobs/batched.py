@@ -121,7 +121,7 @@ class RaggedCompleter:
 
     def load(self) -> Load:
         llm = self._llm
-        return Load(llm.num_tokens, llm.num_new_tokens, llm.num_running, llm.num_parked_pages)
+        return Load(llm.num_tokens, llm.num_new_tokens, llm.num_running, llm.num_swapped_pages)
 
     def close(self) -> None:
         # The display may look at its meter once more.

@@ -70,7 +70,7 @@ def _pictures(moments: Sequence[Moment]) -> list[str]:
     ]
     texts = [
         Line("running", [float(span.after.load.num_running) for span in spans]),
-        Line("parked pages", [float(span.after.load.num_parked_pages) for span in spans]),
+        Line("parked pages", [float(span.after.load.num_swapped_pages) for span in spans]),
     ]
     return [
         plot("tokens a pass", times_s, [Line("computed", [span.tokens_a_pass() for span in spans])]),

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from zinfer.errors import JobError
 from zinfer.jobs.prompts import Prompt
 from zinfer.requests.completion import Completion, not_finite, text_seed
-from zinfer.requests.stop_criteria import Ending
+from zinfer.requests.stop_criteria import StopCriteria
 from zinfer.sampling.sampler import Logprobs, Row, Sampler, row_uniform
 
 
@@ -27,7 +27,7 @@ class Text:
     prompt: Prompt
     sample: int
     end_token_ids: frozenset[int]
-    ending: Ending
+    ending: StopCriteria
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: str | None = None
@@ -38,7 +38,7 @@ class Text:
         """A text that has no token yet."""
         params = prompt.params
         ends = frozenset() if params.ignore_eos else frozenset(end_token_ids)
-        return cls(prompt, sample, ends, Ending.of(tokenizer, params, ends))
+        return cls(prompt, sample, ends, StopCriteria.of(tokenizer, params, ends))
 
     def row(self) -> Row:
         """What its next token depends on."""

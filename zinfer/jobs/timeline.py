@@ -20,13 +20,13 @@ class Load:
         num_tokens: computed, of prompts and of what came after.
         num_new_tokens: generated.
         num_running: texts that hold keys and values.
-        num_parked_pages: of texts that had to make room, in host memory or on the disk.
+        num_swapped_pages: of texts that had to make room, in host memory or on the disk.
     """
 
     num_tokens: int
     num_new_tokens: int
     num_running: int
-    num_parked_pages: int = 0
+    num_swapped_pages: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from zinfer.kernels.kv_pages import KVPages
-from zinfer.kv_cache.swap import ParkedTexts
+from zinfer.kv_cache.swap import SwapSpace
 from zinfer.offload.stats import RunStats
 from zinfer.scheduling.schedule import Chunk
 
@@ -25,7 +25,7 @@ class PageCache(ABC):
     stride: int
     device: torch.device
     layers: list[KVPages | None]
-    parked: ParkedTexts
+    swap_space: SwapSpace
     bytes_to_device: int = 0
 
     @abstractmethod
@@ -50,19 +50,19 @@ class PageCache(ABC):
 
     def add_to(self, stats: RunStats) -> RunStats:
         """An engine's counters with those of the pages."""
-        written, read = self.parked.bytes_written, self.parked.bytes_read
-        return replace(stats, parked_bytes_written=written, parked_bytes_read=read)
+        written, read = self.swap_space.bytes_written, self.swap_space.bytes_read
+        return replace(stats, swapped_bytes_written=written, swapped_bytes_read=read)
 
-    def park(self, number: int, pages: Sequence[int]) -> None:
-        """As `ParkedTexts.park`, between passes."""
+    def swap_out(self, number: int, pages: Sequence[int]) -> None:
+        """As `SwapSpace.swap_out`, between passes."""
         self.arrive()
-        self.parked.park(number, pages)
+        self.swap_space.swap_out(number, pages)
 
-    def resume(self, number: int, pages: Sequence[int]) -> None:
-        """As `ParkedTexts.resume`, between passes."""
+    def swap_in(self, number: int, pages: Sequence[int]) -> None:
+        """As `SwapSpace.swap_in`, between passes."""
         self.arrive()
-        self.parked.resume(number, pages)
+        self.swap_space.swap_in(number, pages)
 
     def forget(self, number: int) -> None:
-        """As `ParkedTexts.forget`."""
-        self.parked.forget(number)
+        """As `SwapSpace.forget`."""
+        self.swap_space.forget(number)

@@ -1,4 +1,5 @@
-"""Owns the pages of all layers: keys and values of running sequences on the device; `parked` has those of parked ones.
+"""Owns the pages of all layers: keys and values of running sequences on the device; `swap_space` has those of parked
+ones.
 
 [Note: page by page] A page's keys lie beside each other for all layers, and so do its values: page i of layer j is
 number i * layers + j of one array, and a layer's own view of the array begins at its first page. So a layer's pages lie
@@ -13,7 +14,7 @@ import torch
 from zinfer.errors import ConfigError
 from zinfer.kernels.kv_pages import KVPages, takes_kernels
 from zinfer.kv_cache.base import PageCache
-from zinfer.kv_cache.swap import UNLIMITED, ParkedTexts, Parking
+from zinfer.kv_cache.swap import UNLIMITED, SwapPlace, SwapSpace
 from zinfer.model.kv_shape import KVShape
 from zinfer.scheduling.schedule import Chunk
 
@@ -29,11 +30,11 @@ class KVCache(PageCache):
         page_size: tokens of a page.
         dtype: of keys and values in the pages.
         device: where they lie.
-        parking: where pages of parked sequences are kept.
+        swap_place: where pages of preempted sequences are kept.
 
     Raises:
         ConfigError: the device cannot read pages of this dtype.
-        ScratchError: no file for parked sequences can be made.
+        ScratchError: no file for preempted sequences can be made.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class KVCache(PageCache):
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        parking: Parking = UNLIMITED,
+        swapping: SwapPlace = UNLIMITED,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
@@ -57,7 +58,7 @@ class KVCache(PageCache):
             takes_kernels(whole)
         except ValueError as error:
             raise ConfigError(f"zinfer.kv_cache_dtype: {error}") from error
-        self.parked = ParkedTexts(self._rows(), parking)
+        self.swap_space = SwapSpace(self._rows(), swapping)
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
         """Nothing has to come."""
@@ -72,7 +73,7 @@ class KVCache(PageCache):
         """They are copied in the order of the compute."""
 
     def close(self) -> None:
-        self.parked.close()
+        self.swap_space.close()
         self._parts.clear()
         self.layers[:] = [None] * len(self.layers)
 

@@ -3,13 +3,13 @@
 [Note: layer by layer] In host memory all pages of a layer lie beside each other, and so they do in a slot: page i has
 the same place in both, so that tables of pages hold for either, and runs of pages move in one copy for each tensor.
 
-[Note: lifetime of a slot of pages] A slot is free, filling or held, and travels with the event ``vacant``. A layer's
-pages come into the slot that was freed first, once that event is reached: what was written in it lies in host memory by
-then, and with it the layer's own pages of the pass before, because slots are no more than layers and all copies back
-are on one stream, in the order of the layers. `bring` makes compute wait for the copies that bring them, on another
-stream (held). `let_go` marks the compute, has what the pass wrote go back behind that mark, and frees the slot with the
-event of the last copy as its ``vacant``. So the host waits for nothing, and a pass may be begun while the one before is
-still computed.
+[Note: lifetime of a slot of pages] A slot is free, filling or held, and travels with the event ``reusable_after``. A
+layer's pages come into the slot that was freed first, once that event is reached: what was written in it lies in host
+memory by then, and with it the layer's own pages of the pass before, because slots are no more than layers and all
+copies back are on one stream, in the order of the layers. `bring` makes compute wait for the copies that bring them,
+on another stream (held). `let_go` marks the compute, has what the pass wrote go back behind that mark, and frees the
+slot with the event of the last copy as its ``reusable_after``. So the host waits for nothing, and a pass may be begun
+while the one before is still computed.
 
 The thread that runs the model enqueues the copies itself: they are few, and a pass that is cut short, by Ctrl-C at
 whatever line, leaves pages that nobody finds again, and a slot that is not free. `expect` sees that and waits for all
@@ -27,7 +27,7 @@ import torch
 from zinfer.errors import ConfigError, PlanError
 from zinfer.kernels.kv_pages import KVPages, takes_kernels
 from zinfer.kv_cache.base import PageCache
-from zinfer.kv_cache.swap import UNLIMITED, ParkedTexts, Parking
+from zinfer.kv_cache.swap import UNLIMITED, SwapPlace, SwapSpace
 from zinfer.kv_cache.transfers import PageTraffic, find_traffic
 from zinfer.model.kv_shape import KVShape, num_page_slots
 from zinfer.offload.host_memory import MOST_REGISTERED_BYTES, HostBuffer
@@ -47,7 +47,7 @@ class _Slot:
     """Device memory for one layer's pages; see [Note: lifetime of a slot of pages]."""
 
     pages: KVPages
-    vacant: Event
+    reusable_after: Event
     filled: Event
     parts: list[torch.Tensor] = field(init=False)
 
@@ -64,7 +64,7 @@ class HostedKVCache(PageCache):
         page_size: tokens of a page.
         dtype: of keys and values in the pages.
         device: where they are used.
-        parking: where pages of parked sequences are kept.
+        swap_place: where pages of preempted sequences are kept.
         windows: of each layer, the positions that a token attends to, its own among them; None: all before it.
         synchronous: every copy is waited for, and none is made ahead.
         open_stream: makes copy streams for the device.
@@ -76,7 +76,7 @@ class HostedKVCache(PageCache):
     Raises:
         ConfigError: the device cannot read pages of this dtype.
         PlanError: pages of a layer are more than one registration of memory holds.
-        ScratchError: no file for parked sequences can be made.
+        ScratchError: no file for preempted sequences can be made.
     """
 
     stride = 1
@@ -88,7 +88,7 @@ class HostedKVCache(PageCache):
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        parking: Parking = UNLIMITED,
+        swapping: SwapPlace = UNLIMITED,
         *,
         windows: Sequence[int | None] | None = None,
         synchronous: bool = False,
@@ -108,8 +108,8 @@ class HostedKVCache(PageCache):
         def new_slot() -> _Slot:
             pages = KVPages.empty(num_pages, *place, values_in_keys=shape.values_in_keys)
             # torch may hand out memory that compute, enqueued before, still uses.
-            vacant = self._coming.mark_compute()
-            return _Slot(pages, vacant, vacant)
+            reusable_after = self._coming.mark_compute()
+            return _Slot(pages, reusable_after, reusable_after)
 
         self._slots = [new_slot() for _ in range(num_page_slots(shape.num_layers))]
         _check(self._slots[0].pages)
@@ -126,7 +126,7 @@ class HostedKVCache(PageCache):
         self._homes = [[self._home(part) for part in self._slots[0].parts] for _ in self.layers]
         self._traffic: dict[int | None, PageTraffic] = {}
         rows = [_bits(part).view(num_pages, -1) for home in self._homes for part in home]
-        self.parked = ParkedTexts(rows, parking)
+        self.swap_space = SwapSpace(rows, swapping)
 
     @property
     def host_bytes(self) -> int:
@@ -174,10 +174,10 @@ class HostedKVCache(PageCache):
             for home, part in zip(self._homes[layer], slot.parts, strict=True):
                 self._going.copy(home[run], part[run])
                 self.bytes_to_host += part[run].nbytes
-        slot.vacant = self._going.mark()
-        self._note("device to host", layer, begin, slot.vacant)
+        slot.reusable_after = self._going.mark()
+        self._note("device to host", layer, begin, slot.reusable_after)
         if self._synchronous:
-            slot.vacant.synchronize()
+            slot.reusable_after.synchronize()
         del self._held[layer]
         self._free.append(slot)
         self._look_ahead()
@@ -187,7 +187,7 @@ class HostedKVCache(PageCache):
         self._going.mark().synchronize()
 
     def close(self) -> None:
-        self.parked.close()
+        self.swap_space.close()
         self._close()
         self.layers[:] = [None] * len(self.layers)
         self._slots.clear()
@@ -204,7 +204,7 @@ class HostedKVCache(PageCache):
         """Have a layer's pages come into a free slot."""
         slot = self._free.pop(0)
         self._next = layer + 1
-        self._coming.after(slot.vacant)
+        self._coming.after(slot.reusable_after)
         begin = self._coming.mark() if self._trace is not None else None
         for run in self._traffic[self._windows[layer]].coming:
             for part, home in zip(slot.parts, self._homes[layer], strict=True):

@@ -15,8 +15,8 @@ _MOVED_AT_ONCE_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True)
-class Parking:
-    """Where pages of parked texts are kept.
+class SwapPlace:
+    """Where pages of preempted sequences are kept.
 
     Attributes:
         most_in_memory: pages in host memory at most; None: no limit.
@@ -27,7 +27,7 @@ class Parking:
     folder: Path | None = None
 
 
-UNLIMITED: Final = Parking()
+UNLIMITED: Final = SwapPlace()
 
 
 @dataclass(frozen=True)
@@ -37,25 +37,25 @@ class _InFile:
     places: list[int]
 
 
-class ParkedTexts:
+class SwapSpace:
     """Contents of pages by the number of the sequence that had them.
 
     Args:
         rows: the memory that pages lie in: tensors with a row for each page, of a dtype that can be indexed.
-        parking: where what they held is kept.
+        swap_place: where what they held is kept.
 
     Raises:
         ScratchError: no file can be made in the folder.
     """
 
-    def __init__(self, rows: Sequence[torch.Tensor], parking: Parking) -> None:
+    def __init__(self, rows: Sequence[torch.Tensor], swapping: SwapPlace) -> None:
         self._rows = rows
-        self._most_in_memory = parking.most_in_memory
+        self._most_in_memory = swapping.most_in_memory
         self._kept: dict[int, list[torch.Tensor] | _InFile] = {}
         self._num_in_memory = 0
         self._file: ScratchFile | None = None
-        if parking.folder is not None:
-            self._file = ScratchFile(parking.folder, align_up(sum(map(_row_bytes, rows))))
+        if swapping.folder is not None:
+            self._file = ScratchFile(swapping.folder, align_up(sum(map(_row_bytes, rows))))
             num_rows = max(1, _MOVED_AT_ONCE_BYTES // self._file.place_bytes)
             whole = torch.frombuffer(map_memory(num_rows * self._file.place_bytes), dtype=torch.uint8)
             self._staged = whole[: num_rows * self._file.place_bytes].view(num_rows, -1)
@@ -70,13 +70,13 @@ class ParkedTexts:
         """From the file, so far."""
         return self._file.bytes_read if self._file else 0
 
-    def park(self, number: int, pages: Sequence[int]) -> None:
+    def swap_out(self, number: int, pages: Sequence[int]) -> None:
         """Keep what a sequence has in these pages; they may be written again when this returns.
 
         Raises:
             ScratchError: the disk is full or failed; nothing is kept then.
         """
-        assert number not in self._kept, f"sequence {number} is parked already"
+        assert number not in self._kept, f"sequence {number} is swapped out already"
         most = self._most_in_memory
         if self._file is None or most is None or self._num_in_memory + len(pages) <= most:
             chosen = self._index(pages)
@@ -91,8 +91,8 @@ class ParkedTexts:
                 self._staged[: len(chosen), columns] = row[chosen].view(torch.uint8).cpu()
             self._file.write(places[some], self._memory(len(chosen)))
 
-    def resume(self, number: int, pages: Sequence[int]) -> None:
-        """Put the last so many pages of what was parked into these; those before them were found.
+    def swap_in(self, number: int, pages: Sequence[int]) -> None:
+        """Put the last so many pages of what was swapped out into these; those before them were found.
 
         Raises:
             ScratchError: the disk failed.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zinfer.scheduling.schedule import Chunk
-from zinfer.scheduling.sliding_window import Window
+from zinfer.scheduling.sliding_window import SlidingWindow
 
 Marks = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 """One a page."""
@@ -36,7 +36,7 @@ def find_traffic(
         most_gap: pages between two that are moved that are moved along rather than left out.
         window: positions that a token of the layer attends to, its own among them; None: all before it.
     """
-    view = Window(window, page_size)
+    view = SlidingWindow(window, page_size)
     read, begun, written = (np.zeros(num_pages, dtype=np.bool_) for _ in range(3))
     for sequence, begin, end, _ in chunks:
         pages = sequence.pages

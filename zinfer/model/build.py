@@ -19,7 +19,7 @@ from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model import dtype as narrow
 from zinfer.model.architectures import find_class
 from zinfer.model.layers import check_classes, find_repeated
-from zinfer.model.skip_init import Unfilled
+from zinfer.model.skip_init import SkipInit
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
     config = _load_config(checkpoint)
     config.dtype = dtype or _stated_dtype(config, checkpoint) or _commonest_dtype(checkpoint)
     try:
-        with init_empty_weights(include_buffers=False), Unfilled():
+        with init_empty_weights(include_buffers=False), SkipInit():
             model: PreTrainedModel = find_class(config)._from_config(config, dtype=config.dtype)
     except Exception as error:  # a constructor fails in any way over what a file may say
         raise CheckpointError(
@@ -75,7 +75,7 @@ def compute_buffers(model: nn.Module) -> None:
 
 def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(model, PreTrainedModel):
-        with init_empty_weights(include_buffers=False), Unfilled():
+        with init_empty_weights(include_buffers=False), SkipInit():
             return dict(type(model)(model.config).named_buffers())
     stored = model.state_dict().keys()
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in stored]

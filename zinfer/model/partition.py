@@ -65,7 +65,7 @@ class _Piece:
     encloses: bool = False
 
 
-def cut_model(
+def partition_model(
     model: nn.Module,
     weights: Mapping[str, Weight],
     form: Form = full_form,

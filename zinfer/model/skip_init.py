@@ -1,4 +1,4 @@
-"""`Unfilled`: parameters on the meta device are made and not filled."""
+"""`SkipInit`: parameters on the meta device are made and not filled."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -12,7 +12,7 @@ _FILLS: Final = frozenset(getattr(torch.ops.aten, name).default for name in ("no
 }
 
 
-class Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class SkipInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, what fills a tensor on the meta device is left out.
 
     Draws for such a tensor change nothing, and torch takes longer to find that out than all else that building takes.

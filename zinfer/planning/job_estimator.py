@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from zinfer.errors import ConfigError
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.planning.simulation import JobPrediction, PassTimeOf, predict_job, rehearse
+from zinfer.planning.simulation import JobPrediction, PassTimeOf, predict_job, simulate
 from zinfer.scheduling.schedule import PassSize
 
 
 @dataclass(frozen=True)
-class JobOutlook:
+class JobEstimator:
     """Seconds of passes, whether they are rehearsed or were computed.
 
     Attributes:
@@ -35,7 +35,7 @@ class JobOutlook:
         if not prompt_lens:
             raise ConfigError("there are no prompts to predict anything of; give the tokens of one at least")
         each = [new_tokens] * len(prompt_lens) if isinstance(new_tokens, int) else new_tokens
-        return self.of_passes(rehearse(prompt_lens, each, self.budget, self.window))
+        return self.of_passes(simulate(prompt_lens, each, self.budget, self.window))
 
     def of_passes(self, sizes: Sequence[PassSize]) -> JobPrediction:
         """What passes of these sizes ought to take.

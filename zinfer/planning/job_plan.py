@@ -18,7 +18,7 @@ from zinfer.planning.advice import LEAST_GAIN, quantized_outlines
 from zinfer.planning.block_work import find_work
 from zinfer.planning.forecast import beside_request, check_length
 from zinfer.planning.host_memory import HostRoom
-from zinfer.planning.job_estimator import JobOutlook
+from zinfer.planning.job_estimator import JobEstimator
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.outline import Outline
 from zinfer.planning.planner import Plan, make_plan
@@ -261,7 +261,7 @@ def _try(
     token_bytes = read_kv_shape(outline.config).token_bytes(budget.kv_dtype)
     if settings.offload.nvme_path is not None and disk_spares_time(work, rates, token_bytes):
         budget = replace(budget, parks_on_disk=True)
-    outlook = JobOutlook(budget, rehearsals.window, token_bytes, PassClock(plan, work, rates).pass_time)
+    outlook = JobEstimator(budget, rehearsals.window, token_bytes, PassClock(plan, work, rates).pass_time)
     predicted = outlook.of_passes(rehearsals.under(budget))
     seconds = _whole_seconds(job, predicted, is_hosted=budget.is_hosted)
     return JobPlan(batching, budget, plan, job, predicted, seconds, rehearsals)

@@ -66,16 +66,16 @@ class BatchingBudget:
         return self.footprint.host_bytes or self.footprint.kv_bytes
 
     @property
-    def most_parked_in_memory(self) -> int:
+    def most_swapped_in_memory(self) -> int:
         """Pages of texts that had to make room, in host memory: none where that is what they had to make room in."""
         if self.is_hosted:
             return 0
         return min(self.num_pages // _PARKED_SHARE, _MOST_PARKED_BYTES // (self.kv_bytes // self.num_pages))
 
     @property
-    def most_parked_pages(self) -> int:
+    def most_swapped_pages(self) -> int:
         """The same with those on the disk, as many as there are pages; what is beyond them is computed again."""
-        return self.most_parked_in_memory + (self.num_pages if self.parks_on_disk else 0)
+        return self.most_swapped_in_memory + (self.num_pages if self.parks_on_disk else 0)
 
     def scheduler(self, window: int | None = None) -> Scheduler:
         """A new one over pages that nobody has; ``window`` is the `Scheduler`'s."""
@@ -83,7 +83,7 @@ class BatchingBudget:
             PagePool(self.num_pages, self.page_size),
             token_budget=self.tokens_per_pass,
             max_sequences=self.max_sequences,
-            most_parked_pages=self.most_parked_pages,
+            most_swapped_pages=self.most_swapped_pages,
             order=self.order,
             window=window,
             lends=self.lends,

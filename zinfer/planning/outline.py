@@ -19,7 +19,7 @@ from zinfer.checkpoint.json_text import JsonFault, parse_object
 from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import max_positions
-from zinfer.model.partition import ModelBlock, cut_model
+from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.shape import ModelShape, shape_of
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Extent
@@ -124,7 +124,7 @@ def read_outline(
 def _cut(
     tree: PreTrainedModel, weights: Mapping[str, Weight], quantization: Quantization | None, folder: Path
 ) -> tuple[ModelBlock, ...]:
-    return tuple(_as_in_store(block, folder) for block in cut_model(tree, weights, find_form(quantization)))
+    return tuple(_as_in_store(block, folder) for block in partition_model(tree, weights, find_form(quantization)))
 
 
 def _as_in_store(block: ModelBlock, folder: Path) -> ModelBlock:

@@ -59,7 +59,7 @@ class JobPrediction:
         )
 
 
-def rehearse(
+def simulate(
     prompt_lens: Sequence[int], new_tokens: Sequence[int], budget: BatchingBudget, window: int | None = None
 ) -> list[PassSize]:
     """The passes of a job.
@@ -93,7 +93,7 @@ def _passes(
         scheduler.add(Text(number, (number, *[0] * (prompt_len - 1)), count, shares=shares))
     sizes = []
     while (coming := scheduler.schedule()) is not None:
-        if scheduler.has_set_aside and not shares:
+        if scheduler.has_preempted and not shares:
             return None
         sizes.append(coming.size)
         scheduler.advance(coming)

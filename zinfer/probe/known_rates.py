@@ -17,9 +17,9 @@ from zinfer.probe.device import measure_device
 from zinfer.probe.disk import checked_file, disk_number
 from zinfer.probe.findings import Findings
 from zinfer.probe.memory import measure_copy
-from zinfer.probe.quick_read import glance_at
+from zinfer.probe.quick_read import quick_read
 from zinfer.probe.rates import Rates
-from zinfer.probe.sizes import hurried_sizes
+from zinfer.probe.sizes import quick_sizes
 
 _HURRIED: Final = "in a hurry; zinfer probe measures better"
 _MOST_READ_BYTES: Final = 1 << 30
@@ -84,7 +84,7 @@ def _probed_read(found: Findings | None, number: int) -> float | None:
 def _hurried_device(device: torch.device) -> Rates:
     """Everything but the disk; its rate is 0 here, and the caller's to put in."""
     if device not in _hurried_devices:
-        sizes = hurried_sizes(device)
+        sizes = quick_sizes(device)
         found = measure_device(device, str(device), sizes)
         link = found.link.to_device_bytes_per_s
         on_host = found.link.kind == "host copies"
@@ -102,6 +102,6 @@ def _hurried_device(device: torch.device) -> Rates:
 
 def _hurried_disk(device: torch.device, number: int, files: Sequence[Path]) -> float:
     if (device, number) not in _hurried_disks:
-        most_s = hurried_sizes(device).seconds_per_point
-        _hurried_disks[device, number] = glance_at(files, most_bytes=_MOST_READ_BYTES, most_s=most_s)
+        most_s = quick_sizes(device).seconds_per_point
+        _hurried_disks[device, number] = quick_read(files, most_bytes=_MOST_READ_BYTES, most_s=most_s)
     return _hurried_disks[device, number]

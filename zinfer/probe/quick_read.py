@@ -18,7 +18,7 @@ _NUM_REQUESTS: Final = 2  # the second bridges the end of the first
 _LEAST_BYTES: Final = 64 << 20
 
 
-def glance_at(files: Sequence[Path], *, most_bytes: int, most_s: float) -> float:
+def quick_read(files: Sequence[Path], *, most_bytes: int, most_s: float) -> float:
     """Bytes read a second, from the files' beginnings, until ``most_bytes`` are read or ``most_s`` are over.
 
     Files of less than 64 MiB altogether are read again until that, or the time, is reached.

@@ -84,6 +84,6 @@ def full_sizes(devices: Sequence[torch.device]) -> Sizes:
     return (FULL_CUDA if devices[0].type == "cuda" else FULL_CPU).bounded(devices)
 
 
-def hurried_sizes(device: torch.device) -> Sizes:
+def quick_sizes(device: torch.device) -> Sizes:
     """For a run without a probe on record."""
     return (HURRIED_CUDA if device.type == "cuda" else HURRIED_CPU).bounded([device])

@@ -28,7 +28,7 @@ def special_stops(tokenizer: Any, stop: Sequence[str]) -> dict[int, str]:
     return {special[text]: text for text in stop if text in special}
 
 
-class Ending:
+class StopCriteria:
     """One text's own conditions.
 
     Args:

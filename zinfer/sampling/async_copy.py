@@ -48,7 +48,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
-class Delivery:
+class DeviceToHostCopy:
     """Copies of device tensors, ready once the work before them is done; what comes after is not waited for."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from zinfer.requests.bad_words import last_ids
 from zinfer.requests.sampling_params import SamplingParams
-from zinfer.sampling.async_copy import Delivery, send
+from zinfer.sampling.async_copy import DeviceToHostCopy, send
 from zinfer.sampling.filters import draw, fixed_point, kind_of, ratios_of, unit_of
 from zinfer.sampling.penalties import Penalty, add_biases, forbid, keep_only, penalize
 
@@ -90,7 +90,7 @@ class Drawn:
     def __init__(self, token_ids: torch.Tensor, weighed: Sequence["_Weighed"]) -> None:
         self.token_ids = token_ids
         self._weighed = weighed
-        self._delivery = Delivery([token_ids, *(tensor for each in weighed for tensor in each.tensors)])
+        self._delivery = DeviceToHostCopy([token_ids, *(tensor for each in weighed for tensor in each.tensors)])
 
     def take(self) -> Sampled:
         """Blocks until it is on the host."""

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from zinfer.errors import PlanError
 from zinfer.scheduling.page_pool import HOLE, PagePool
 from zinfer.scheduling.sequence import Sequence
-from zinfer.scheduling.sliding_window import Window
+from zinfer.scheduling.sliding_window import SlidingWindow
 
 _MOST_RESERVED: Final = 1 / 16
 """Share of the pool that prompts leave to decodes at most: beyond it idle pages cost more than setting a few aside."""
@@ -18,7 +18,7 @@ class Beginning(NamedTuple):
     """What a sequence that begins to run has pages for.
 
     begin, end: positions of its first chunk; what comes before was found, or is restored.
-    restored: the pages, in order, into which the last of what was parked goes.
+    restored: the pages, in order, into which the last of what was swapped out goes.
     """
 
     begin: int
@@ -26,7 +26,7 @@ class Beginning(NamedTuple):
     restored: tuple[int, ...]
 
 
-class Allotment:
+class PageAllocator:
     """Pages of a pool, for sequences that need those of a window.
 
     Args:
@@ -38,7 +38,7 @@ class Allotment:
         most_reserved: pages that prompts leave to decodes at most.
     """
 
-    def __init__(self, pool: PagePool, window: Window) -> None:
+    def __init__(self, pool: PagePool, window: SlidingWindow) -> None:
         self._pool = pool
         self._window = window
         self.is_short = False
@@ -67,7 +67,8 @@ class Allotment:
         return max(self._pool.num_free - min(num_others, self.most_reserved), 0)
 
     def begin(self, sequence: Sequence, most_tokens: int, num_others: int) -> Beginning | None:
-        """Pages for a sequence that waits or is parked, to compute so many tokens at most; None where they are short.
+        """Pages for a sequence that waits or is preempted, to compute so many tokens at most; None where they are
+        short.
 
         It holds none then. Alone it gets one page at least.
         """
@@ -78,8 +79,8 @@ class Allotment:
         if sequence.shares:
             pool.find(sequence)
         num_found = len(sequence.pages)
-        num_parked = sequence.num_computed
-        begin = max(num_parked, num_found * pool.page_size)
+        num_swapped_out = sequence.num_computed
+        begin = max(num_swapped_out, num_found * pool.page_size)
         end = min(sequence.num_tokens, begin + most_tokens)
         num_behind = self._window.first_needed(begin) // pool.page_size
         if num_behind:
@@ -94,7 +95,9 @@ class Allotment:
             return None
         end = self.extend(sequence, end, num_free)
         assert end > begin, "a sequence that runs alone has pages for its next token"
-        return Beginning(begin, end, tuple(sequence.pages[max(num_found, num_behind) : pool.pages_for(num_parked)]))
+        return Beginning(
+            begin, end, tuple(sequence.pages[max(num_found, num_behind) : pool.pages_for(num_swapped_out)])
+        )
 
     def extend(self, sequence: Sequence, end: int, most: int) -> int:
         """Take ``most`` pages at most for a sequence up to position ``end``; says how far they go."""

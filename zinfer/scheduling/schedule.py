@@ -1,4 +1,4 @@
-"""What one pass computes: chunks of sequences, and the pages that are parked and resumed before them."""
+"""What one pass computes: chunks of sequences, and the pages that are swapped out and in before them."""
 
 from collections import abc
 from dataclasses import dataclass, field
@@ -99,22 +99,22 @@ class PassSize(NamedTuple):
 class Pass:
     """One walk over the model.
 
-    First the pages of the parked sequences are copied off the device, then those of the resumed ones back, then all
-    chunks are computed: their pages may be the very ones that were parked. Keys and values of a chunk are to be written
-    before the chunks after it attend, because these may share its pages.
+    First the pages of the preempted sequences are copied off the device, then those of the returning ones back, then
+    all chunks are computed: their pages may be the very ones that were swapped out. Keys and values of a chunk are to
+    be written before the chunks after it attend, because these may share its pages.
 
     Attributes:
         num_lent_pages: as in `PassSize`.
         chunks: at most one of a sequence, in order.
-        parked: sequences with the pages to copy out, in token order.
-        resumed: sequences with the pages to copy into: the last so many of those that were parked. What came before
-            them was found on the device; where all of it was, there are none.
+        swapped_out: sequences with the pages to copy out, in token order.
+        swapped_in: sequences with the pages to copy into: the last so many of those that were swapped out. What came
+            before them was found on the device; where all of it was, there are none.
     """
 
     num_lent_pages: int = 0
     chunks: Chunks = field(default_factory=Chunks)
-    parked: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
-    resumed: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
+    swapped_out: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
+    swapped_in: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
 
     @property
     def size(self) -> PassSize:

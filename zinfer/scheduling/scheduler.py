@@ -1,7 +1,7 @@
 """Decides what each pass computes: Dynamic SplitFuse (DeepSpeed-FastGen, arXiv 2401.08671) over a pool of pages.
 
 A pass takes a token of every running sequence, goes on with the prompt that is under way, and fills up with prompts
-that wait, so that each walk over the weights carries close to ``token_budget`` tokens, or what `Demand` holds to be
+that wait, so that each walk over the weights carries close to ``token_budget`` tokens, or what `Workload` holds to be
 best. Only decides: it computes nothing, moves no bytes, and knows no end tokens.
 
 [Note: progress] Sequences run in the order in which they were admitted, and everything is given out in that order. One
@@ -17,15 +17,15 @@ have ended there has a token computed for nothing.
 
 from collections.abc import Iterable
 
-from zinfer.scheduling.page_allocator import Allotment
+from zinfer.scheduling.page_allocator import PageAllocator
 from zinfer.scheduling.page_pool import PagePool
-from zinfer.scheduling.preempted import SetAside
+from zinfer.scheduling.preempted import PreemptedQueue
 from zinfer.scheduling.running import Running
 from zinfer.scheduling.schedule import Chunk, Chunks, Pass
 from zinfer.scheduling.sequence import PENDING, Sequence, SequenceState
-from zinfer.scheduling.sliding_window import Window
-from zinfer.scheduling.waiting_queue import AdmissionQueue, Order
-from zinfer.scheduling.workload import Demand
+from zinfer.scheduling.sliding_window import SlidingWindow
+from zinfer.scheduling.waiting_queue import Order, WaitingQueue
+from zinfer.scheduling.workload import Workload
 
 
 class Scheduler:
@@ -38,9 +38,9 @@ class Scheduler:
         pool: all pages that there are; only this scheduler takes them.
         token_budget: most tokens of a pass.
         max_sequences: most sequences that run at once.
-        most_parked_pages: as for `SetAside`; those pages are copied off the device and back, and of what is computed
-            again, pages that can still be found are spared.
-        order: of admission; see `AdmissionQueue`.
+        most_swapped_pages: as for `PreemptedQueue`; those pages are copied off the device and back, and of what is
+            computed again, pages that can still be found are spared.
+        order: of admission; see `WaitingQueue`.
         window: where every layer of the model slides, the positions that a token attends to, its own among them; pages
             behind it are given back. None: pages are kept.
         lends: whether pages are ever to spare.
@@ -52,7 +52,7 @@ class Scheduler:
         *,
         token_budget: int,
         max_sequences: int,
-        most_parked_pages: int | None = None,
+        most_swapped_pages: int | None = None,
         order: Order = "arrival",
         window: int | None = None,
         lends: bool = True,
@@ -62,15 +62,15 @@ class Scheduler:
         self.pool = pool
         self._token_budget = token_budget
         self._max_sequences = max_sequences
-        self._window = Window(window, pool.page_size)
-        self._allotment = Allotment(pool, self._window)
+        self._window = SlidingWindow(window, pool.page_size)
+        self._allotment = PageAllocator(pool, self._window)
         self._lends = lends
-        self._queue = AdmissionQueue(order)
-        self._set_aside = SetAside(most_parked_pages)
+        self._queue = WaitingQueue(order)
+        self._preempted = PreemptedQueue(most_swapped_pages)
         self._running = Running()
         self._last_number = -1
         self._in_flight: Pass | None = None
-        self._demand = Demand(pool.page_size, shares=not self._window.slides)
+        self._demand = Workload(pool.page_size, shares=not self._window.slides)
         self._num_lent = 0
 
     @property
@@ -79,9 +79,9 @@ class Scheduler:
         return self._allotment.is_short
 
     @property
-    def has_set_aside(self) -> bool:
+    def has_preempted(self) -> bool:
         """Whether a sequence has to come back that had to make room, or was started again."""
-        return self._set_aside.first() is not None
+        return self._preempted.first() is not None
 
     @property
     def num_running(self) -> int:
@@ -89,9 +89,9 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def num_parked_pages(self) -> int:
+    def num_swapped_pages(self) -> int:
         """Pages that are kept of sequences that were set aside."""
-        return self._set_aside.num_parked_pages
+        return self._preempted.num_swapped_pages
 
     @property
     def num_spare_pages(self) -> int:
@@ -175,7 +175,7 @@ class Scheduler:
             output_ids[-1] = token_id
 
     def end(self, sequence: Sequence) -> None:
-        """End a sequence that is not finished, whatever its state; what was parked of it is the caller's to drop.
+        """End a sequence that is not finished, whatever its state; what was swapped out of it is the caller's to drop.
 
         Its pages can be found until they are needed.
         """
@@ -187,7 +187,7 @@ class Scheduler:
     def restart(self, sequence: Sequence) -> None:
         """Compute a sequence again from its first token, in pages that it shares with no other, next of all.
 
-        It may be finished; a token that is pending is dropped, and what was parked is the caller's to drop.
+        It may be finished; a token that is pending is dropped, and what was swapped out is the caller's to drop.
         """
         if sequence.state is not SequenceState.FINISHED:
             self._demand.remove(sequence, self._allotment.pages_alone(sequence))
@@ -196,7 +196,7 @@ class Scheduler:
             sequence.output_ids.pop()
         sequence.shares = False
         self._demand.add(sequence, self._allotment.pages_alone(sequence))
-        self._set_aside.add(sequence, 0)
+        self._preempted.add(sequence, 0)
 
     def forget(self) -> None:
         """Let nobody find what is computed so far: it may be damaged. Who holds pages of it keeps them to himself."""
@@ -219,7 +219,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is."""
-        self._set_aside.remove(sequence)
+        self._preempted.remove(sequence)
         self._running.remove(sequence)
         self.pool.release(sequence)
 
@@ -280,31 +280,31 @@ class Scheduler:
         """Set the last running sequence aside; it has no chunk in the pass yet, because it is the last."""
         self._running.remove(last)
         pages = tuple(last.pages[last.num_dropped :])
-        self._set_aside.add(last, len(pages))
-        if last.state is SequenceState.PARKED:
-            coming.parked.append((last, pages))
+        self._preempted.add(last, len(pages))
+        if last.state is SequenceState.SWAPPED:
+            coming.swapped_out.append((last, pages))
         self.pool.release(last)
 
     def _next(self) -> Sequence | None:
         """The one to admit next."""
-        return self._set_aside.first() or self._queue.first()
+        return self._preempted.first() or self._queue.first()
 
     def _admit(self, sequence: Sequence, num_left: int, coming: Pass) -> bool:
-        """Let a sequence run that waits or is parked, with a chunk in this pass; False where pages are short for it."""
+        """Let a sequence run that waits or is preempted, with a chunk in this pass; False if pages run short."""
         given = self._allotment.begin(sequence, num_left, len(self._running))
         if given is None:
             return False
         begin, end, restored = given
-        if sequence.state is SequenceState.PARKED:
-            coming.resumed.append((sequence, restored))
+        if sequence.state is SequenceState.SWAPPED:
+            coming.swapped_in.append((sequence, restored))
         self._start(sequence, begin)
         coming.chunks.append(Chunk(sequence, begin, end, end == sequence.num_tokens))
         self._allotment.publish(sequence, end)
         return True
 
     def _start(self, sequence: Sequence, begin: int) -> None:
-        if sequence is self._set_aside.first():
-            self._set_aside.remove(sequence)
+        if sequence is self._preempted.first():
+            self._preempted.remove(sequence)
         else:
             self._queue.remove_first()
         sequence.num_computed = begin

@@ -20,7 +20,7 @@ class SequenceState(Enum):
     """Holds no pages: not begun, or to be computed again from its first token."""
     RUNNING = auto()
     """Holds pages on the device for all that is computed."""
-    PARKED = auto()
+    SWAPPED = auto()
     """Holds no pages; the contents of those it had are kept off the device."""
     FINISHED = auto()
     """Holds nothing: completed or aborted."""
@@ -38,7 +38,7 @@ class Sequence:
         prompt_ids: the prompt's tokens; 4 bytes each, and parts of it are copied as they lie there.
         max_new_tokens: most tokens to generate, one at least.
         output_ids: the tokens generated so far, the last one perhaps ``PENDING``.
-        num_computed: tokens, from the first on, whose keys and values lie in pages (PARKED: off the device).
+        num_computed: tokens, from the first on, whose keys and values lie in pages (SWAPPED: off the device).
         pages: numbers of the pages in token order; ``HOLE`` for those that a sliding window has left behind.
         num_dropped: holes at the beginning of ``pages``.
         prefix: the pool's name for all tokens up to the end of the last page that has a name.

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterator
 
 
-class Beginnings:
+class SharedPrefixCounter:
     """Counts prompts by the pages that they begin with.
 
     Pages are told apart by hashes, tokens are not kept: two pages of different tokens might be taken for one, and what

@@ -1,7 +1,7 @@
 """What a sequence needs of its own past: all of it, or the last positions where every layer of the model slides."""
 
 
-class Window:
+class SlidingWindow:
     """The positions that a token attends to, and the pages that they lie in.
 
     Args:

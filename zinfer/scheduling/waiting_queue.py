@@ -10,7 +10,7 @@ Order = Literal["arrival", "longest_first"]
 ORDERS: Final[tuple[Order, ...]] = ("arrival", "longest_first")
 
 
-class AdmissionQueue:
+class WaitingQueue:
     """A queue by arrival, or by prompt tokens with the longest first and ties by arrival.
 
     So that short prompts do not starve where long ones keep arriving, the longest are sought within a generation: what

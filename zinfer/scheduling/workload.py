@@ -9,13 +9,13 @@ wait fit at once, nothing comes after them, and the sooner they begin the fewer 
 from typing import Final
 
 from zinfer.scheduling.sequence import Sequence
-from zinfer.scheduling.shared_prefixes import Beginnings
+from zinfer.scheduling.shared_prefixes import SharedPrefixCounter
 
 _LEAST_PACE: Final = 8192
 """Tokens that a pass may always carry: about what a GPU computes while 16-bit weights cross its link."""
 
 
-class Demand:
+class Workload:
     """Sums over unfinished sequences.
 
     Args:
@@ -26,7 +26,7 @@ class Demand:
     def __init__(self, page_size: int, *, shares: bool = True) -> None:
         self._page_size = page_size
         self._shares = shares
-        self._beginnings = Beginnings(page_size)
+        self._beginnings = SharedPrefixCounter(page_size)
         self._count = 0
         self._num_own_pages = 0
         self._num_prompt = 0

@@ -24,7 +24,7 @@ _LOCK_NAME: Final = ".zinfer_store.lock"
 
 
 @dataclass(frozen=True)
-class Asker:
+class Caller:
     """On whose behalf a store is written.
 
     Attributes:
@@ -41,11 +41,11 @@ class Asker:
     waits: bool
 
 
-COMMAND: Final = Asker("output", "--output", "an", "convert with --device cpu", waits=False)
+COMMAND: Final = Caller("output", "--output", "an", "convert with --device cpu", waits=False)
 """`zinfer quantize`."""
 
 
-def is_finished(folder: Path, identity: Identity, asker: Asker = COMMAND) -> bool:
+def is_finished(folder: Path, identity: Identity, caller: Caller = COMMAND) -> bool:
     """Whether the folder holds the whole store already, its journal deleted. Writes nothing.
 
     Raises:
@@ -54,18 +54,18 @@ def is_finished(folder: Path, identity: Identity, asker: Asker = COMMAND) -> boo
     """
     if folder.is_symlink() and not folder.exists():
         raise ConfigError(
-            f"{asker.subject} {folder} is a link to nothing; make what it points to, or give another {asker.option}"
+            f"{caller.subject} {folder} is a link to nothing; make what it points to, or give another {caller.option}"
         )
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{asker.subject} {folder} is not a folder; give another {asker.option}")
+        raise ConfigError(f"{caller.subject} {folder} is not a folder; give another {caller.option}")
     if not (folder / MANIFEST_NAME).is_file() or (folder / JOURNAL_NAME).is_file():
         return False
-    _refuse_another(folder, read_manifest(folder).identity, identity, asker)
+    _refuse_another(folder, read_manifest(folder).identity, identity, caller)
     return True
 
 
 @contextmanager
-def locked(folder: Path, asker: Asker = COMMAND) -> Iterator[None]:
+def locked(folder: Path, caller: Caller = COMMAND) -> Iterator[None]:
     """Make the folder where it is absent, and hold its lock; it is the kernel's and ends with the process.
 
     A folder in which nothing was begun is left as it was found.
@@ -75,7 +75,7 @@ def locked(folder: Path, asker: Asker = COMMAND) -> Iterator[None]:
         OSError: the folder cannot be made or written to, or the file system has no locks.
     """
     is_new = not folder.exists()
-    descriptor = _lock(folder, asker)
+    descriptor = _lock(folder, caller)
     try:
         yield
     finally:
@@ -88,7 +88,7 @@ def locked(folder: Path, asker: Asker = COMMAND) -> Iterator[None]:
                 folder.rmdir()
 
 
-def open_journal(folder: Path, identity: Identity, asker: Asker = COMMAND) -> Journal | None:
+def open_journal(folder: Path, identity: Identity, caller: Caller = COMMAND) -> Journal | None:
     """The journal of the store's beginning, None where nothing was begun; leftovers of killed processes are removed.
 
     Raises:
@@ -100,29 +100,29 @@ def open_journal(folder: Path, identity: Identity, asker: Asker = COMMAND) -> Jo
         strangers = sorted(path.name for path in folder.iterdir() if path not in own)
         if strangers:
             raise ConfigError(
-                f"{asker.subject} {folder} holds files that are no store's: {listed(strangers)}; they are left as they "
-                f"are: give a new or empty folder as {asker.option}"
+                f"{caller.subject} {folder} holds files that are no store's: {listed(strangers)}; they are left as "
+                f"they are: give a new or empty folder as {caller.option}"
             )
         journal = None
     else:
-        journal = Journal(folder / JOURNAL_NAME, asker.option)
-        _refuse_another(folder, journal.identity, identity, asker)
+        journal = Journal(folder / JOURNAL_NAME, caller.option)
+        _refuse_another(folder, journal.identity, identity, caller)
     for path in temporary_files(folder):
         path.unlink()
     return journal
 
 
-def _refuse_another(folder: Path, former: Identity, now: Identity, asker: Asker) -> None:
+def _refuse_another(folder: Path, former: Identity, now: Identity, caller: Caller) -> None:
     if differences := former.differences(now):
         lines = "".join(f"\n  {line}" for line in differences)
         raise ConfigError(
-            f"{asker.subject} {folder} belongs to another store; what differs:{lines}\n"
-            f"Use the former model and settings to go on with that one, give another {asker.option}, or empty the "
+            f"{caller.subject} {folder} belongs to another store; what differs:{lines}\n"
+            f"Use the former model and settings to go on with that one, give another {caller.option}, or empty the "
             "folder."
         )
 
 
-def _lock(folder: Path, asker: Asker) -> int:
+def _lock(folder: Path, caller: Caller) -> int:
     """The descriptor that holds the lock."""
     path, how = folder / _LOCK_NAME, fcntl.LOCK_EX | fcntl.LOCK_NB
     while True:
@@ -132,9 +132,9 @@ def _lock(folder: Path, asker: Asker) -> int:
         with suppress(FileNotFoundError), ExitStack() as owned:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             owned.callback(os.close, descriptor)
-            if not _acquire(descriptor, how, folder, asker):
+            if not _acquire(descriptor, how, folder, caller):
                 how = fcntl.LOCK_EX
-                _acquire(descriptor, how, folder, asker)
+                _acquire(descriptor, how, folder, caller)
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 owned.pop_all()
                 return descriptor
@@ -152,17 +152,17 @@ def _make(folder: Path) -> None:
                 raise
 
 
-def _acquire(descriptor: int, how: int, folder: Path, asker: Asker) -> bool:
+def _acquire(descriptor: int, how: int, folder: Path, caller: Caller) -> bool:
     """Whether the descriptor has the lock now; False, once and in words, where that has to be waited for."""
     try:
         fcntl.flock(descriptor, how)
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
-            reason = f"{error.strerror}; give {asker.article} {asker.option} on a file system with locks"
+            reason = f"{error.strerror}; give {caller.article} {caller.option} on a file system with locks"
             raise OSError(error.errno, reason, str(folder / _LOCK_NAME)) from error
-        if not asker.waits:
+        if not caller.waits:
             what = "is being written by another process; wait for it or end it"
-            raise ConfigError(f"{asker.subject} {folder} {what}") from error
-        log.warning("%s %s is being written by another process; waiting for it", asker.subject, folder)
+            raise ConfigError(f"{caller.subject} {folder} {what}") from error
+        log.warning("%s %s is being written by another process; waiting for it", caller.subject, folder)
         return False
     return True

@@ -19,14 +19,14 @@ from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.partition import ModelBlock
 from zinfer.quantization.native.identity import Identity
 from zinfer.quantization.rules import Quantization
-from zinfer.store.folder import Asker, is_finished
+from zinfer.store.folder import Caller, is_finished
 from zinfer.store.writing import write_store
 from zinfer.units import human_bytes
 
 log = logging.getLogger(__name__)
 
 KEY: Final = "zero_optimization.offload_param.nvme_path"
-ENGINE: Final = Asker(
+ENGINE: Final = Caller(
     f"{KEY}:", KEY, "a", "write a store with `zinfer quantize --device cpu` and give that as the model", waits=True
 )
 """An engine that finds no store yet."""
@@ -101,7 +101,7 @@ def _write(checkpoint: Checkpoint, folder: Path, settings: Settings, num_bytes: 
     )
     begin_s = time.perf_counter()
     try:
-        summary = write_store(checkpoint.folder, folder, settings, asker=ENGINE)
+        summary = write_store(checkpoint.folder, folder, settings, caller=ENGINE)
     except OSError as error:
         if isinstance(error.filename, str) and Path(error.filename).is_relative_to(folder):
             remedy = f"what is finished in {folder} is kept: make room there, or give another {KEY}"

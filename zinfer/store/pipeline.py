@@ -25,8 +25,8 @@ from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.source import DiskSource
 from zinfer.offload.staging import StagingRing
 from zinfer.offload.stream import HostStream, open_stream
-from zinfer.offload.transfer import Move, Target
-from zinfer.offload.transfer_lane import Lane
+from zinfer.offload.transfer import Target, Transfer
+from zinfer.offload.transfer_lane import TransferLane
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ Keep: TypeAlias = Callable[[Block, memoryview], None]
 
 @dataclass
 class _Slab:
-    """Host memory that a slab is made in; ``vacant`` is done when what it held is written, or has that failure."""
+    """Host memory that a slab is made in; ``reusable_after`` is done when what it held is written, or fails like it."""
 
     memory: HostBuffer
-    vacant: "Future[None]"
+    reusable_after: "Future[None]"
 
 
 class _Slabs:
@@ -57,21 +57,21 @@ class _Slabs:
         """New ones in the place of the former, which nothing uses any more."""
         self.close()
         for _ in range(_NUM_SLABS):
-            vacant: Future[None] = Future()
-            vacant.set_result(None)
-            self._slabs.append(_Slab(HostBuffer(nbytes, pin=pin), vacant))
+            reusable_after: Future[None] = Future()
+            reusable_after.set_result(None)
+            self._slabs.append(_Slab(HostBuffer(nbytes, pin=pin), reusable_after))
 
     def take(self) -> tuple[HostBuffer, "Future[None]", "Future[None]"]:
         """The memory, the future of its being vacant, and the one to be fulfilled when it is so again."""
         slab = self._slabs[0]
         self._slabs.rotate(-1)
-        vacant, slab.vacant = slab.vacant, Future()
-        return slab.memory, vacant, slab.vacant
+        reusable_after, slab.reusable_after = slab.reusable_after, Future()
+        return slab.memory, reusable_after, slab.reusable_after
 
     def wait(self) -> None:
         """Return when all that was taken is vacant again; raises what a writing failed with."""
         for slab in self._slabs:
-            slab.vacant.result()
+            slab.reusable_after.result()
 
     def close(self) -> None:
         for slab in self._slabs:
@@ -100,7 +100,7 @@ class Assembly:
             # On the way out the lane ends first: what waits in the writer's thread for it is let go then.
             self._writer = owned.enter_context(closing(Pool(1, "zinfer-write")))
             owned.callback(self._drain)
-            self._lane = owned.enter_context(closing(Lane("disk", self._stream, staging)))
+            self._lane = owned.enter_context(closing(TransferLane("disk", self._stream, staging)))
             self._owned = owned.pop_all()
 
     @property
@@ -130,10 +130,10 @@ class Assembly:
     def _place(self, blocks: Sequence[Block]) -> None:
         """Read blocks that need no conversion into their slabs."""
         for block in blocks:
-            memory, vacant, written = self._slabs.take()
-            vacant.result()
+            memory, reusable_after, written = self._slabs.take()
+            reusable_after.result()
             source = DiskSource(block, self._reader, self._lane.slot_bytes)
-            move = Move(block.name, source, Target(memory.tensor, HostStream()))
+            move = Transfer(block.name, source, Target(memory.tensor, HostStream()))
             self._lane.submit(move)
             self._hand_over(block, memory, written, partial(_arrive, move))
 
@@ -145,9 +145,9 @@ class Assembly:
 
         conversions = Conversions(blocks, self._lane, self._reader, done=hand_over)
         for block in blocks:
-            memory, vacant, written = self._slabs.take()
+            memory, reusable_after, written = self._slabs.take()
             places[block.index] = memory, written
-            conversions.begin(block, memory.tensor[: block.nbytes], vacant)
+            conversions.begin(block, memory.tensor[: block.nbytes], reusable_after)
         conversions.finish()
 
     def _hand_over(self, block: Block, memory: HostBuffer, written: "Future[None]", arrive: Callable[[], None]) -> None:
@@ -171,7 +171,7 @@ class Assembly:
             log.warning("the device failed while its copies were waited for: %s", error)
 
 
-def _arrive(move: Move) -> None:
+def _arrive(move: Transfer) -> None:
     failure = move.failure()
     if failure is not None:
         raise failure

@@ -13,7 +13,7 @@ from zinfer.checkpoint.folder import absolute
 from zinfer.config import Settings
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.build import build_meta_model
-from zinfer.model.partition import ModelBlock, cut_model
+from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Block, Extent, SlabLayout
 from zinfer.quantization.forms import check_patterns, find_form, find_rounding
@@ -73,7 +73,7 @@ class Source:
         tree = build_meta_model(checkpoint, settings.dtype)
         weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
         check_patterns(rules, tree)
-        blocks = cut_model(
+        blocks = partition_model(
             tree,
             weights,
             find_form(rules, scales_columns=squares is not None),

@@ -29,7 +29,7 @@ from zinfer.quantization.native.manifest import JOURNAL_NAME, Manifest, StoredBl
 from zinfer.store.atomic_write import in_pieces, place_file
 from zinfer.store.block_file import BlockFile
 from zinfer.store.calibration import CALIBRATION_NAME, Calibration
-from zinfer.store.folder import COMMAND, Asker, is_finished, locked, open_journal
+from zinfer.store.folder import COMMAND, Caller, is_finished, locked, open_journal
 from zinfer.store.journal import Journal
 from zinfer.store.pipeline import Assembly
 from zinfer.store.progress import Meter
@@ -46,7 +46,7 @@ def write_store(
     *,
     calibration: Calibration | None = None,
     console: Console | None = None,
-    asker: Asker = COMMAND,
+    caller: Caller = COMMAND,
 ) -> StoreSummary:
     """Quantize a checkpoint into a store, or go on with one that was begun.
 
@@ -71,10 +71,10 @@ def write_store(
         prompts = calibration.sha256 if calibration else None
         identity = Identity.of(source.checkpoint, source.rules, source.dtype, prompts)
         folder = absolute(output)
-        if not is_finished(folder, identity, asker):
-            with locked(folder, asker):
-                if not is_finished(folder, identity, asker):  # by another process in between
-                    return _Writing(source, identity, folder, device, meter, calibration, asker).run()
+        if not is_finished(folder, identity, caller):
+            with locked(folder, caller):
+                if not is_finished(folder, identity, caller):  # by another process in between
+                    return _Writing(source, identity, folder, device, meter, calibration, caller).run()
     meter.note(f"{folder} is finished already, from this model with these settings; nothing was written.")
     return _summary(source, folder, num_skipped=len(source.files), read_bytes=0, wall_s=0.0)
 
@@ -90,7 +90,7 @@ class _Writing:
         device: torch.device,
         meter: Meter,
         calibration: Calibration | None,
-        asker: Asker,
+        caller: Caller,
     ) -> None:
         self._source = source
         self._identity = identity
@@ -98,11 +98,11 @@ class _Writing:
         self._device = device
         self._meter = meter
         self._calibration = calibration
-        self._asker = asker
+        self._caller = caller
         self._files = {file.block.index: file for file in source.files}
 
     def run(self) -> StoreSummary:
-        journal = open_journal(self._folder, self._identity, self._asker)
+        journal = open_journal(self._folder, self._identity, self._caller)
         beside = companions(self._source.checkpoint, self._source.dtype, self._source.files)
         left = [file for file in self._source.files if not self._is_written(file, journal)]
         self._check_room(left, beside)
@@ -155,9 +155,9 @@ class _Writing:
         free = shutil.disk_usage(self._folder).free
         if free < needed:
             raise ConfigError(
-                f"{self._asker.subject} {self._folder}: {needed:,} bytes ({human_bytes(needed)}) are needed there, "
-                f"{free:,} ({human_bytes(free)}) are free; make room, or give {self._asker.article} "
-                f"{self._asker.option} on another disk"
+                f"{self._caller.subject} {self._folder}: {needed:,} bytes ({human_bytes(needed)}) are needed there, "
+                f"{free:,} ({human_bytes(free)}) are free; make room, or give {self._caller.article} "
+                f"{self._caller.option} on another disk"
             )
 
     def _check_device(self, left: Sequence[BlockFile]) -> None:
@@ -169,7 +169,7 @@ class _Writing:
         if free < needed:
             raise PlanError(
                 f"converting takes {needed:,} bytes ({human_bytes(needed)}) of device memory, {free:,} are free; end "
-                f"what else uses the device, or {self._asker.on_cpu}"
+                f"what else uses the device, or {self._caller.on_cpu}"
             )
 
     def _say_what_is_known(self, left: Sequence[BlockFile]) -> None:

@@ -350,7 +350,7 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     script = (
         "import sys, zinfer\n"
         "from checkpoints import tiny_model\n"
-        "from test_module_file import on_disk\n"
+        "from test_spill_file import on_disk\n"
         "engine = zinfer.init_inference(tiny_model('llama', num_layers=3), on_disk(sys.argv[1]), device='cpu')\n"
         "engine(input_ids=__import__('torch').tensor([[5, 6]]))\n"
         "print('runs', flush=True)\n"

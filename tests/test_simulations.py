@@ -9,7 +9,7 @@ import torch
 from zinfer.planning import simulations as rehearsals
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.planning.simulation import rehearse
+from zinfer.planning.simulation import simulate
 from zinfer.planning.simulations import Rehearsals
 from zinfer.scheduling.schedule import PassSize
 from zinfer.scheduling.sequence import Sequence as Text
@@ -48,12 +48,12 @@ def with_names(
 
 @pytest.mark.parametrize("window", [None, 30])
 def test_what_is_kept_is_what_would_be_rehearsed_anew(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    draw, num_anew, num_set_aside = random.Random(5), 0, 0
+    draw, num_anew, num_preempted = random.Random(5), 0, 0
 
     def counting(*args: object) -> list[PassSize]:
         nonlocal num_anew
         num_anew += 1
-        return rehearse(*args)  # type: ignore[arg-type]
+        return simulate(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rehearsals, "rehearse", counting)
     for _ in range(20):
@@ -64,9 +64,9 @@ def test_what_is_kept_is_what_would_be_rehearsed_anew(monkeypatch: pytest.Monkey
             wanted = with_names(*lengths, limited, window)
             assert kept.under(limited) == wanted
             num_tokens = sum(lengths[0]) + sum(lengths[1]) - len(lengths[0])
-            num_set_aside += sum(size.num_tokens for size in wanted) > num_tokens
+            num_preempted += sum(size.num_tokens for size in wanted) > num_tokens
         assert kept.under(replace(limited, num_pages=1000)) == with_names(
             *lengths, replace(limited, num_pages=1000), window
         )
     assert 0 < num_anew < 20 * len(LIMITS) * 0.9
-    assert num_set_aside > 0, "texts that are computed again"
+    assert num_preempted > 0, "texts that are computed again"

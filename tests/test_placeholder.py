@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from zinfer.engine.placeholder import AbsentParameter
+from zinfer.engine.placeholder import PlaceholderParameter
 
 USES: dict[str, Callable[[torch.Tensor], object]] = {
     "linear": lambda weight: F.linear(torch.ones(1, 4), weight),
@@ -26,11 +26,11 @@ USES: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_every_use_is_an_error(use: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises(RuntimeError, match="not on the device: a streamed weight is there only while its block runs"):
-        use(AbsentParameter.like(torch.ones(3, 4)))
+        use(PlaceholderParameter.like(torch.ones(3, 4)))
 
 
 def test_shape_and_dtype_can_be_asked_for() -> None:
-    weight = AbsentParameter.like(torch.ones(3, 4, dtype=torch.float16))
+    weight = PlaceholderParameter.like(torch.ones(3, 4, dtype=torch.float16))
     assert weight.shape == (3, 4)
     assert weight.dtype == torch.float16
     assert weight.numel() == 12
@@ -41,7 +41,7 @@ def test_shape_and_dtype_can_be_asked_for() -> None:
 
 def test_a_module_lists_it_in_its_state() -> None:
     module = torch.nn.Linear(4, 3, bias=False)
-    module.weight = AbsentParameter.like(module.weight)
+    module.weight = PlaceholderParameter.like(module.weight)
     state = module.state_dict()
     assert list(state) == ["weight"]
     with pytest.raises(RuntimeError, match="not on the device"):

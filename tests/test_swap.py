@@ -12,7 +12,7 @@ from llm_support import NUM_NEW, alone, by_ids, folder, prompts, token_bytes
 from plan_support import rates
 
 from zinfer import LLM, SamplingParams
-from zinfer.kv_cache.swap import ParkedTexts, Parking
+from zinfer.kv_cache.swap import SwapPlace, SwapSpace
 from zinfer.nvme.aligned import align_up
 from zinfer.nvme.scratch import ScratchError
 from zinfer.planning import kv_budget as budget
@@ -53,17 +53,17 @@ def test_texts_from_the_disk_go_on_with_their_tokens(
     if not in_memory:
         monkeypatch.setattr(budget, "_MOST_PARKED_BYTES", 0)
     with small(folder, tmp_path / "parked", device) as llm:
-        assert llm.batching.most_parked_in_memory == (6 if in_memory else 0)
-        assert llm.batching.most_parked_pages == llm.batching.most_parked_in_memory + NUM_PAGES
+        assert llm.batching.most_swapped_in_memory == (6 if in_memory else 0)
+        assert llm.batching.most_swapped_pages == llm.batching.most_swapped_in_memory + NUM_PAGES
         found = llm.generate(by_ids(prompts), PARAMS)
         stats = llm.stats()
         assert os.listdir(tmp_path / "parked") == []
         num_tokens = llm.num_tokens
     assert [each.token_ids for each in found] == alone
     place_bytes = align_up(PAGE_SIZE * token_bytes(folder))
-    assert stats.parked_bytes_written > 0
-    assert stats.parked_bytes_written % place_bytes == 0
-    assert 0 < stats.parked_bytes_read <= stats.parked_bytes_written
+    assert stats.swapped_bytes_written > 0
+    assert stats.swapped_bytes_written % place_bytes == 0
+    assert 0 < stats.swapped_bytes_read <= stats.swapped_bytes_written
     assert num_tokens == sum(map(len, prompts)) + (NUM_NEW - 1) * len(prompts), "nothing was computed twice"
 
 
@@ -74,7 +74,7 @@ def test_a_disk_that_is_slower_than_computing_is_left_alone(
     with small(folder, tmp_path / "parked") as llm:
         found = llm.generate(by_ids(prompts), PARAMS)
         assert llm.num_tokens > sum(map(len, prompts)) + (NUM_NEW - 1) * len(prompts)
-        assert llm.stats().parked_bytes_written == 0
+        assert llm.stats().swapped_bytes_written == 0
     assert [each.token_ids for each in found] == alone
     assert not (tmp_path / "parked").exists()
 
@@ -113,7 +113,7 @@ def test_a_disk_that_fails_ends_the_call_and_no_other(
             # Once the file has grown it needs no more room.
             if name == "fstatvfs":
                 break
-        assert llm._cache.parked._kept == {}
+        assert llm._cache.swap_space._kept == {}
 
 
 def test_a_call_that_was_cut_leaves_no_place_taken(
@@ -138,7 +138,7 @@ def test_a_call_that_was_cut_leaves_no_place_taken(
         monkeypatch.setattr(os, "pwritev", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(by_ids(prompts), PARAMS)
-        file = llm._cache.parked._file
+        file = llm._cache.swap_space._file
         assert file is not None
         assert len(file._free) == file._num_places
         assert [each.token_ids for each in llm.generate(by_ids(prompts), PARAMS)] == alone
@@ -158,15 +158,15 @@ def test_pages_come_back_as_they_were(
         torch.randn((20, 7), generator=generator),
     ]
     before = [row.clone() for row in rows]
-    parked = ParkedTexts(rows, Parking(most_in_memory, tmp_path))
+    parked = SwapSpace(rows, SwapPlace(most_in_memory, tmp_path))
     held = {1: [3, 4, 9], 2: [0, 19, 7, 6], 3: [11]}
     for number, pages in held.items():
-        parked.park(number, pages)
+        parked.swap_out(number, pages)
     for row in rows:
         row.zero_()
-    parked.resume(2, [2, 3])
-    parked.resume(1, [0, 1, 4])
-    parked.resume(3, [])
+    parked.swap_in(2, [2, 3])
+    parked.swap_in(1, [0, 1, 4])
+    parked.swap_in(3, [])
     for row, old in zip(rows, before, strict=True):
         assert torch.equal(row[[2, 3, 0, 1, 4]], old[[7, 6, 3, 4, 9]])
         assert not row[5:].any()

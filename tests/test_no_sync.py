@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from zinfer.graphs.form import Unrecordable
-from zinfer.graphs.no_sync import NoWaits
+from zinfer.graphs.form import CannotCapture
+from zinfer.graphs.no_sync import NoSyncMode
 
 Compute = Callable[[torch.Tensor, torch.Tensor], Any]
 """Of numbers and of a mask on a device."""
@@ -65,8 +65,8 @@ def test_what_asks_the_device_is_refused(kind: str, grad_mode: Any, device: str)
     x, mask = given(device)
     with (
         grad_mode(),
-        pytest.raises(Unrecordable, match=f"^{name} waits for the device$"),
-        NoWaits(torch.device(device)),
+        pytest.raises(CannotCapture, match=f"^{name} waits for the device$"),
+        NoSyncMode(torch.device(device)),
     ):
         compute(x, mask)
     assert x.tolist() == [0.0, 1.0, 2.0, 3.0], "it was computed"
@@ -78,7 +78,11 @@ def test_what_asks_the_device_is_refused(kind: str, grad_mode: Any, device: str)
 def test_copies_between_host_and_device_are_refused(kind: str, grad_mode: Any, apart: str) -> None:
     name, compute = COPYING[kind]
     x, mask = given(apart)
-    with grad_mode(), pytest.raises(Unrecordable, match=f"^{name} waits for the device$"), NoWaits(torch.device(apart)):
+    with (
+        grad_mode(),
+        pytest.raises(CannotCapture, match=f"^{name} waits for the device$"),
+        NoSyncMode(torch.device(apart)),
+    ):
         compute(x, mask)
 
 
@@ -88,7 +92,7 @@ def test_others_compute_as_ever(kind: str, grad_mode: Any, device: str) -> None:
     x, mask = given(device)
     with grad_mode():
         wanted = WAITLESS[kind](x, mask)
-        with NoWaits(torch.device(device)):
+        with NoSyncMode(torch.device(device)):
             found = WAITLESS[kind](x, mask)
     assert torch.equal(found, wanted)
 
@@ -96,14 +100,14 @@ def test_others_compute_as_ever(kind: str, grad_mode: Any, device: str) -> None:
 @MODES
 def test_what_lies_on_the_host_may_be_asked(grad_mode: Any) -> None:
     x, mask = given("cpu")
-    with grad_mode(), NoWaits(torch.device("meta")):
+    with grad_mode(), NoSyncMode(torch.device("meta")):
         assert (float(x[1]), x[mask].tolist(), torch.equal(x, x)) == (1.0, [0.0, 2.0], True)
 
 
 @pytest.mark.gpu
 def test_pinned_memory_is_copied_without_waiting() -> None:
     pinned = torch.ones(4).pin_memory()
-    with NoWaits(torch.device("cuda")):
+    with NoSyncMode(torch.device("cuda")):
         there = pinned.to("cuda", non_blocking=True)
         back = there.to("cpu", non_blocking=True)
         pinned.copy_(there + 1, non_blocking=True)
@@ -113,17 +117,17 @@ def test_pinned_memory_is_copied_without_waiting() -> None:
 
 @MODES
 def test_another_way_after_a_refusal_is_no_way_out(grad_mode: Any) -> None:
-    mode = NoWaits(torch.device("cpu"))
+    mode = NoSyncMode(torch.device("cpu"))
 
     def compute() -> None:
         with mode:
             try:
                 torch.ones(1).item()
-            except Unrecordable:
+            except CannotCapture:
                 torch.ones(1).to(torch.float64)
 
     for _ in range(2):
-        with grad_mode(), pytest.raises(Unrecordable, match="_local_scalar_dense"):
+        with grad_mode(), pytest.raises(CannotCapture, match="_local_scalar_dense"):
             compute()
     with mode:
         torch.ones(1)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import FRAGMENT_SHAPE, left_padded, random_prompts
-from first_use_support import engine_of
+from packed_cache_support import engine_of
 from store_support import document, make_store, write_module
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 

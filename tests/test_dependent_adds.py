@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zinfer.graphs import dependent_adds as early_sums
-from zinfer.graphs.dependent_adds import EarlySums
+from zinfer.graphs.dependent_adds import DependentLaunchAdds
 from zinfer.kernels.add import added_kernel
 
 
@@ -27,7 +27,7 @@ def test_sums_of_layers(kernel_device: str, counts: list[tuple[int, ...]]) -> No
     x = torch.randn(1, 2, 16).half().to(kernel_device)
     with torch.no_grad():
         wanted = x + layer(x)
-        with EarlySums():
+        with DependentLaunchAdds():
             found = x + layer(x)
         x + wanted
     assert counts == [(1, 2, 16)]
@@ -50,10 +50,10 @@ def test_other_sums_are_torchs(kernel_device: str, counts: list[tuple[int, ...]]
     ]
     for other in others:
         wanted = other()
-        with EarlySums():
+        with DependentLaunchAdds():
             assert torch.equal(other(), wanted)
     y = x.clone()
-    with EarlySums():
+    with DependentLaunchAdds():
         y += x
     assert torch.equal(y, x + x)
     assert counts == []

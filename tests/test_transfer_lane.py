@@ -17,8 +17,8 @@ from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.source import Source
 from zinfer.offload.staging import StagingRing
 from zinfer.offload.stream import CopyStream, HostStream
-from zinfer.offload.transfer import Move, Target
-from zinfer.offload.transfer_lane import Lane, LaneClosed
+from zinfer.offload.transfer import Target, Transfer
+from zinfer.offload.transfer_lane import LaneClosed, TransferLane
 
 PART_BYTES = 4096
 
@@ -60,11 +60,11 @@ class Numbers(Source):
 
 
 @contextmanager
-def lane(num_staging: int = 2) -> Iterator[Lane]:
+def lane(num_staging: int = 2) -> Iterator[TransferLane]:
     ring = StagingRing()
     for _ in range(num_staging):
         ring.add(HostBuffer(PART_BYTES))
-    opened = Lane("disk", HostStream(), ring)
+    opened = TransferLane("disk", HostStream(), ring)
     try:
         yield opened
     finally:
@@ -73,8 +73,8 @@ def lane(num_staging: int = 2) -> Iterator[Lane]:
         ring.close()
 
 
-def move_of(source: Source) -> Move:
-    return Move("block", source, Target(torch.zeros(source.wire_bytes, dtype=torch.uint8), HostStream()))
+def move_of(source: Source) -> Transfer:
+    return Transfer("block", source, Target(torch.zeros(source.wire_bytes, dtype=torch.uint8), HostStream()))
 
 
 @given(parts=st.lists(st.integers(1, 5), min_size=1, max_size=6), num_staging=st.integers(1, 4))

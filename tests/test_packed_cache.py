@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import left_padded, random_prompts, tiny_checkpoint, tiny_model
-from first_use_support import engine_of, only, start
 from jobs_support import letters_model, prompt_rows, write_rows
+from packed_cache_support import engine_of, only, start
 from store_support import contents, document, make_store
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import zinfer
 from zinfer.engine import hooks
-from zinfer.engine.placeholder import AbsentParameter
+from zinfer.engine.placeholder import PlaceholderParameter
 from zinfer.errors import PlanError
 
 __all__ = ["engine", "folder"]  # fixtures
@@ -154,7 +154,7 @@ def test_using_a_streamed_parameter_outside_its_block_is_an_error(
     ],
     ids=lambda use: str(use.__code__.co_names + tuple(map(str, use.__code__.co_consts[1:]))),
 )
-def test_less_common_uses_are_errors_too(use: Callable[[AbsentParameter], object]) -> None:
-    weight = AbsentParameter.like(torch.ones(3, 4))
+def test_less_common_uses_are_errors_too(use: Callable[[PlaceholderParameter], object]) -> None:
+    weight = PlaceholderParameter.like(torch.ones(3, 4))
     with torch.no_grad(), pytest.raises(RuntimeError, match="there only while its block runs as a part of the model"):
         use(weight)

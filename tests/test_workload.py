@@ -8,7 +8,7 @@ from zinfer.scheduling.page_pool import PagePool
 from zinfer.scheduling.schedule import PassSize
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.sequence import Sequence
-from zinfer.scheduling.workload import _LEAST_PACE, Demand
+from zinfer.scheduling.workload import _LEAST_PACE, Workload
 
 
 def passes(num_texts: int, num_prompt: int, num_new: int, num_pages: int, token_budget: int) -> list[PassSize]:
@@ -48,7 +48,7 @@ def test_texts_that_fit_at_once_begin_at_once() -> None:
 
 
 def test_equal_beginnings_are_needed_once() -> None:
-    demand = Demand(4)
+    demand = Workload(4)
     texts = [
         (1, 2, 3, 4, 5, 6, 7, 8, 9),
         (1, 2, 3, 4, 5, 6, 7, 8),
@@ -66,7 +66,7 @@ def test_equal_beginnings_are_needed_once() -> None:
     assert demand.num_pages == 12 - 1
     demand.remove(sequences[2], 3)
     assert demand.num_pages == 9
-    apart = Demand(4, shares=False)
+    apart = Workload(4, shares=False)
     for sequence in sequences:
         apart.add(sequence, 3)
     assert apart.num_pages == 12
@@ -98,7 +98,7 @@ def test_what_is_counted_no_more_leaves_no_trace(
 ) -> None:
     sequences = [Sequence(number, (0,) * num_prompt, num_new) for number, (num_prompt, num_new) in enumerate(texts)]
     gone = data.draw(st.sets(st.sampled_from(range(len(texts))))) if texts else set()
-    demand, fresh = Demand(64), Demand(64)
+    demand, fresh = Workload(64), Workload(64)
     for sequence in sequences:
         demand.add(sequence, 1 + sequence.num_tokens // 64)
         if sequence.number not in gone:

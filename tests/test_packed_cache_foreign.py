@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import left_padded, random_prompts, tiny_mixtral
-from first_use_support import engine_of, only, start
+from packed_cache_support import engine_of, only, start
 from store_support import document
 from test_foreign_engine import GROUP_SIZE, write_quantized, write_quantized_experts
 

@@ -109,7 +109,7 @@ def test_whether_texts_are_parked_on_the_disk_is_kept_whatever_the_rates_are_now
         monkeypatch.setattr("zinfer.engine.estimator.known_rates", lambda *args, now=now: found[now])
         summary = run(model, prompts, output, config=config)
         assert summary.stats is not None
-        written.append(summary.stats.parked_bytes_written)
+        written.append(summary.stats.swapped_bytes_written)
         output.write_bytes(output.read_bytes().splitlines(keepends=True)[0])
     assert written[0] == written[1]
     assert (written[0] > 0) == parks
