@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import threading
 from typing import Any
 
@@ -17,6 +18,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import interpreting
 
     interpreting.hasten()
+
+# Under `nohup` and behind `&` these are ignored, in every process that a test starts as well.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A loaded machine is slow at times; that is no fault of the property.
 settings.register_profile("zinfer", deadline=None)
