@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from zinfer.config import resolve_settings
+from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import ConfigError
-from zinfer.quantization import Quantization
 
 
 def resolved(config: dict[str, Any]) -> Quantization | None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.key import Key, Status
 from zinfer.config.keys import BY_NAME, BY_PATH, KEYS
+from zinfer.config.quantization_rules import QuantizationConfig
 from zinfer.errors import ConfigError
-from zinfer.quantization import QuantizationConfig
 
 SECTIONS = {
     "tensor_parallel": ["tp"],

@@ -7,7 +7,7 @@ import torch
 from config_support import refusal, resolved
 
 from zinfer.config import resolve_settings
-from zinfer.quantization import Quantization, QuantizationConfig, QuantRule
+from zinfer.config.quantization_rules import Quantization, QuantizationConfig, QuantRule
 
 GROUPS = {"num_bits": 4, "group_size": 64, "group_dim": 1, "symmetric": False}
 INT4_GROUPS = QuantRule(bits=4, group_size=64, symmetric=False)

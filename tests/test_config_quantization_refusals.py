@@ -6,8 +6,8 @@ import pytest
 from config_support import refusal, resolved
 
 from zinfer.config import resolve_settings
+from zinfer.config.quantization_rules import QuantizationConfig
 from zinfer.errors import ConfigError
-from zinfer.quantization import QuantizationConfig
 
 GROUPS = {"num_bits": 4, "group_size": 64, "group_dim": 1, "symmetric": False}
 QUANT4 = {"weight": {"num_bits": 4}}

@@ -14,9 +14,9 @@ from races_support import late_streams
 from ragged_models import FAMILIES, Reference, spoil, spoil_slots, tiny_model
 
 import zinfer
-from zinfer.batching.adapters import layer_windows
 from zinfer.errors import PlanError
 from zinfer.kv_cache.host import HostedKVCache
+from zinfer.model.batching_support import layer_windows
 from zinfer.model.kv_shape import KVShape
 from zinfer.scheduling.schedule import Chunk
 from zinfer.scheduling.sequence import Sequence as Text

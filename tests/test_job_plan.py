@@ -12,11 +12,11 @@ from typer.testing import CliRunner, Result
 
 from zinfer.cli import app
 from zinfer.config import resolve_settings
+from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.config.settings import Batching
 from zinfer.errors import ConfigError, PlanError
 from zinfer.planning.job_plan import Job, job_advice, plan_job
 from zinfer.planning.outline import read_outline
-from zinfer.quantization.rules import Quantization, QuantRule
 from zinfer.units import duration
 
 SETTINGS = resolve_settings()

@@ -23,8 +23,8 @@ from zinfer.jobs.paths import manifest_path
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import Row, id_key
 from zinfer.requests.completion import Completion
+from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.sampling_params import SamplingParams
-from zinfer.sampling.sampler import Logprobs
 
 __all__ = ["model", "output"]  # fixtures
 WAYS: list[dict[str, Any]] = [{}, {"engine_factory": ResidentEngine}]

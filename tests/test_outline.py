@@ -11,10 +11,10 @@ import torch
 from checkpoints import FAMILIES, tiny_checkpoint
 from plan_support import CONFIGS, NUM_PARAMS, SMALL_LLAMA, outline_of, write_config
 
+from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import CheckpointError, PlanError
 from zinfer.offload.block import Block
 from zinfer.planning.outline import Outline, read_outline
-from zinfer.quantization.rules import Quantization, QuantRule
 
 
 def config_alone(checkpoint: Path, folder: Path) -> Path:

@@ -8,13 +8,13 @@ import pytest
 from plan_support import SMALL_LLAMA, machine_with, outline_of, rates, write_config
 
 from zinfer.config import Offload, Settings
+from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.offload.block import Tier
 from zinfer.planning.advice import Advice, advise
 from zinfer.planning.forecast import make_forecast
 from zinfer.planning.outline import Outline, read_outline
 from zinfer.planning.presets import Machine
 from zinfer.planning.request import Request
-from zinfer.quantization import Quantization, QuantRule
 
 ROOMY = 1_200_000_000  # for the model and the CUDA context
 TIGHT = 850_000_000  # for a few layers

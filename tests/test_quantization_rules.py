@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import ConfigError
 from zinfer.kernels.quantize import quantize
 from zinfer.kernels.quantized import QuantFormat
-from zinfer.quantization import Quantization, QuantRule
 
 EVERYTHING = Quantization((QuantRule(),))
 INT8 = QuantFormat(8)

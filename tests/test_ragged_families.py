@@ -8,8 +8,9 @@ from checkpoints import VOCAB_SIZE
 from ragged_models import FAMILIES, Reference, tiny_model
 
 import zinfer
-from zinfer.batching.adapters import INTERFACED, OwnAttention, check_family, is_known
+from zinfer.batching.adapters import OwnAttention
 from zinfer.errors import ConfigError
+from zinfer.model.batching_support import INTERFACED, check_family, is_known
 
 
 @pytest.mark.parametrize("family", FAMILIES)

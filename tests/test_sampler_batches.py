@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zinfer.sampling.sampler
+from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.sampling_params import SamplingParams
-from zinfer.sampling.sampler import Logprobs, Row, Sampler, row_uniform
+from zinfer.sampling.sampler import Row, Sampler, row_uniform
 
 PADDING = 3
 

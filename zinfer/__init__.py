@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from zinfer.batching.llm import LLM
+    from zinfer.config.quantization_rules import QuantizationConfig
     from zinfer.engine.engine import InferenceEngine
     from zinfer.engine.entry import init_inference, initialize
     from zinfer.model.on_device import OnDevice
-    from zinfer.quantization.in_place import quantize_transformer
-    from zinfer.quantization.rules import QuantizationConfig
+    from zinfer.model.quantize_in_place import quantize_transformer
     from zinfer.requests.completion import Completion
     from zinfer.requests.sampling_params import SamplingParams
 
@@ -35,8 +35,8 @@ _HOMES: Final = {
     "OnDevice": "zinfer.model.on_device",
     "init_inference": "zinfer.engine.entry",
     "initialize": "zinfer.engine.entry",
-    "quantize_transformer": "zinfer.quantization.in_place",
-    "QuantizationConfig": "zinfer.quantization.rules",
+    "quantize_transformer": "zinfer.model.quantize_in_place",
+    "QuantizationConfig": "zinfer.config.quantization_rules",
 }
 
 

@@ -18,10 +18,11 @@ from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.requests.completion import Finished, not_finite
+from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import StopCriteria
 from zinfer.sampling.async_copy import send, settle
-from zinfer.sampling.sampler import BROKEN, Drawn, Logprobs, Row, Sampler, row_uniform
+from zinfer.sampling.sampler import BROKEN, Drawn, Row, Sampler, row_uniform
 from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.sequence import Sequence as Text

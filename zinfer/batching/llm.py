@@ -13,7 +13,6 @@ from typing import Any, Final, Self
 from torch import nn
 from transformers import PreTrainedModel
 
-from zinfer.batching.adapters import check_family, common_window
 from zinfer.batching.batcher import Batcher
 from zinfer.batching.open_kv_cache import open_pages
 from zinfer.batching.request_tracker import RequestTracker, paired
@@ -24,6 +23,7 @@ from zinfer.engine.engine import InferenceEngine
 from zinfer.engine.uninterrupted import Uninterrupted
 from zinfer.errors import ConfigError
 from zinfer.graphs.forward_graphs import GraphCounts
+from zinfer.model.batching_support import check_family, common_window
 from zinfer.model.context_length import most_tokens
 from zinfer.model.kv_shape import read_kv_shape
 from zinfer.model.partition import ModelBlock

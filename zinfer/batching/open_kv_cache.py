@@ -1,11 +1,11 @@
 """Makes the pages that a budget asks for, where it asks for them."""
 
-from zinfer.batching.adapters import layer_windows
 from zinfer.engine.engine import InferenceEngine
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.kv_cache.host import HostedKVCache
 from zinfer.kv_cache.swap import SwapPlace
+from zinfer.model.batching_support import layer_windows
 from zinfer.model.kv_shape import KVShape
 from zinfer.planning.kv_budget import BatchingBudget
 

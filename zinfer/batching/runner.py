@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from zinfer.batching.adapters import OwnAttention, wants_mask
+from zinfer.batching.adapters import OwnAttention
 from zinfer.batching.attention import MASKED_NAME, NAME, PagedAttention, attending
 from zinfer.batching.parts import PartedLayers
 from zinfer.batching.ragged import Part, RaggedBatch
@@ -13,6 +13,7 @@ from zinfer.engine.engine import InferenceEngine
 from zinfer.graphs.forward_graphs import ForwardGraphs
 from zinfer.kernels.kv_pages import PagedLayout
 from zinfer.kv_cache.base import PageCache
+from zinfer.model.batching_support import wants_mask
 
 
 class PassRunner:

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import torch
 
+from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.config.quantization_values import INT8, Grouping, Part
 from zinfer.config.reading import Given
 from zinfer.config.settings import Ignored
 from zinfer.errors import ConfigError
-from zinfer.quantization.rules import Quantization, QuantRule
 
 _OWN: Final = "zinfer.quantization"
 _ACTIVATION: Final = "quant.activation."

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final, Literal
 
+from zinfer.config.quantization_rules import QuantizationConfig
 from zinfer.config.values import Parser, Unusable, choice, count, flag, number_of
-from zinfer.quantization.rules import QuantizationConfig
 
 _PATTERN: Final = re.compile(r"[\w.-]+")
 _PATTERN_EXPECTED: Final = 'a part of parameter names, such as "fc1" or "self_attn.q_proj", without wildcards'

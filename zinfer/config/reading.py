@@ -9,11 +9,11 @@ from typing import Any
 
 from zinfer.config.key import Key, Status
 from zinfer.config.keys import BY_NAME, BY_PATH
+from zinfer.config.quantization_rules import QuantizationConfig
 from zinfer.config.source import Source
 from zinfer.config.suggestion import advice
 from zinfer.config.values import NoEffect, NotAvailable, Unusable, flag, number_of, show
 from zinfer.errors import ConfigError
-from zinfer.quantization.rules import QuantizationConfig
 
 AUTO = "auto"
 

@@ -10,7 +10,7 @@ import torch
 
 from zinfer.config.block_classes import BlockClass
 from zinfer.config.listing import CheckpointListing
-from zinfer.quantization.rules import Quantization
+from zinfer.config.quantization_rules import Quantization
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from zinfer.inject.fusion_groups import FusionGroup, find_packs, packs_in
 from zinfer.model.build import find_dtype, report_device
 from zinfer.model.dtype import warn_of_overflow
 from zinfer.model.partition import ModelBlock, partition_model
+from zinfer.model.quantized_forms import check_patterns, find_activations, find_form, find_rounding
 from zinfer.model.weight_matching import Weight, load_buffers, match_weights
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchFile
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.planner import Plan, make_plan
 from zinfer.probe.limits import MachineLimits
-from zinfer.quantization.forms import check_patterns, find_activations, find_form, find_rounding
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.store.packed_cache import stored_copy
 from zinfer.store.spill_file import ModuleFile, module_file

@@ -21,7 +21,7 @@ from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import ConfigError
 from zinfer.jobs.token_rows import read_token_rows, right_padded
 from zinfer.model.build import build_meta_model
-from zinfer.quantization.forms import find_form
+from zinfer.model.quantized_forms import find_form
 from zinfer.quantization.slab_matrix import SlabMatrix
 
 _MOST_TOKENS: Final = 4096  # of a pass: the model streams once for them

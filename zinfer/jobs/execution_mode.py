@@ -6,7 +6,6 @@ from typing import Any, Final
 
 from transformers import PreTrainedModel
 
-from zinfer.batching.adapters import check_family
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
 from zinfer.engine.engine import FindReserve, InferenceEngine
@@ -19,6 +18,7 @@ from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.request import JobRequest
 from zinfer.jobs.task import Task
+from zinfer.model.batching_support import check_family
 from zinfer.model.length_limits import Room
 from zinfer.model.shape import is_generating_decoder, read_encoder_shape
 from zinfer.offload.tensor_checksums import TensorChecksums

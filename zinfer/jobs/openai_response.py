@@ -9,7 +9,7 @@ from zinfer.jobs.openai_batch import OpenAIForm
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import BadRow, RowId, id_key
 from zinfer.requests.completion import Completion
-from zinfer.sampling.sampler import Logprobs
+from zinfer.requests.logprobs import Logprobs
 
 _LEAST_LOGPROB: Final = -9999.0  # what OpenAI writes for tokens that cannot come; JSON has no infinity
 _REPLACEMENT: Final = "\ufffd"

@@ -12,7 +12,7 @@ from zinfer.jobs.openai_response import OpenAIResponses, read_response
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import BadRow, RowId
 from zinfer.requests.completion import Completion
-from zinfer.sampling.sampler import Logprobs
+from zinfer.requests.logprobs import Logprobs
 
 _RESULTS: Final = ("token_ids", "outputs", "embedding", "scores")
 

@@ -11,8 +11,9 @@ from transformers import LogitsProcessor, StoppingCriteria
 from zinfer.errors import JobError
 from zinfer.jobs.prompts import Prompt
 from zinfer.requests.completion import Completion, not_finite, text_seed
+from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.stop_criteria import StopCriteria
-from zinfer.sampling.sampler import Logprobs, Row, Sampler, row_uniform
+from zinfer.sampling.sampler import Row, Sampler, row_uniform
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from zinfer.batching.adapters import is_known
+from zinfer.model.batching_support import is_known
 
 _RMS: Final = "RMS norm"
 _HALVES: Final = "rotation by halves"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from zinfer.config import Memory, Settings
+from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.block import Tier
 from zinfer.planning.forecast import Forecast, make_forecast
@@ -13,7 +14,6 @@ from zinfer.planning.outline import Outline
 from zinfer.planning.prediction import speed
 from zinfer.planning.presets import Machine
 from zinfer.planning.request import Request
-from zinfer.quantization.rules import Quantization, QuantRule
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.units import human_bytes
 

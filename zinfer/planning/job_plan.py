@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from zinfer.batching.adapters import common_window
 from zinfer.config import Settings
 from zinfer.config.settings import Batching
 from zinfer.errors import PlanError
+from zinfer.model.batching_support import common_window
 from zinfer.model.kv_shape import read_kv_shape
 from zinfer.planning.advice import LEAST_GAIN, quantized_outlines
 from zinfer.planning.block_work import find_work

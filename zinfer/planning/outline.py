@@ -16,15 +16,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from zinfer.checkpoint import Checkpoint, TensorEntry
 from zinfer.checkpoint.folder import absolute
 from zinfer.checkpoint.json_text import JsonFault, parse_object
+from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import max_positions
 from zinfer.model.partition import ModelBlock, partition_model
+from zinfer.model.quantized_forms import find_form
 from zinfer.model.shape import ModelShape, shape_of
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Extent
-from zinfer.quantization.forms import find_form
-from zinfer.quantization.rules import Quantization
 from zinfer.quantization.stored import find_stored_scheme
 
 _CONFIG_NAME: Final = "config.json"

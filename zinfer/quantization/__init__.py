@@ -1,5 +1,1 @@
-"""Quantized weights: what is asked for, how a module holds them, and how they are made."""
-
-from zinfer.quantization.rules import Quantization, QuantizationConfig, QuantRule
-
-__all__ = ["QuantRule", "Quantization", "QuantizationConfig"]
+"""Quantized weights: how they are made, how a module holds them, and how other tools store them."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
-from zinfer.sampling.sampler import Logprobs
+from zinfer.requests.logprobs import Logprobs
 
 NOT_FINITE: Final = (
     "the model's logits are not finite numbers (its weights may be damaged), or the row's own settings leave no token"

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 
 from zinfer.requests.bad_words import last_ids
+from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.sampling.async_copy import DeviceToHostCopy, send
 from zinfer.sampling.filters import draw, fixed_point, kind_of, ratios_of, unit_of
@@ -44,18 +45,6 @@ class Row:
     end_token_ids: Collection[int]
     uniform_at: Callable[[int], float]
     bad_word_ids: Sequence[tuple[int, ...]] = ()
-
-
-@dataclass(frozen=True)
-class Logprobs:
-    """Natural logarithms of probabilities under the model's own logits, before biases, penalties, temperature, filters.
-
-    chosen: of the chosen token. top_ids, top: of the most likely tokens, in order, the lower id first among equals.
-    """
-
-    chosen: float
-    top_ids: list[int]
-    top: list[float]
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import torch
 from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.folder import CACHED_REPO_PREFIX
 from zinfer.config import Settings
+from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.partition import ModelBlock
 from zinfer.quantization.native.identity import Identity
-from zinfer.quantization.rules import Quantization
 from zinfer.store.folder import Caller, is_finished
 from zinfer.store.writing import write_store
 from zinfer.units import human_bytes

@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 from zinfer.checkpoint import Checkpoint, TensorEntry
 from zinfer.checkpoint.folder import absolute
 from zinfer.config import Settings
+from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.build import build_meta_model
 from zinfer.model.partition import ModelBlock, partition_model
+from zinfer.model.quantized_forms import check_patterns, find_form, find_rounding
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Block, Extent, SlabLayout
-from zinfer.quantization.forms import check_patterns, find_form, find_rounding
 from zinfer.quantization.native.manifest import StoredParameter, is_store
 from zinfer.quantization.rounding import Squares, no_squares
-from zinfer.quantization.rules import Quantization
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.quantization.stored import StoredMatrix, find_stored_scheme
 from zinfer.store.block_file import BlockFile, name_prefix

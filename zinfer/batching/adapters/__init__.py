@@ -1,38 +1,15 @@
-"""What the batch path must know of a family of models: whether its modules attend through transformers' interface.
+"""Attention of the families that do not ask transformers' interface, or whose pages hold something else than their keys
+and values: a forward each, a file a family, for passes over ragged batches."""
 
-Those that do need nothing else. Those that do not, and those whose pages hold something else than their keys and
-values, get a forward of their attention here, a file a family. Any other family is refused: its text might come out
-wrong without an error.
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import bloom, deepseek, falcon, gptj, mpt
-from zinfer.errors import ConfigError
-from zinfer.model.shape import read_shape
-
-INTERFACED: Final = frozenset(
-    (
-        *(
-            "cohere",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "glm4",
-            "gpt2",
-            "gpt_neox",
-            "gpt_oss",
-        ),
-        *("granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "qwen2", "qwen3", "qwen3_moe", "stablelm"),
-        "starcoder2",
-    )
-)
-"""Model types whose ragged greedy tokens were seen to equal those of each prompt alone in transformers' `generate`."""
+from zinfer.model.batching_support import ADAPTED, check_family
 
 _OWN: Final[dict[str, tuple[type[nn.Module], Callable[..., Any]]]] = {
     "deepseek_v2": (deepseek.V2_ATTENTION, deepseek.forward_v2),
@@ -42,89 +19,7 @@ _OWN: Final[dict[str, tuple[type[nn.Module], Callable[..., Any]]]] = {
     "gptj": (gptj.ATTENTION, gptj.forward),
     "mpt": (mpt.ATTENTION, mpt.forward),
 }
-
-
-_GROWING: Final = frozenset({"dynamic", "longrope"})
-"""Types of rotary positions whose frequencies follow the longest text (transformers, modeling_rope_utils.py)."""
-
-
-def is_known(model_type: str) -> bool:
-    """Whether a model of this type can run in ragged batches."""
-    return model_type in INTERFACED or model_type in _OWN
-
-
-_WINDOWED: Final = frozenset(
-    ("gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "starcoder2")
-)
-"""Families whose attention is told of a window; in the configs of others a window may stand that nothing heeds."""
-
-
-def has_windows(model_type: str) -> bool:
-    """Whether layers of the family see the last tokens only where the config says so."""
-    return model_type in _WINDOWED
-
-
-def layer_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """Of each layer, the positions that a token attends to, its own among them; None: all before it."""
-    windows = read_shape(config).windows
-    return windows if has_windows(config.get_text_config(decoder=True).model_type) else (None,) * len(windows)
-
-
-def common_window(config: PretrainedConfig) -> int | None:
-    """The widest of the layers' windows; None where a layer has none."""
-    windows = layer_windows(config)
-    return max((window for window in windows if window is not None), default=None) if all(windows) else None
-
-
-def wants_mask(model_type: str) -> bool:
-    """Whether the family's code takes a mask's being there for granted."""
-    return model_type == "mpt"
-
-
-def check_family(model: PreTrainedModel) -> str:
-    """The model's type.
-
-    Raises:
-        ConfigError: the family is not known here, or an option of the model's is not.
-    """
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(
-            f"a {type(model).__name__} is not a transformers model, whose attention ragged batches need; use "
-            "zinfer.init_inference for it"
-        )
-    config: Any = model.config.get_text_config(decoder=True)
-    model_type: str = config.model_type
-    if (oddity := _oddity(config)) is not None:
-        raise ConfigError(f"this {model_type} model {oddity}; use zinfer.init_inference for it")
-    if not is_known(model_type):
-        known = ", ".join(sorted(INTERFACED | set(_OWN)))
-        raise ConfigError(f"a {model_type} model cannot run in ragged batches yet; known are {known}")
-    if not model.can_generate():
-        raise ConfigError(f"a {type(model).__name__} does not generate; use zinfer.init_inference for its outputs")
-    return model_type
-
-
-def _oddity(config: Any) -> str | None:
-    """Why texts side by side would come out otherwise than alone, or than in transformers."""
-    growing = _rope_types(getattr(config, "rope_parameters", None)) & _GROWING
-    if growing:
-        return f"has rotary positions of type {', '.join(sorted(growing))}, which depend on the longest text of a batch"
-    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
-        return "lets tokens see later ones (use_bidirectional_attention, is_causal), which are not there yet"
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        return f"has layers of the kind {', '.join(sorted(kinds))}, and pages know full and sliding attention"
-    if getattr(config, "slow_but_exact", False) and getattr(config, "pretraining_tp", 1) > 1:
-        return "sums its projections in slices (slow_but_exact), which is not available in ragged batches"
-    return None
-
-
-def _rope_types(parameters: object) -> set[str]:
-    """Of a model, or of each kind of its layers."""
-    if not isinstance(parameters, Mapping):
-        return set()
-    own = {str(parameters["rope_type"])} if "rope_type" in parameters else set()
-    return own.union(*(_rope_types(value) for value in parameters.values()))
+assert _OWN.keys() == ADAPTED
 
 
 class OwnAttention:

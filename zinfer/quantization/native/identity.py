@@ -15,8 +15,8 @@ import torch
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.fingerprint import weights_sample
+from zinfer.config.quantization_rules import Quantization
 from zinfer.nvme.file_identity import FileIdentity
-from zinfer.quantization.rules import Quantization
 
 _NAME = "name"
 

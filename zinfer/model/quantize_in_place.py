@@ -4,12 +4,12 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
+from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.kernels.quantize import CannotQuantize, quantize
 from zinfer.model.partition import Form
-from zinfer.quantization.forms import find_form
+from zinfer.model.quantized_forms import find_form
 from zinfer.quantization.parameter import QuantizedParameter
-from zinfer.quantization.rules import Quantization, QuantRule
 from zinfer.quantization.slab_matrix import SlabMatrix
 
 Model = TypeVar("Model", bound=nn.Module)

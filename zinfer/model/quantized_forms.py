@@ -9,13 +9,13 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
+from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import ConfigError
 from zinfer.kernels.clipping import least_error_range
 from zinfer.kernels.quantize import full_range
 from zinfer.model.partition import Form, full_form
 from zinfer.offload.block import SlabTensor
 from zinfer.quantization.rounding import Rounding, Squares, no_squares
-from zinfer.quantization.rules import Quantization
 from zinfer.quantization.slab_matrix import SlabMatrix
 
 log = logging.getLogger(__name__)
