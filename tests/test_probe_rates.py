@@ -27,7 +27,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setattr(rates, "_hurried_devices", {})
     monkeypatch.setattr(rates, "_hurried_disks", {})
-    monkeypatch.setattr(rates, "hurried_sizes", lambda _: TINY)
+    monkeypatch.setattr(rates, "quick_sizes", lambda _: TINY)
     return home
 
 
@@ -43,7 +43,7 @@ def files(tmp_path: Path) -> list[Path]:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was measured, in order."""
     names: list[str] = []
-    for name in ("measure_device", "glance_at"):
+    for name in ("measure_device", "quick_read"):
 
         def note(*args: object, _name: str = name, _real: object = getattr(rates, name), **options: object) -> object:
             names.append(_name)
@@ -63,7 +63,7 @@ def test_without_a_record_it_is_measured_once_and_nothing_is_written(
 ) -> None:
     target = torch.device(device, 0) if device == "cuda" else CPU
     found = known_rates(target, files)
-    assert measured == ["measure_device", "glance_at"]
+    assert measured == ["measure_device", "quick_read"]
     for rate in (
         found.link_bytes_per_s,
         found.disk_bytes_per_s,
@@ -90,7 +90,7 @@ def test_a_record_is_taken_without_measuring(files: list[Path], measured: list[s
 def test_a_disk_that_was_not_probed_is_read_in_a_hurry(files: list[Path], measured: list[str]) -> None:
     record(this_machines(replace(DISK, number=files[0].stat().st_dev + 1)))
     found = known_rates(CPU, files)
-    assert measured == ["glance_at"]
+    assert measured == ["quick_read"]
     assert found.link_bytes_per_s == 55e9
     assert found.disk_bytes_per_s != 20e9
     assert found.origin == (

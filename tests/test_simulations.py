@@ -55,7 +55,7 @@ def test_what_is_kept_is_what_would_be_rehearsed_anew(monkeypatch: pytest.Monkey
         num_anew += 1
         return simulate(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rehearsals, "rehearse", counting)
+    monkeypatch.setattr(rehearsals, "simulate", counting)
     for _ in range(20):
         budget, lengths = budget_of(draw), lengths_of(draw)
         kept = Rehearsals(*lengths, window)

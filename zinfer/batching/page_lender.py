@@ -36,7 +36,7 @@ class IdlePageLender:
             self._limit = limit  # first of all: Ctrl-C may strike between any two lines, and all is taken back then
             moved = scheduler.confine(limit)
             cache.move(list(moved), list(moved.values()))
-            self._engine.borrow(memory)
+            self._engine.add_cache_slots(memory)
 
     def take_back(self) -> None:
         """Let the blocks stream again; the pages may be written to when this returns."""
