@@ -72,6 +72,6 @@ def test_what_was_recorded_before_is_forgotten(monkeypatch: pytest.MonkeyPatch, 
 
     assert [counted(), counted()] == [(1, 1), (1, 2)]
     engine.compile(backend="eager")
-    monkeypatch.setattr(forward_graphs, "EarlySums", lambda: pytest.fail("a mode"))
+    monkeypatch.setattr(forward_graphs, "DependentLaunchAdds", lambda: pytest.fail("a mode"))
     assert counted() == (2, 4), "computed once by Python, and so compiled, before it is recorded"
     engine.destroy()
