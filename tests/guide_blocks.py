@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-GUIDE = ROOT / "docs" / "guide"
+DOCS = ROOT / "docs"
+GUIDE = DOCS / "guide"
 
 HIDDEN = "<!-- hidden"
 _FENCE = r"^```(?P<language>[^\n`]*)\n(?P<text>.*?)^```$"
@@ -36,7 +37,13 @@ class Block:
 
 
 def pages() -> list[Path]:
-    return sorted(GUIDE.glob("*.md"))
+    """Every page of the documentation."""
+    return sorted(DOCS.rglob("*.md"))
+
+
+def pages_that_run() -> list[Path]:
+    """Those whose blocks are run, and compared with what they show."""
+    return [page for page in pages() if page.parent.name in ("guide", "architecture")]
 
 
 def blocks_of(page: Path) -> Iterator[Block]:

@@ -1,52 +1,81 @@
-"""What the README says of the configuration is so."""
+"""The README: at most a hundred and fifty lines, each of them so."""
 
 import re
 from pathlib import Path
 
 import pytest
-from guide_blocks import GUIDE, ROOT
+import torch
+from guide_blocks import FENCE, GUIDE, ROOT, blocks_of
+from guide_runner import PageRunner
 
 from zinfer.config import resolve_settings
-from zinfer.config.key import Status
-from zinfer.config.keys import BY_PATH
 from zinfer.errors import ConfigError
+from zinfer.model.families import FAMILIES
 
-CODE = re.compile(r"(?ms)^```(.*?)^```$")
+README = ROOT / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def test_the_readme_describes_keys_that_are_honoured() -> None:
-    text = (Path(__file__).resolve().parent.parent / "README.md").read_text()
-    table = text.split("## Configuration")[1].split("## ")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    names = [name.split(":")[0].lstrip(".") for row in rows for name in re.findall("`([^`]+)`", row)]
-    assert len(names) > 40
-    for name in names:
-        named = [key for path, key in BY_PATH.items() if f".{path}".endswith(f".{name}")]
-        assert Status.HONOURED in {key.status for key in named}, name
+def test_the_readme_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 150
+
+
+def test_what_the_readme_shows_is_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "96")
+    runner = PageRunner()
+    [config] = [block for block in blocks_of(GUIDE / "tuning.md") if block.file == "llama-70b/config.json"]
+    runner.run(config)
+    languages = []
+    for block in blocks_of(README):
+        runner.run(block)
+        languages.append(block.language)
+    assert {"console", "python", "jsonl"} <= set(languages)
 
 
 def test_the_first_examples_need_no_configuration() -> None:
-    for page in (ROOT / "README.md", GUIDE / "index.md"):
-        taught, forced, after = page.read_text().partition("## Force the disk")
-        assert forced
-        assert not re.search(r"--config|\.json\"|nvme", "".join(CODE.findall(taught)))
-        assert "nvme" in after
+    taught, _, after = TEXT.partition("## From DeepSpeed")
+    assert after
+    start, forced, disk = (GUIDE / "index.md").read_text(encoding="utf-8").partition("## Force the disk")
+    assert forced
+    assert "nvme" in disk
+    for page in (taught, start):
+        assert not re.search(r"--config|\.json\"|nvme", "".join(found["text"] for found in FENCE.finditer(page)))
     for page in GUIDE.glob("*.md"):
-        assert "--config" not in "".join(CODE.findall(page.read_text())[:1])
+        [first, *_] = FENCE.finditer(page.read_text(encoding="utf-8"))
+        assert "--config" not in first["text"], page
 
 
-def test_the_readmes_examples_in_python_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    examples = [each for each in CODE.findall((ROOT / "README.md").read_text()) if "examples/demo/model" in each]
-    assert len(examples) == 2
-    for example in examples:
-        exec(example.removeprefix("python\n"), {})
-    assert capsys.readouterr().out.endswith("579 stop\n15 stop\n")
+def test_the_readme_counts_the_families() -> None:
+    assert f"{len(FAMILIES)} families are tested" in TEXT
+
+
+def test_the_figures_are_those_of_the_benchmarks() -> None:
+    """Of the tables of rivals and of jobs, each number with its unit or factor."""
+    figures = re.findall(r"(?m)[\d.,]+(?= s\b| x\))|\b[01]\.\d{3}\b|(?<=\| )[\d,]{5}(?= \|$)", measured())
+    assert len(figures) > 25
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert [figure for figure in figures if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d.,])", page)] == []
+
+
+def measured() -> str:
+    """The tables of the README, and its sentences about a pass."""
+    start, _, rest = TEXT.partition("## When to use it")
+    return start + rest.partition("## Measured")[2].partition("## ")[0]
+
+
+def test_the_links_lead_somewhere() -> None:
+    links = [link for link in LINK.findall(FENCE.sub("", TEXT)) if not link.startswith("https://")]
+    assert "docs/guide/index.md" in links
+    assert [link for link in links if not (ROOT / link).is_file()] == []
 
 
 def test_the_readme_names_what_is_refused() -> None:
+    assert "`tensor_parallel`, `mp_size` and `ep_size` above 1 are refused" in TEXT
     for config in ({"tensor_parallel": {"tp_size": 2}}, {"mp_size": 2}, {"ep_size": 2}, {"moe": {"ep_size": 2}}):
         with pytest.raises(ConfigError, match=r"is not available yet: .* over several GPUs"):
             resolve_settings(config)

@@ -9,7 +9,7 @@ from zinfer.cli.ending import failing_disk_explained, importing
 
 
 def families(
-    markdown: Annotated[bool, typer.Option("--markdown", help="As the README has it.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As docs/families.md has it.")] = False,
 ) -> None:
     """List the families of models that are tested, and which parts of zinfer each can use."""
     with importing():

@@ -1,4 +1,4 @@
-"""The families as a table for people, and as the one in the README."""
+"""The families as a table for people, and as the one in docs/families.md."""
 
 from collections.abc import Iterable
 
@@ -21,7 +21,7 @@ def families_table() -> Table:
 
 
 def families_markdown() -> str:
-    """The same, as the README has it."""
+    """Return the same table in Markdown, as docs/families.md has it."""
     rows = [_COLUMNS, ("---",) * len(_COLUMNS), *map(_cells, FAMILIES)]
     return "".join(_line(row) for row in rows)
 
