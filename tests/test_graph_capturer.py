@@ -53,7 +53,7 @@ class Captures:
 
 
 class Graph:
-    """torch.cuda.CUDAGraph"""
+    """torch.cuda.CUDAGraph."""
 
     def __init__(self, captures: Captures) -> None:
         self._captures = captures
@@ -99,7 +99,7 @@ class Graph:
 
 
 class Capture:
-    """torch.cuda.graph"""
+    """torch.cuda.graph."""
 
     def __init__(self, graph: Graph, pool: int, capture_error_mode: str) -> None:
         self.capture_stream = None
