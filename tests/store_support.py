@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 import zinfer.store.writing
 from zinfer.config import Settings, resolve_settings
-from zinfer.quantization.native.manifest import JOURNAL_NAME
-from zinfer.store.atomic_write import place_file
+from zinfer.store.folder import place_file
 from zinfer.store.summary import StoreSummary
 from zinfer.store.writing import write_store
 
@@ -41,6 +40,17 @@ def document(folder: Path) -> dict[str, Any]:
     """The manifest as JSON."""
     value: dict[str, Any] = json.loads((folder / "zinfer_store.json").read_text())
     return value
+
+
+def blocks_of(folder: Path) -> list[dict[str, Any]]:
+    """The blocks that the manifest lists, with their files' names."""
+    return [{"file": file, **block} for file, block in document(folder)["blocks"].items()]
+
+
+def formats_of(folder: Path) -> list[dict[str, Any]]:
+    """The formats that the manifest names, each once."""
+    formats = (parameter["format"] for parameter in document(folder)["parameters"].values())
+    return [dict(format) for format in dict.fromkeys(tuple(format.items()) for format in formats)]
 
 
 def write_module(model: PreTrainedModel, folder: Path) -> Path:
@@ -109,6 +119,5 @@ class Quantizing:
         return process.returncode, said
 
     def num_finished(self) -> int:
-        """Blocks that the journal lists; -1 where there is none."""
-        journal = self.output / JOURNAL_NAME
-        return journal.read_bytes().count(b"\n") - 1 if journal.exists() else -1
+        """Blocks that the manifest lists; -1 where there is none."""
+        return len(blocks_of(self.output)) if (self.output / "zinfer_store.json").exists() else -1

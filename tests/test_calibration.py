@@ -14,7 +14,7 @@ import torch
 from checkpoints import random_prompts, tiny_checkpoint
 from jobs_support import letters_tokenizer, write_rows
 from rich.console import Console
-from store_support import Stopped, contents, document, settings_of, stop_at
+from store_support import Stopped, contents, document, formats_of, settings_of, stop_at
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -133,7 +133,7 @@ def test_a_model_with_outliers_loses_less(model: Path, prompts: Path, tmp_path: 
 
 
 def test_homes_agree_to_the_bit(store: Path, device: str) -> None:
-    assert all(format["scales_columns"] for format in document(store)["formats"])
+    assert all(format["scales_columns"] for format in formats_of(store))
     resident = logits(store, "none", device)
     for offload in ("cpu", "nvme"):
         assert torch.equal(logits(store, offload, device), resident)
@@ -152,7 +152,7 @@ def test_what_goes_on_rounds_alike_and_measures_once(model: Path, prompts: Path,
 def test_what_no_prompt_has_reached_is_said(model: Path, prompts: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no prompt reaches a weight that is to be quantized"):
         write_store(model, tmp_path / "none", settings_of(**SECTION), calibration=Calibration("ab" * 32, dict))
-    assert not (tmp_path / "none").exists()
+    assert not (tmp_path / "none" / "zinfer_store.json").exists()
     screen = Console(file=io.StringIO(), width=300)
 
     def all_but_one() -> dict[str, torch.Tensor]:
@@ -208,4 +208,6 @@ def test_the_command(model: Path, prompts: Path, store: Path, tmp_path: Path) ->
     assert "Measuring what the weights are multiplied with" in said
     names: list[dict[str, Any]] = [document(folder)["parameters"] for folder in (tmp_path / "made", store)]
     assert names[0] == names[1]
-    assert json.loads((tmp_path / "made" / "zinfer_store.json").read_text())["settings"]["calibration_sha256"]
+    assert json.loads((tmp_path / "made" / "zinfer_store.json").read_text())["identity"]["settings"][
+        "calibration_sha256"
+    ]

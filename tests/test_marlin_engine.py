@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoints import FRAGMENT_SHAPE, left_padded, random_prompts
 from packed_cache_support import engine_of
-from store_support import document, make_store, write_module
+from store_support import formats_of, make_store, write_module
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from zinfer.kernels.dequantize import dequantize_ref
@@ -37,7 +37,7 @@ def rounded(model: PreTrainedModel) -> PreTrainedModel:
 def test_every_home_gives_the_same_bits(kind: str, tmp_path: Path, device: str) -> None:
     model = write_module(random_model(kind), tmp_path / "model")
     make_store(model, tmp_path / "store", device, **SECTION)
-    assert [format["in_fragments"] for format in document(tmp_path / "store")["formats"]] == [True]
+    assert [format["in_fragments"] for format in formats_of(tmp_path / "store")] == [True]
     input_ids, attention_mask = left_padded(random_prompts(3, seed=4))
     batch = {"input_ids": input_ids, "attention_mask": attention_mask}
     found: list[torch.Tensor] = []

@@ -10,12 +10,13 @@ import torch
 from checkpoints import left_padded, random_prompts, tiny_checkpoint, tiny_model
 from jobs_support import letters_model, prompt_rows, write_rows
 from packed_cache_support import engine_of, only, start
-from store_support import contents, document, make_store
+from store_support import blocks_of, contents, make_store
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zinfer.errors import CheckpointError, ConfigError, PlanError
 from zinfer.jobs import run_job
-from zinfer.quantization.native.manifest import JOURNAL_NAME, MANIFEST_NAME
+from zinfer.quantization.native.manifest import MANIFEST_NAME
+from zinfer.store.folder import LOCK_NAME
 
 KEY = "zero_optimization.offload_param.nvme_path"
 SECTIONS: dict[str, dict[str, object]] = {
@@ -60,7 +61,7 @@ def test_it_is_the_store_that_zinfer_quantize_writes(
         assert torch.equal(engine(**batch).logits, expected)
         assert torch.equal(engine(**batch).logits, expected)
         assert engine.stats().blocks_by_home["DISK"] == NUM_LAYERS
-        packed = sum(block["bytes"] for block in document(tmp_path / "store")["blocks"] if block["name"][-1].isdigit())
+        packed = sum(block["num_bytes"] for block in blocks_of(tmp_path / "store") if block["name"][-1].isdigit())
         assert 0 < engine.stats().disk_bytes_per_pass <= packed
         assert engine.settings.without_effect == ()
     assert contents(only(nvme_path)) == contents(tmp_path / "store")
@@ -191,7 +192,7 @@ def test_too_little_room_names_the_key(model: Path, tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError, match=message) as caught:
         start(model, tmp_path / "nvme", INT4)
     assert "--" not in str(caught.value)
-    assert list((tmp_path / "nvme").iterdir()) == []
+    assert [path.name for path in only(tmp_path / "nvme").iterdir()] == [LOCK_NAME]
 
 
 def test_a_disk_that_fills_up_names_the_key_and_keeps_what_is_finished(
@@ -210,7 +211,7 @@ def test_a_disk_that_fills_up_names_the_key_and_keeps_what_is_finished(
         message = rf"No space left on device; what is finished in {tmp_path}/nvme/tiny-\w+ is kept: .* another {KEY}: "
         with pytest.raises(OSError, match=message):
             start(model, tmp_path / "nvme", INT4)
-    num_finished = (only(tmp_path / "nvme") / JOURNAL_NAME).read_bytes().count(b"\n") - 1
+    num_finished = len(blocks_of(only(tmp_path / "nvme")))
     assert 0 < num_finished < NUM_BLOCKS
     start(model, tmp_path / "nvme", INT4)
     assert said(caplog)[-1].endswith(f"{num_finished} of which were there already")
@@ -233,14 +234,10 @@ def test_what_is_damaged_or_foreign_names_the_key(model: Path, tmp_path: Path) -
     (store / MANIFEST_NAME).write_bytes(manifest[:-9])
     with pytest.raises(CheckpointError, match=rf"manifest is damaged; .* {KEY}: remove {store}, and the next start"):
         start(model, tmp_path / "nvme", INT4)
-    (store / MANIFEST_NAME).write_bytes(manifest.replace(b'"format_version": 2', b'"format_version": 1'))
-    with pytest.raises(CheckpointError, match=rf"format_version is 1, .* {KEY}: remove {store}, and the next start"):
+    (store / MANIFEST_NAME).write_bytes(manifest.replace(b'"format_version": 3', b'"format_version": 2'))
+    with pytest.raises(CheckpointError, match=rf"format_version is 2, .* {KEY}: remove {store}, and the next start"):
         start(model, tmp_path / "nvme", INT4)
-    (store / MANIFEST_NAME).write_bytes(manifest[:-9])
-    (store / MANIFEST_NAME).rename(store / JOURNAL_NAME)
-    with pytest.raises(CheckpointError, match=rf"{JOURNAL_NAME}: line 1: .*; give another {KEY}, or empty this folder"):
-        start(model, tmp_path / "nvme", INT4)
-    (store / JOURNAL_NAME).unlink()
+    (store / MANIFEST_NAME).unlink()
     with pytest.raises(ConfigError, match=rf"^{KEY}: {store} holds files that are no store's: .* folder as {KEY}$"):
         start(model, tmp_path / "nvme", INT4)
 

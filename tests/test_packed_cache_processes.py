@@ -13,9 +13,8 @@ import psutil
 import pytest
 from commands import Process, start
 from jobs_support import letters_model, prompt_rows, write_rows
-from store_support import contents, make_store
+from store_support import blocks_of, contents, document, make_store
 
-from zinfer.quantization.native.manifest import JOURNAL_NAME, MANIFEST_NAME
 from zinfer.store.folder import locked
 from zinfer.store.packed_cache import ENGINE
 
@@ -118,9 +117,8 @@ def test_a_job_that_is_killed_while_it_writes_goes_on_where_it_stopped(
     process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
     store = place.store
-    assert (store / JOURNAL_NAME).exists()
-    assert not (store / MANIFEST_NAME).exists()
-    files = [json.loads(line)["file"] for line in (store / JOURNAL_NAME).read_text().splitlines()[1:]]
+    assert not document(store)["finished"]
+    files = [block["file"] for block in blocks_of(store)]
     assert len(files) == KEPT
     kept = {name: (store / name).stat().st_mtime_ns for name in files}
     said = place.finish(place.start("out.jsonl"))
@@ -167,8 +165,7 @@ def said_until(process: Process, words: str) -> str:
     raise AssertionError(said)
 
 
-def test_those_who_wait_enter_one_by_one_whatever_the_one_before_leaves(tmp_path: Path) -> None:
-    """A writer that begins nothing removes the folder that it has made, under the eyes of those who wait."""
+def test_those_who_wait_enter_one_by_one(tmp_path: Path) -> None:
     folder, inside, entered, failures = tmp_path / "nvme" / "store", [0], [0], []
 
     def enter(number: int) -> None:
@@ -191,4 +188,3 @@ def test_those_who_wait_enter_one_by_one_whatever_the_one_before_leaves(tmp_path
         thread.join()
     assert failures == []
     assert entered == [160]
-    assert not folder.exists() or list(folder.iterdir()) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import tiny_checkpoint
-from store_support import Quantizing, contents, document
+from store_support import Quantizing, contents, document, formats_of
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
@@ -61,7 +61,7 @@ def test_a_command_that_is_killed_again_and_again_writes_the_same_bytes(
         code, _ = command.end(signal.SIGKILL, lambda place=place: command.num_finished() > place)  # type: ignore[misc]
         assert code == -signal.SIGKILL
         assert place < command.num_finished() < NUM_BLOCKS
-        assert not (command.output / "zinfer_store.json").exists()
+        assert not document(command.output)["finished"]
     num_finished = command.num_finished()
 
     def is_writing() -> bool:
@@ -137,13 +137,13 @@ def test_options_become_the_stores_settings(small: Path, tmp_path: Path) -> None
     members = document(tmp_path / "store")
     wanted = {"bits": 4, "group_size": 32, "symmetric": False, "is_float": False, "group_rows": 1}
     flags = {"scales_columns": False, "orders_columns": False, "in_fragments": False}
-    assert members["formats"] == [wanted | flags]
+    assert formats_of(tmp_path / "store") == [wanted | flags]
     kinds = {name.split(".", 3)[3] for name in members["parameters"]}
     assert kinds == {"mlp.gate_proj.weight", "mlp.up_proj.weight", "self_attn.q_proj.weight"}
     result = invoke(small, tmp_path / "other", "--format", "fp8", "--device", "cpu")
     assert result.exit_code == 0, result.output
     wanted = {"bits": 8, "group_size": None, "symmetric": True, "is_float": True, "group_rows": 1}
-    assert document(tmp_path / "other")["formats"] == [wanted | flags]
+    assert formats_of(tmp_path / "other") == [wanted | flags]
 
 
 def test_a_configurations_section_is_the_same_as_options(small: Path, tmp_path: Path) -> None:

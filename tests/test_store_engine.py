@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import left_padded, random_prompts, tiny_checkpoint, tiny_mixtral
-from store_support import document, make_store, write_module
+from store_support import blocks_of, make_store, write_module
 
 import zinfer
 from zinfer.nvme.reader import DiskReadError
@@ -50,7 +50,7 @@ def test_a_store_computes_what_quantizing_while_loading_does(
             assert torch.equal(engine(**batch).logits, expected), home
             assert torch.equal(engine(**batch).logits, expected), home
             assert engine.stats().blocks_by_home[home] >= NUM_LAYERS
-            packed = sum(block["bytes"] for block in document(store)["blocks"] if block["name"][-1].isdigit())
+            packed = sum(block["num_bytes"] for block in blocks_of(store) if block["name"][-1].isdigit())
             assert engine.stats().disk_bytes_per_pass <= packed
 
 
@@ -60,7 +60,7 @@ def test_a_flipped_byte_is_found_and_its_block_named(
 ) -> None:
     folder = tiny_checkpoint("llama", tmp_path / "model", num_layers=3)
     make_store(folder, tmp_path / "store", bits=4)
-    path = tmp_path / "store" / document(tmp_path / "store")["blocks"][2]["file"]
+    path = tmp_path / "store" / blocks_of(tmp_path / "store")[2]["file"]
     data = bytearray(path.read_bytes())
     data[-5000] ^= 1
     path.write_bytes(data)

@@ -11,7 +11,7 @@ from foreign_support import Weights, gptq_parts
 from jobs_support import CHAT_TEMPLATE, letters_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from store_support import contents, document, make_store, write_module
+from store_support import blocks_of, contents, document, make_store, write_module
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -60,7 +60,7 @@ def expected_tensors(folder: Path, format: QuantFormat, device: str, *, clip: bo
 def stored_tensors(store: Path) -> dict[str, torch.Tensor]:
     """All tensors, as the reference library reads them."""
     found: dict[str, torch.Tensor] = {}
-    for block in document(store)["blocks"]:
+    for block in blocks_of(store):
         found |= load_file(store / block["file"])
     return found
 
@@ -88,20 +88,20 @@ def test_a_store_holds_the_codes_of_every_matrix(tmp_path: Path, family: str, na
 def test_files_are_aligned_and_without_holes_in_the_slabs_order(tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama", tmp_path / "model", num_layers=3)
     make_store(folder, tmp_path / "store", bits=4, group_size=32, symmetric=False)
-    blocks = document(tmp_path / "store")["blocks"]
+    blocks = blocks_of(tmp_path / "store")
     assert [block["file"] for block in blocks] == [f"block-{n:05}-of-00006.safetensors" for n in range(1, 7)]
     source = Checkpoint.open(folder)
     for block in blocks:
         path = tmp_path / "store" / block["file"]
         header = read_header(path)
         assert header.data_offset % ALIGNMENT_BYTES == 0
-        assert path.stat().st_size == block["bytes"]
+        assert path.stat().st_size == block["num_bytes"]
         assert xxhash.xxh3_128(path.read_bytes()[header.data_offset :]).hexdigest() == block["checksum"]
         end = header.data_offset
         for entry in header.tensors.values():
             assert entry.offset == end
             end += entry.nbytes
-        assert end == block["bytes"]
+        assert end == block["num_bytes"]
         parts = [name for name in header.tensors if name.endswith((".codes", ".scales", ".zeros"))]
         assert parts == [
             f"{part.removesuffix('.codes')}.{kind}" for part in parts[::3] for kind in ("codes", "scales", "zeros")
@@ -123,14 +123,14 @@ def test_what_lies_beside_the_weights_makes_it_a_models_folder(tmp_path: Path) -
     (folder / "additional_chat_templates" / "short.jinja").write_text("{{ messages }}")
     make_store(folder, tmp_path / "store", bits=8)
     stored = json.loads((tmp_path / "store" / "config.json").read_text())
-    method = {"quant_method": "zinfer", "format_version": 2}
+    method = {"quant_method": "zinfer", "format_version": 3}
     assert stored == config | {"dtype": "float32", "quantization_config": method}
     copied = {name for name in contents(folder) if not name.endswith((".safetensors", "config.json", "index.json"))}
     copied |= {"tokenizer_config.json", "generation_config.json"}
     names = contents(tmp_path / "store").keys()
     for name in copied - {"README.md"}:
         assert (tmp_path / "store" / name).read_bytes() == (folder / name).read_bytes(), name
-    blocks = {block["file"] for block in document(tmp_path / "store")["blocks"]}
+    blocks = {block["file"] for block in blocks_of(tmp_path / "store")}
     made = {"config.json", "model.safetensors.index.json", "zinfer_store.json"}
     assert names == copied - {"README.md"} | blocks | made
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "store")
@@ -199,7 +199,7 @@ def test_buffers_that_a_checkpoint_holds_are_in_the_store_too(tmp_path: Path) ->
     model.get_buffer(name).copy_(torch.randn(4))
     folder = write_module(model, tmp_path / "model")
     make_store(folder, tmp_path / "store", bits=8)
-    last = document(tmp_path / "store")["blocks"][-1]
+    last = blocks_of(tmp_path / "store")[-1]
     assert last["name"] == "buffers"
     assert torch.equal(load_file(tmp_path / "store" / last["file"])[name], model.get_buffer(name))
 
@@ -219,7 +219,7 @@ def test_matrices_that_are_quantized_already_keep_their_codes(tmp_path: Path) ->
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": foreign}))
     make_store(folder, tmp_path / "store", bits=8)
     manifest = document(tmp_path / "store")
-    formats = {name: manifest["formats"][stored["format"]] for name, stored in manifest["parameters"].items()}
+    formats = {name: stored["format"] for name, stored in manifest["parameters"].items()}
     assert formats["model.layers.1.mlp.up_proj.weight"]["bits"] == 4
     assert formats["model.layers.1.mlp.up_proj.weight"]["group_size"] == 32
     assert formats["model.layers.1.mlp.down_proj.weight"]["bits"] == 8

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zinfer.checkpoint.fingerprint import weights_sample
 from zinfer.config import Settings
 from zinfer.errors import CheckpointError, ConfigError
-from zinfer.quantization.native.manifest import JOURNAL_NAME, MANIFEST_NAME
-from zinfer.store.folder import locked
+from zinfer.quantization.native.manifest import MANIFEST_NAME
+from zinfer.store.folder import LOCK_NAME, locked
 from zinfer.store.writing import write_store
 
 NUM_BLOCKS = 9
@@ -88,11 +88,10 @@ def test_foreign_files_are_left_as_they_are(model: Path, tmp_path: Path) -> None
 
 def test_a_store_is_not_quantized_again(model: Path, tmp_path: Path) -> None:
     make_store(model, tmp_path / "store")
-    with pytest.raises(CheckpointError, match=r"store: already quantized.*name the model that it was made of"):
-        make_store(tmp_path / "store", tmp_path / "again")
-    (tmp_path / "store" / MANIFEST_NAME).rename(tmp_path / "store" / JOURNAL_NAME)
-    with pytest.raises(CheckpointError, match=r"already quantized"):
-        make_store(tmp_path / "store", tmp_path / "again")
+    begin_store(model, tmp_path / "begun", 3)
+    for store in ("store", "begun"):
+        with pytest.raises(CheckpointError, match=rf"{store}: already quantized.*name the model that it was made of"):
+            make_store(tmp_path / store, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
@@ -108,7 +107,7 @@ def test_too_little_room_is_said_before_anything_is_written(
         message = rf"store: {needed:,} bytes \(.*\) are needed there, {needed - 1:,} \(.*\) are free; make room"
         with pytest.raises(ConfigError, match=message):
             make_store(model, tmp_path / "store", **SECTION)
-        assert not (tmp_path / "store").exists()
+        assert [path.name for path in (tmp_path / "store").iterdir()] == [LOCK_NAME]
         patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
         make_store(model, tmp_path / "store", **SECTION)
     assert contents(tmp_path / "store") == whole
@@ -120,29 +119,31 @@ def test_a_second_writer_is_refused(model: Path, tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=r"store is being written by another process; wait for it or end it"),
     ):
         make_store(model, tmp_path / "store")
-    assert not (tmp_path / "store").exists()
+    assert [path.name for path in (tmp_path / "store").iterdir()] == [LOCK_NAME]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda lines: [b"{", *lines[1:]], r"line 1: no JSON .*empty this folder"),
-        (lambda lines: [lines[0], b"[]", *lines[1:]], r"line 2: no JSON object; give another --output"),
-        (
-            lambda lines: [lines[0].replace(b'"format_version": 2', b'"format_version": 1')],
-            r"format_version is 1, this zinfer writes 2",
-        ),
-        (lambda lines: [lines[0], b'{"name": "x"}'], r"line 1: no journal of a store \(KeyError\('file'\)\)"),
-        (lambda lines: [], r"line 1: no journal of a store"),
+        (lambda text: text[: len(text) // 2], r"Invalid JSON.* line \d+ .*the manifest is damaged"),
+        (lambda text: text.replace('"format_version": 3', '"format_version": 2'), r"format_version is 2, this zinfer"),
+        (lambda text: "", r"Invalid JSON"),
     ],
 )
-def test_a_damaged_journal_is_refused(
-    model: Path, tmp_path: Path, change: Callable[[list[bytes]], list[bytes]], message: str
+def test_a_damaged_manifest_of_a_start_is_refused(
+    model: Path, tmp_path: Path, change: Callable[[str], str], message: str
 ) -> None:
     begin_store(model, tmp_path / "store", 3)
-    journal = tmp_path / "store" / JOURNAL_NAME
-    journal.write_bytes(b"".join(line + b"\n" for line in change(journal.read_bytes().splitlines())))
+    manifest = tmp_path / "store" / MANIFEST_NAME
+    manifest.write_text(change(manifest.read_text()))
     with pytest.raises(CheckpointError, match=message):
+        make_store(model, tmp_path / "store")
+
+
+def test_a_start_of_a_former_version_is_refused(model: Path, tmp_path: Path) -> None:
+    begin_store(model, tmp_path / "store", 3)
+    (tmp_path / "store" / MANIFEST_NAME).rename(tmp_path / "store" / "zinfer_store.partial.jsonl")
+    with pytest.raises(ConfigError, match=r"no store's: .*zinfer_store\.partial\.jsonl; .*give a new or empty folder"):
         make_store(model, tmp_path / "store")
 
 

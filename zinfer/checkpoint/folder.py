@@ -17,8 +17,7 @@ from zinfer.errors import CheckpointError
 
 CONFIG_NAME = "config.json"
 STORE_NAME = "zinfer_store.json"
-"""What a folder that `zinfer quantize` has finished holds, and while it is at it the next one."""
-STORE_JOURNAL_NAME = "zinfer_store.partial.jsonl"
+"""The manifest that `zinfer quantize` writes first; config.json and the other files follow the weights."""
 SAFETENSORS_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -133,10 +132,10 @@ def _checked(folder: Path) -> Path:
     names = sorted(entry.name for entry in folder.iterdir())
     if not names:
         raise CheckpointError(f"{folder}: an empty folder: pass the folder that holds {CONFIG_NAME} and *.safetensors")
-    if STORE_JOURNAL_NAME in names and STORE_NAME not in names:
+    if STORE_NAME in names and CONFIG_NAME not in names:
         raise CheckpointError(
-            f"{folder}: a store that is written half ({STORE_JOURNAL_NAME} is there, {STORE_NAME} is not); run the "
-            "same zinfer quantize command again, it goes on where it stopped"
+            f"{folder}: a store that is not finished ({STORE_NAME} is there, {CONFIG_NAME} is not); run the same "
+            "zinfer quantize command again, it resumes"
         )
     if not any(name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for name in names):
         _refuse_weightless(folder, names)

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from zinfer.errors import CheckpointError
-from zinfer.store.atomic_write import place_file
+from zinfer.store.folder import place_file
 
 CALIBRATION_NAME: Final = ".zinfer_calibration"
 

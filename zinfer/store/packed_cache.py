@@ -19,7 +19,7 @@ from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.partition import ModelBlock
 from zinfer.quantization.native.identity import Identity
-from zinfer.store.folder import Caller, is_finished
+from zinfer.store.folder import Caller, find_manifest
 from zinfer.store.writing import write_store
 from zinfer.units import human_bytes
 
@@ -68,8 +68,8 @@ def stored_copy(
     name = f"{_model_name(checkpoint.folder)}-{identity.digest()[:_NUM_DIGITS]}"
     folder = nvme_path.absolute() / name
     with _damage_explained(folder):
-        is_there = is_finished(folder, identity, ENGINE)
-    if not is_there:
+        manifest = find_manifest(folder, identity, ENGINE)
+    if manifest is None or not manifest.finished:
         make_folder(folder.parent)
         wanted = replace(settings, quantization=rules, dtype=dtype)
         _write(checkpoint, folder, wanted, sum(block.block.nbytes for block in blocks))

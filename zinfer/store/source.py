@@ -18,11 +18,11 @@ from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.quantized_forms import check_patterns, find_form, find_rounding
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Block, Extent, SlabLayout
-from zinfer.quantization.native.manifest import StoredParameter, is_store
+from zinfer.quantization.native.manifest import MANIFEST_NAME, StoredParameter
 from zinfer.quantization.rounding import Squares, no_squares
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.quantization.stored import StoredMatrix, find_stored_scheme
-from zinfer.store.block_file import BlockFile, name_prefix
+from zinfer.store.files import BlockFile, name_prefix
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Source:
 
 
 def _refuse_store(folder: Path) -> None:
-    if is_store(folder):
+    if (folder / MANIFEST_NAME).is_file():
         raise CheckpointError(f"{folder}: already quantized, a store of zinfer's; name the model that it was made of")
 
 
@@ -113,7 +113,7 @@ def _buffers(tree: PreTrainedModel, weights: Mapping[str, Weight], index: int) -
 
 def _quantized(blocks: Sequence[ModelBlock]) -> dict[str, StoredParameter]:
     return {
-        name_prefix(block) + tensor.name: StoredParameter(tensor.format, tensor.columns)
+        name_prefix(block) + tensor.name: StoredParameter(format=tensor.format, columns=tensor.columns)
         for block in blocks
         for tensor in block.block.layout.tensors
         if isinstance(tensor, SlabMatrix)

@@ -1,7 +1,7 @@
-"""Writes a store: block after block, each file in one step; a process that is killed leaves a start that goes on.
+"""Writes a store block after block, each file in one step; after a killed process the next one resumes.
 
-In the order of writing: the journal, the blocks' files with a line of the journal after each, what lies beside them,
-the manifest; then the journal is deleted.
+In this order: the manifest, the blocks' files with the manifest replaced after each, the files beside them, and the
+manifest once more, which then says that the store is finished.
 """
 
 import os
@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Final
 
 import torch
 import xxhash
@@ -20,23 +21,21 @@ from zinfer.checkpoint.folder import absolute
 from zinfer.config import Settings
 from zinfer.display import shown
 from zinfer.errors import ConfigError, PlanError
-from zinfer.nvme.whole_file import sync_folder
 from zinfer.offload.block import Block
 from zinfer.offload.conversions import conversion_bytes
 from zinfer.probe.limits import choose_device
 from zinfer.quantization.native.identity import Identity
-from zinfer.quantization.native.manifest import JOURNAL_NAME, Manifest, StoredBlock
-from zinfer.store.atomic_write import in_pieces, place_file
-from zinfer.store.block_file import BlockFile
+from zinfer.quantization.native.manifest import Manifest, StoredBlock
 from zinfer.store.calibration import CALIBRATION_NAME, Calibration
-from zinfer.store.folder import COMMAND, Caller, is_finished, locked, open_journal
-from zinfer.store.journal import Journal
+from zinfer.store.files import BlockFile, sidecar_files
+from zinfer.store.folder import COMMAND, LOCK_NAME, TEMPORARY, Caller, find_manifest, locked, place_file
 from zinfer.store.pipeline import Assembly
 from zinfer.store.progress import Meter
-from zinfer.store.sidecar_files import companions
 from zinfer.store.source import Source
 from zinfer.store.summary import StoreSummary
 from zinfer.units import human_bytes
+
+_PIECE_BYTES: Final = 8 << 20  # written at once: a failing disk and the progress show after that much
 
 
 def write_store(
@@ -56,8 +55,7 @@ def write_store(
         settings: what is quantized and how, the dtype, and the device that converts.
         calibration: measures what weights are multiplied with; columns are then scaled before they are rounded.
         console: where progress is shown.
-        asker: on whose behalf: how messages call the output, and whether another process that writes there is waited
-            for.
+        caller: on whose behalf: how messages call the output, and whether to wait for another writer.
 
     Raises:
         ConfigError: settings or output cannot be used.
@@ -71,10 +69,13 @@ def write_store(
         prompts = calibration.sha256 if calibration else None
         identity = Identity.of(source.checkpoint, source.rules, source.dtype, prompts)
         folder = absolute(output)
-        if not is_finished(folder, identity, caller):
+        manifest = find_manifest(folder, identity, caller)
+        if manifest is None or not manifest.finished:
             with locked(folder, caller):
-                if not is_finished(folder, identity, caller):  # by another process in between
-                    return _Writing(source, identity, folder, device, meter, calibration, caller).run()
+                manifest = find_manifest(folder, identity, caller)  # another process may have finished meanwhile
+                manifest = manifest or Manifest(identity=identity, parameters=dict(source.parameters))
+                if not manifest.finished:
+                    return _Writing(source, manifest, folder, device, meter, calibration, caller).run()
     meter.note(f"{folder} is finished already, from this model with these settings; nothing was written.")
     return _summary(source, folder, num_skipped=len(source.files), read_bytes=0, wall_s=0.0)
 
@@ -85,7 +86,7 @@ class _Writing:
     def __init__(
         self,
         source: Source,
-        identity: Identity,
+        manifest: Manifest,
         folder: Path,
         device: torch.device,
         meter: Meter,
@@ -93,7 +94,7 @@ class _Writing:
         caller: Caller,
     ) -> None:
         self._source = source
-        self._identity = identity
+        self._manifest = manifest
         self._folder = folder
         self._device = device
         self._meter = meter
@@ -102,30 +103,30 @@ class _Writing:
         self._files = {file.block.index: file for file in source.files}
 
     def run(self) -> StoreSummary:
-        journal = open_journal(self._folder, self._identity, self._caller)
-        beside = companions(self._source.checkpoint, self._source.dtype, self._source.files)
-        left = [file for file in self._source.files if not self._is_written(file, journal)]
+        for path in self._folder.glob(TEMPORARY):
+            path.unlink()
+        beside = sidecar_files(self._source.checkpoint, self._source.dtype, self._source.files)
+        left = [file for file in self._source.files if not self._is_written(file)]
         self._check_room(left, beside)
         self._check_device(left)
         self._say_what_is_known(left)
         calibration = self._calibration if left else None
         if calibration is not None:
             self._calibrate(calibration)
-        journal = journal or Journal.begin(self._folder, self._identity)
+        self._manifest.write(self._folder)
         if calibration is not None:
             calibration.keep(self._folder)
         begin_s = time.perf_counter()
-        read_bytes = self._write_blocks(left, journal)
+        read_bytes = self._write_blocks(left)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # an engine that plans next counts what is free
         for name, data in beside.items():
             (self._folder / name).parent.mkdir(exist_ok=True)
             place_file(self._folder / name, [data])
-        blocks = tuple(journal.blocks[file.file] for file in self._source.files)
-        Manifest(self._folder, journal.identity, self._source.parameters, blocks).write()
         (self._folder / CALIBRATION_NAME).unlink(missing_ok=True)
-        (self._folder / JOURNAL_NAME).unlink()
-        sync_folder(self._folder)
+        blocks = {file.file: self._manifest.blocks[file.file] for file in self._source.files}
+        self._manifest.model_copy(update={"blocks": blocks, "finished": True}).write(self._folder)
+        (self._folder / LOCK_NAME).unlink()
         num_skipped = len(self._files) - len(left)
         wall_s = time.perf_counter() - begin_s
         return _summary(self._source, self._folder, num_skipped=num_skipped, read_bytes=read_bytes, wall_s=wall_s)
@@ -144,9 +145,9 @@ class _Writing:
             what = f"{len(unseen)} of {len(scaled)} weights were reached by no prompt"
             self._meter.note(f"{what} and are rounded plainly: {listed(unseen)}")
 
-    def _is_written(self, file: BlockFile, journal: Journal | None) -> bool:
-        """Whether a former run finished a file; it was synced before the journal says so."""
-        noted = journal.blocks.get(file.file) if journal else None
+    def _is_written(self, file: BlockFile) -> bool:
+        """Whether a former run finished a file; it was synced before the manifest lists it."""
+        noted = self._manifest.blocks.get(file.file)
         path = self._folder / file.file
         return noted is not None and path.is_file() and noted.num_bytes == file.num_bytes == path.stat().st_size
 
@@ -180,13 +181,16 @@ class _Writing:
         if taken_over := self._source.num_taken_over:
             self._meter.note(f"{taken_over} matrices are quantized in the model already and keep their own formats.")
 
-    def _write_blocks(self, left: Sequence[BlockFile], journal: Journal) -> int:
+    def _write_blocks(self, left: Sequence[BlockFile]) -> int:
         """Returns the bytes that were read."""
         if not left:
             return 0
 
         def keep(block: Block, slab: memoryview) -> None:
-            journal.add(self._write_block(self._files[block.index], slab))
+            file = self._files[block.index]
+            blocks = self._manifest.blocks | {file.file: self._write_block(file, slab)}
+            self._manifest = self._manifest.model_copy(update={"blocks": blocks})
+            self._manifest.write(self._folder)
             self._meter.num_written += 1
 
         with closing(Assembly(self._device, self._source.checkpoint.files, keep)) as assembly:
@@ -200,12 +204,13 @@ class _Writing:
         def pieces() -> Iterator[bytes | memoryview]:
             yield file.header
             for tensor in file.data(slab):
-                for piece in in_pieces(tensor):
+                for begin in range(0, tensor.nbytes, _PIECE_BYTES):
+                    piece = tensor[begin : begin + _PIECE_BYTES]
                     digest.update(piece)
                     yield piece
 
         place_file(self._folder / file.file, pieces())
-        return StoredBlock(file.block.name, file.file, file.num_bytes, digest.hexdigest())
+        return StoredBlock(name=file.block.name, num_bytes=file.num_bytes, checksum=digest.hexdigest())
 
 
 def _stored_bytes(block: Block) -> int:

@@ -20,31 +20,31 @@ class StoreScheme(Scheme):
 
     is_native = True
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self.checksums: Mapping[Path, str] = {manifest.folder / block.file: block.checksum for block in manifest.blocks}
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._path = folder / MANIFEST_NAME
+        self._parameters = manifest.parameters
+        self.checksums: Mapping[Path, str] = {folder / file: block.checksum for file, block in manifest.blocks.items()}
 
     @classmethod
     def open(cls, folder: Path) -> "StoreScheme":
         """From a finished store. Raises CheckpointError as `read_manifest`."""
-        return cls(read_manifest(folder))
+        return cls(folder.absolute(), read_manifest(folder.absolute()))
 
     def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
-        parameters = self._manifest.parameters
         found = {
             parameter: {part: f"{parameter}.{part}" for part in stored.format.part_shapes(0, stored.columns)}
-            for parameter, stored in parameters.items()
+            for parameter, stored in self._parameters.items()
         }
         absent = [tensor for parts in found.values() for tensor in parts.values() if tensor not in names]
         if absent:
             raise CheckpointError(
-                f"{self._manifest.folder / MANIFEST_NAME}: parameters names {len(absent)} tensors that no file holds, "
+                f"{self._path}: parameters names {len(absent)} tensors that no file holds, "
                 f"{absent[0]} the first: files and manifest are of different stores; copy the whole folder again"
             )
         return found
 
     def format_of(self, parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[QuantFormat, int, int]:
-        stored = self._manifest.parameters[parameter]
+        stored = self._parameters[parameter]
         format, columns, codes = stored.format, stored.columns, shapes["codes"]
         rows = codes[0] if codes else 0
         expected = format.part_shapes(rows, columns)
@@ -58,8 +58,7 @@ class StoreScheme(Scheme):
             format.check_shape(rows, columns)
         except ValueError as error:
             raise CheckpointError(
-                f"{self._manifest.folder / MANIFEST_NAME}: {parameter}: {error}: the manifest is damaged; copy the "
-                "whole folder again"
+                f"{self._path}: {parameter}: {error}: the manifest is damaged; copy the whole folder again"
             ) from error
         return format, rows, columns
 

@@ -1,0 +1,124 @@
+"""The files of a store: one a block in safetensors, and what makes a model's folder of them.
+
+A block's file has its tensors in the slab's order, end to end, from a multiple of 4096 bytes on. The safetensors
+library sorts tensors by name and width and aligns nothing; the format leaves both open, and permits the spaces at a
+header's end that make the alignment (huggingface/safetensors, README.md, "Format").
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+
+from zinfer.checkpoint import Checkpoint
+from zinfer.checkpoint.checkpoint import EXPLICIT_KEY, INDEX_NAME
+from zinfer.checkpoint.fingerprint import text_files
+from zinfer.checkpoint.header import DTYPES, LENGTH_BYTES
+from zinfer.checkpoint.json_text import parse_object
+from zinfer.model.partition import ModelBlock
+from zinfer.nvme.aligned import ALIGNMENT_BYTES, align_up
+from zinfer.offload.block import Block, SlabTensor
+from zinfer.quantization.native.manifest import FORMAT_VERSION, METHOD
+from zinfer.quantization.slab_matrix import SlabMatrix
+
+_DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class BlockFile:
+    """Where the bytes of a block's slab go.
+
+    Attributes:
+        block: as it is cut.
+        file: the name.
+        tensors: by their full names, at their places in the slab; neighbours in the file in this order.
+    """
+
+    block: Block
+    file: str
+    tensors: tuple[SlabTensor, ...]
+
+    @classmethod
+    def of(cls, block: ModelBlock, num_files: int) -> "BlockFile":
+        """The file of a block, one of so many."""
+        prefix = name_prefix(block)
+        file = f"block-{block.block.index + 1:05}-of-{num_files:05}.safetensors"
+        return cls(block.block, file, tuple(_tensors(block.block, prefix)))
+
+    @cached_property
+    def header(self) -> bytes:
+        """All bytes before the weights."""
+        return _header(self.tensors)
+
+    @property
+    def data_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole file."""
+        return len(self.header) + self.data_bytes
+
+    def data(self, slab: memoryview) -> Iterator[memoryview]:
+        """The weights, piece by piece, out of the block's slab."""
+        for tensor in self.tensors:
+            yield slab[tensor.offset : tensor.end]
+
+
+def name_prefix(block: ModelBlock) -> str:
+    """What the names in a block's slab lack of the model's: the layers of a model have equal slabs."""
+    return f"{block.block.name}." if block.is_layer else ""
+
+
+def _tensors(block: Block, prefix: str) -> Iterator[SlabTensor]:
+    for tensor in block.layout.tensors:
+        for part in tensor.parts() if isinstance(tensor, SlabMatrix) else [tensor]:
+            yield SlabTensor(prefix + part.name, part.dtype, part.shape, part.offset)
+
+
+def _header(tensors: Iterable[SlabTensor]) -> bytes:
+    """All bytes before the weights, a multiple of 4096, where these tensors follow one another end to end."""
+    members: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        offsets = [offset, offset + tensor.nbytes]
+        members[tensor.name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
+        offset = offsets[1]
+    text = json.dumps(members, separators=(",", ":")).encode()
+    text = text.ljust(align_up(LENGTH_BYTES + len(text), ALIGNMENT_BYTES) - LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def sidecar_files(checkpoint: Checkpoint, dtype: torch.dtype, files: Sequence[BlockFile]) -> dict[str, bytes]:
+    """config.json, the index and the tokenizer's files, by their names. Raises OSError: the source cannot be read."""
+    config = parse_object(checkpoint.config_path.read_bytes(), lenient=True)
+    made = {checkpoint.config_path.name: _text(_config(config, dtype)), INDEX_NAME: _text(_index(files))}
+    folder = checkpoint.folder
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in text_files(folder)} | made
+
+
+def _config(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The source's, but for what says where and how its weights are stored.
+
+    The dtype is stated: that of codes, which are floating-point too in some formats, would be taken for it else.
+    """
+    dropped = ("torch_dtype", EXPLICIT_KEY)
+    method = {"quant_method": METHOD, "format_version": FORMAT_VERSION}
+    kept = {key: value for key, value in config.items() if key not in dropped}
+    return kept | {"dtype": str(dtype).removeprefix("torch."), "quantization_config": method}
+
+
+def _index(files: Sequence[BlockFile]) -> dict[str, Any]:
+    places = {tensor.name: file.file for file in files for tensor in file.tensors}
+    return {"metadata": {"total_size": sum(file.data_bytes for file in files)}, "weight_map": places}
+
+
+def _text(members: Mapping[str, Any]) -> bytes:
+    return (json.dumps(members, indent=2, sort_keys=True) + "\n").encode()
