@@ -8,9 +8,10 @@ from checkpoints import VOCAB_SIZE
 from ragged_models import FAMILIES, Reference, tiny_model
 
 import zinfer
-from zinfer.batching.adapters import OwnAttention
+from zinfer.batching.adapters import patch_attention
 from zinfer.errors import ConfigError
 from zinfer.model.batching_support import INTERFACED, check_family, is_known
+from zinfer.model.module_patches import ModulePatches
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -45,7 +46,7 @@ def test_a_family_that_is_not_known() -> None:
     model = tiny_model("llama")
     model.config.model_type = "lama"
     with pytest.raises(ConfigError, match=r"a lama model cannot run in ragged batches yet; known are bloom, cohere"):
-        OwnAttention(model)
+        patch_attention(model, ModulePatches())
 
 
 @pytest.mark.parametrize(

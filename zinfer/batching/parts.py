@@ -12,34 +12,31 @@ from torch import nn
 from zinfer.batching.attention import PagedAttention
 from zinfer.batching.ragged import Part
 from zinfer.kv_cache.base import PageCache
+from zinfer.model.module_patches import ModulePatches
 
 
 class PartedLayers:
-    """Wraps the forward of a model's layers; between passes they are as before.
+    """Wraps the forward of a model's layers.
 
     Args:
+        patches: undo the wrapping.
         layers: the modules; each takes the hidden states [1, tokens, hidden] first.
         attention: what they attend through.
         cache: whose pages each of them has while it computes.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], attention: PagedAttention, cache: PageCache) -> None:
+    def __init__(
+        self, patches: ModulePatches, layers: Sequence[nn.Module], attention: PagedAttention, cache: PageCache
+    ) -> None:
         self._attention = attention
         self._cache = cache
-        self._layers = layers
         self._parts: Sequence[Part] = ()
         for number, layer in enumerate(layers):
-            layer.forward = self._by_parts(number, layer.forward)
+            patches.patch(layer, self._by_parts(number, layer.forward))
 
     def set(self, parts: Sequence[Part]) -> None:
         """The parts of the next pass."""
         self._parts = parts
-
-    def remove(self) -> None:
-        """Take the wrappers off."""
-        for layer in self._layers:
-            del layer.forward
-        self._parts = ()
 
     def _by_parts(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def by_parts(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

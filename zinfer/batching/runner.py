@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from zinfer.batching.adapters import OwnAttention
+from zinfer.batching.adapters import patch_attention
 from zinfer.batching.attention import MASKED_NAME, NAME, PagedAttention, attending
 from zinfer.batching.parts import PartedLayers
 from zinfer.batching.ragged import Part, RaggedBatch
@@ -14,6 +14,7 @@ from zinfer.graphs.forward_graphs import ForwardGraphs
 from zinfer.kernels.kv_pages import PagedLayout
 from zinfer.kv_cache.base import PageCache
 from zinfer.model.batching_support import wants_mask
+from zinfer.model.module_patches import ModulePatches
 
 
 class PassRunner:
@@ -31,9 +32,10 @@ class PassRunner:
     def __init__(self, engine: InferenceEngine, cache: PageCache, graphs: ForwardGraphs | None = None) -> None:
         self.engine = engine
         self.num_passes = 0
-        self._own = OwnAttention(engine.module)
+        self._patches = ModulePatches()
+        patch_attention(engine.module, self._patches)
         self._attention = PagedAttention(cache.layers)
-        self._layers = PartedLayers(engine.layers, self._attention, cache)
+        self._layers = PartedLayers(self._patches, engine.layers, self._attention, cache)
         self._config: Any = engine.module.config.get_text_config(decoder=True)
         self._before = self._config._attn_implementation
         self._config._attn_implementation = MASKED_NAME if wants_mask(self._config.model_type) else NAME
@@ -62,8 +64,7 @@ class PassRunner:
         """Let the module attend as before."""
         if self._graphs is not None:
             self._graphs.close()
-        self._layers.remove()
-        self._own.remove()
+        self._patches.undo()
         self._config._attn_implementation = self._before
 
     def _call(self, work: Any) -> torch.Tensor:

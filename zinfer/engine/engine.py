@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zinfer.config import Settings
+from zinfer.engine.acceleration import Acceleration
 from zinfer.engine.call_args import can_repeat, moved
 from zinfer.engine.estimator import PassEstimator
 from zinfer.engine.finite_check import FiniteWatch, broken_rows, checked, choosable, explained, looks_at_logits
-from zinfer.engine.module_patches import ModulePatches
 from zinfer.engine.module_proxy import AroundModule
 from zinfer.engine.open_graphs import open_graphs
 from zinfer.engine.prepare import PreparedModel
@@ -104,7 +104,7 @@ class InferenceEngine(AroundModule):
             self.trace = trace or (Trace() if settings.trace else None)
             graphs = open_graphs(self.plan, settings, self.device, by_default=replays_passes)
             self.pass_graphs = graphs if replays_passes else None
-            self._fittings = ModulePatches(self.module, self.device, None if replays_passes else graphs)
+            self._fittings = Acceleration(self.module, self.device, None if replays_passes else graphs)
             runtime = Runtime(
                 self.module,
                 cut.blocks,
@@ -358,7 +358,7 @@ class InferenceEngine(AroundModule):
         return FiniteWatch(self.module, self.named_layers, num_rows)
 
 
-def _closing(fittings: ModulePatches, runtime: Runtime, process_id: int) -> Callable[[], None]:
+def _closing(fittings: Acceleration, runtime: Runtime, process_id: int) -> Callable[[], None]:
     """What ends an engine in the process that made it; holds no engine, so that one that is dropped is collected."""
 
     def close() -> None:

@@ -1,4 +1,4 @@
-"""Overlays every module of a model that is recognised, and takes the overlays off."""
+"""Puts fused kernels into every module of a model that is recognised, and takes them out."""
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
@@ -17,6 +17,7 @@ from zinfer.inject.overlay import Overlay
 from zinfer.inject.products import make_rows_contiguous, overlay_product, product
 from zinfer.inject.rotations import overlay_rotation
 from zinfer.inject.shared_product import SharedProduct
+from zinfer.model.module_patches import ModulePatches, is_patched
 
 _FINDERS: Final = (
     overlay_norm,
@@ -35,7 +36,7 @@ _MOST_WIDENING: Final = 4
 
 
 class Injection:
-    """Fused kernels in a model until `remove`. Modules that somebody else has overlaid are left to him.
+    """Fused kernels in a model until `remove`. Modules that somebody else has patched are left alone.
 
     Args:
         model: its parameters need not be there.
@@ -44,7 +45,7 @@ class Injection:
     """
 
     def __init__(self, model: nn.Module, packs: Iterable[FusionGroup] = (), *, replayed: bool = False) -> None:
-        free = {name: module for name, module in model.named_modules() if "forward" not in module.__dict__}
+        free = {name: module for name, module in model.named_modules() if not is_patched(module)}
         finders = _FINDERS_REPLAYED if replayed else _FINDERS
         self._overlaid = {
             (name, method): (module, overlay)
@@ -55,22 +56,22 @@ class Injection:
             make_rows_contiguous(model)
         for pack in packs:
             self._share(pack, free, product if replayed else None)
+        self._patches = ModulePatches()
         for module, overlay in self._overlaid.values():
-            overlay.put_on(module)
+            self._patches.patch(module, overlay.forward, overlay.method)
 
     @property
     def injected(self) -> dict[str, str]:
         """The modules that compute by a kernel now, by name, and what is fused in each."""
         kinds: dict[str, list[str]] = {}
         for (name, _), (module, overlay) in self._overlaid.items():
-            if overlay.kind and overlay.is_on(module):
+            if overlay.kind and module.__dict__.get(overlay.method) is overlay.forward:
                 kinds.setdefault(name, []).append(overlay.kind)
         return {name: "; ".join(found) for name, found in kinds.items()}
 
     def remove(self) -> None:
         """Let the modules compute as before. May be called again."""
-        for module, overlay in self._overlaid.values():
-            overlay.take_off(module)
+        self._patches.undo()
         self._overlaid.clear()
 
     def _share(

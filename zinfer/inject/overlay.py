@@ -1,4 +1,4 @@
-"""A module's forward, or another method, overlaid for as long as it is wanted."""
+"""What a recognised module computes by instead, and the probes that recognise it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,19 +21,6 @@ class Overlay:
     kind: str
     forward: Callable[..., Any]
     method: str = "forward"
-
-    def put_on(self, module: nn.Module) -> None:
-        """Let the module compute by it."""
-        setattr(module, self.method, self.forward)
-
-    def is_on(self, module: nn.Module) -> bool:
-        """Whether the module does, and nobody has overlaid it since."""
-        return module.__dict__.get(self.method) is self.forward
-
-    def take_off(self, module: nn.Module) -> None:
-        """Let the module compute as before, unless somebody has overlaid it since."""
-        if self.is_on(module):
-            delattr(module, self.method)
 
 
 def probe(function: Callable[..., Any], *numbers: Any) -> Any:

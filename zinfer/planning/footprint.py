@@ -204,7 +204,7 @@ class _Forward:
     def _experts(self, q: int) -> int:
         """integrations/moe.py, `grouped_mm`: every token once for each expert it chose, and the router's numbers.
 
-        Decode passes compute so too (`ModulePatches.keep_experts`), not by `batched_mm`, which copies experts' weights.
+        Decode passes compute so too (`Acceleration.keep_experts`), not by `batched_mm`, which copies experts' weights.
         """
         experts, hidden = self.shape.experts, self.shape.hidden
         if experts is None:

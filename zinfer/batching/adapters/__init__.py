@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from zinfer.batching.adapters import bloom, deepseek, falcon, gptj, mpt
 from zinfer.model.batching_support import ADAPTED, check_family
+from zinfer.model.module_patches import ModulePatches
 
 _OWN: Final[dict[str, tuple[type[nn.Module], Callable[..., Any]]]] = {
     "deepseek_v2": (deepseek.V2_ATTENTION, deepseek.forward_v2),
@@ -22,26 +23,16 @@ _OWN: Final[dict[str, tuple[type[nn.Module], Callable[..., Any]]]] = {
 assert _OWN.keys() == ADAPTED
 
 
-class OwnAttention:
-    """Puts our attention into the modules of a family that does not ask transformers' interface, until `remove`.
+def patch_attention(model: PreTrainedModel, patches: ModulePatches) -> None:
+    """Put our attention into the modules of a family that does not ask transformers' interface.
 
     Raises:
         ConfigError: the family is not known here.
     """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        model_type = check_family(model)
-        self._modules: list[nn.Module] = []
-        if model_type in _OWN:
-            attention, forward = _OWN[model_type]
-            for module in model.modules():
-                if isinstance(module, attention):
-                    module.forward = partial(forward, module)
-                    self._modules.append(module)
-            assert self._modules, f"a {model_type} model without a {attention.__name__}"
-
-    def remove(self) -> None:
-        """Let the modules attend as before."""
-        for module in self._modules:
-            del module.forward
-        self._modules.clear()
+    model_type = check_family(model)
+    if model_type in _OWN:
+        attention, forward = _OWN[model_type]
+        modules = [module for module in model.modules() if isinstance(module, attention)]
+        assert modules, f"a {model_type} model without a {attention.__name__}"
+        for module in modules:
+            patches.patch(module, partial(forward, module))

@@ -1,4 +1,4 @@
-"""What lies over a module while an engine runs it, and comes off it in the end."""
+"""What makes a module's forward faster while an engine runs it, and its clock."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from zinfer.engine.compile import CompiledParts
 from zinfer.engine.forward_timer import PassTimes
 from zinfer.engine.hooks import Forward
 from zinfer.errors import NotProfiledError
@@ -18,6 +17,7 @@ from zinfer.graphs.forward_graphs import ForwardGraphs, GraphCounts
 from zinfer.graphs.static_caches import StaticCaches
 from zinfer.inject.fusion_groups import FusionGroup
 from zinfer.inject.injection import Injection
+from zinfer.model.module_patches import ModulePatches, is_patched
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _DECODE: Final = "_optimize_model_for_decode"
 """What a transformers model enters before the decode passes of `generate` (generation/utils.py)."""
 
 
-class ModulePatches:
+class Acceleration:
     """Graphs, fused kernels, compiled parts and a clock, each from when it is asked for until `remove`.
 
     Graphs go around the module's own forward, and are there first: what streams weights and counts passes goes around
@@ -38,6 +38,7 @@ class ModulePatches:
 
     Attributes:
         caches: the keys and values of `generate` that graphs read.
+        is_compiled: whether `compile` was called.
     """
 
     def __init__(self, module: PreTrainedModel, device: torch.device, graphs: ForwardGraphs | None) -> None:
@@ -46,7 +47,8 @@ class ModulePatches:
         self._graphs = graphs
         self.caches = StaticCaches(module, graphs) if graphs else None
         self._injection: Injection | None = None
-        self._compiled: CompiledParts | None = None
+        self._patches = ModulePatches()
+        self.is_compiled = False
         self._times: PassTimes | None = None
 
     @property
@@ -76,7 +78,7 @@ class ModulePatches:
         chosen it: 1.2 GB a token and layer of Mixtral-8x22B, far more than what streams.
         """
         if hasattr(type(self._module), _DECODE):
-            self._module.__dict__[_DECODE] = nullcontext
+            self._patches.patch(self._module, nullcontext, _DECODE)
 
     def inject(self, packs: Iterable[FusionGroup], *, replayed: bool) -> None:
         """Put in fused kernels; arguments as for `Injection`."""
@@ -91,21 +93,25 @@ class ModulePatches:
         return self._injection.injected if self._injection else {}
 
     def compile(self, layers: Iterable[nn.Module], backend: str, options: Mapping[str, object]) -> None:
-        """Compile parts of the layers; arguments as for `CompiledParts`.
+        """Compile what layers compute beside attention: norms and feed-forwards, the same code in all layers.
+
+        A whole layer would be compiled anew for each number of keys and values, and for each layer, because its code
+        reads its own index; torch gives up after a few. Parts with fused kernels are left alone.
+
+        Args:
+            backend, options: for `torch.compile`.
 
         Raises:
             RuntimeError: that was done before.
         """
-        if self._compiled is not None:
+        if self.is_compiled:
             raise RuntimeError("this engine is compiled already")
-        self._compiled = CompiledParts(layers, backend, options)
+        self.is_compiled = True
+        for part in (part for layer in layers for part in layer.children()):
+            if not _knows_its_layer(part) and not is_patched(part):
+                self._patches.patch(part, torch.compile(part.forward, backend=backend, **options))  # type: ignore[call-overload]
         if self._graphs:
             self._graphs.begin_anew()
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether `compile` was called."""
-        return self._compiled is not None
 
     def time_passes(self, *, use_cuda_events: bool) -> None:
         """Take the time of every forward call from now on; ``use_cuda_events`` as for `PassTimes`."""
@@ -125,12 +131,15 @@ class ModulePatches:
 
     def remove(self) -> None:
         """Take everything off, what came last first, and give graphs' memory back; may be called again."""
-        self._module.__dict__.pop(_DECODE, None)
         if self._times is not None:
             self._times.remove()
-        if self._compiled:
-            self._compiled.remove()
+        self._patches.undo()
         if self._injection:
             self._injection.remove()
         if self.caches:
             self.caches.close()
+
+
+def _knows_its_layer(part: nn.Module) -> bool:
+    """Whether something in it knows its layer's number, as whatever has keys and values does."""
+    return any(hasattr(module, "layer_idx") or hasattr(module, "layer_number") for module in part.modules())
