@@ -8,20 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from zinfer.errors import ConfigError
-from zinfer.requests.sampling_params import OTHER_SPELLINGS, SamplingParams, nearest_field
+from zinfer.requests.field_errors import field_error
+from zinfer.requests.sampling_params import FIELDS, SamplingParams
 
-_CHAT: Final = "/v1/chat/completions"
-_SPELLINGS: Final = {**OTHER_SPELLINGS, "max_completion_tokens": "max_new_tokens"}
-_SAMPLED: Final = (
-    *("max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "stop", "seed"),
-    *("presence_penalty", "frequency_penalty", "logit_bias"),
-    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),  # vLLM's own
-    *("bad_words", "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
-)
-"""What `SamplingParams` validates; `logprobs` comes from each url's own fields."""
+_NAMES: Final = {
+    **{name: name for name in FIELDS if name not in ("max_new_tokens", "min_new_tokens")},
+    **{"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"},
+}
+"""Fields of a body that `SamplingParams` validates, vLLM's own among them; `logprobs` is read by each url."""
 
 _NOT_SUPPORTED: Final = frozenset(
     {
@@ -41,36 +38,31 @@ class OpenAIForm:
     model: str | None
 
 
-@dataclass(frozen=True)
-class OpenAIRequest:
-    """A line read. `source`: the fields of `Row` that hold the prompt."""
-
-    form: OpenAIForm
-    source: Mapping[str, Any]
-    params: SamplingParams
-
-
 class _Line(BaseModel):
-    """The fields around a body; `custom_id` was looked at when the line was parsed."""
+    """The fields around a body; `custom_id` was checked when the line was parsed."""
 
-    model_config = ConfigDict(frozen=True, strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     custom_id: Any
     method: Literal["POST"]
     url: Literal["/v1/chat/completions", "/v1/completions"]
     body: dict[str, Any]
+    id: Annotated[None, Field(description="left out beside a 'custom_id'")] = None
 
 
 class _TextFormat(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     type: Literal["text"]
 
 
 class _Body(BaseModel):
-    """What both urls take besides `_SAMPLED`. Null means not given; `user` to `service_tier` have no effect."""
+    """What both urls take besides what `SamplingParams` validates. Null means not given.
 
-    model_config = ConfigDict(frozen=True, strict=True)
+    `user`, `metadata`, `store` and `service_tier` have no effect.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     user: Any = None
@@ -89,18 +81,15 @@ class _ChatBody(_Body):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
-    def _top_of_logprobs(self) -> "_ChatBody":
+    def _check_top_logprobs(self) -> "_ChatBody":
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
 
     @property
     def source(self) -> dict[str, Any]:
-        variables = {
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "reasoning_effort": self.reasoning_effort,
-        }
-        return {"messages": self.messages, **variables}
+        """The fields of `Row` that hold the prompt."""
+        return {name: getattr(self, name) for name in ("messages", "chat_template_kwargs", "reasoning_effort")}
 
     @property
     def num_logprobs(self) -> int | None:
@@ -115,7 +104,7 @@ class _CompletionBody(_Body):
 
     @field_validator("prompt")
     @classmethod
-    def _one_prompt(cls, value: object) -> object:
+    def _check_prompt(cls, value: object) -> object:
         one = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
         if isinstance(one, str) or (isinstance(one, list) and all(type(part) is int for part in one)):
             return one
@@ -123,6 +112,7 @@ class _CompletionBody(_Body):
 
     @property
     def source(self) -> dict[str, Any]:
+        """The fields of `Row` that hold the prompt."""
         return {"prompt" if isinstance(self.prompt, str) else "prompt_token_ids": self.prompt}
 
     @property
@@ -130,39 +120,35 @@ class _CompletionBody(_Body):
         return self.logprobs
 
 
-def read_request(record: Mapping[str, Any], max_new_tokens: int | None) -> OpenAIRequest:
-    """What a line with a `custom_id` asks for; ``max_new_tokens`` where it does not say itself.
+def read_request(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
+    """Return the fields of `Row` that a line with a ``custom_id`` asks for, its id left out.
+
+    Args:
+        max_new_tokens: where the line does not say.
 
     Raises:
-        ConfigError, ValidationError: names the field that cannot be used.
+        ConfigError: names the field that cannot be used.
     """
-    if record.get("id") is not None:
-        raise ConfigError("the row has both 'id' and 'custom_id'; give 'custom_id' alone")
-    _refuse_unknown({name: value for name, value in record.items() if name != "id"}, _Line.model_fields)
-    line = _Line.model_validate(record)
-    is_chat = line.url == _CHAT
-    kind = _ChatBody if is_chat else _CompletionBody
-    _refuse_unknown(line.body, {**kind.model_fields, **dict.fromkeys(_SAMPLED)})
-    body = kind.model_validate(line.body)
-    sampled: dict[str, Any] = {name: line.body[name] for name in _SAMPLED if name in line.body}
-    sampled |= {"seed": _unsigned(sampled.get("seed")), "logprobs": body.num_logprobs}
-    defaults = {"max_new_tokens": max_new_tokens, "temperature": 1.0}
-    params = SamplingParams.from_mapping(sampled, defaults=defaults, spellings=_SPELLINGS)
+    kind: type[_Line | _ChatBody | _CompletionBody] = _Line
+    try:
+        line = _Line.model_validate(record)
+        kind = _ChatBody if line.url == "/v1/chat/completions" else _CompletionBody
+        body = kind.model_validate(line.body)
+    except ValidationError as error:
+        raise ConfigError(field_error(error, kind)) from None
+    params = _params(body, max_new_tokens)
     if isinstance(body, _CompletionBody) and body.best_of not in (None, params.n):
         raise ConfigError(f"best_of must be equal to n, which is {params.n}, not {body.best_of}")
-    return OpenAIRequest(OpenAIForm(is_chat, body.model), body.source, params)
+    return {**body.source, "params": params, "openai": OpenAIForm(kind is _ChatBody, body.model)}
 
 
-def _refuse_unknown(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raises ConfigError naming the first field that is not known, or that asks for what is not supported."""
-    for name, value in given.items():
-        if name in _NOT_SUPPORTED:
-            if value is not None:
-                raise ConfigError(f"{name} is not supported; leave it out")
-        elif name not in known:
-            raise ConfigError(f"unknown field {name!r}{nearest_field(name, list(known))}")
-
-
-def _unsigned(seed: object) -> object:
-    """A seed below 0, which OpenAI allows, as the same 64 bits without a sign; anything else as it is."""
-    return seed + 2**64 if type(seed) is int and -(2**63) <= seed < 0 else seed
+def _params(body: _ChatBody | _CompletionBody, max_new_tokens: int | None) -> SamplingParams:
+    sampled = dict(body.model_extra or {})
+    for name in _NOT_SUPPORTED.intersection(sampled):
+        if sampled.pop(name) is not None:
+            raise ConfigError(f"{name} is not supported; leave it out")
+    if type(seed := sampled.get("seed")) is int and -(2**63) <= seed < 0:
+        sampled["seed"] = seed + 2**64
+    sampled["logprobs"] = body.num_logprobs
+    defaults = {"max_new_tokens": max_new_tokens, "temperature": 1.0}
+    return SamplingParams.from_mapping(sampled, defaults=defaults, beside=list(type(body).model_fields), names=_NAMES)

@@ -11,14 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
 
 from zinfer.errors import ConfigError
 from zinfer.jobs.openai_batch import OpenAIForm, read_request
+from zinfer.requests.field_errors import field_error
 from zinfer.requests.prompt_encoder import template_variables
-from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.sampling_params import SamplingParams, as_tuple
 
 RowId = str | int
 
@@ -36,7 +37,7 @@ class Row(BaseModel):
     id: RowId
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: Annotated[tuple[int, ...] | None, BeforeValidator(as_tuple)] = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     params: SamplingParams = SamplingParams()
@@ -55,11 +56,6 @@ class Row(BaseModel):
         if not value:
             raise ValueError("must hold at least one message")
         return tuple(value)
-
-    @field_validator("prompt_token_ids", mode="before")
-    @classmethod
-    def _prompt_token_ids(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
     def _one_source(self) -> "Row":
@@ -176,35 +172,29 @@ def parse_line(line: Line) -> Parsed:
 
 def row_of(parsed: Parsed, row_id: RowId, max_new_tokens: int | None) -> Row | BadRow:
     """The validated row, or what is wrong with it; ``max_new_tokens`` where it does not say itself."""
-    if parsed.record is None:
-        return BadRow(row_id, f"line {parsed.line}: {parsed.problem}", is_malformed=True)
-    try:
-        row = (_openai_row if parsed.is_openai else _own_row)(parsed.record, row_id, max_new_tokens)
-    except ConfigError as error:
-        return BadRow(row_id, f"line {parsed.line}: {error}", parsed.is_openai, is_malformed=True)
-    except ValidationError as error:
-        return BadRow(row_id, f"line {parsed.line}: {_first_problem(error)}", parsed.is_openai, is_malformed=True)
-    if not _is_unicode(json.dumps(parsed.record, ensure_ascii=False)):
-        problem = "the text holds half of a surrogate pair, which is not Unicode text"
-        return BadRow(row_id, f"line {parsed.line}: {problem}", parsed.is_openai, is_malformed=True)
-    return row
+    record, problem = parsed.record, parsed.problem
+    if record is not None:
+        try:
+            fields = (read_request if parsed.is_openai else _own_fields)(record, max_new_tokens)
+            row = Row.model_validate({"id": row_id, **fields})
+            if _is_unicode(json.dumps(record, ensure_ascii=False)):
+                return row
+            problem = "the text holds half of a surrogate pair, which is not Unicode text"
+        except ConfigError as error:
+            problem = str(error)
+        except ValidationError as error:
+            problem = field_error(error, Row)
+    return BadRow(row_id, f"line {parsed.line}: {problem}", parsed.is_openai, is_malformed=True)
 
 
-def _own_row(record: Mapping[str, Any], row_id: RowId, max_new_tokens: int | None) -> Row:
-    """Raises ConfigError, ValidationError."""
+def _own_fields(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
+    """The fields of a `Row` in the job's own form, its id left out. Raises ConfigError."""
     if record.keys() >= {"method", "url", "body"}:
         raise ConfigError("a row of an OpenAI batch needs a 'custom_id', a string, as its id")
     source = {name: record[name] for name in _FIELDS if name in record}
     sampling = {name: value for name, value in record.items() if name not in ("id", *_FIELDS)}
     defaults = {"max_new_tokens": max_new_tokens}
-    params = SamplingParams.from_mapping(sampling, defaults=defaults, beside=("id", *_FIELDS))
-    return Row.model_validate({"id": row_id, **source, "params": params})
-
-
-def _openai_row(record: Mapping[str, Any], row_id: RowId, max_new_tokens: int | None) -> Row:
-    """Raises ConfigError, ValidationError."""
-    request = read_request(record, max_new_tokens)
-    return Row.model_validate({"id": row_id, **request.source, "params": request.params, "openai": request.form})
+    return {**source, "params": SamplingParams.from_mapping(sampling, defaults=defaults, beside=("id", *_FIELDS))}
 
 
 def _is_deep(value: object) -> bool:
@@ -226,22 +216,6 @@ def _id_problem(name: str, value: object, allowed: str, kinds: type | UnionType)
     if isinstance(value, str) and not _is_unicode(value):
         return f"{name} holds half of a surrogate pair"
     return None
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ")
-    if not field:
-        return message
-    if problem["type"] == "missing":
-        return f"{field} is missing"
-    return f"{field}: {message[0].lower()}{message[1:]}, not {_short(problem['input'])}"
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _kind(value: object) -> str:
