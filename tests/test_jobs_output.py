@@ -155,10 +155,15 @@ def test_a_file_that_was_never_begun_leaves_nothing(path: Path) -> None:
         (b"[]", "is not a manifest of a zinfer job; move it away"),
         (b"[" * 100_000, "is not a manifest of a zinfer job: maximum recursion depth exceeded"),
         (b'{"kind": "zinfer batch job", "version": 99}', "has version 99, this zinfer writes 2"),
-        (b'{"kind": "zinfer batch job", "version": 2, "model": {}}', "is damaged: no input, settings, versions"),
+        (b'{"kind": "zinfer batch job", "version": 2, "model": {}}', "is damaged: input is missing; give another"),
         (
             b'{"kind": "zinfer batch job", "version": 2, "model": {}, "input": {}, "settings": {}, "versions": {}}',
-            "is damaged: began: ",
+            "is damaged: began is missing",
+        ),
+        (
+            b'{"kind": "zinfer batch job", "version": 2, "model": {}, "input": {}, "settings": {}, "versions": {},'
+            b' "began": "2026-01-02", "sizes": {"kv_page_size": 1.5}}',
+            "is damaged: sizes.kv_page_size must be a valid integer, not 1.5",
         ),
     ],
 )
@@ -219,7 +224,7 @@ row = {"id": "a", "token_ids": list(range(20))}
 for limit in map(int, sys.argv[2:]):
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     with OutputFile(Path(sys.argv[1]) / f"{limit}.jsonl") as out:
-        out.begin(Manifest({}, {}, {}, {}, ""))
+        out.begin(Manifest({}, {}, {}, {}, "2026-01-01"))
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
             for _ in range(1000):

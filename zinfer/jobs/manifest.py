@@ -6,14 +6,15 @@ passes are, but those that were chosen and not stated are taken over and not com
 
 import json
 import platform
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Final
 
 import torch
+from pydantic import AfterValidator, ConfigDict, PositiveInt, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from zinfer import __version__
 from zinfer.checkpoint import Checkpoint
@@ -24,13 +25,18 @@ from zinfer.jobs.prompts import PromptMaker
 from zinfer.jobs.request import JobRequest
 from zinfer.jobs.weights import WeightsFile
 from zinfer.nvme.whole_file import replace_file
+from zinfer.requests.field_errors import field_error
 from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
 
 KIND = "zinfer batch job"
 VERSION = 2
 
 
-@dataclass(frozen=True)
+def _iso_time(text: str) -> str:
+    return datetime.fromisoformat(text).isoformat()
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class Manifest:
     """Compared: `model`, `input` and `settings`. Kept: `versions` of the software that began the job, the local time
     when it `began` (ISO 8601, with its zone), which stays "now" for chat templates that write the date, the `sizes` of
@@ -38,14 +44,14 @@ class Manifest:
     `model_name` of OpenAI rows that name none. `weights`, by the names of files, are compared by `jobs.weights`.
     """
 
-    model: Mapping[str, str]
-    input: Mapping[str, str | int]
-    settings: Mapping[str, str | int]
-    versions: Mapping[str, str]
-    began: str
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    model: dict[str, str]
+    input: dict[str, str | int]
+    settings: dict[str, str | int]
+    versions: dict[str, str]
+    began: Annotated[str, AfterValidator(_iso_time)]
+    sizes: dict[str, PositiveInt] = field(default_factory=dict)
     model_name: str = ""
-    weights: Mapping[str, WeightsFile] = field(default_factory=dict)
+    weights: dict[str, WeightsFile] = field(default_factory=dict)
 
     def differences(self, now: "Manifest") -> list[str]:
         """One line for each thing that is not as it was, in words for the user."""
@@ -61,6 +67,9 @@ class Manifest:
         ]
 
 
+_MANIFEST: Final = TypeAdapter(Manifest)
+
+
 def read_manifest(path: Path) -> Manifest | None:
     """The manifest, None if there is no such file.
 
@@ -68,7 +77,8 @@ def read_manifest(path: Path) -> Manifest | None:
         JobError: the file is not a manifest of this version.
     """
     try:
-        content = json.loads(path.read_bytes())
+        data = path.read_bytes()
+        content = json.loads(data)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -84,32 +94,10 @@ def read_manifest(path: Path) -> Manifest | None:
             f"manifest {path} has version {content.get('version')}, this zinfer writes {VERSION}; "
             "finish the job with the zinfer that began it or give another --output"
         )
-    parts = {name: content.get(name) for name in ("model", "input", "settings", "versions")}
-    if missing := [name for name, part in parts.items() if not isinstance(part, dict)]:
-        raise JobError(f"manifest {path} is damaged: no {', '.join(missing)}; give another --output")
     try:
-        began = datetime.fromisoformat(content["began"]).isoformat()
-    except (KeyError, TypeError, ValueError) as error:
-        raise JobError(f"manifest {path} is damaged: began: {error}; give another --output") from error
-    sizes = content.get("sizes", {})
-    if not isinstance(sizes, dict) or not all(type(size) is int and size > 0 for size in sizes.values()):
-        raise JobError(f"manifest {path} is damaged: sizes: not whole numbers; give another --output")
-    model_name = content.get("model_name", "")
-    if not isinstance(model_name, str):
-        raise JobError(f"manifest {path} is damaged: model_name: not a text; give another --output")
-    weights = _read_weights(path, content.get("weights"))
-    return Manifest(
-        **cast(dict[str, dict[str, Any]], parts), began=began, sizes=sizes, model_name=model_name, weights=weights
-    )
-
-
-def _read_weights(path: Path, documents: object) -> dict[str, WeightsFile]:
-    try:
-        if not isinstance(documents, dict):
-            raise ValueError("not an object")
-        return {name: WeightsFile.read(document) for name, document in documents.items()}
-    except ValueError as error:
-        raise JobError(f"manifest {path} is damaged: weights: {error}; give another --output") from error
+        return _MANIFEST.validate_json(data)
+    except ValidationError as error:
+        raise JobError(f"manifest {path} is damaged: {field_error(error, Manifest)}; give another --output") from error
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:

@@ -71,19 +71,20 @@ def encoded_record(prompt: Prompt, encoding: Encoding) -> dict[str, Any]:
     return {"id": prompt.row.id, **encoding.fields, "num_prompt_tokens": len(prompt.token_ids)}
 
 
-def read_record(record: object) -> tuple[RowId, bool]:
+def read_record(record: Any) -> tuple[RowId, bool]:
     """A written row's id, and whether the row says what went wrong.
 
     Raises:
         ValueError: no job writes such a row.
     """
-    if isinstance(record, dict) and isinstance(record.get("custom_id"), str):
-        return read_response(record)
-    if not isinstance(record, dict) or not isinstance(record.get("id"), str | int):
-        raise ValueError("no row with an id")
-    if ("error" in record) == any(name in record for name in _RESULTS):
-        raise ValueError("neither a completion nor an error")
-    return record["id"], "error" in record
+    match record:
+        case {"custom_id": str()}:
+            return read_response(record)
+        case {"id": str() | int() as row_id}:
+            if (is_error := "error" in record) != any(name in record for name in _RESULTS):
+                return row_id, is_error
+            raise ValueError("neither a completion nor an error")
+    raise ValueError("no row with an id")
 
 
 def _output(completion: Completion) -> dict[str, Any]:

@@ -12,11 +12,13 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import xxhash
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.faults import unreadable
@@ -30,28 +32,13 @@ from zinfer.units import human_bytes
 _CHUNK_BYTES: Final = 16 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class WeightsFile:
     """A file of weights as the manifest knows it; ``xxh3_128`` is of its tensors, None: not known yet."""
 
     size_bytes: int
     mtime_ns: int
     xxh3_128: str | None = None
-
-    @classmethod
-    def read(cls, document: Any) -> "WeightsFile":
-        """From a manifest.
-
-        Raises:
-            ValueError: it is none.
-        """
-        names = ("size_bytes", "mtime_ns", "xxh3_128")
-        if not isinstance(document, dict) or sorted(document) != sorted(names):
-            raise ValueError(f"not an object of {', '.join(names)}")
-        size_bytes, mtime_ns, checksum = (document[name] for name in names)
-        if type(size_bytes) is not int or type(mtime_ns) is not int or not isinstance(checksum, str | None):
-            raise ValueError("a size, a time or a checksum of another type")
-        return cls(size_bytes, mtime_ns, checksum)
 
 
 class Weights:
