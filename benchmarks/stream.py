@@ -30,7 +30,7 @@ from random_model import drop_page_cache, save_random_opt
 from result import keep, publish
 
 import zinfer
-from zinfer.model.shape import read_shape
+from zinfer.model.spec import ModelSpec
 from zinfer.offload.stats import RunStats
 from zinfer.planning.block_work import find_work
 from zinfer.planning.footprint import find_footprint
@@ -131,7 +131,7 @@ class Bench:
         args = self._args
         disk_rate = each.disk_rate or self.disk_rates[-1]
         rates = replace(self._rates, link_bytes_per_s=self.link_rate, disk_bytes_per_s=disk_rate, origin="this run")
-        shape, request = read_shape(engine.module.config), Request(args.batch, args.prompt, 12)
+        shape, request = ModelSpec.read(engine.module.config), Request(args.batch, args.prompt, 12)
         footprint = find_footprint(shape, engine.module.dtype, request)
         return predict(engine.plan, find_work(model_blocks(self._folder), shape), rates, request, footprint)
 

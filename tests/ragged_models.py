@@ -13,7 +13,7 @@ from zinfer.batching.runner import PassRunner
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.kv_cache.host import HostedKVCache
-from zinfer.model.kv_shape import read_kv_shape
+from zinfer.model.spec import ModelSpec
 from zinfer.scheduling.schedule import Chunk, Chunks
 from zinfer.scheduling.sequence import Sequence as Text
 
@@ -161,7 +161,7 @@ class Reference:
         """Computed side by side in chunks, the prompts get the same tokens after the same logits."""
         num_new, device = len(self.tokens[0]), engine.device
         pages_each = -(-(max(map(len, self.prompts)) + num_new) // page_size)
-        shape = read_kv_shape(engine.module.config)
+        shape = ModelSpec.read(engine.module.config).kv
         cache = make_cache(shape, len(self.prompts) * pages_each, page_size, torch.float32, device)
         spoil(cache)
         texts = [

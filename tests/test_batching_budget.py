@@ -23,7 +23,7 @@ def placed(outline: Outline, preset: str | Machine, **config: Any) -> tuple[Batc
     machine, settings = PRESETS[preset] if isinstance(preset, str) else preset, resolve_settings(config)
     free_bytes = machine.device_memory_bytes
     budget = find_budget(
-        outline.config, outline.dtype, outline.blocks, settings, machine.limits, free_bytes, outline.max_positions
+        outline.spec, outline.dtype, outline.blocks, settings, machine.limits, free_bytes, outline.max_positions
     )
     blocks = [block.block for block in outline.blocks]
     taken = budget.footprint

@@ -35,7 +35,7 @@ from transformers import (
 from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs.encoding import embeddings
 from zinfer.jobs.task import Pooling
-from zinfer.model.shape import ModelShape, read_encoder_shape, read_shape
+from zinfer.model.spec import ModelSpec
 from zinfer.planning.footprint import Footprint, find_encoding_footprint, find_footprint, weight_budget
 from zinfer.planning.request import Request
 
@@ -127,11 +127,11 @@ CASES = [
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_the_bound_holds_and_is_near(family: str, attention: str | None, width: int, dtype: torch.dtype) -> None:
     model = model_of(family, width, dtype, attention)
-    shape = read_shape(model.config)
+    spec = ModelSpec.read(model.config)
     for request in REQUESTS:
         batch = batch_of(request, "cpu")
         peak_bytes = measured_peak_bytes(lambda batch=batch: model.generate(**batch))  # type: ignore[misc]
-        check_bound(find_footprint(shape, dtype, request, on_cuda=False), peak_bytes)
+        check_bound(find_footprint(spec, dtype, request, on_cuda=False), peak_bytes)
 
 
 @pytest.mark.gpu
@@ -140,7 +140,7 @@ def test_the_bound_holds_and_is_near(family: str, attention: str | None, width: 
 def test_the_bound_holds_on_cuda(family: str, attention: str | None, dtype: torch.dtype) -> None:
     model = model_of(family, 1024, dtype, attention).to("cuda")
     model.__dict__["_optimize_model_for_decode"] = nullcontext  # as an engine runs it
-    shape = read_shape(model.config)
+    spec = ModelSpec.read(model.config)
     for request in (Request(8, 500, 8), Request(32, 32, 96)):
         batch = batch_of(request, "cuda")
         model.generate(**batch)  # workspaces of libraries, which the reserve is for
@@ -149,7 +149,7 @@ def test_the_bound_holds_on_cuda(family: str, attention: str | None, dtype: torc
         torch.cuda.reset_peak_memory_stats()
         model.generate(**batch)
         peak_bytes = torch.cuda.max_memory_allocated() - before_bytes
-        assert 0 < peak_bytes <= find_footprint(shape, dtype, request).nbytes
+        assert 0 < peak_bytes <= find_footprint(spec, dtype, request).nbytes
 
 
 ENCODERS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -169,7 +169,7 @@ ENCODERS: dict[str, Callable[[], PreTrainedConfig]] = {
 def test_the_bound_of_encoders_holds_and_is_near(family: str, attention: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = AutoModel.from_config(ENCODERS[family](), dtype=dtype, attn_implementation=attention).eval()
-    shape = read_encoder_shape(model.config)
+    spec = ModelSpec.read_encoder(model.config)
     for num_rows, row_len in ((3, 300), (32, 16), (1, 96)):
         inputs = {"input_ids": torch.randint(3, 1000, (num_rows, row_len))}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -179,7 +179,7 @@ def test_the_bound_of_encoders_holds_and_is_near(family: str, attention: str, dt
                 lambda inputs=inputs: embeddings(model, inputs, Pooling.MEAN)  # type: ignore[misc]
             )
         most_over = 3.5 if (family, attention) == ("bart", "eager") else MOST_OVER  # its softmax is no float32 one
-        check_bound(find_encoding_footprint(shape, dtype, num_rows, row_len, on_cuda=False), peak_bytes, most_over)
+        check_bound(find_encoding_footprint(spec, dtype, num_rows, row_len, on_cuda=False), peak_bytes, most_over)
 
 
 def test_a_cpu_without_16_bit_products_stays_within_the_bound() -> None:
@@ -207,37 +207,37 @@ def test_the_cache_is_counted_as_transformers_holds_it(family: str, prompt_len: 
             output = model(tokens, past_key_values=cache, use_cache=True)
             cache, tokens = output.past_key_values, output.logits[:, -1:].argmax(-1)
             most_bytes = max(most_bytes, cache_bytes(cache))
-    counted = find_footprint(read_shape(model.config), torch.float32, Request(2, prompt_len, num_passes)).kv_bytes
-    one_token = 2 * 3 * read_shape(model.config).cached * 4
+    counted = find_footprint(ModelSpec.read(model.config), torch.float32, Request(2, prompt_len, num_passes)).kv_bytes
+    one_token = 2 * 3 * ModelSpec.read(model.config).cached * 4
     assert most_bytes <= counted <= most_bytes + one_token
 
 
-def shape_of(name: str, folder: Path) -> ModelShape:
-    return outline_of(write_config(folder, CONFIGS[name])).shape
+def spec_of(name: str, folder: Path) -> ModelSpec:
+    return outline_of(write_config(folder, CONFIGS[name])).spec
 
 
 def test_the_cache_of_large_models_by_hand(tmp_path: Path) -> None:
     request = Request(32, 512, 128)
     tokens = 32 * 640
-    grouped = find_footprint(shape_of("Llama-3-70B", tmp_path / "llama"), torch.bfloat16, request)
+    grouped = find_footprint(spec_of("Llama-3-70B", tmp_path / "llama"), torch.bfloat16, request)
     assert grouped.kv_bytes == tokens * 80 * 2 * 8 * 128 * 2
-    whole = find_footprint(shape_of("OPT-175B", tmp_path / "opt"), torch.float16, request)
+    whole = find_footprint(spec_of("OPT-175B", tmp_path / "opt"), torch.float16, request)
     assert whole.kv_bytes == tokens * 96 * 2 * 12288 * 2
     assert grouped.decode_kv_bytes == 32 * 576 * 80 * 2 * 8 * 128 * 2
 
 
 def test_decode_passes_copy_no_weights_of_experts(tmp_path: Path) -> None:
     """One copy for each token and expert it chose would be 39 GB here."""
-    shape = shape_of("Mixtral-8x22B", tmp_path)
-    assert find_footprint(shape, torch.bfloat16, Request(32, 1, 64)).activation_bytes < 100_000_000
+    spec = spec_of("Mixtral-8x22B", tmp_path)
+    assert find_footprint(spec, torch.bfloat16, Request(32, 1, 64)).activation_bytes < 100_000_000
 
 
 @given(st.integers(1, 64), st.integers(1, 400), st.integers(1, 400), st.sampled_from(["batch", "prompt", "new"]))
 def test_a_larger_request_never_takes_less(batch_size: int, prompt_len: int, new_tokens: int, grown: str) -> None:
-    shape = read_shape(config_of("mistral", 64))
-    small = find_footprint(shape, torch.float16, Request(batch_size, prompt_len, new_tokens))
+    spec = ModelSpec.read(config_of("mistral", 64))
+    small = find_footprint(spec, torch.float16, Request(batch_size, prompt_len, new_tokens))
     larger = Request(batch_size + (grown == "batch"), prompt_len + (grown == "prompt"), new_tokens + (grown == "new"))
-    large = find_footprint(shape, torch.float16, larger)
+    large = find_footprint(spec, torch.float16, larger)
     assert large.kv_bytes >= small.kv_bytes
     assert large.activation_bytes >= small.activation_bytes
     assert large.decode_kv_bytes >= small.decode_kv_bytes

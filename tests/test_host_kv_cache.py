@@ -16,8 +16,7 @@ from ragged_models import FAMILIES, Reference, spoil, spoil_slots, tiny_model
 import zinfer
 from zinfer.errors import PlanError
 from zinfer.kv_cache.host import HostedKVCache
-from zinfer.model.batching_support import layer_windows
-from zinfer.model.kv_shape import KVShape
+from zinfer.model.spec import KVShape, ModelSpec
 from zinfer.scheduling.schedule import Chunk
 from zinfer.scheduling.sequence import Sequence as Text
 
@@ -57,7 +56,7 @@ def test_tokens_are_those_of_each_prompt_alone(family: str, device: str, tmp_pat
     for home in ("none", "nvme"):
         config = {"zero_optimization": {"offload_param": {"device": home}}}
         engine = zinfer.init_inference(tmp_path, config, device=device)
-        make = partial(SpoiltKVCache, windows=layer_windows(engine.module.config))
+        make = partial(SpoiltKVCache, windows=ModelSpec.read(engine.module.config).attention_windows)
         reference.check(engine, chunk=1000, page_size=128, make_cache=make)
         reference.check(engine, chunk=64, page_size=16, most_part_tokens=50, make_cache=partial(make, gap_bytes=0))
         reference.check(engine, chunk=7, page_size=4, most_part_tokens=5, make_cache=partial(make, synchronous=True))

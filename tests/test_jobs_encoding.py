@@ -148,7 +148,7 @@ def test_where_nothing_can_be_set_aside_for_passes_it_is_said(tmp_path: Path, mo
         raise PlanError("no width")
 
     saved("bert", "BertModel", tmp_path / "model")
-    monkeypatch.setattr("zinfer.jobs.execution_mode.read_encoder_shape", refuse)
+    monkeypatch.setattr("zinfer.jobs.execution_mode.ModelSpec.read_encoder", refuse)
     write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}])
     options = [f"--{name}={tmp_path / path}" for name, path in FILES.items()]
     result = CliRunner().invoke(app, ["run", *options, "--device", "cpu", "--task", "embed"])

@@ -10,7 +10,7 @@ from ragged_models import tiny_model
 
 import zinfer
 from zinfer import LLM, SamplingParams
-from zinfer.model.kv_shape import read_kv_shape
+from zinfer.model.spec import ModelSpec
 
 FAMILIES = ("deepseek_v2", "deepseek_v3")
 PROMPTS = [
@@ -22,7 +22,7 @@ PROMPTS = [
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_token_leaves_one_latent_and_one_turned_key(family: str) -> None:
     config = tiny_model(family).config
-    shape = read_kv_shape(config)
+    shape = ModelSpec.read(config).kv
     assert (shape.num_heads, shape.key_dim, shape.value_dim) == (1, 16 + 8, 16)
     assert shape.token_bytes(torch.bfloat16) == config.num_hidden_layers * 24 * 2
     assert shape.token_bytes(torch.int8) == config.num_hidden_layers * (24 + 4)

@@ -11,7 +11,7 @@ from plan_support import SMALL_LLAMA, machine_with, outline_of, rates, write_con
 from transformers import AutoConfig
 
 from zinfer.config import Offload, Settings, resolve_settings
-from zinfer.model.shape import read_shape
+from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block, Extent, Home, SlabLayout, Tier
 from zinfer.planning.block_work import BlockWork, between_bytes, find_work
 from zinfer.planning.footprint import Footprint
@@ -142,7 +142,7 @@ def test_it_reads_as_one_line() -> None:
 @pytest.mark.parametrize("tie", [True, False])
 def test_a_tied_head_crosses_twice_and_multiplies_once(tie: bool, tmp_path: Path) -> None:
     outline = read_outline(tiny_checkpoint("llama", tmp_path, tie=tie))
-    outer = [each for each in find_work(outline.blocks, outline.shape) if not each.every_token]
+    outer = [each for each in find_work(outline.blocks, outline.spec) if not each.every_token]
     by_name = {each.block.name: (each.num_uses, each.num_params) for each in outer}
     embedding = 131 * 64
     if tie:
@@ -151,7 +151,7 @@ def test_a_tied_head_crosses_twice_and_multiplies_once(tie: bool, tmp_path: Path
         untied = {"model.embed_tokens": (1, 0), "model.norm": (1, 64), "lm_head": (1, embedding)}
         assert by_name == untied
     all_streamed = plan(*[PINNED] * len(outline.blocks))
-    link_s = predict(all_streamed, find_work(outline.blocks, outline.shape), rates(), REQUEST, FOOTPRINT).decode.link_s
+    link_s = predict(all_streamed, find_work(outline.blocks, outline.spec), rates(), REQUEST, FOOTPRINT).decode.link_s
     assert link_s * 10e9 == pytest.approx(outline.nbytes + (4 * embedding if tie else 0), abs=1)
 
 
@@ -187,7 +187,7 @@ def test_blocks_that_stay_in_lent_memory_do_not_pass() -> None:
 
 
 def test_norms_that_are_written_out_in_python_move_more() -> None:
-    shape = read_shape(AutoConfig.for_model("llama", hidden_size=64, intermediate_size=128, num_attention_heads=4))
+    shape = ModelSpec.read(AutoConfig.for_model("llama", hidden_size=64, intermediate_size=128, num_attention_heads=4))
     assert shape.has_rms_norms
     assert shape.rotated == 128
     layer = work(0, between_bytes=between_bytes(shape, 2))
@@ -207,7 +207,7 @@ def test_quantized_matrices_are_dequantized_for_each_part_of_many_tokens(tmp_pat
     for config in configs:
         quantization = resolve_settings({"zinfer": {"quantization": config}}).quantization if config else None
         outline = read_outline(folder, quantization=quantization)
-        layers = [each for each in find_work(outline.blocks, outline.shape) if each.every_token]
+        layers = [each for each in find_work(outline.blocks, outline.spec) if each.every_token]
         homes = plan(*[RESIDENT] * len(layers))
         found[str(config)] = [
             PassClock(homes, layers, rates()).pass_time(tokens, 1, cache_bytes=0, num_parts=parts).between_s

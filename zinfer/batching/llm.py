@@ -23,10 +23,10 @@ from zinfer.engine.engine import InferenceEngine
 from zinfer.engine.uninterrupted import Uninterrupted
 from zinfer.errors import ConfigError
 from zinfer.graphs.forward_graphs import GraphCounts
-from zinfer.model.batching_support import check_family, common_window
+from zinfer.model.batching_support import check_family
 from zinfer.model.context_length import most_tokens
-from zinfer.model.kv_shape import read_kv_shape
 from zinfer.model.partition import ModelBlock
+from zinfer.model.spec import ModelSpec
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.footprint import Footprint
@@ -86,7 +86,9 @@ class LLM:
         def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
             nonlocal budget
             limits, most = find_limits(settings), most_tokens(module, settings.max_out_tokens)
-            budget = find_budget(module.config, module.dtype, blocks, settings, limits, free_bytes, most)
+            budget = find_budget(
+                ModelSpec.read(module.config), module.dtype, blocks, settings, limits, free_bytes, most
+            )
             return budget.footprint
 
         # What is replayed is a pass with its pages, not the module's forward alone.
@@ -117,14 +119,15 @@ class LLM:
         self._encoder = PromptEncoder(self.tokenizer, vocab_size, most)
         self._end_token_ids = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
         device = self._engine.device
-        shape, folder = read_kv_shape(module.config), settings.offload.nvme_path
+        spec, folder = ModelSpec.read(module.config), settings.offload.nvme_path
+        token_bytes = spec.kv.token_bytes(budget.kv_dtype)
         if folder is not None and parks_on_disk is None:
-            parks_on_disk = self._engine.outlook.disk_spares_time(shape.token_bytes(budget.kv_dtype))
+            parks_on_disk = self._engine.outlook.disk_spares_time(token_bytes)
         budget = replace(budget, parks_on_disk=folder is not None and bool(parks_on_disk))
-        self._cache = open_pages(self._engine, shape, budget)
+        self._cache = open_pages(self._engine, spec, budget)
         self._graphs = self._engine.pass_graphs
         self._runner = PassRunner(self._engine, self._cache, self._graphs)
-        window = common_window(module.config)
+        window = spec.common_window
         self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, window)
         closers = (
             self._cache.close,
@@ -134,7 +137,6 @@ class LLM:
             self._encoder.close,
         )
         self._close = Uninterrupted(partial(_call_from_the_last, closers))
-        token_bytes = shape.token_bytes(budget.kv_dtype)
         self._outlook = JobEstimator(budget, window, token_bytes, self._engine.outlook.pass_time)
 
     @property

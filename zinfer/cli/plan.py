@@ -134,7 +134,7 @@ def _print_job(
     job = Job(rows or 1, [prompt_len], [new_tokens])
     if input is not None:
         room = Room.of_decoder(outline.max_positions, settings.max_out_tokens)
-        job, num_looked_at, num_unusable = sample_lengths(input, model, outline.config, new_tokens, room)
+        job, num_looked_at, num_unusable = sample_lengths(input, model, outline.spec.vocab, new_tokens, room)
     try:
         planned = plan_job(outline, machine, settings, job)
     except PlanError as error:

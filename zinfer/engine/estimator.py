@@ -14,7 +14,7 @@ from zinfer.config import Settings
 from zinfer.errors import ConfigError
 from zinfer.model.build import find_dtype
 from zinfer.model.partition import ModelBlock
-from zinfer.model.shape import ModelShape, shape_of
+from zinfer.model.spec import ModelSpec
 from zinfer.planning.block_work import BlockWork, find_work
 from zinfer.planning.footprint import Footprint, find_footprint
 from zinfer.planning.forecast import beside_request
@@ -107,22 +107,22 @@ class PassEstimator:
 
     @functools.cached_property
     def _work(self) -> tuple[BlockWork, ...]:
-        return find_work(self.blocks, replace(_shape(self.module, "predict"), is_fused=self.is_fused))
+        return find_work(self.blocks, replace(_spec(self.module, "predict"), is_fused=self.is_fused))
 
 
 def _footprint(
     module: nn.Module, blocks: Sequence[ModelBlock], request: Request, caller: str, on_cuda: bool
 ) -> Footprint:
     dequantized_bytes = most_dequantized_bytes(block.block for block in blocks)
-    shape = _shape(module, caller)
-    return find_footprint(shape, find_dtype(module), request, on_cuda=on_cuda, dequantized_bytes=dequantized_bytes)
+    spec = _spec(module, caller)
+    return find_footprint(spec, find_dtype(module), request, on_cuda=on_cuda, dequantized_bytes=dequantized_bytes)
 
 
-def _shape(module: nn.Module, caller: str) -> ModelShape:
+def _spec(module: nn.Module, caller: str) -> ModelSpec:
     config = getattr(module, "config", None)
     if not isinstance(config, PretrainedConfig):
         raise ConfigError(
             f"{caller}: a {type(module).__name__} has no transformers config to tell widths and layers from; "
             "only transformers' models can be predicted"
         )
-    return shape_of(cast(PreTrainedModel, module))
+    return ModelSpec.of(cast(PreTrainedModel, module))

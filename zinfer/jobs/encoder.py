@@ -17,7 +17,7 @@ from zinfer.jobs.timeline import Load
 from zinfer.jobs.token_rows import right_padded
 from zinfer.model.build import find_dtype
 from zinfer.model.partition import ModelBlock
-from zinfer.model.shape import ModelShape
+from zinfer.model.spec import ModelSpec
 from zinfer.planning.footprint import Footprint, find_encoding_footprint
 
 TOKENS_PER_PASS: Final = 16384
@@ -94,7 +94,7 @@ class EncodingCompleter(EngineCompleter[InferenceEngine]):
         return labelled(numbers, self._engine.module.config) if self._labels else embedded(numbers)
 
 
-def reserve_of(shape: ModelShape, prompts: Sequence[Prompt], tokens_per_pass: int, *, on_cuda: bool) -> FindReserve:
+def reserve_of(shape: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int, *, on_cuda: bool) -> FindReserve:
     """What passes leave no room for weights in: full ones of rows as long as the longest of these.
 
     Args:

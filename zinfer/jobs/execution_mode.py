@@ -20,7 +20,7 @@ from zinfer.jobs.request import JobRequest
 from zinfer.jobs.task import Task
 from zinfer.model.batching_support import check_family
 from zinfer.model.length_limits import Room
-from zinfer.model.shape import is_generating_decoder, read_encoder_shape
+from zinfer.model.spec import ModelSpec, is_generating_decoder
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.job_plan import ROWS_TOGETHER
 from zinfer.probe.limits import find_limits
@@ -140,7 +140,7 @@ class Method:
     def _find_reserve(self, prompts: Sequence[Prompt], settings: Settings) -> FindReserve | None:
         """Of an encoder; None where its config does not say how wide it is."""
         try:
-            shape = read_encoder_shape(self._config)
+            shape = ModelSpec.read_encoder(self._config)
         except PlanError as error:
             self._meter.note(f"no memory is set aside for activations, and weights may take too much: {error}")
             return None

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from transformers import PretrainedConfig
-
 from zinfer.errors import ConfigError
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.prompts import Prompt, PromptMaker
@@ -28,12 +26,12 @@ class Sample(NamedTuple):
     num_unusable: int
 
 
-def sample_lengths(input: Path, folder: Path, config: PretrainedConfig, max_new_tokens: int, room: Room) -> Sample:
+def sample_lengths(input: Path, folder: Path, vocab_size: int, max_new_tokens: int, room: Room) -> Sample:
     """The job of an input file.
 
     Args:
         folder: of the checkpoint, with its tokenizer.
-        config: of the model.
+        vocab_size: of the model.
         max_new_tokens: for rows that do not say themselves.
         room: of a row.
 
@@ -42,7 +40,7 @@ def sample_lengths(input: Path, folder: Path, config: PretrainedConfig, max_new_
         ConfigError: none of the sampled rows can be used.
     """
     index = scan_input(input)
-    maker = PromptMaker.from_folder(folder, room, config.get_text_config().vocab_size, max_new_tokens)
+    maker = PromptMaker.from_folder(folder, room, vocab_size, max_new_tokens)
     step = max(1, index.num_rows // _NUM_SAMPLED)
     sampled = [maker.prompt_of(line, index)[1] for number, line in enumerate(read_lines(input)) if number % step == 0]
     usable = [prompt for prompt in sampled if isinstance(prompt, Prompt)]

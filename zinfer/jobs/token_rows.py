@@ -11,7 +11,7 @@ from zinfer.jobs.index import scan_input
 from zinfer.jobs.prompts import PromptMaker
 from zinfer.jobs.rows import BadRow, read_lines
 from zinfer.model.length_limits import Room
-from zinfer.model.shape import is_generating_decoder
+from zinfer.model.spec import is_generating_decoder
 
 
 def read_token_rows(

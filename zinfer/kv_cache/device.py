@@ -15,7 +15,7 @@ from zinfer.errors import ConfigError
 from zinfer.kernels.kv_pages import KVPages, takes_kernels
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.swap import UNLIMITED, SwapPlace, SwapSpace
-from zinfer.model.kv_shape import KVShape
+from zinfer.model.spec import KVShape
 from zinfer.scheduling.schedule import Chunk
 
 _MOVED_AT_ONCE_BYTES: Final = 1 << 30  # what moves on the device is copied twice

@@ -29,7 +29,7 @@ from zinfer.kernels.kv_pages import KVPages, takes_kernels
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.swap import UNLIMITED, SwapPlace, SwapSpace
 from zinfer.kv_cache.transfers import PageTraffic, find_traffic
-from zinfer.model.kv_shape import KVShape, num_page_slots
+from zinfer.model.spec import KVShape
 from zinfer.offload.host_memory import MOST_REGISTERED_BYTES, HostBuffer
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
@@ -111,7 +111,7 @@ class HostedKVCache(PageCache):
             reusable_after = self._coming.mark_compute()
             return _Slot(pages, reusable_after, reusable_after)
 
-        self._slots = [new_slot() for _ in range(num_page_slots(shape.num_layers))]
+        self._slots = [new_slot() for _ in range(shape.num_page_slots)]
         _check(self._slots[0].pages)
         page_bytes = max(part[0].nbytes for part in self._slots[0].parts)
         self._most_gap = gap_bytes // page_bytes

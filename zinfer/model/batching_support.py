@@ -1,4 +1,4 @@
-"""Which families run in ragged batches, and what of them the batch path must know: windows, masks, odd options.
+"""Which families run in ragged batches, and what of them the batch path must know: masks and odd options.
 
 A family that asks transformers' attention interface needs nothing else; the others have a forward of their attention in
 `zinfer.batching.adapters`. Any other family is refused: its text might come out wrong without an error.
@@ -7,10 +7,9 @@ A family that asks transformers' attention interface needs nothing else; the oth
 from collections.abc import Mapping
 from typing import Any, Final
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from zinfer.errors import ConfigError
-from zinfer.model.shape import read_shape
 
 INTERFACED: Final = frozenset(
     (
@@ -40,29 +39,6 @@ _GROWING: Final = frozenset({"dynamic", "longrope"})
 def is_known(model_type: str) -> bool:
     """Whether a model of this type can run in ragged batches."""
     return model_type in INTERFACED or model_type in ADAPTED
-
-
-_WINDOWED: Final = frozenset(
-    ("gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "starcoder2")
-)
-"""Families whose attention is told of a window; in the configs of others a window may stand that nothing heeds."""
-
-
-def has_windows(model_type: str) -> bool:
-    """Whether layers of the family see the last tokens only where the config says so."""
-    return model_type in _WINDOWED
-
-
-def layer_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """Of each layer, the positions that a token attends to, its own among them; None: all before it."""
-    windows = read_shape(config).windows
-    return windows if has_windows(config.get_text_config(decoder=True).model_type) else (None,) * len(windows)
-
-
-def common_window(config: PretrainedConfig) -> int | None:
-    """The widest of the layers' windows; None where a layer has none."""
-    windows = layer_windows(config)
-    return max((window for window in windows if window is not None), default=None) if all(windows) else None
 
 
 def wants_mask(model_type: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Final
 from torch import nn
 
 from zinfer.model.partition import ModelBlock
-from zinfer.model.shape import ModelShape
+from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block, SlabTensor
 from zinfer.quantization.slab_matrix import SlabMatrix
 
@@ -51,12 +51,12 @@ class BlockWork:
         return self.num_params - self.num_expert_params * (1 - self.expert_share)
 
 
-def find_work(blocks: Iterable[ModelBlock], shape: ModelShape) -> tuple[BlockWork, ...]:
+def find_work(blocks: Iterable[ModelBlock], spec: ModelSpec) -> tuple[BlockWork, ...]:
     """What a pass does with each block of a model."""
-    return tuple(_work(block, shape) for block in blocks)
+    return tuple(_work(block, spec) for block in blocks)
 
 
-def _work(block: ModelBlock, shape: ModelShape) -> BlockWork:
+def _work(block: ModelBlock, spec: ModelSpec) -> BlockWork:
     tensors = block.block.layout.tensors
     num_params = block.block.layout.numel
     num_multiplying_sites = sum(not isinstance(site, nn.Embedding) for site in block.sites)
@@ -66,11 +66,11 @@ def _work(block: ModelBlock, shape: ModelShape) -> BlockWork:
         num_uses=len(block.sites),
         num_params=num_params * min(1, num_multiplying_sites),
         num_expert_params=num_expert_params,
-        expert_share=shape.experts.share if shape.experts else 1.0,
+        expert_share=spec.experts.share if spec.experts else 1.0,
         every_token=block.is_layer,
-        between_bytes=between_bytes(shape, tensors[0].dtype.itemsize) if block.is_layer and tensors else 0,
+        between_bytes=between_bytes(spec, tensors[0].dtype.itemsize) if block.is_layer and tensors else 0,
         dequantized_bytes=sum(map(_dequantized_bytes, tensors)),
-        query_width=shape.query if block.is_layer else 0,
+        query_width=spec.query if block.is_layer else 0,
     )
 
 
@@ -81,17 +81,17 @@ def _dequantized_bytes(tensor: SlabTensor) -> int:
     return tensor.nbytes + tensor.numel * tensor.dtype.itemsize
 
 
-def between_bytes(shape: ModelShape, itemsize: int) -> int:
+def between_bytes(spec: ModelSpec, itemsize: int) -> int:
     """What one token's activations in a layer are read and written with, between products, by transformers' modules.
 
     Two norms, two sums with the residual stream, the turning of queries and keys, the attention's own reading and
     writing, and the activation.
     """
     width = max(itemsize, 2)  # of a value; smaller ones are weights'
-    norm_bytes = _RMS_NORM_BYTES if shape.has_rms_norms and not shape.is_fused else 2 * width
-    rotary_touches = 2 if shape.is_fused else _ROTARY_TOUCHES
-    mlp = shape.mlp if shape.experts is None else shape.experts.num_per_token * shape.experts.width
-    num_values = 2 * 3 * shape.hidden + rotary_touches * shape.rotated + 2 * shape.query + 2 * shape.cached
+    norm_bytes = _RMS_NORM_BYTES if spec.has_rms_norms and not spec.is_fused else 2 * width
+    rotary_touches = 2 if spec.is_fused else _ROTARY_TOUCHES
+    mlp = spec.mlp if spec.experts is None else spec.experts.num_per_token * spec.experts.width
+    num_values = 2 * 3 * spec.hidden + rotary_touches * spec.rotated + 2 * spec.query + 2 * spec.cached
     # Models with such norms have gates: two tensors read, one written where a kernel does it all.
-    mlp_touches = (3 if shape.is_fused else _GATED_TOUCHES) if shape.has_rms_norms else _PLAIN_TOUCHES
-    return 2 * norm_bytes * shape.hidden + width * (num_values + mlp_touches * mlp)
+    mlp_touches = (3 if spec.is_fused else _GATED_TOUCHES) if spec.has_rms_norms else _PLAIN_TOUCHES
+    return 2 * norm_bytes * spec.hidden + width * (num_values + mlp_touches * mlp)

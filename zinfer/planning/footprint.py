@@ -1,6 +1,6 @@
 """What a request takes of the device's memory beside the weights: the KV cache and the activations of a forward.
 
-Pure arithmetic over a `ModelShape`, an upper bound for transformers' eager and sdpa forwards under `generate`, and for
+Pure arithmetic over a `ModelSpec`, an upper bound for transformers' eager and sdpa forwards under `generate`, and for
 those of encoders. Every formula names the code it counts; `tests/test_footprint.py` holds them against measured peaks.
 """
 
@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from zinfer.errors import PlanError
-from zinfer.model.shape import ModelShape
+from zinfer.model.spec import ModelSpec
 from zinfer.planning.request import Request
 from zinfer.units import human_bytes
 
@@ -49,41 +49,41 @@ class Footprint:
 
 
 def find_footprint(
-    shape: ModelShape, dtype: torch.dtype, request: Request, *, on_cuda: bool = True, dequantized_bytes: int = 0
+    spec: ModelSpec, dtype: torch.dtype, request: Request, *, on_cuda: bool = True, dequantized_bytes: int = 0
 ) -> Footprint:
     """The bound for one `generate` over the request.
 
     Args:
-        shape: of the model.
+        spec: of the model.
         dtype: of its weights, activations and cache.
         request: the batch, every prompt as long as the longest.
         on_cuda: whether every attention has a fused kernel, and no product of 16-bit numbers needs wider ones.
         dequantized_bytes: of the largest quantized matrix in full, which a product of many tokens makes.
     """
     middle = request.prompt_len + (request.new_tokens + 1) // 2
-    forward = _Forward(shape, dtype.itemsize, request.batch_size, on_cuda)
+    forward = _Forward(spec, dtype.itemsize, request.batch_size, on_cuda)
     prefill_bytes = forward.peak_bytes(request.prompt_len, request.prompt_len)
     decode_bytes = forward.peak_bytes(1, request.total_len)
     return Footprint(
-        kv_bytes=_kv_bytes(shape, dtype, request, request.total_len),
+        kv_bytes=_kv_bytes(spec, dtype, request, request.total_len),
         activation_bytes=max(prefill_bytes, decode_bytes) + dequantized_bytes,
-        decode_kv_bytes=request.batch_size * _held_tokens(shape, middle) * shape.cached * dtype.itemsize,
+        decode_kv_bytes=request.batch_size * _held_tokens(spec, middle) * spec.cached * dtype.itemsize,
     )
 
 
 def find_encoding_footprint(
-    shape: ModelShape, dtype: torch.dtype, num_rows: int, row_len: int, *, on_cuda: bool = True
+    spec: ModelSpec, dtype: torch.dtype, num_rows: int, row_len: int, *, on_cuda: bool = True
 ) -> Footprint:
     """The bound for one pass of an encoder, and for vectors in float32 made of what it gives.
 
     Args:
-        shape: `read_encoder_shape` makes it.
+        spec: `ModelSpec.read_encoder` makes it.
         dtype: of weights and activations.
         num_rows: texts of the pass.
         row_len: tokens of each, padding included.
         on_cuda: as for `find_footprint`.
     """
-    return Footprint(0, _Forward(shape, dtype.itemsize, num_rows, on_cuda).peak_bytes(row_len, row_len), 0)
+    return Footprint(0, _Forward(spec, dtype.itemsize, num_rows, on_cuda).peak_bytes(row_len, row_len), 0)
 
 
 def weight_budget(device_memory_bytes: int, footprint: Footprint, *, on_cuda: bool = True) -> int:
@@ -106,27 +106,27 @@ def weight_budget(device_memory_bytes: int, footprint: Footprint, *, on_cuda: bo
     return left_bytes
 
 
-def _kv_bytes(shape: ModelShape, dtype: torch.dtype, request: Request, num_tokens: int) -> int:
+def _kv_bytes(spec: ModelSpec, dtype: torch.dtype, request: Request, num_tokens: int) -> int:
     """The cache of transformers' DynamicCache at its largest.
 
     rows x tokens x layers x cached width. A layer with a window keeps its whole prompt until the first decode pass:
     what it holds is a view of it (cache_utils.py, `DynamicSlidingWindowLayer.update`).
     """
-    after_prefill = len(shape.windows) * (request.prompt_len + 1)
-    num_held = max(after_prefill, _held_tokens(shape, num_tokens))
-    return request.batch_size * num_held * shape.cached * dtype.itemsize
+    after_prefill = len(spec.windows) * (request.prompt_len + 1)
+    num_held = max(after_prefill, _held_tokens(spec, num_tokens))
+    return request.batch_size * num_held * spec.cached * dtype.itemsize
 
 
-def _held_tokens(shape: ModelShape, num_tokens: int) -> int:
+def _held_tokens(spec: ModelSpec, num_tokens: int) -> int:
     """Tokens over all layers when each has seen ``num_tokens``."""
-    return sum(num_tokens if window is None else min(num_tokens, window) for window in shape.windows)
+    return sum(num_tokens if window is None else min(num_tokens, window) for window in spec.windows)
 
 
 @dataclass(frozen=True)
 class _Forward:
     """Live bytes in a forward of ``num_rows`` sequences; "q" are its new tokens in a row and "k" those attended to."""
 
-    shape: ModelShape
+    spec: ModelSpec
     itemsize: int
     num_rows: int
     on_cuda: bool
@@ -147,8 +147,8 @@ class _Forward:
     def _throughout(self, q: int, k: int) -> int:
         """The embeddings and the input of the layer (`LlamaModel.forward` holds both), rotary cosines and sines (made
         in float32), ids, positions and the 2-D mask, and the 4-D masks."""
-        head = self.shape.query // self.shape.num_heads
-        states = self._elements(q, 2 * self.shape.hidden)
+        head = self.spec.query // self.spec.num_heads
+        states = self._elements(q, 2 * self.spec.hidden)
         positions = self.num_rows * q * (2 * head * (self.itemsize + _FLOAT_BYTES) + 2 * _INDEX_BYTES)
         ids = self.num_rows * k * 2 * _INDEX_BYTES
         return states + positions + ids + self._masks(q, k) + _SCRATCH_BYTES
@@ -156,18 +156,18 @@ class _Forward:
     def _masks(self, q: int, k: int) -> int:
         """masking_utils.py: booleans [rows, 1, q, k] out of two [q, k] ones, then floats; sdpa's kernels make floats
         of them again and pad those. One mask for each kind of layer."""
-        num_kinds = len(set(self.shape.windows))
+        num_kinds = len(set(self.spec.windows))
         pairs = q * (k + 8)
         return num_kinds * self.num_rows * pairs * (1 + 2 * self.itemsize) + 2 * pairs
 
     def _num_scores(self, q: int, k: int) -> int:
         """Elements of the attention's scores; none where a fused kernel computes them piece by piece."""
-        as_tensors = self.shape.is_eager or self._is_unfused
-        return self.num_rows * self.shape.num_heads * q * k if as_tensors else 0
+        as_tensors = self.spec.is_eager or self._is_unfused
+        return self.num_rows * self.spec.num_heads * q * k if as_tensors else 0
 
     @property
     def _is_unfused(self) -> bool:
-        return self.shape.is_uneven and not self.on_cuda
+        return self.spec.is_uneven and not self.on_cuda
 
     def _attention(self, q: int, k: int) -> int:
         """Residual and normed states, projections; then queries copied, output and its transpose, keys and values
@@ -176,14 +176,14 @@ class _Forward:
         Eager: scores before and after the mask (`BloomAttention` holds both), their softmax in float32, and where they
         are narrower a float32 copy of its input. Fused: of each query the log-sum-exp and a float32 output.
         """
-        shape = self.shape
-        alive = self._elements(q, 2 * shape.hidden + shape.query + shape.cached)
+        spec = self.spec
+        alive = self._elements(q, 2 * spec.hidden + spec.query + spec.cached)
         # Without a fused kernel sdpa scales and widens keys and values in copies (aten, `sdp_math`).
-        core = self._elements(q, 4 * shape.query) + self._elements(k, shape.expanded) * (3 if self._is_unfused else 1)
-        copied = self._elements(k, shape.cached) if q < k else 0
+        core = self._elements(q, 4 * spec.query) + self._elements(k, spec.expanded) * (3 if self._is_unfused else 1)
+        copied = self._elements(k, spec.cached) if q < k else 0
         softmax = _FLOAT_BYTES if self.itemsize >= _FLOAT_BYTES else 2 * _FLOAT_BYTES
         scores = self._num_scores(q, k) * (2 * self.itemsize + softmax)
-        fused = self.num_rows * q * (shape.num_heads + shape.query) * _FLOAT_BYTES
+        fused = self.num_rows * q * (spec.num_heads + spec.query) * _FLOAT_BYTES
         return alive + core + copied + (scores or fused)
 
     def _mlp(self, q: int) -> int:
@@ -192,21 +192,21 @@ class _Forward:
         On CPUs without instructions for 16-bit products oneDNN sums each one in a float32 buffer of its own; elsewhere
         in a layer there is room for it, for less is alive during products than after them.
         """
-        copies = self.shape.mlp_copies
+        copies = self.spec.mlp_copies
         if not self.on_cuda and self.itemsize < _FLOAT_BYTES:
             copies = max(copies, 2 + _FLOAT_BYTES // self.itemsize)  # the gate, the product, and its sums
-        return self._elements(q, 3 * self.shape.hidden + copies * self.shape.mlp)
+        return self._elements(q, 3 * self.spec.hidden + copies * self.spec.mlp)
 
     def _norm(self, q: int) -> int:
         """`LlamaRMSNorm`: residual and result, and two float32 copies between them."""
-        return self._elements(q, 2 * self.shape.hidden) + self.num_rows * q * self.shape.hidden * 2 * _FLOAT_BYTES
+        return self._elements(q, 2 * self.spec.hidden) + self.num_rows * q * self.spec.hidden * 2 * _FLOAT_BYTES
 
     def _experts(self, q: int) -> int:
         """integrations/moe.py, `grouped_mm`: every token once for each expert it chose, and the router's numbers.
 
         Decode passes compute so too (`Acceleration.keep_experts`), not by `batched_mm`, which copies experts' weights.
         """
-        experts, hidden = self.shape.experts, self.shape.hidden
+        experts, hidden = self.spec.experts, self.spec.hidden
         if experts is None:
             return 0
         each = hidden + max(4 * experts.width, 3 * hidden)
@@ -216,4 +216,4 @@ class _Forward:
 
     def _logits(self) -> int:
         """Of the last position only (`logits_to_keep`, generation/utils.py), and what sampling makes of them."""
-        return self.num_rows * self.shape.vocab * (self.itemsize + _SAMPLING_BYTES)
+        return self.num_rows * self.spec.vocab * (self.itemsize + _SAMPLING_BYTES)

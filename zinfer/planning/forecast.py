@@ -49,7 +49,7 @@ def make_forecast(outline: Outline, machine: Machine, settings: Settings, reques
     on_cuda = machine.limits.device.type == "cuda"
     dequantized_bytes = most_dequantized_bytes(block.block for block in outline.blocks)
     footprint = find_footprint(
-        outline.shape, outline.dtype, request, on_cuda=on_cuda, dequantized_bytes=dequantized_bytes
+        outline.spec, outline.dtype, request, on_cuda=on_cuda, dequantized_bytes=dequantized_bytes
     )
     limits = beside_request(machine.limits, machine.device_memory_bytes, settings, footprint)
     plan = _plan(outline, machine, settings, limits, footprint)
@@ -60,7 +60,7 @@ def make_forecast(outline: Outline, machine: Machine, settings: Settings, reques
         footprint=footprint,
         plan=plan,
         tier_bytes={tier: _tier_bytes(blocks, plan, tier) for tier in Tier},
-        prediction=predict(plan, find_work(outline.blocks, outline.shape), machine.rates, request, footprint),
+        prediction=predict(plan, find_work(outline.blocks, outline.spec), machine.rates, request, footprint),
     )
 
 

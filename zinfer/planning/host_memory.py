@@ -6,8 +6,8 @@ from typing import Final
 
 from zinfer.config import Settings
 from zinfer.errors import PlanError
-from zinfer.model.kv_shape import KVShape, num_page_slots
 from zinfer.model.partition import ModelBlock
+from zinfer.model.spec import KVShape
 from zinfer.probe.limits import MachineLimits
 from zinfer.units import human_bytes
 
@@ -36,23 +36,23 @@ class HostRoom:
         left_bytes = int((most_bytes - weight_bytes) * _SHARE)
         return cls(most_bytes, max(left_bytes, int(most_bytes * _LEAST_SHARE)))
 
-    def usual_pages_bytes(self, shape: KVShape, free_bytes: int) -> int:
+    def usual_pages_bytes(self, kv: KVShape, free_bytes: int) -> int:
         """Where nothing is stated: more would want slots that are too large for the device.
 
         Args:
             free_bytes: of the device.
         """
-        slots_share = num_page_slots(shape.num_layers) / shape.num_layers
+        slots_share = kv.num_page_slots / kv.num_layers
         return min(self.usual_bytes, int(free_bytes * _SLOTS_SHARE / slots_share))
 
-    def pages_bytes(self, shape: KVShape, free_bytes: int, stated_bytes: int | None) -> int:
+    def pages_bytes(self, kv: KVShape, free_bytes: int, stated_bytes: int | None) -> int:
         """What is stated, else what is usual.
 
         Raises:
             PlanError: more is stated than there is.
         """
         if stated_bytes is None:
-            return self.usual_pages_bytes(shape, free_bytes)
+            return self.usual_pages_bytes(kv, free_bytes)
         if stated_bytes > self.most_bytes:
             raise PlanError(
                 f'zinfer.kv_cache_memory is {human_bytes(stated_bytes)}, and zinfer.kv_cache_tier is "host", but '

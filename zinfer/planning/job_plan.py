@@ -12,8 +12,6 @@ from typing import Any, Final, Literal
 from zinfer.config import Settings
 from zinfer.config.settings import Batching
 from zinfer.errors import PlanError
-from zinfer.model.batching_support import common_window
-from zinfer.model.kv_shape import read_kv_shape
 from zinfer.planning.advice import LEAST_GAIN, quantized_outlines
 from zinfer.planning.block_work import find_work
 from zinfer.planning.forecast import beside_request, check_length
@@ -147,12 +145,12 @@ def _choose(outline: Outline, machine: Machine, settings: Settings, job: Job) ->
     shares, usual_counts = [int(machine.device_memory_bytes * share) for share in _KV_SHARES], _MAX_SEQUENCES
     if stated.kv_cache_tier == "host":
         room = HostRoom.find(outline.blocks, settings, machine.limits)
-        usual_bytes = room.usual_pages_bytes(read_kv_shape(outline.config), machine.device_memory_bytes)
+        usual_bytes = room.usual_pages_bytes(outline.spec.kv, machine.device_memory_bytes)
         shares = sorted({min(int(usual_bytes * share), room.usual_bytes) for share in _HOSTED_KV_SHARES})
         usual_counts = _HOSTED_MAX_SEQUENCES
     # All of them rehearse the same rows: fewer would count the filling and emptying of the cache for more.
-    job = job.rehearsing(shares[-1] // read_kv_shape(outline.config).token_bytes(outline.dtype) // job.most_tokens)
-    rehearsals = Rehearsals(job.prompt_lens, job.new_tokens, common_window(outline.config))
+    job = job.rehearsing(shares[-1] // outline.spec.kv.token_bytes(outline.dtype) // job.most_tokens)
+    rehearsals = Rehearsals(job.prompt_lens, job.new_tokens, outline.spec.common_window)
     kv_bytes = shares if stated.kv_cache_memory is None else [stated.kv_cache_memory]
     sizes = _TOKENS_PER_PASS if stated.tokens_per_pass is None else [stated.tokens_per_pass]
     counts = usual_counts if stated.max_sequences is None else [stated.max_sequences]
@@ -249,7 +247,7 @@ def _try(
     """Raises PlanError where it does not fit."""
     free_bytes, trying = machine.device_memory_bytes, replace(settings, batching=batching)
     budget = find_budget(
-        outline.config, outline.dtype, outline.blocks, trying, machine.limits, free_bytes, job.most_tokens
+        outline.spec, outline.dtype, outline.blocks, trying, machine.limits, free_bytes, job.most_tokens
     )
     blocks = [block.block for block in outline.blocks]
     taken = budget.footprint
@@ -257,8 +255,8 @@ def _try(
     limits = beside_request(machine.limits, free_bytes, settings, taken)
     plan = make_plan(blocks, outline.layers, limits, settings)
     is_fused = bool(settings.for_batches(on_cuda=machine.limits.on_cuda).kernel_inject)
-    work, rates = find_work(outline.blocks, replace(outline.shape, is_fused=is_fused)), machine.rates
-    token_bytes = read_kv_shape(outline.config).token_bytes(budget.kv_dtype)
+    work, rates = find_work(outline.blocks, replace(outline.spec, is_fused=is_fused)), machine.rates
+    token_bytes = outline.spec.kv.token_bytes(budget.kv_dtype)
     if settings.offload.nvme_path is not None and disk_spares_time(work, rates, token_bytes):
         budget = replace(budget, parks_on_disk=True)
     outlook = JobEstimator(budget, rehearsals.window, token_bytes, PassClock(plan, work, rates).pass_time)

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from transformers import PretrainedConfig
 
 from zinfer.config import Settings
 from zinfer.errors import ConfigError, PlanError
-from zinfer.model.kv_shape import num_page_slots, read_kv_shape
 from zinfer.model.partition import ModelBlock
+from zinfer.model.spec import KVShape, ModelSpec
 from zinfer.planning.device_memory import pages_bytes, streams_from_disk
 from zinfer.planning.footprint import Footprint
 from zinfer.planning.host_memory import HostRoom
@@ -91,7 +90,7 @@ class BatchingBudget:
 
 
 def find_budget(
-    config: PretrainedConfig,
+    spec: ModelSpec,
     dtype: torch.dtype,
     blocks: Sequence[ModelBlock],
     settings: Settings,
@@ -102,7 +101,7 @@ def find_budget(
     """The stated sizes, and for the others what suits the machine: pages take what nothing else needs.
 
     Args:
-        config: of the model.
+        spec: of the model.
         dtype: of its weights and activations.
         blocks: its weights.
         settings: among them the sizes that are stated.
@@ -119,8 +118,8 @@ def find_budget(
     if page_size & (page_size - 1):
         raise ConfigError(f"zinfer.kv_page_size is {page_size}; give a power of two, such as 64")
     from_disk = streams_from_disk(blocks, settings, limits, free_bytes)
-    room = PassRoom.find(config, dtype, stated, free_bytes, on_cuda=limits.on_cuda, from_disk=from_disk)
-    kv_dtype, kept = _DTYPES.get(stated.kv_cache_dtype, dtype), read_kv_shape(config)
+    room = PassRoom.find(spec, dtype, stated, free_bytes, on_cuda=limits.on_cuda, from_disk=from_disk)
+    kv_dtype, kept = _DTYPES.get(stated.kv_cache_dtype, dtype), spec.kv
     if hosted := stated.kv_cache_tier == "host":
         kv_bytes = HostRoom.find(blocks, settings, limits).pages_bytes(kept, free_bytes, stated.kv_cache_memory)
     else:
@@ -144,13 +143,13 @@ def find_budget(
         kv_dtype=kv_dtype,
         order=stated.admission_order,
         lends=not hosted and (limits.on_cuda or stated.kv_cache_memory is not None),
-        footprint=_footprint(num_pages * page_bytes, room.activation_bytes, kept.num_layers, hosted=hosted),
+        footprint=_footprint(num_pages * page_bytes, room.activation_bytes, kept, hosted=hosted),
     )
 
 
-def _footprint(kv_bytes: int, activation_bytes: int, num_layers: int, *, hosted: bool) -> Footprint:
+def _footprint(kv_bytes: int, activation_bytes: int, kv: KVShape, *, hosted: bool) -> Footprint:
     """Of pages and activations; of pages in host memory the device has slots."""
     if not hosted:
         return Footprint(kv_bytes, activation_bytes, kv_bytes)
-    slots_bytes = kv_bytes // num_layers * num_page_slots(num_layers)
+    slots_bytes = kv_bytes // kv.num_layers * kv.num_page_slots
     return Footprint(slots_bytes, activation_bytes, slots_bytes, host_bytes=kv_bytes)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint, TensorEntry
 from zinfer.checkpoint.folder import absolute
@@ -22,7 +22,7 @@ from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import max_positions
 from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.quantized_forms import find_form
-from zinfer.model.shape import ModelShape, shape_of
+from zinfer.model.spec import ModelSpec
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Extent
 from zinfer.quantization.stored import find_stored_scheme
@@ -40,21 +40,19 @@ class Outline:
     Attributes:
         name: the folder, or the hub name as it was given.
         blocks: all of them, in the model's order.
-        shape: its widths.
+        spec: its widths.
         dtype: of weights, activations and cache.
         max_positions: tokens that it has positions for; None without such a limit.
         files: the checkpoint's; empty where the weights' places are made up.
-        config: the model's own.
         tree, weights: that the blocks were cut from; nothing changes them.
     """
 
     name: str
     blocks: tuple[ModelBlock, ...]
-    shape: ModelShape
+    spec: ModelSpec
     dtype: torch.dtype
     max_positions: int | None
     files: tuple[Path, ...]
-    config: PretrainedConfig
     tree: PreTrainedModel = field(repr=False, compare=False)
     weights: Mapping[str, Weight] = field(repr=False, compare=False)
 
@@ -111,11 +109,10 @@ def read_outline(
     return Outline(
         name=os.fspath(model),
         blocks=_cut(tree, weights, quantization, folder),
-        shape=shape_of(tree),
+        spec=ModelSpec.of(tree),
         dtype=tree.config.dtype,
         max_positions=max_positions(tree),
         files=tuple(checkpoint.files),
-        config=tree.config,
         tree=tree,
         weights=weights,
     )

@@ -1,15 +1,13 @@
 """How much a pass carries: its tokens, what a layer computes of them at once, and the activations that this takes."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
-from transformers import PretrainedConfig
 
 from zinfer.config.settings import Batching
-from zinfer.model.kv_shape import read_kv_shape
-from zinfer.model.shape import ModelShape, read_shape
+from zinfer.model.spec import ModelSpec
 from zinfer.planning.footprint import find_footprint
 from zinfer.planning.request import Request
 
@@ -38,7 +36,7 @@ class PassRoom:
     @classmethod
     def find(
         cls,
-        config: PretrainedConfig,
+        spec: ModelSpec,
         dtype: torch.dtype,
         stated: Batching,
         free_bytes: int,
@@ -49,14 +47,14 @@ class PassRoom:
         """The stated sizes, and for the others as much as pays: fewer where a card is too small for many.
 
         Args:
-            config: of the model.
+            spec: of the model.
             dtype: of its activations.
             free_bytes: of the device, for weights and all else; no bound on a CPU.
             from_disk: whether layers stream from the disk.
         """
-        shape = _batched_shape(config)
+        spec = spec.over_pages()
         most_part_bytes = free_bytes * _MOST_PART_SHARE if on_cuda else 0
-        fitting = (count for count in _PART_TOKENS if _part_bytes(shape, dtype, count, on_cuda) <= most_part_bytes)
+        fitting = (count for count in _PART_TOKENS if _part_bytes(spec, dtype, count, on_cuda) <= most_part_bytes)
         part_tokens = next(fitting, _PART_TOKENS[-1])
         most_bytes = free_bytes * _MOST_ACTIVATION_SHARE if on_cuda else math.inf
         most = _MOST_TOKENS_FROM_DISK if from_disk and on_cuda else _MOST_TOKENS_PER_PASS
@@ -64,33 +62,22 @@ class PassRoom:
             tokens = stated.tokens_per_pass or most
             sequences = min(_MAX_SEQUENCES, most // _LEAST_TOKENS_PER_SEQUENCE)
             max_sequences = min(stated.max_sequences or sequences, tokens)
-            nbytes = _activation_bytes(shape, dtype, tokens, part_tokens, max_sequences, on_cuda)
+            nbytes = _activation_bytes(spec, dtype, tokens, part_tokens, max_sequences, on_cuda)
             if nbytes <= most_bytes or most == _FEWEST_TOKENS_PER_PASS:
                 return cls(tokens, min(tokens, part_tokens), max_sequences, nbytes)
             most //= 2
 
 
-def _batched_shape(config: PretrainedConfig) -> ModelShape:
-    """The model's shape over pages: attention makes no scores, and latent attention no keys and values of its heads.
-
-    There queries and outputs are as wide as latents, which are there twice, plain and joined with the turned part.
-    """
-    shape, kept = replace(read_shape(config), is_eager=False, is_uneven=False), read_kv_shape(config)
-    if not kept.values_in_keys:
-        return shape
-    return replace(shape, expanded=shape.num_heads * (kept.key_dim + 2 * kept.value_dim))
-
-
 def _activation_bytes(
-    shape: ModelShape, dtype: torch.dtype, tokens: int, part_tokens: int, max_sequences: int, on_cuda: bool
+    spec: ModelSpec, dtype: torch.dtype, tokens: int, part_tokens: int, max_sequences: int, on_cuda: bool
 ) -> int:
     """A part's activations, the residual stream of the pass, and the logits."""
-    part_bytes = _part_bytes(shape, dtype, min(tokens, part_tokens), on_cuda)
-    logits = find_footprint(shape, dtype, Request(max_sequences, 1, 1), on_cuda=on_cuda)
-    residual = _RESIDUAL_COPIES * tokens * shape.hidden * dtype.itemsize
+    part_bytes = _part_bytes(spec, dtype, min(tokens, part_tokens), on_cuda)
+    logits = find_footprint(spec, dtype, Request(max_sequences, 1, 1), on_cuda=on_cuda)
+    residual = _RESIDUAL_COPIES * tokens * spec.hidden * dtype.itemsize
     return max(part_bytes, logits.activation_bytes) + residual
 
 
-def _part_bytes(shape: ModelShape, dtype: torch.dtype, tokens: int, on_cuda: bool) -> int:
+def _part_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, on_cuda: bool) -> int:
     """Activations of a layer as transformers' modules make them."""
-    return find_footprint(shape, dtype, Request(1, tokens, 1), on_cuda=on_cuda).activation_bytes
+    return find_footprint(spec, dtype, Request(1, tokens, 1), on_cuda=on_cuda).activation_bytes

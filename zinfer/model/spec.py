@@ -1,0 +1,278 @@
+"""`ModelSpec`: all that memory and seconds follow from, read from a model's transformers config in one place.
+
+No module is built and nothing is guessed low: where a config does not say, the widest that its family's habits allow is
+taken.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from zinfer.errors import PlanError
+from zinfer.kernels.kv_pages import KV_CODES
+
+# Activations that torch computes in one operation; the others are written out in Python, with intermediates.
+_ONE_OPERATION: Final = frozenset({"relu", "silu", "swish", "gelu", "gelu_pytorch_tanh", "tanh", "sigmoid", "relu6"})
+_MLP_WIDTHS: Final = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "d_inner", "hidden_dim")
+_DEFAULT_EXPANSION: Final = 4  # GPT-2, BLOOM and others whose config may leave the width of the MLP out
+_SHARED_LAYER: Final = "DummyLayer"  # a cache layer that holds nothing: another layer's cache is used, or none
+# Families whose attention is told of a window; the configs of others may state one that nothing heeds.
+_WINDOWED: Final = frozenset(
+    ("gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "starcoder2")
+)
+_SCALE_BYTES: Final = 4  # of a head's keys, and of its values, where they are codes
+_MOST_PAGE_SLOTS: Final = 3  # one computes, one fills, and one is copied back to host memory
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of experts: every token goes through ``num_per_token`` of ``num_experts``, each ``width`` wide."""
+
+    num_experts: int
+    num_per_token: int
+    width: int
+
+    @property
+    def share(self) -> float:
+        """Share of the experts' weights that one token is multiplied with."""
+        return self.num_per_token / self.num_experts
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Keys and values that one token leaves in the pages of each layer.
+
+    Attributes:
+        num_layers: layers with a cache of their own.
+        num_heads: of keys and values.
+        key_dim: width of a head's key.
+        value_dim: width of a head's value.
+        values_in_keys: values are the first columns of keys, and take no memory of their own.
+    """
+
+    num_layers: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    values_in_keys: bool = False
+
+    @property
+    def num_page_slots(self) -> int:
+        """Slots on the device, each as large as a layer's pages, that pages in host memory pass through."""
+        return min(_MOST_PAGE_SLOTS, self.num_layers)
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token in all layers, in a dtype that pages can have."""
+        widths = [self.key_dim] if self.values_in_keys else [self.key_dim, self.value_dim]
+        scale_bytes = _SCALE_BYTES if dtype in KV_CODES else 0
+        return self.num_layers * self.num_heads * sum(width * dtype.itemsize + scale_bytes for width in widths)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Widths of a model, in elements, and what else of its config decides what a forward takes.
+
+    Attributes:
+        model_type: the family, as config.json names it.
+        hidden: of the residual stream.
+        num_heads: of the queries.
+        query: of the queries of all heads, the values' where those are wider.
+        cached: of what one token leaves in one layer of transformers' own cache, keys and values together.
+        expanded: of keys and values as the attention reads them, one for each query head.
+        mlp: of the MLP's middle.
+        mlp_copies: tensors of that width alive at once.
+        vocab: number of logits.
+        windows: for each layer with a cache of its own, the tokens that transformers' cache holds at most; None
+            without a limit.
+        is_eager: whether attention computes its scores as tensors, [rows, heads, queries, keys].
+        is_uneven: whether keys and values differ in width; torch's sdpa has no fused kernel for that on the CPU.
+        experts: None for a dense model.
+        kv: what one token leaves in pages.
+        rotated: of queries and keys that are turned by their positions.
+        has_rms_norms: whether norms are root mean squares, which transformers writes out in Python.
+        is_fused: whether fused kernels replace the norms, rotations and gates that transformers writes out.
+    """
+
+    model_type: str
+    hidden: int
+    num_heads: int
+    query: int
+    cached: int
+    expanded: int
+    mlp: int
+    mlp_copies: int
+    vocab: int
+    windows: tuple[int | None, ...]
+    is_eager: bool
+    is_uneven: bool
+    experts: Experts | None
+    kv: KVShape
+    rotated: int = 0
+    has_rms_norms: bool = False
+    is_fused: bool = False
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "ModelSpec":
+        """Read the config of a model that generates with a decoder alone.
+
+        Raises:
+            PlanError: it is another kind of model, or as `read`.
+        """
+        if not is_generating_decoder(model):
+            raise PlanError(
+                f"what a {type(model).__name__} takes beside its weights is not known here, only what decoders take "
+                f"that generate; state zinfer.max_device_memory in place of a batch, and time a run"
+            )
+        return cls.read(model.config)
+
+    @classmethod
+    def read(cls, config: PretrainedConfig) -> "ModelSpec":
+        """Read the decoder that a config describes.
+
+        Args:
+            config: of a built model, so that it says which attention transformers chose (`_attn_implementation`);
+                without that the eager one is counted, which takes the most.
+
+        Raises:
+            PlanError: the model keeps a state other than keys and values, whose size is not known here.
+        """
+        text = config.get_text_config(decoder=True)
+        return _read(text, int(text.vocab_size), _windows(text))
+
+    @classmethod
+    def read_encoder(cls, config: PretrainedConfig) -> "ModelSpec":
+        """Read the encoder that a config describes, or a decoder without its head: no logits and no cache.
+
+        Args:
+            config: as for `read`.
+
+        Raises:
+            PlanError: it does not say how wide the model is.
+        """
+        text = config.get_text_config(encoder=True)
+        if not _widest(text, "hidden_size") or not _widest(text, "num_attention_heads"):
+            raise PlanError(f"the config of a {text.model_type} model states no hidden_size or no num_attention_heads")
+        return _read(text, 0, (None,))
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """For each layer the positions that a token attends to, its own among them; None: all before it."""
+        return self.windows if self.model_type in _WINDOWED else (None,) * len(self.windows)
+
+    @property
+    def common_window(self) -> int | None:
+        """The widest of the layers' attention windows; None where a layer has none."""
+        windows = self.attention_windows
+        return max((window for window in windows if window is not None), default=None) if all(windows) else None
+
+    def over_pages(self) -> "ModelSpec":
+        """The same model over pages: attention makes no scores, and latent attention no keys and values of its heads.
+
+        There queries and outputs are as wide as latents, which exist twice, plain and joined with the turned part.
+        """
+        paged = replace(self, is_eager=False, is_uneven=False)
+        if not self.kv.values_in_keys:
+            return paged
+        return replace(paged, expanded=self.num_heads * (self.kv.key_dim + 2 * self.kv.value_dim))
+
+
+def is_generating_decoder(model: PreTrainedModel) -> bool:
+    """Whether it is of the one kind whose memory and seconds beside the weights are known here."""
+    return bool(model.can_generate()) and not model.config.is_encoder_decoder
+
+
+def _read(text: PretrainedConfig, vocab: int, windows: tuple[int | None, ...]) -> ModelSpec:
+    hidden, num_heads = int(text.hidden_size), _widest(text, "num_attention_heads")
+    is_latent = bool(getattr(text, "kv_lora_rank", None))
+    read_attention = _latent_attention if is_latent else _attention
+    query, cached, expanded, kv = read_attention(text, hidden, num_heads, len(windows))
+    activation = _first(text, "hidden_act", "hidden_activation", "activation_function")
+    return ModelSpec(
+        model_type=text.model_type,
+        hidden=hidden,
+        num_heads=num_heads,
+        query=query,
+        cached=cached,
+        expanded=expanded,
+        mlp=_widest(text, *_MLP_WIDTHS) or _DEFAULT_EXPANSION * hidden,
+        # Gated: activation, gate and product. Written out in Python: an input and four intermediates (NewGELU).
+        mlp_copies=3 if activation in _ONE_OPERATION else 5,
+        vocab=vocab,
+        windows=windows,
+        is_eager=getattr(text, "_attn_implementation", None) != "sdpa",
+        is_uneven=is_latent and text.v_head_dim != _latent_key(text),
+        experts=_experts(text),
+        kv=kv,
+        rotated=query + cached // 2 if _first(text, "rope_parameters", "rope_theta", "rotary_dim") else 0,
+        has_rms_norms=_first(text, "rms_norm_eps") is not None,
+    )
+
+
+_AttentionWidths = tuple[int, int, int, KVShape]
+"""``query``, ``cached``, ``expanded`` and ``kv`` of a `ModelSpec`."""
+
+
+def _attention(text: PretrainedConfig, hidden: int, num_heads: int, num_layers: int) -> _AttentionWidths:
+    head_dim = _widest(text, "head_dim") or hidden // num_heads
+    num_kv_heads = num_paged = _widest(text, "num_key_value_heads") or num_heads
+    if getattr(text, "multi_query", False) and text.model_type == "gpt_bigcode":
+        num_kv_heads = num_paged = 1
+    elif text.model_type == "falcon":
+        # Its config states a number for one of three layouts, and transformers' cache may hold a copy for every head.
+        several = int(text.num_kv_heads) if text.new_decoder_architecture else num_heads
+        num_paged = 1 if text.multi_query and not text.new_decoder_architecture else several
+    kv = KVShape(num_layers, num_paged, head_dim, head_dim)
+    return num_heads * head_dim, 2 * num_kv_heads * head_dim, 2 * num_heads * head_dim, kv
+
+
+def _latent_attention(text: PretrainedConfig, hidden: int, num_heads: int, num_layers: int) -> _AttentionWidths:
+    """Multi-head latent attention: one latent for all heads, and behind it the turned part of the keys."""
+    key, cached = _latent_key(text), int(text.kv_lora_rank + text.qk_rope_head_dim)
+    # Both in one tensor, keys joined with their rotated part, values copied to be contiguous; queries joined too
+    # (modeling_deepseek_v3.py).
+    expanded = num_heads * (text.qk_nope_head_dim + key + 2 * text.v_head_dim)
+    kv = KVShape(num_layers, 1, cached, text.kv_lora_rank, values_in_keys=True)
+    return 2 * num_heads * max(key, text.v_head_dim), cached, expanded, kv
+
+
+def _latent_key(text: PretrainedConfig) -> int:
+    return int(text.qk_nope_head_dim + text.qk_rope_head_dim)
+
+
+def _windows(text: PretrainedConfig) -> tuple[int | None, ...]:
+    """Tokens that each layer of transformers' own cache holds at most; asked of the cache that `generate` makes."""
+    layers = DynamicCache(config=text).layers
+    kinds = {type(layer) for layer in layers} - {DynamicLayer, DynamicSlidingWindowLayer}
+    unknown = sorted(kind.__name__ for kind in kinds if kind.__name__ != _SHARED_LAYER)
+    if unknown:
+        raise PlanError(
+            f"a {text.model_type} model keeps {', '.join(unknown)} in its cache; only the memory of keys and values "
+            f"can be planned"
+        )
+    own = [layer for layer in layers if type(layer).__name__ != _SHARED_LAYER]
+    return tuple(int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in own)
+
+
+def _experts(text: PretrainedConfig) -> Experts | None:
+    num_experts = _widest(text, "num_local_experts", "num_experts", "n_routed_experts")
+    num_per_token = _widest(text, "num_experts_per_tok")
+    if not num_experts or not num_per_token:
+        return None
+    return Experts(
+        num_experts, num_per_token, _widest(text, "moe_intermediate_size") or _widest(text, "intermediate_size")
+    )
+
+
+def _first(text: PretrainedConfig, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(text, name, None)) is not None), None)
+
+
+def _widest(text: PretrainedConfig, *names: str) -> int:
+    """The largest of the values that the config states under these names, one or one a layer; 0 if it states none."""
+    values = [getattr(text, name, None) for name in names]
+    flat = [item for value in values for item in (value if isinstance(value, Iterable) else [value])]
+    return max((int(item) for item in flat if item), default=0)
