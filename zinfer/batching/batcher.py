@@ -1,7 +1,7 @@
-"""Continuous batching: texts come in, every step is a pass over the model, texts that are complete come out."""
+"""Continuous batching: requests come in, every step is a pass over the model, completions come out."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -9,33 +9,32 @@ from itertools import compress
 import torch
 
 from zinfer.batching.decode_bucket import find_form
+from zinfer.batching.handle import Event, Token
 from zinfer.batching.page_lender import IdlePageLender
 from zinfer.batching.ragged import BatchBuilder, Pending
+from zinfer.batching.request import Request
 from zinfer.batching.runner import PassRunner
 from zinfer.engine.finite_check import FiniteWatch, Looks
-from zinfer.errors import PlanError
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.requests.completion import Finished, not_finite
+from zinfer.requests.completion import Completion, not_finite
 from zinfer.requests.logprobs import Logprobs
-from zinfer.requests.sampling_params import SamplingParams
-from zinfer.requests.stop_criteria import StopCriteria
-from zinfer.sampling.async_copy import send, settle
+from zinfer.sampling.async_copy import send
 from zinfer.sampling.sampler import BROKEN, Drawn, Row, Sampler, row_uniform
 from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.scheduler import Scheduler
+from zinfer.scheduling.sequence import PENDING, SequenceState
 from zinfer.scheduling.sequence import Sequence as Text
-from zinfer.scheduling.sequence import SequenceState
 
 
 @dataclass
 class _Writing:
-    """A text under way."""
+    """A request under way."""
 
+    request: Request
     sequence: Text
     row: Row
-    ending: StopCriteria
     logprobs: list[Logprobs] = field(default_factory=list)
 
 
@@ -50,13 +49,13 @@ class _Drawing:
 
 
 class Batcher:
-    """Texts in one ragged batch after the other.
+    """Runs requests in one ragged batch after the other; one thread calls it.
 
-    A pass is begun before the tokens of the one before are known to the host: they go from one to the other on the
-    device. So scheduling, reading text, and whatever the caller does between two steps cost no time of the device's.
+    Passes are pipelined: pass n+1 launches before the host has seen pass n's tokens, which go from one to the other on
+    the device. So scheduling, reading text, and whatever happens between two steps cost no time of the device's.
 
-    ``pass_sizes`` and ``pass_ends_s`` tell of the passes since they were last cleared: what each carried, and when its
-    tokens were on the host (`time.perf_counter`), one that is under way left out.
+    ``pass_sizes`` and ``pass_ends_s`` tell of the passes since `begin`: what each carried, and when its tokens were on
+    the host (`time.perf_counter`), one that is under way left out.
 
     Args:
         runner: runs the passes.
@@ -78,12 +77,12 @@ class Batcher:
         # Pages at home elsewhere are none of the device's memory.
         self._loan = IdlePageLender(cache, runner.engine) if isinstance(cache, KVCache) else None
         self._scheduler = self._new_scheduler()
-        self._in_pass = False
         self._drawn: _Drawing | None = None
         self._writing: dict[int, _Writing] = {}
-        # Of all texts since there were none: the tokens after which to look at one, and whether any has stop strings.
+        # Of all requests since there were none: the tokens after which to look at one, whether any has stop strings,
+        # and whether any wants its tokens one by one.
         self._last_ids: set[int] = set()
-        self._reads = False
+        self._reads = self._tells = False
         self._watch = FiniteWatch(runner.engine.module, runner.engine.named_layers)
         self._suspects: dict[int, str] = {}  # texts that are tried again, and where they broke
         self._num_added = 0
@@ -92,68 +91,55 @@ class Batcher:
         self.pass_sizes: list[PassSize] = []
         self.pass_ends_s: list[float] = []
 
-    def add(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        ending: StopCriteria,
-        end_token_ids: frozenset[int] = frozenset(),
-        bad_word_ids: Sequence[tuple[int, ...]] = (),
-    ) -> int:
-        """Let a text wait for its turn; returns its number.
+    def begin(self) -> None:
+        """Forget the passes so far; with no request unfinished."""
+        assert not self._writing
+        self._drawn = None  # tokens for requests that had ended
+        self._last_ids, self._reads, self._tells = {BROKEN}, False, False
+        self.pass_sizes.clear()
+        self.pass_ends_s.clear()
 
-        Args:
-            prompt_ids: one token at least.
-            params: `n`, `stop` and `bad_words` are not read.
-            seed: of its draws.
-            ending: when it is complete.
-            end_token_ids: not drawn before it has its ``min_new_tokens``.
-            bad_word_ids: tokens of each of its bad words.
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn.
 
         Raises:
             PlanError: the cache could not hold it even alone.
         """
-        sequence = Text(self._num_added, prompt_ids, params.most_new_tokens)
-        self._in_pass = True
-        # First what abort needs: Ctrl-C may strike between any two lines.
+        params, ends, seed = request.params, request.end_token_ids, request.seed
+        sequence = Text(self._num_added, request.prompt_ids, params.most_new_tokens)
+        self._scheduler.add(sequence)
         self._num_added += 1
         uniform_at, output_ids = partial(row_uniform, seed), sequence.output_ids
-        row = Row(params, sequence.prompt_ids, output_ids, end_token_ids, uniform_at, bad_word_ids)
-        if not self._writing:
-            self._last_ids, self._reads = {BROKEN}, False
-        self._last_ids |= ending.last_ids
-        self._reads |= ending.reads
-        self._writing[sequence.number] = _Writing(sequence, row, ending)
-        try:
-            self._scheduler.add(sequence)
-        except PlanError:
-            del self._writing[sequence.number]
-            self._in_pass = False
-            raise
-        self._in_pass = False
-        return sequence.number
+        row = Row(params, sequence.prompt_ids, output_ids, ends, uniform_at, request.bad_word_ids)
+        self._writing[sequence.number] = _Writing(request, sequence, row)
+        self._last_ids |= request.stop_criteria.last_ids
+        self._reads |= request.stop_criteria.reads
+        self._tells |= request.detokenizer is not None
 
-    def step(self) -> list[Finished]:
+    def cancel(self, requests: Collection[Request]) -> list[Event]:
+        """End those of these requests that are not finished, between two passes; their completions so far."""
+        unwanted = set(requests)
+        return [self._finish(each, "cancelled") for each in [*self._writing.values()] if each.request in unwanted]
+
+    def step(self) -> list[Event]:
         """Begin a pass, and take what the pass before has come to while it is computed.
 
+        After an exception, `abort` is to be called.
+
         Returns:
-            The texts that the pass before made complete. With no pass under way and no text unfinished, nothing is
-            left to do.
+            The requests that the pass before completed, and the tokens of others that want them. With no request
+            unfinished, nothing is left to do.
         """
-        self._in_pass = True
         if self._loan is not None:
             self._loan.adjust(self._scheduler)
         coming = self._scheduler.schedule()
         logits = None if coming is None else self._forward(coming)
-        finished = [] if self._drawn is None else self._receive(self._drawn)
+        events = [] if self._drawn is None else self._receive(self._drawn)
         self._drawn = None
         if coming is not None and logits is not None:
             self._drawn = self._draw(coming, logits)
             self._scheduler.advance(coming)
-        self._in_pass = False
-        return finished
+        return events
 
     @property
     def num_running(self) -> int:
@@ -170,28 +156,17 @@ class Batcher:
         return self._scheduler.fits(num_prompt, max_new_tokens)
 
     def abort(self) -> None:
-        """Give up all texts that are not complete.
+        """Give up all requests after a pass that failed.
 
-        After a pass that was cut short no page is found again: some were to be filled by it.
+        No page is found again: some were to be filled by it.
         """
-        self._drawn = None
-        settle(self._cache.device)
-        if not self._writing and not self._in_pass:
-            return
-        was_in_pass, self._in_pass = self._in_pass, True  # until this is done: a second Ctrl-C may cut it short too
-        for each in self._writing.values():
-            self._cache.forget(each.sequence.number)
-            if not was_in_pass and each.sequence.state is not SequenceState.FINISHED:
-                self._scheduler.end(each.sequence)
-        self._writing.clear()
-        if was_in_pass:
-            self._scheduler = self._new_scheduler()
-        self._suspects.clear()
-        self._watch.stop()
-        self._in_pass = False
+        for number in self._writing:
+            self._cache.forget(number)
+        self.close()
+        self._scheduler = self._new_scheduler()
 
     def forget_prefixes(self) -> None:
-        """Let no text find the pages of another that came before; between passes, with no text unfinished."""
+        """Let no request find the pages of one before it; with no request unfinished."""
         assert not self._writing
         self._scheduler = self._new_scheduler()
 
@@ -241,11 +216,12 @@ class Batcher:
         rows = [writing[sequence.number] for sequence in sequences]
         return _Drawing(sequences, rows, self._sampler.draw(logits, [each.row for each in rows]), self._watch.take())
 
-    def _receive(self, drawn: _Drawing) -> list[Finished]:
-        """Take the tokens of the pass before; the texts that are complete with them."""
+    def _receive(self, drawn: _Drawing) -> list[Event]:
+        """Take the tokens of the pass before; the requests that are complete with them, and tokens of others."""
         sampled = drawn.result.take()
         self.pass_ends_s.append(time.perf_counter())
-        broken = {drawn.sequences[place].number for place in sampled.broken}
+        writing = self._writing  # without those that were cancelled meanwhile
+        broken = {number for place in sampled.broken if (number := drawn.sequences[place].number) in writing}
         if self._watch.is_on and (where := drawn.looks.where()) is not None:
             self._suspects |= {number: self._suspects[number] or where for number in self._suspects}
         tokens = zip(drawn.sequences, sampled.token_ids, strict=True)
@@ -255,15 +231,22 @@ class Batcher:
             if logprobs is not None:
                 each.logprobs.append(logprobs)
         restarted = self._restart(broken)
-        finished = []
+        events: list[Event] = []
         for each in self._perhaps_complete(drawn, sampled.token_ids):
             number = each.sequence.number
             if number in broken:
                 if number not in restarted:
-                    finished.append(self._give_up(each))
-            elif (reason := each.ending.reason(each.sequence.output_ids)) is not None:
-                finished.append(self._finish(each, reason))
-        return finished
+                    events.append(self._give_up(each))
+            elif number in writing and (reason := each.request.stop_criteria.reason(each.sequence.output_ids)):
+                events.append(self._finish(each, reason))
+        return [*self._new_tokens(drawn, broken), *events] if self._tells else events
+
+    def _new_tokens(self, drawn: _Drawing, broken: set[int]) -> Iterator[Event]:
+        """The tokens of the pass before of requests that want them and go on."""
+        for each in drawn.rows:
+            number = each.sequence.number
+            if each.request.detokenizer is not None and number in self._writing and number not in broken:
+                yield each.request, Token(each.sequence.output_ids[-1], each.logprobs[-1] if each.logprobs else None)
 
     def _perhaps_complete(self, drawn: _Drawing, token_ids: Sequence[int]) -> Sequence[_Writing]:
         """Those to look at with their new tokens: few; a look at more than this for each costs."""
@@ -289,21 +272,29 @@ class Batcher:
             self._scheduler.forget()
         return restarted
 
-    def _give_up(self, each: _Writing) -> Finished:
-        """What there is of a text whose logits broke."""
+    def _give_up(self, each: _Writing) -> Event:
+        """What there is of a request whose logits broke."""
         each.sequence.output_ids.pop()
         return self._finish(each, "error", not_finite(self._suspects.get(each.sequence.number)))
 
-    def _finish(self, each: _Writing, reason: str, error: str | None = None) -> Finished:
-        sequence = each.sequence
+    def _finish(self, each: _Writing, reason: str, error: str | None = None) -> Event:
+        request, sequence = each.request, each.sequence
         if sequence.state is not SequenceState.FINISHED:
             self._scheduler.end(sequence)
             self._cache.forget(sequence.number)
         del self._writing[sequence.number]
         if self._suspects.pop(sequence.number, None) is not None and not self._suspects:
             self._watch.stop()
-        output_ids = sequence.output_ids
-        logprobs = None if each.row.params.logprobs is None else tuple(each.logprobs)
-        text = each.ending.text(output_ids)
-        stop_reason = each.ending.stop_reason(output_ids) if reason == "stop" else None
-        return Finished(sequence.number, tuple(output_ids), reason, text, logprobs, error, stop_reason)
+        output_ids = sequence.output_ids[: -1 if sequence.output_ids[-1:] == [PENDING] else None]
+        criteria = request.stop_criteria
+        completion = Completion(
+            request.prompt_index,
+            request.sample_index,
+            criteria.text(output_ids) if output_ids else "",
+            tuple(output_ids),
+            reason,
+            None if request.params.logprobs is None else tuple(each.logprobs),
+            error,
+            criteria.stop_reason(output_ids) if reason == "stop" else None,
+        )
+        return request, completion

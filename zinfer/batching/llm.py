@@ -1,27 +1,24 @@
 """Completes any number of prompts by continuous batching, over weights that are resident or stream."""
 
 import os
-import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from zinfer.batching.batcher import Batcher
+from zinfer.batching.handle import Handle
 from zinfer.batching.open_kv_cache import open_pages
-from zinfer.batching.request_tracker import RequestTracker, paired
+from zinfer.batching.request import RequestBuilder
 from zinfer.batching.runner import PassRunner
+from zinfer.batching.serving_loop import ServingLoop
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.without_effect import say_without_effect
 from zinfer.engine.engine import InferenceEngine
-from zinfer.engine.uninterrupted import Uninterrupted
-from zinfer.errors import ConfigError
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.model.batching_support import check_family
 from zinfer.model.context_length import most_tokens
@@ -35,15 +32,12 @@ from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.planner import Plan
 from zinfer.planning.simulation import JobPrediction
 from zinfer.probe.limits import find_limits
-from zinfer.requests.completion import Completion
-from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike, find_tokenizer, is_chat, template_variables
+from zinfer.requests.completion import Completion, CompletionDelta
+from zinfer.requests.prompt_encoder import PromptLike, find_tokenizer
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import find_end_token_ids
 from zinfer.sampling.sampler import Sampler
 from zinfer.scheduling.schedule import PassSize
-
-_PROMPTS_AT_ONCE: Final = 1024
-"""Encoded together: a tokenizer takes over ten times as much memory meanwhile as their tokens do."""
 
 
 class LLM:
@@ -60,8 +54,9 @@ class LLM:
         checksums: taken of weights as they are read; a job's.
         kwargs: the same keys as in ``config``.
 
-    One thread at a time. It is a context manager, and `close` gives memory, threads and files back; what was counted,
-    planned and predicted can be asked for after it.
+    A thread of its own runs the passes (`ServingLoop`); any number of threads may call, and their prompts share passes.
+    It is a context manager, and `close` gives memory, threads and files back; what was counted, planned and predicted
+    can be asked for after it.
 
     Raises:
         ConfigError, CheckpointError, PlanError: as `zinfer.init_inference`; also for a family of models whose attention
@@ -109,15 +104,12 @@ class LLM:
 
     def _open(self, settings: Settings, budget: BatchingBudget, tokenizer: Any, parks_on_disk: bool | None) -> None:
         """Make what stands on the engine."""
-        self._closed = self._is_streaming = False
-        self._lock = threading.RLock()  # a pass, or what another thread's `close` ends
-        self._calling: int | None = None  # the thread that is in a pass
         module = self._engine.module
         self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
         vocab_size = int(module.config.get_text_config().vocab_size)
         most = most_tokens(module, settings.max_out_tokens)
-        self._encoder = PromptEncoder(self.tokenizer, vocab_size, most)
-        self._end_token_ids = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
+        ends = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
+        self._builder = RequestBuilder(self.tokenizer, vocab_size, most, ends)
         device = self._engine.device
         spec, folder = ModelSpec.read(module.config), settings.offload.nvme_path
         token_bytes = spec.kv.token_bytes(budget.kv_dtype)
@@ -134,9 +126,10 @@ class LLM:
             self._engine.destroy,
             self._batcher.close,
             self._runner.close,
-            self._encoder.close,
+            self._builder.close,
         )
-        self._close = Uninterrupted(partial(_call_from_the_last, closers))
+        self._loop = ServingLoop(self._batcher, device, closers)
+        self._loop.close_with(self)
         self._outlook = JobEstimator(budget, window, token_bytes, self._engine.outlook.pass_time)
 
     @property
@@ -181,12 +174,12 @@ class LLM:
         return self._outlook.of_texts(prompt_lens, new_tokens)
 
     def predict_passes(self) -> JobPrediction:
-        """What the passes of the last call ought to have taken; rates as for `predict`.
+        """What the passes ought to have taken since the LLM was idle last; rates as for `predict`.
 
         Raises:
-            ConfigError: it had none.
+            ConfigError: there were none.
         """
-        return self._outlook.of_passes(self._batcher.pass_sizes)
+        return self._outlook.of_passes(list(self._batcher.pass_sizes))
 
     @property
     def batching(self) -> BatchingBudget:
@@ -219,7 +212,8 @@ class LLM:
         return self._batcher.num_swapped_pages
 
     def passes(self) -> list[tuple[PassSize, float]]:
-        """What each pass of the last call carried, and the seconds since the one before it; the first is left out."""
+        """What each pass since the LLM was idle last carried, and the seconds since the one before it; the first is
+        left out."""
         ends_s = self._batcher.pass_ends_s
         return [
             (size, end_s - before_s)
@@ -234,12 +228,16 @@ class LLM:
         """Find no page of an earlier call again: what follows is computed as in a new LLM.
 
         Raises:
-            RuntimeError: a call is under way, or the LLM was closed.
+            RuntimeError: requests are under way, or the LLM was closed.
         """
         self._check_open()
-        if self._is_streaming:
-            raise RuntimeError("a call of this LLM is under way; take all of its completions, or leave it, first")
-        self._batcher.forget_prefixes()
+
+        def reset(is_idle: bool) -> None:
+            if not is_idle:
+                raise RuntimeError("requests of this LLM are under way; wait for their completions, or cancel them")
+            self._batcher.forget_prefixes()
+
+        self._loop.between_passes(reset)
 
     def generate(
         self,
@@ -248,7 +246,7 @@ class LLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reasoning_effort: str | None = None,
-        **fields: object,
+        **fields: Any,
     ) -> list[Completion]:
         """The completions of all prompts, in their order, those of one prompt side by side.
 
@@ -263,7 +261,7 @@ class LLM:
 
         Raises:
             ConfigError: not as many params as prompts; something for chat templates, but no prompt is a chat.
-            RuntimeError: another call is under way, or the LLM was closed.
+            RuntimeError: the LLM was closed.
         """
         return sorted(
             self.stream(
@@ -283,70 +281,69 @@ class LLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reasoning_effort: str | None = None,
-        **fields: object,
+        **fields: Any,
     ) -> Generator[Completion, None, None]:
-        """As `generate`, each completion as soon as it is complete. Leaving it early gives up the rest."""
-        each = paired(prompts, params, fields)
-        variables = template_variables(chat_template_kwargs, reasoning_effort)
-        if variables and not any(is_chat(prompt) for prompt, _ in each):
-            raise ConfigError(
-                f"{next(iter(variables))!r} is for chat templates, but no prompt is the messages of a chat"
-            )
-        self._check_open()
-        if self._is_streaming:
-            raise RuntimeError("another call of this LLM is under way; take all of its completions, or leave it, first")
-        self._batcher.abort()  # what Ctrl-C in an abort has left
-        self._batcher.pass_sizes.clear()
-        self._batcher.pass_ends_s.clear()
-        call = RequestTracker(self._batcher, self._encoder, self.tokenizer, self._end_token_ids, variables)
-        self._is_streaming = True
+        """As `generate`, each completion as soon as it is complete. Leaving it early cancels the rest."""
+        handle = self.prepare(
+            prompts,
+            params,
+            chat_template_kwargs=chat_template_kwargs,
+            reasoning_effort=reasoning_effort,
+            **fields,
+        )
         try:
-            for begin in range(0, len(each), _PROMPTS_AT_ONCE):
-                several = each[begin : begin + _PROMPTS_AT_ONCE]
-                encoded = self._encoder.encode_texts([prompt for prompt, _ in several])
-                for index, (_, own) in enumerate(several):
-                    yield from self._in_turn(partial(call.add, begin + index, encoded[index], own))
-            while not call.is_complete:
-                yield from self._in_turn(call.step)
+            self.submit(handle)
+            yield from cast(Iterable[Completion], handle)
         finally:
-            try:
-                with self._lock:
-                    if not self._closed:
-                        self._batcher.abort()
-            finally:
-                self._is_streaming = False
+            self.cancel(handle)
 
-    def _in_turn(self, work: Callable[[], list[Completion]]) -> list[Completion]:
-        """What a part of a call gives, with no `close` of another thread meanwhile."""
-        thread = threading.get_ident()
-        with self._lock:
-            self._check_open()
-            outer = self._calling
-            try:
-                self._calling = thread
-                return work()
-            finally:
-                self._calling = outer
+    def prepare(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        deltas: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
+        **fields: Any,
+    ) -> Handle:
+        """Encode prompts, as `generate` does, for `submit`.
+
+        Args:
+            deltas: the handle gives `CompletionDelta`, text as it comes, instead of a `Completion` for each request.
+        """
+        self._check_open()
+        requests, refused = self._builder.build(
+            prompts, params, chat_template_kwargs, reasoning_effort, fields, deltas=deltas
+        )
+        if deltas:
+            return Handle(requests, [CompletionDelta.refused(each) for each in refused])
+        return Handle(requests, refused)
+
+    def submit(self, handle: Handle) -> None:
+        """Let what was prepared run beside what does already; iterate the handle for what comes of it.
+
+        Raises:
+            RuntimeError: the LLM was closed.
+        """
+        self._check_open()
+        self._loop.submit(handle)
+
+    def cancel(self, handle: Handle) -> None:
+        """End what is unfinished of a handle, whose completions then have the finish reason "cancelled"."""
+        self._loop.cancel(handle)
 
     def close(self) -> None:
         """Give memory, threads and files back, also where the object is still referred to. May be called again.
 
-        It waits for a pass that another thread has under way; that thread's call then ends with a RuntimeError. Ctrl-C
-        ends the waiting for what is given back, not the giving back.
+        It waits for a pass that is under way; calls of other threads then end with a RuntimeError. Ctrl-C ends the
+        waiting, not the giving back.
 
         Raises:
-            RuntimeError: a pass of this thread is under way, as in a forward hook.
+            RuntimeError: it was called within a pass, as in a forward hook.
         """
-        if self._engine.is_forked:
-            return
-        if self._calling == threading.get_ident():
-            raise RuntimeError(
-                "close was called within a pass of this LLM, in a forward hook perhaps, and the weights are in use; "
-                "let the pass return first (leaving `stream` early gives up the rest of a call)"
-            )
-        with self._lock:
-            self._closed = True
-            self._close()
+        if not self._engine.is_forked:
+            self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -357,13 +354,5 @@ class LLM:
         self.close()
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this LLM was closed; make a new one")
         self._engine.check_process()
-
-
-def _call_from_the_last(closers: Sequence[Callable[[], None]]) -> None:
-    """Each is called whatever those before it raise. Weights may be on their way into pages that were lent."""
-    with ExitStack() as owned:
-        for close in closers:
-            owned.callback(close)
+        self._loop.check_open()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final
+from typing import Final, Self
 
 from zinfer.requests.logprobs import Logprobs
 
@@ -18,29 +18,6 @@ def not_finite(where: str | None, error: str = NOT_FINITE) -> str:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A text of a batcher that is complete.
-
-    Attributes:
-        number: which text.
-        token_ids: what was generated, the token that ended it included.
-        finish_reason: "stop", "length" or "error".
-        text: of these tokens, as `Completion`'s.
-        logprobs: of each token, where they were asked for.
-        error: what went wrong; None where nothing did.
-        stop_reason: as `Completion`'s.
-    """
-
-    number: int
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    text: str
-    logprobs: tuple[Logprobs, ...] | None = None
-    error: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(frozen=True)
 class Completion:
     """What came after one prompt.
 
@@ -50,7 +27,7 @@ class Completion:
         text: without end and special tokens, cut before the first stop string, unless its params want them; empty
             without a tokenizer.
         token_ids: what was generated, the token that ended it included.
-        finish_reason: "stop" (an end token or a stop string), "length" or "error".
+        finish_reason: "stop" (an end token or a stop string), "length", "error", or "cancelled" with what there was.
         logprobs: of each token, where they were asked for.
         error: what is wrong with the prompt, or went wrong; None where nothing did.
         stop_reason: which of ``stop`` or ``stop_token_ids`` ended it; None where something else did, an end token of
@@ -65,6 +42,37 @@ class Completion:
     logprobs: tuple[Logprobs, ...] | None = None
     error: str | None = None
     stop_reason: int | str | None = None
+
+    @classmethod
+    def failed(cls, prompt_index: int, sample_index: int, error: str) -> Self:
+        """One that never began."""
+        return cls(prompt_index, sample_index, "", (), "error", error=error)
+
+
+@dataclass(frozen=True)
+class CompletionDelta:
+    """What a completion has grown by.
+
+    Attributes:
+        prompt_index, sample_index: as `Completion`'s.
+        text: what its text grows by; the texts of all deltas together are the completion's. Never half a character, and
+            nothing that a stop string takes back: so it may be empty, or belong to tokens before.
+        token_ids: its next tokens, one but for the last delta.
+        logprobs: of these, where they were asked for.
+        completion: the whole, with the last delta; None with others.
+    """
+
+    prompt_index: int
+    sample_index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] | None = None
+    completion: Completion | None = None
+
+    @classmethod
+    def refused(cls, completion: Completion) -> Self:
+        """The one delta of a completion that never began."""
+        return cls(completion.prompt_index, completion.sample_index, "", (), None, completion)
 
 
 def text_seed(stated: int | None, token_ids: Sequence[int], repeat: int, sample: int) -> int:

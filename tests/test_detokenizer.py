@@ -1,0 +1,100 @@
+"""Text of tokens as they come: together it is the text of all of them, whatever tokenizer made them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs_support import letters_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from zinfer.requests.detokenizer import Detokenizer
+from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.stop_criteria import StopCriteria
+
+WORDS = ["▁", "▁a", "a", "b", "ab", "c", "▁bc", "▁▁", ".", "é", "'s", "▁€", "!"]
+
+
+def with_decoder(vocabulary: list[str], decoder: decoders.Decoder) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(vocabulary)}, vocabulary[0]))
+    tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """As LLaMA's: bytes that no token has are tokens of their own, and the text's first space is dropped."""
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    pieces = [f"<0x{byte:02X}>" for byte in (0xE2, 0x82, 0xAC, 0xC3, 0xA9, 0x41, 0xFF, 0xF0, 0x9F, 0x98, 0x80)]
+    return with_decoder(["<unk>", "<s>", "</s>", *pieces, *WORDS], decoders.Sequence(steps))
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """As GPT-2's: each token is some bytes of a text, not always whole characters."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return with_decoder(["<unk>", "<s>", "</s>", *letters, "Ġa", "âĤ", "ab", "Ã©"], decoders.ByteLevel())
+
+
+def word_piece() -> PreTrainedTokenizerFast:
+    """As BERT's: words, parts of words, and spaces that are cleaned up before full stops."""
+    pieces = ["the", "##ing", "##s", "do", "not", ".", ",", "n't", "'s", "a", "?"]
+    return with_decoder(["<unk>", "<s>", "</s>", *pieces], decoders.WordPiece("##", cleanup=True))
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    return with_decoder(["<unk>", "<s>", "</s>", *WORDS], decoders.Metaspace())
+
+
+def word_ends() -> PreTrainedTokenizerFast:
+    """As GPT-1's: a token says where a word ends."""
+    return with_decoder(["<unk>", "<s>", "</s>", "a</w>", "b", "c</w>", ".</w>"], decoders.BPEDecoder("</w>"))
+
+
+TOKENIZERS = {
+    made.__name__: made() for made in (byte_fallback, byte_level, word_piece, metaspace, word_ends, letters_tokenizer)
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+def test_deltas_are_the_text(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]
+    token_ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=30))
+    skips = data.draw(st.booleans())
+    whole = tokenizer.decode(token_ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+    pieces = whole[0:2], whole[1:4], whole[-3:], "a.", "xyz", "€"
+    stop = tuple(data.draw(st.lists(st.sampled_from([piece for piece in pieces if piece]), max_size=2)))
+    params = SamplingParams(
+        max_new_tokens=30,
+        min_new_tokens=data.draw(st.integers(0, 4)),
+        stop=stop,
+        skip_special_tokens=skips,
+        include_stop_str_in_output=data.draw(st.booleans()),
+    )
+    criteria = StopCriteria.of(tokenizer, params, {tokenizer.eos_token_id} if data.draw(st.booleans()) else ())
+    detokenizer, found, seen = Detokenizer(tokenizer, stop, skips_special=skips), "", []
+    for token_id in token_ids:
+        seen.append(token_id)
+        if criteria.reason(seen) is not None:
+            break
+        found += detokenizer.add(token_id)
+    text = criteria.text(seen)
+    assert text.startswith(found)
+    assert len(found) == detokenizer.num_chars
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_words_are_not_kept_back(name: str) -> None:
+    """Without stop strings and half characters, a token's text is there at once."""
+    tokenizer = TOKENIZERS[name]
+    detokenizer, seen, found = Detokenizer(tokenizer), [], ""
+    for token_id in [len(tokenizer) - 1, len(tokenizer) - 2] * 3:
+        seen.append(token_id)
+        found += detokenizer.add(token_id)
+        assert found == tokenizer.decode(seen, clean_up_tokenization_spaces=False)
+    assert found
+
+
+def test_halves_of_characters_and_beginnings_of_stop_strings_wait() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    tokens = tokenizer.convert_tokens_to_ids(["a", "âĤ", "¬", "ab", "a", "b", "Ġa"])
+    detokenizer = Detokenizer(tokenizer, ("abc", "b c"))
+    assert [detokenizer.add(token) for token in tokens] == ["", "", "a€", "", "ab", "", "ab "]

@@ -1,0 +1,93 @@
+"""What a caller holds of the requests that it has submitted."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import NamedTuple, TypeAlias
+
+from zinfer.batching.request import Request
+from zinfer.requests.completion import Completion, CompletionDelta
+from zinfer.requests.logprobs import Logprobs
+
+
+class Token(NamedTuple):
+    """A token that a request goes on with."""
+
+    token_id: int
+    logprobs: Logprobs | None
+
+
+Event: TypeAlias = tuple[Request, Token | Completion]
+
+
+class Handle:
+    """The requests of one call, and what they come to; one thread or task reads it.
+
+    Iterating it, by ``for`` or ``async for``, gives a `Completion` for each request as it ends, or of requests with a
+    detokenizer a `CompletionDelta` for each token, the last of them with the completion. It ends with the last request,
+    or raises what ended the pass that they were in.
+
+    Args:
+        requests: what is asked for.
+        refused: what to give first: errors of what cannot be asked for.
+    """
+
+    def __init__(self, requests: Sequence[Request], refused: Sequence[Completion | CompletionDelta] = ()) -> None:
+        self.requests = requests
+        self._refused = refused
+        self._num_left = len(requests)
+        self._events: SimpleQueue[Event | BaseException] = SimpleQueue()
+        self._wake: Callable[[], object] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes than what was read."""
+        return not self._num_left
+
+    def put(self, event: Event | BaseException) -> None:
+        """Called by the serving loop: the next token of a request, its completion, or what ended them all."""
+        self._events.put(event)
+        if self._wake is not None:
+            with suppress(RuntimeError):  # the event loop was closed, and nobody waits
+                self._wake()
+
+    def __iter__(self) -> Generator[Completion | CompletionDelta, None, None]:
+        yield from self._refused
+        while self._num_left:
+            yield self._read(self._events.get())
+
+    async def __aiter__(self) -> AsyncGenerator[Completion | CompletionDelta, None]:
+        for completion in self._refused:
+            yield completion
+        arrived = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
+        while self._num_left:
+            arrived.clear()
+            if self._events.empty():
+                await arrived.wait()
+            else:
+                yield self._read(self._events.get())
+
+    def _read(self, event: Event | BaseException) -> Completion | CompletionDelta:
+        if isinstance(event, BaseException):
+            self._num_left = 0
+            raise event
+        request, found = event
+        self._num_left -= isinstance(found, Completion)
+        if request.detokenizer is not None:
+            return _delta(request, found)
+        assert isinstance(found, Completion)
+        return found
+
+
+def _delta(request: Request, found: Token | Completion) -> CompletionDelta:
+    detokenizer, place = request.detokenizer, (request.prompt_index, request.sample_index)
+    assert detokenizer is not None
+    if isinstance(found, Token):
+        own = None if found.logprobs is None else (found.logprobs,)
+        return CompletionDelta(*place, detokenizer.add(found.token_id), (found.token_id,), own)
+    num_chars, num_tokens = detokenizer.num_chars, detokenizer.num_tokens
+    rest = None if found.logprobs is None else found.logprobs[num_tokens:]
+    return CompletionDelta(*place, found.text[num_chars:], found.token_ids[num_tokens:], rest, found)

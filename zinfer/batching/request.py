@@ -1,0 +1,163 @@
+"""What callers ask for: prompts and their sampling params, as requests that a batcher can run."""
+
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from zinfer.errors import ConfigError
+from zinfer.requests.completion import Completion, text_seed
+from zinfer.requests.detokenizer import Detokenizer
+from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike, as_list, is_chat, template_variables
+from zinfer.requests.sampling_params import SamplingParams
+from zinfer.requests.stop_criteria import StopCriteria
+
+_PROMPTS_AT_ONCE: Final = 1024
+"""Encoded together: a tokenizer takes over ten times as much memory meanwhile as their tokens do."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One of the ``n`` completions of one prompt.
+
+    Attributes:
+        prompt_index: which of its call's prompts, from 0.
+        sample_index: which of that prompt's completions, from 0.
+        prompt_ids: the prompt's tokens, one at least.
+        params: `n`, `stop` and `bad_words` are not read by a batcher.
+        seed: of its draws.
+        stop_criteria: when it is complete.
+        end_token_ids: not drawn before it has its ``min_new_tokens``.
+        bad_word_ids: tokens of each of its bad words.
+        detokenizer: makes text of its tokens one by one; None where its completion alone is wanted.
+    """
+
+    prompt_index: int
+    sample_index: int
+    prompt_ids: "array[int]"
+    params: SamplingParams
+    seed: int
+    stop_criteria: StopCriteria
+    end_token_ids: frozenset[int]
+    bad_word_ids: Sequence[tuple[int, ...]]
+    detokenizer: Detokenizer | None = None
+
+
+class RequestBuilder:
+    """Makes requests of prompts; any thread may.
+
+    Args:
+        tokenizer: None where there is none; prompts are token ids then.
+        vocab_size: of the model.
+        most_tokens: of a prompt and what is generated after it; None: no limit.
+        end_token_ids: the model's.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, most_tokens: int | None, end_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._end_token_ids = end_token_ids
+        self._encoder = PromptEncoder(tokenizer, vocab_size, most_tokens)
+        self._lock = threading.Lock()  # tokenizers and the process that renders chats serve one thread at a time
+
+    def build(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        reasoning_effort: str | None,
+        fields: Mapping[str, Any],
+        *,
+        deltas: bool = False,
+    ) -> tuple[list[Request], list[Completion]]:
+        """The requests of a call, and a completion with an error for each that cannot be one.
+
+        Args:
+            deltas: give each a detokenizer.
+
+        Raises:
+            ConfigError: as `LLM.generate`.
+        """
+        pairs = _paired(prompts, params, fields)
+        variables = template_variables(chat_template_kwargs, reasoning_effort)
+        if variables and not any(is_chat(prompt) for prompt, _ in pairs):
+            raise ConfigError(
+                f"{next(iter(variables))!r} is for chat templates, but no prompt is the messages of a chat"
+            )
+        requests: list[Request] = []
+        refused: list[Completion] = []
+        num_seen: Counter[bytes] = Counter()
+        for begin in range(0, len(pairs), _PROMPTS_AT_ONCE):
+            several = pairs[begin : begin + _PROMPTS_AT_ONCE]
+            with self._lock:
+                encoded = self._encoder.encode_texts([prompt for prompt, _ in several])
+            for index, (prompt, (_, own)) in enumerate(zip(encoded, several, strict=True), begin):
+                try:
+                    with self._lock:
+                        requests += self._samples(index, prompt, own, variables, num_seen, deltas=deltas)
+                except ConfigError as error:
+                    refused += [Completion.failed(index, sample, str(error)) for sample in range(own.n)]
+        return requests, refused
+
+    def close(self) -> None:
+        """End the process that renders chats, if there is one."""
+        with self._lock:
+            self._encoder.close()
+
+    def _samples(
+        self,
+        index: int,
+        prompt: PromptLike,
+        params: SamplingParams,
+        variables: Mapping[str, Any],
+        num_seen: Counter[bytes],
+        *,
+        deltas: bool,
+    ) -> list[Request]:
+        token_ids, params = self._encoder.encode(prompt, params, variables)
+        prompt_ids = array("i", token_ids)
+        ends = frozenset() if params.ignore_eos else self._end_token_ids
+        bad_word_ids = self._encoder.bad_word_ids(params)
+        name = prompt_ids.tobytes()
+        repeat = num_seen[name]
+        num_seen[name] += 1
+        return [
+            Request(
+                index,
+                sample,
+                prompt_ids,
+                params,
+                0 if params.is_greedy else text_seed(params.seed, prompt_ids, repeat, sample),
+                StopCriteria.of(self._tokenizer, params, ends),
+                ends,
+                bad_word_ids,
+                Detokenizer(self._tokenizer, params.stop, skips_special=params.skip_special_tokens) if deltas else None,
+            )
+            for sample in range(params.n)
+        ]
+
+
+def _paired(
+    prompts: PromptLike | Iterable[PromptLike],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    fields: Mapping[str, Any],
+) -> list[tuple[PromptLike, SamplingParams]]:
+    """Each prompt with its params, by default greedy ones of these fields.
+
+    Raises:
+        ConfigError: there are not as many params as prompts, or they are none; a field that cannot be used, or fields
+            beside params.
+    """
+    if fields:
+        if params is not None:
+            raise ConfigError(f"{next(iter(fields))} is given beside params; give it in them")
+        params = SamplingParams.from_mapping(fields)
+    several = as_list(prompts)
+    each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
+    if len(each) != len(several):
+        raise ConfigError(f"{len(each)} params for {len(several)} prompts; give one, or as many as prompts")
+    for own in each:
+        if not isinstance(own, SamplingParams):
+            raise ConfigError(f"params are SamplingParams, not a {type(own).__name__}; write SamplingParams(...)")
+    return list(zip(several, each, strict=True))

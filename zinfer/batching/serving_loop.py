@@ -1,0 +1,191 @@
+"""The one thread that runs a model's requests: it owns the batcher, the scheduler, the pages and the device's stream.
+
+[Note: one owner] Other threads only put commands into a queue and read events from others; the loop takes commands
+between two passes. So a signal, which Python delivers to the main thread, can strike no bookkeeping: the main thread
+waits. What a pass fails with ends the requests that were under way, and the loop goes on with those that come; where
+not even the failure can be cleared away, it ends, and refuses what is submitted later.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+
+from zinfer.batching.batcher import Batcher
+from zinfer.batching.handle import Handle, Token
+from zinfer.batching.request import Request
+from zinfer.errors import PlanError
+from zinfer.requests.completion import Completion
+
+_T = TypeVar("_T")
+
+
+class ServingLoop:
+    """Runs requests until `close`; any thread may submit and cancel.
+
+    Args:
+        batcher: the loop's own from now on.
+        device: where it computes.
+        closers: called on the loop's thread at its end, the last one first, whatever others raise.
+    """
+
+    def __init__(self, batcher: Batcher, device: torch.device, closers: Sequence[Callable[[], object]]) -> None:
+        self._batcher = batcher
+        self._closers = closers
+        self._handles: dict[Request, Handle] = {}  # of what is not finished
+        self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._process_id = os.getpid()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._order = threading.Lock()  # no command comes after `_closing`
+        self._over = threading.Lock()  # held as long as the thread runs: what it raised stays for who waits
+        self._over.acquire()
+        if device.type == "cuda":  # whatever stream loaded the weights, the thread's own comes after
+            torch.cuda.synchronize(device)
+        self._thread = threading.Thread(target=self._run, args=(device,), name="zinfer-serve", daemon=True)
+        self._thread.start()
+
+    def submit(self, handle: Handle) -> None:
+        """Let the requests of a handle run, all of them from the same pass on if they fit.
+
+        Raises:
+            RuntimeError: the loop was closed or has ended; or a pass of this thread is under way.
+        """
+        self._post(partial(self._admit, handle))
+
+    def cancel(self, handle: Handle) -> None:
+        """End what is not finished of a handle: its completions have the reason "cancelled". Never blocks."""
+        if not handle.is_over:
+            self._commands.put(partial(self._cancel, handle))
+
+    def between_passes(self, work: Callable[[bool], _T]) -> _T:
+        """What ``work`` gives on the loop's thread, which is told whether the loop is idle. Raises as `submit`."""
+        result: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(work(not self._handles))
+            except BaseException as error:  # raised by who waits
+                result.set_exception(error)
+
+        self._post(run)
+        return result.result()
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if the loop was closed or has ended."""
+        if self._closing:
+            raise RuntimeError("this LLM was closed; make a new one") from self._failure
+
+    def close(self) -> None:
+        """End the requests under way with an error and return when the closers have run. May be called again.
+
+        An interrupt ends the waiting alone. What a closer raises reaches the first who waits.
+
+        Raises:
+            RuntimeError: a pass of this thread is under way, as in a forward hook.
+        """
+        if self._is_own_thread():
+            raise RuntimeError(
+                "close was called within a pass of this LLM, in a forward hook perhaps, and the weights are in use; "
+                "let the pass return first (`cancel`, or leaving `stream` early, ends requests)"
+            )
+        self.stop()
+        with self._over:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def stop(self) -> None:
+        """As `close`, without waiting."""
+        with self._order:
+            self._closing = True
+        self._commands.put(lambda: None)
+
+    def close_with(self, owner: object) -> None:
+        """Close when ``owner`` is collected, or at the end of the process, unless that is a fork."""
+        weakref.finalize(owner, _end, self)
+
+    def _is_own_thread(self) -> bool:
+        return threading.get_ident() == self._thread.ident
+
+    def _post(self, command: Callable[[], object]) -> None:
+        if self._is_own_thread():
+            raise RuntimeError("an LLM was called within a pass of its own, in a forward hook perhaps; call it after")
+        with self._order:
+            self.check_open()
+            self._commands.put(command)
+
+    def _run(self, device: torch.device) -> None:
+        error: BaseException = RuntimeError("this LLM was closed; make a new one")
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            self._serve()
+        except BaseException as failure:  # not even `abort` succeeded: whoever waits, asks or closes gets it
+            self._failure = error = failure
+        self.stop()
+        while not self._commands.empty():
+            self._commands.get()()
+        self._end_all(error)
+        try:
+            with ExitStack() as owned:
+                for close in self._closers:
+                    owned.callback(close)
+        except BaseException as failure:  # as above
+            self._failure = failure
+        finally:
+            del error
+            self._over.release()
+
+    def _serve(self) -> None:
+        while not self._closing:
+            try:
+                if self._handles and self._commands.empty():
+                    self._pass()
+                else:
+                    self._commands.get()()
+            except BaseException as error:  # a hook may raise anything; the requests under way end with it
+                self._batcher.abort()
+                self._end_all(error)
+
+    def _pass(self) -> None:
+        for request, event in self._batcher.step():
+            self._tell(request, event)
+
+    def _admit(self, handle: Handle) -> None:
+        if not self._handles:
+            self._batcher.begin()
+        for request in handle.requests:
+            self._handles[request] = handle
+            try:
+                self._batcher.add(request)
+            except PlanError as error:
+                self._tell(request, Completion.failed(request.prompt_index, request.sample_index, str(error)))
+
+    def _cancel(self, handle: Handle) -> None:
+        for request, completion in self._batcher.cancel([each for each in handle.requests if each in self._handles]):
+            self._tell(request, completion)
+
+    def _tell(self, request: Request, event: Token | Completion) -> None:
+        handle = self._handles.pop(request) if isinstance(event, Completion) else self._handles[request]
+        handle.put((request, event))
+
+    def _end_all(self, error: BaseException) -> None:
+        for handle in set(self._handles.values()):
+            handle.put(error)
+        self._handles.clear()
+
+
+def _end(loop: ServingLoop) -> None:
+    if os.getpid() == loop._process_id:
+        loop.stop()
+        if not loop._is_own_thread():
+            with loop._over:
+                pass

@@ -1,0 +1,70 @@
+"""Text of tokens as they come, without half characters and without what a stop string may still take back."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+_BYTE_TOKEN: Final = re.compile("<0x[0-9A-F]{2}>")
+_UNDECODED: Final = "\ufffd"
+
+
+class Detokenizer:
+    """Detokenizes one sequence incrementally: what `add` returned so far is always a prefix of the whole text.
+
+    Only the last tokens are decoded, behind some whose text is known: decoders treat the first token of a text
+    differently. `tokenizers.decoders.DecodeStream` does the same, but fails where a byte token makes the valid bytes
+    before it invalid, and knows no tokenizers written in Python.
+
+    Args:
+        tokenizer: None where there is none, then a token has no text.
+        stop: strings before which the text will be cut; their beginnings are held back.
+        skips_special: whether special tokens have no text.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, skips_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._longest_held = max(map(len, stop), default=1) - 1
+        self._skips_special = skips_special
+        self._token_ids: list[int] = []  # from the first token that is still decoded
+        self._num_known = 0  # of these, tokens whose text was decided
+        self._in_bytes = False
+        self._held = ""  # decided text that may be the beginning of a stop string
+        self.num_tokens = 0
+        self.num_chars = 0
+
+    def add(self, token_id: int) -> str:
+        """Return the text that the next token decides, often of tokens before it, perhaps none."""
+        self.num_tokens += 1
+        if self._tokenizer is None:
+            return ""
+        self._token_ids.append(token_id)
+        known, text = self._decode(self._token_ids[: self._num_known]), self._decode(self._token_ids)
+        if not self._is_in_bytes(token_id) and text.startswith(known) and text[-1:] not in ("", _UNDECODED):
+            self._held += text[len(known) :]
+            if len(text) > len(known):
+                self._token_ids = self._token_ids[self._num_known :]
+                self._num_known = len(self._token_ids)
+        end = len(self._held) - self._num_held()
+        given, self._held = self._held[:end], self._held[end:]
+        self.num_chars += len(given)
+        return given
+
+    def _is_in_bytes(self, token_id: int) -> bool:
+        """Whether a later byte may make this token's text invalid: a run of byte tokens is decoded as a whole."""
+        if _BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""):
+            self._in_bytes = True
+        elif self._in_bytes:  # special tokens are left out before runs are decoded
+            self._in_bytes = not self._decode([token_id])
+        return self._in_bytes
+
+    def _num_held(self) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        lengths = range(min(len(self._held), self._longest_held), 0, -1)
+        return next((each for each in lengths if any(stop.startswith(self._held[-each:]) for stop in self._stop)), 0)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False
+        )
+        return text
