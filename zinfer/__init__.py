@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from zinfer.batching.async_llm import AsyncLLM
     from zinfer.batching.llm import LLM
     from zinfer.config.quantization_rules import QuantizationConfig
     from zinfer.engine.engine import InferenceEngine
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Completion",
     "InferenceEngine",
     "OnDevice",
@@ -29,6 +31,7 @@ __all__ = [
 
 _HOMES: Final = {
     "LLM": "zinfer.batching.llm",
+    "AsyncLLM": "zinfer.batching.async_llm",
     "Completion": "zinfer.requests.completion",
     "SamplingParams": "zinfer.requests.sampling_params",
     "InferenceEngine": "zinfer.engine.engine",
