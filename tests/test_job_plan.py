@@ -94,7 +94,7 @@ def test_what_does_not_fit_and_what_is_too_long_is_told(folder: Path) -> None:
     outline = outline_of(folder)
     with pytest.raises(PlanError):
         plan_job(outline, machine_with(50_000_000, 10**10), SETTINGS, JOB)
-    too_long = r"prompts of 8000 tokens and 193 new ones exceed the model's positions \(8192\); lower prompt_len"
+    too_long = r"8000 tokens and 193 new ones are more than 8192 \(the model's positions\)"
     with pytest.raises(ConfigError, match=too_long):
         plan_job(outline, machine_with(1_500_000_000, 10**10), SETTINGS, Job(9, [8000], [193]))
 

@@ -16,12 +16,12 @@ from zinfer.jobs.padded import complete, left_padded
 from zinfer.jobs.prompts import Prompt, PromptMaker
 from zinfer.jobs.rows import BadRow, Row
 from zinfer.jobs.text import Text, TextStops
-from zinfer.model.length_limits import Limit, Room
 from zinfer.requests.completion import Completion
+from zinfer.requests.length_limits import LengthLimits, Limit
 from zinfer.requests.sampling_params import SamplingParams
 
 TOKENIZER = letters_tokenizer(chat_template=None)
-MAKER = PromptMaker(TOKENIZER, Room(Limit(128, "the model's positions")), 131, 12)
+MAKER = PromptMaker(TOKENIZER, LengthLimits(Limit(128, "the model's positions")), 131, 12)
 TEXTS = ("a", "hello you", "zinfer streams", "the quick brown fox jumps")
 
 
@@ -238,21 +238,21 @@ def test_rows_that_do_not_fit_are_told_the_numbers() -> None:
 
 
 def test_the_configurations_limit_may_only_be_tighter() -> None:
-    assert Room.of_decoder(128, 64) == Room(Limit(64, "max_out_tokens"))
-    assert Room.of_decoder(128, 256) == Room(Limit(128, "the model's positions"))
-    assert Room.of_decoder(None, None) == Room()
+    assert LengthLimits.of_decoder(128, 64) == LengthLimits(Limit(64, "max_out_tokens"))
+    assert LengthLimits.of_decoder(128, 256) == LengthLimits(Limit(128, "the model's positions"))
+    assert LengthLimits.of_decoder(None, None) == LengthLimits()
 
 
 def test_an_empty_prompt_begins_with_bos() -> None:
     assert prompt("").token_ids == (0,)
     tokenizer = letters_tokenizer()
     tokenizer.bos_token = None
-    made = PromptMaker(tokenizer, Room(), 131, 4).prompt(Row(id=1, prompt=""), 3)
+    made = PromptMaker(tokenizer, LengthLimits(), 131, 4).prompt(Row(id=1, prompt=""), 3)
     assert made == BadRow(1, "line 3: prompt: it has no tokens, and the tokenizer has no bos token to begin with")
 
 
 def test_a_tokenizer_of_another_model_is_noticed() -> None:
-    made = PromptMaker(TOKENIZER, Room(), 50, 4).prompt(Row(id=1, prompt="~"), 3)
+    made = PromptMaker(TOKENIZER, LengthLimits(), 50, 4).prompt(Row(id=1, prompt="~"), 3)
     assert isinstance(made, BadRow)
     assert "the tokenizer gives token 97, but the model's vocabulary ends at 49" in made.message
 
@@ -260,10 +260,12 @@ def test_a_tokenizer_of_another_model_is_noticed() -> None:
 def test_messages_go_through_the_chat_template() -> None:
     messages = ({"role": "user", "content": "hi"},)
     tokenizer = letters_tokenizer(chat_template=CHAT_TEMPLATE)
-    made = PromptMaker(tokenizer, Room(), 131, 4).prompt(Row(id=1, messages=messages), 1)
+    made = PromptMaker(tokenizer, LengthLimits(), 131, 4).prompt(Row(id=1, messages=messages), 1)
     assert isinstance(made, Prompt)
     assert tokenizer.decode(made.token_ids) == "user:hi;reply:"
-    refused = PromptMaker(tokenizer, Room(), 131, 4).prompt(Row(id=1, messages=({"role": "tool", "content": ""},)), 1)
+    refused = PromptMaker(tokenizer, LengthLimits(), 131, 4).prompt(
+        Row(id=1, messages=({"role": "tool", "content": ""},)), 1
+    )
     assert refused == BadRow(1, "line 1: messages: the chat template refuses them: no tools here")
     assert "has no chat template; give 'prompt' instead" in bad(messages=messages)
 

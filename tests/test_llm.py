@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from zinfer import LLM, Completion, SamplingParams
 from zinfer.errors import ConfigError
+from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.prompt_encoder import PromptEncoder
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo"
@@ -248,7 +249,7 @@ def test_fields_of_params_are_taken_by_themselves(
 def test_without_a_number_a_text_ends_where_the_context_does(llm: LLM) -> None:
     found = llm.generate([{"prompt_token_ids": [3] * 120}, {"prompt_token_ids": [3] * 128}], ignore_eos=True)
     assert (len(found[0].token_ids), found[0].finish_reason) == (8, "length")
-    assert "128 tokens and 128 new ones are more than 128; shorten it" in str(found[1].error)
+    assert "128 tokens, which leaves no room for new ones within 128" in str(found[1].error)
 
 
 def test_each_text_ends_where_its_own_settings_say(
@@ -282,7 +283,7 @@ def test_stop_strings_of_one_text_are_none_of_another() -> None:
 def test_texts_are_encoded_together_and_a_refused_one_stops_no_other() -> None:
     texts = ["123+456=", "1+2=", "", "20+30="]
     with LLM(DEMO / "model", device="cpu", kv_cache_memory="8MB") as llm:
-        encoder = PromptEncoder(llm.tokenizer, 100, None)
+        encoder = PromptEncoder(llm.tokenizer, 100, LengthLimits())
         chat = [{"role": "user", "content": "1+2="}]
         encoded = encoder.encode_texts([*texts, chat])
         assert encoded[4] == chat

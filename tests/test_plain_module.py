@@ -168,7 +168,7 @@ def test_what_a_plain_module_lacks_is_said() -> None:
 
 def test_max_out_tokens_holds() -> None:
     with loaded(tiny_decoder(), injection_policy=POLICY, max_out_tokens=10) as engine:
-        with pytest.raises(LengthError, match=r"11 tokens exceed max_out_tokens \(10\)"):
+        with pytest.raises(LengthError, match=r"11 tokens are more than 10 \(max_out_tokens\)"):
             engine(IDS)
         assert engine(IDS[:, :10]).shape == (3, 10, VOCAB_SIZE)
 

@@ -135,7 +135,7 @@ def test_what_cannot_be_planned_is_refused_in_words(checkpoint: Path, tmp_path: 
     fits_not = zinfer_plan(large, "--machine", "a6000", "--batch-size", "64")
     check_refused(fits_not, "the request does not fit", "KV cache", "lower the batch size first")
     check_refused(fits_not, "what would fit: a job that shares its passes (--rows 64 instead of --batch-size), or --b")
-    check_refused(zinfer_plan(large, "--machine", "h200", "--prompt-len", "2048"), "the model's positions (2048)")
+    check_refused(zinfer_plan(large, "--machine", "h200", "--prompt-len", "2048"), "2048 (the model's positions)")
     check_refused(zinfer_plan(large, "--probe", str(tmp_path / "none.json")), "none.json", "zinfer probe --json")
 
 

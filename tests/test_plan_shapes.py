@@ -118,10 +118,10 @@ def test_offload_to_disk_is_heeded(outline: Outline, preset: str) -> None:
 
 def test_too_long_sequences_are_refused(tmp_path: Path) -> None:
     outline = outline_of(write_config(tmp_path, CONFIGS["OPT-175B"]))
-    with pytest.raises(ConfigError, match=r"exceed the model's positions \(2048\)"):
+    with pytest.raises(ConfigError, match=r"more than 2048 \(the model's positions\)"):
         make_forecast(outline, PRESETS["h200"], Settings(), Request(1, 2000, 49))
     make_forecast(outline, PRESETS["h200"], Settings(), Request(1, 2000, 48))
-    with pytest.raises(ConfigError, match=r"exceed max_out_tokens \(100\)"):
+    with pytest.raises(ConfigError, match=r"more than 100 \(max_out_tokens\)"):
         make_forecast(outline, PRESETS["h200"], Settings(max_out_tokens=100), Request(1, 90, 11))
 
 

@@ -21,7 +21,7 @@ from zinfer.config.without_effect import say_without_effect
 from zinfer.engine.engine import InferenceEngine
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.model.batching_support import check_family
-from zinfer.model.context_length import most_tokens
+from zinfer.model.context_length import read_limits
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.stats import RunStats
@@ -80,7 +80,7 @@ class LLM:
 
         def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
             nonlocal budget
-            limits, most = find_limits(settings), most_tokens(module, settings.max_out_tokens)
+            limits, most = find_limits(settings), read_limits(module, settings.max_out_tokens).most_tokens
             budget = find_budget(
                 ModelSpec.read(module.config), module.dtype, blocks, settings, limits, free_bytes, most
             )
@@ -107,9 +107,9 @@ class LLM:
         module = self._engine.module
         self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
         vocab_size = int(module.config.get_text_config().vocab_size)
-        most = most_tokens(module, settings.max_out_tokens)
+        lengths = read_limits(module, settings.max_out_tokens)
         ends = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
-        self._builder = RequestBuilder(self.tokenizer, vocab_size, most, ends)
+        self._builder = RequestBuilder(self.tokenizer, vocab_size, lengths, ends)
         device = self._engine.device
         spec, folder = ModelSpec.read(module.config), settings.offload.nvme_path
         token_bytes = spec.kv.token_bytes(budget.kv_dtype)

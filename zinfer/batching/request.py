@@ -10,6 +10,7 @@ from typing import Any, Final
 from zinfer.errors import ConfigError
 from zinfer.requests.completion import Completion, text_seed
 from zinfer.requests.detokenizer import Detokenizer
+from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike, as_list, is_chat, template_variables
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import StopCriteria
@@ -51,14 +52,14 @@ class RequestBuilder:
     Args:
         tokenizer: None where there is none; prompts are token ids then.
         vocab_size: of the model.
-        most_tokens: of a prompt and what is generated after it; None: no limit.
+        limits: of a prompt and what is generated after it.
         end_token_ids: the model's.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, most_tokens: int | None, end_token_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, limits: LengthLimits, end_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
-        self._encoder = PromptEncoder(tokenizer, vocab_size, most_tokens)
+        self._encoder = PromptEncoder(tokenizer, vocab_size, limits)
         self._lock = threading.Lock()  # tokenizers and the process that renders chats serve one thread at a time
 
     def build(

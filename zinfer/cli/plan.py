@@ -117,7 +117,6 @@ def _print_job(
         from zinfer.config.source import config_source
         from zinfer.errors import ConfigError, PlanError
         from zinfer.jobs.lengths import sample_lengths
-        from zinfer.model.length_limits import Room
         from zinfer.planning.job_plan import Job, fitting_changes, job_advice, plan_job
         from zinfer.planning.job_table import job_document, job_table
         from zinfer.planning.outline import read_outline
@@ -133,8 +132,8 @@ def _print_job(
     num_looked_at = num_unusable = 0
     job = Job(rows or 1, [prompt_len], [new_tokens])
     if input is not None:
-        room = Room.of_decoder(outline.max_positions, settings.max_out_tokens)
-        job, num_looked_at, num_unusable = sample_lengths(input, model, outline.spec.vocab, new_tokens, room)
+        limits = outline.limits(settings)
+        job, num_looked_at, num_unusable = sample_lengths(input, model, outline.spec.vocab, new_tokens, limits)
     try:
         planned = plan_job(outline, machine, settings, job)
     except PlanError as error:

@@ -25,7 +25,7 @@ from zinfer.engine.uninterrupted import Uninterrupted
 from zinfer.errors import ConfigError
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.model.build import find_model
-from zinfer.model.context_length import check_input, check_length, check_room
+from zinfer.model.context_length import check_forward, check_generate, check_min_out_tokens
 from zinfer.model.partition import ModelBlock
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
@@ -87,7 +87,7 @@ class InferenceEngine(AroundModule):
         self.module, checkpoint = find_model(model, settings)
         if check_model:
             check_model(self.module)
-        check_room(self.module, settings.min_out_tokens)
+        check_min_out_tokens(self.module, settings.min_out_tokens)
         cut = PreparedModel.of(self.module, checkpoint, settings)
         reserve = find_reserve(self.module, cut.blocks, free_device_bytes(limits)) if find_reserve else None
         cut = cut.with_packed_copy()
@@ -139,7 +139,7 @@ class InferenceEngine(AroundModule):
         """
 
         def forward() -> Any:
-            check_input(self.module, args, kwargs, self.settings.max_out_tokens)
+            check_forward(self.module, args, kwargs, self.settings.max_out_tokens)
             return self.module(*moved(args, self.device), **moved(kwargs, self.device))
 
         return self.call(checked(forward, self._watch()) if self.settings.check_finite else forward)
@@ -349,7 +349,7 @@ class InferenceEngine(AroundModule):
             )
 
         def generate() -> Any:
-            check_length(self.module, args, kwargs, self.settings.max_out_tokens)
+            check_generate(self.module, args, kwargs, self.settings.max_out_tokens)
             return self._fittings.generate(*moved(args, self.device), **moved(kwargs, self.device))
 
         return generate

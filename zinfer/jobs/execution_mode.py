@@ -19,11 +19,11 @@ from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.request import JobRequest
 from zinfer.jobs.task import Task
 from zinfer.model.batching_support import check_family
-from zinfer.model.length_limits import Room
 from zinfer.model.spec import ModelSpec, is_generating_decoder
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.job_plan import ROWS_TOGETHER
 from zinfer.probe.limits import find_limits
+from zinfer.requests.length_limits import LengthLimits
 
 EngineFactory = Callable[..., Engine]
 
@@ -95,7 +95,7 @@ class Method:
         prompts: Sequence[Prompt],
         sizes: Mapping[str, int],
         tokenizer: Any,
-        room: Room,
+        limits: LengthLimits,
         checksums: TensorChecksums | None,
     ) -> Completer:
         """Load the model.
@@ -104,7 +104,7 @@ class Method:
             prompts: of the first batch; padded ones of that size are planned for.
             sizes: of the completer that began the job, if this one goes on.
             tokenizer: used by the calling thread alone.
-            room: of a padded row.
+            limits: of a padded row.
             checksums: taken of weights as they are read.
         """
         request, settings = self._request, self._settings
@@ -122,8 +122,7 @@ class Method:
         else:
             settings = resolve_settings(request.config, {"device": request.device, **options})
             engine = InferenceEngine(request.model, settings, checksums=checksums)
-        most_tokens = room.both.max_tokens if room.both else None
-        return PaddedCompleter(engine, tokenizer, most_tokens, self._meter)
+        return PaddedCompleter(engine, tokenizer, limits.most_tokens, self._meter)
 
     def _open_encoder(self, prompts: Sequence[Prompt], tokenizer: Any, checksums: TensorChecksums | None) -> Completer:
         request = self._request

@@ -44,7 +44,7 @@ from zinfer.jobs.timeline import Timeline
 from zinfer.jobs.weights import Weights
 from zinfer.jobs.writer import RowWriter
 from zinfer.model.build import build_meta_model
-from zinfer.model.length_limits import Room
+from zinfer.model.context_length import read_limits
 from zinfer.units import duration, name_values
 
 
@@ -139,10 +139,10 @@ class _Job:
         checkpoint = Checkpoint.open(request.model)
         model = build_meta_model(checkpoint, settings.dtype)
         method = self._method = Method(request, settings, model, self._engine_factory, self._meter)
-        room = Room.of(model, settings.max_out_tokens, generates=generates)
+        limits = read_limits(model, settings.max_out_tokens, generates=generates)
         vocab_size = model.config.get_text_config().vocab_size
         maker = self._maker = PromptMaker.from_folder(
-            checkpoint.folder, room, vocab_size, request.max_new_tokens, generates=generates
+            checkpoint.folder, limits, vocab_size, request.max_new_tokens, generates=generates
         )
         # Rows are encoded by another thread, which must not share its tokenizer.
         self._tokenizer = deepcopy(maker.tokenizer)
@@ -306,8 +306,8 @@ class _Job:
         if self._completer is None:
             self._meter.begin("loading")
             with _stopping("loading the model", self._request.output), said_before():
-                checksums, room = self._weights.checksums, self._maker.room
-                completer = self._method.open(prompts, self._kept_sizes, self._tokenizer, room, checksums)
+                checksums, limits = self._weights.checksums, self._maker.limits
+                completer = self._method.open(prompts, self._kept_sizes, self._tokenizer, limits, checksums)
                 self._completer = completer
                 self._weights.check_unchanged()
                 self._meter.note(f"plan: {completer.plan}")

@@ -7,8 +7,8 @@ from zinfer.errors import ConfigError
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.prompts import Prompt, PromptMaker
 from zinfer.jobs.rows import BadRow, read_lines
-from zinfer.model.length_limits import Room
 from zinfer.planning.job_plan import Job
+from zinfer.requests.length_limits import LengthLimits
 
 _NUM_SAMPLED: Final = 1000
 
@@ -26,21 +26,21 @@ class Sample(NamedTuple):
     num_unusable: int
 
 
-def sample_lengths(input: Path, folder: Path, vocab_size: int, max_new_tokens: int, room: Room) -> Sample:
+def sample_lengths(input: Path, folder: Path, vocab_size: int, max_new_tokens: int, limits: LengthLimits) -> Sample:
     """The job of an input file.
 
     Args:
         folder: of the checkpoint, with its tokenizer.
         vocab_size: of the model.
         max_new_tokens: for rows that do not say themselves.
-        room: of a row.
+        limits: of a row.
 
     Raises:
         UnusableInput: no rows, or no tokenizer.
         ConfigError: none of the sampled rows can be used.
     """
     index = scan_input(input)
-    maker = PromptMaker.from_folder(folder, room, vocab_size, max_new_tokens)
+    maker = PromptMaker.from_folder(folder, limits, vocab_size, max_new_tokens)
     step = max(1, index.num_rows // _NUM_SAMPLED)
     sampled = [maker.prompt_of(line, index)[1] for number, line in enumerate(read_lines(input)) if number % step == 0]
     usable = [prompt for prompt in sampled if isinstance(prompt, Prompt)]

@@ -17,9 +17,9 @@ from typing import Any, Final
 from zinfer.errors import ConfigError
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.rows import BadRow, Line, Row, RowId, id_key, parse_line, read_lines, row_of
-from zinfer.model.length_limits import Room
 from zinfer.requests.bad_words import find_bad_word_ids
 from zinfer.requests.chat_templates import ChatTemplates
+from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.prompt_encoder import encode_chat, encode_text, find_tokenizer
 from zinfer.requests.sampling_params import SamplingParams
 
@@ -55,7 +55,7 @@ class PromptMaker:
     """Makes prompts for one model.
 
     tokenizer: None where there is none; rows are token ids then.
-    room: of a row.
+    limits: of a row.
     generates: whether anything comes after prompts.
     now: what a chat template takes for the present, with its time zone; it must stay the same for a whole job, on
         whatever day it ends. Only templates that call `strftime_now` with a format computed at run time still see the
@@ -63,10 +63,16 @@ class PromptMaker:
     """
 
     def __init__(
-        self, tokenizer: Any, room: Room, vocab_size: int, max_new_tokens: int | None, *, generates: bool = True
+        self,
+        tokenizer: Any,
+        limits: LengthLimits,
+        vocab_size: int,
+        max_new_tokens: int | None,
+        *,
+        generates: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
-        self.room = room
+        self.limits = limits
         self.vocab_size = vocab_size
         self.max_new_tokens = max_new_tokens
         self.generates = generates
@@ -79,14 +85,14 @@ class PromptMaker:
 
     @classmethod
     def from_folder(
-        cls, folder: Path, room: Room, vocab_size: int, max_new_tokens: int | None, *, generates: bool = True
+        cls, folder: Path, limits: LengthLimits, vocab_size: int, max_new_tokens: int | None, *, generates: bool = True
     ) -> "PromptMaker":
         """Loads the tokenizer that lies in the model's folder, if there is one; nothing is downloaded.
 
         Raises:
             CheckpointError: the folder holds a tokenizer that does not load.
         """
-        return cls(find_tokenizer(folder), room, vocab_size, max_new_tokens, generates=generates)
+        return cls(find_tokenizer(folder), limits, vocab_size, max_new_tokens, generates=generates)
 
     @property
     def template_hash(self) -> str:
@@ -115,8 +121,8 @@ class PromptMaker:
             return row.bad(line_number, str(error))
         if not self.generates and (row.openai or row.params != SamplingParams(max_new_tokens=self.max_new_tokens)):
             return row.bad(line_number, "nothing is generated in this job; give a source and an id alone")
-        params = row.params.within(self.room.most_new(len(token_ids)))
-        problem = self._token_problem(row, token_ids) or self.room.problem(len(token_ids), params.most_new_tokens)
+        params = row.params.within(self.limits.most_new(len(token_ids)))
+        problem = self._token_problem(row, token_ids) or self.limits.problem(len(token_ids), params.most_new_tokens)
         if problem:
             return row.bad(line_number, problem)
         if params is not row.params:

@@ -10,7 +10,7 @@ from zinfer.errors import ConfigError
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.prompts import PromptMaker
 from zinfer.jobs.rows import BadRow, read_lines
-from zinfer.model.length_limits import Room
+from zinfer.model.context_length import read_limits
 from zinfer.model.spec import is_generating_decoder
 
 
@@ -33,9 +33,9 @@ def read_token_rows(
             f"{prompts}: only decoders that generate are measured on prompts, and a {type(model).__name__} is none; "
             "leave the prompts out"
         )
-    room = Room.of(model, most_tokens)
+    limits = read_limits(model, most_tokens)
     vocab_size = model.config.get_text_config().vocab_size
-    maker = PromptMaker.from_folder(tokenizer, room, vocab_size, num_new_tokens)
+    maker = PromptMaker.from_folder(tokenizer, limits, vocab_size, num_new_tokens)
     index = scan_input(prompts)
     found: list[tuple[int, ...]] = []
     for line in read_lines(prompts):

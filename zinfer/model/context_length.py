@@ -1,6 +1,6 @@
-"""Checks, before anything is computed, that a sequence and its new tokens fit the model."""
+"""Counts the tokens that a model has positions for, and refuses calls that would use more, before any compute."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from zinfer.errors import ConfigError, LengthError
+from zinfer.requests.length_limits import LengthLimits
 
 # GenerationMixin's own, where neither max_new_tokens nor max_length is set (transformers, generation/utils.py).
 _DEFAULT_NUM_NEW_TOKENS: Final = 20
@@ -56,12 +57,24 @@ def _num_skipped(model: nn.Module) -> int:
     return 0 if padding is None else int(padding) + 1
 
 
-def most_tokens(model: nn.Module, max_out_tokens: int | None) -> int | None:
-    """Tokens of a text, its prompt among them, that limits leave; None where there are none."""
-    return min((limit for _, limit in _limits(model, max_out_tokens)), default=None)
+def read_limits(model: nn.Module, max_out_tokens: int | None, *, generates: bool = True) -> LengthLimits:
+    """Read the limits of a model's requests.
+
+    Args:
+        max_out_tokens: the configuration's own limit, or None.
+        generates: whether anything is generated after prompts.
+    """
+    if not is_encoder_decoder(model):
+        positions = max_positions(model)
+        if generates:
+            return LengthLimits.of_decoder(positions, max_out_tokens)
+        return LengthLimits.of_encoder(positions, "the model's positions", max_out_tokens)
+    if generates:
+        return LengthLimits.of_encoder_decoder(encoder_positions(model), max_positions(model), max_out_tokens)
+    return LengthLimits.of_encoder(encoder_positions(model), "the encoder's positions", max_out_tokens)
 
 
-def check_room(model: nn.Module, min_out_tokens: int) -> None:
+def check_min_out_tokens(model: nn.Module, min_out_tokens: int) -> None:
     """Refuse a model without positions for the tokens that the configuration counts on.
 
     Raises:
@@ -74,27 +87,27 @@ def check_room(model: nn.Module, min_out_tokens: int) -> None:
         )
 
 
-def check_input(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_out_tokens: int | None) -> None:
-    """Refuse a forward call whose longest row, with what the cache holds, exceeds a limit; as `check_length`."""
+def check_forward(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_out_tokens: int | None
+) -> None:
+    """Refuse a forward call whose longest row, with what the cache holds, exceeds a limit; as `check_generate`."""
     tokens, cache = _tokens(model, args, kwargs), kwargs.get("past_key_values")
+    num_tokens, num_decoded = _width(tokens), 0
     num_cached = 0 if cache is None else cache.get_seq_length()
     if is_encoder_decoder(model):
         decoded = _first_tensor(kwargs, "decoder_input_ids", "decoder_inputs_embeds", "labels")
-        _check_pair(model, _width(tokens), num_cached + _width(decoded), max_out_tokens)
-        return
-    if tokens is None:
-        return
-    mask = kwargs.get("attention_mask")
-    if _skips_padding(model) and isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] >= _width(tokens):
-        num_tokens = int(mask.sum(dim=-1).max())
-    else:
-        num_tokens = _width(tokens) + num_cached
-    for name, limit in _limits(model, max_out_tokens):
-        if num_tokens > limit:
-            raise LengthError(f"{num_tokens} tokens exceed {name} ({limit}); shorten the input")
+        num_decoded = max(0, num_cached + _width(decoded) - 1)
+    elif tokens is not None:
+        mask = kwargs.get("attention_mask")
+        is_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] >= num_tokens
+        if mask is not None and is_mask and _skips_padding(model):
+            num_tokens = int(mask.sum(dim=-1).max())
+        else:
+            num_tokens += num_cached
+    _check(model, num_tokens, num_decoded, max_out_tokens)
 
 
-def check_length(
+def check_generate(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_out_tokens: int | None
 ) -> None:
     """Refuse a `generate` call whose longest row, padding not counted, has no room for its new tokens.
@@ -114,33 +127,19 @@ def check_length(
     config = kwargs.get("generation_config", args[1] if len(args) > 1 else None) or model.generation_config
     if is_encoder_decoder(model):
         begin = _width(_first_tensor(kwargs, "decoder_input_ids")) or 1
-        num_decoded = begin + (_num_new_tokens(config, kwargs, begin) or _DEFAULT_NUM_NEW_TOKENS)
-        _check_pair(model, _width(tokens), num_decoded, max_out_tokens)
-        return
-    if tokens is None:
-        return
-    num_input = _longest_row(tokens, kwargs.get("attention_mask"))
-    num_new = _num_new_tokens(config, kwargs, tokens.shape[1])
-    if num_new is None:  # transformers' own default stops at the positions
-        num_new = max(1, min(_DEFAULT_NUM_NEW_TOKENS, (max_positions(model) or 2**31) - num_input))
-    for name, limit in _limits(model, max_out_tokens):
-        if num_input + num_new > limit:
-            raise LengthError(
-                f"{num_input} input tokens and {num_new} new ones exceed {name} ({limit}); shorten the input or lower "
-                f"max_new_tokens"
-            )
+        num_new = begin - 1 + (_num_new_tokens(config, kwargs, begin) or _DEFAULT_NUM_NEW_TOKENS)
+        _check(model, _width(tokens), num_new, max_out_tokens)
+    elif tokens is not None:
+        num_input = _longest_row(tokens, kwargs.get("attention_mask"))
+        stated = _num_new_tokens(config, kwargs, tokens.shape[1])
+        # transformers' own default stops at the positions.
+        usual = max(1, min(_DEFAULT_NUM_NEW_TOKENS, (max_positions(model) or 2**31) - num_input))
+        _check(model, num_input, usual if stated is None else stated, max_out_tokens)
 
 
-def _check_pair(model: nn.Module, num_input: int, num_decoded: int, max_out_tokens: int | None) -> None:
-    """Tokens of an encoder's rows, none where it takes sound or pictures, and of its decoder's."""
-    sums = (
-        (num_input, "input tokens exceed the encoder's positions", encoder_positions(model), "shorten the input"),
-        (num_decoded, "output tokens exceed the decoder's positions", max_positions(model), "lower max_new_tokens"),
-        (num_input + num_decoded, "tokens of input and output exceed max_out_tokens", max_out_tokens, "raise it"),
-    )
-    for num_tokens, exceed, limit, remedy in sums:
-        if limit is not None and num_tokens > limit:
-            raise LengthError(f"{num_tokens} {exceed} ({limit}); {remedy}")
+def _check(model: nn.Module, num_input: int, num_new: int, max_out_tokens: int | None) -> None:
+    if problem := read_limits(model, max_out_tokens).problem(num_input, num_new, "the input"):
+        raise LengthError(problem)
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
@@ -150,12 +149,6 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 def _skips_padding(model: nn.Module) -> bool:
     """Whether padding takes no positions. `generate` counts without it, and so does RoBERTa."""
     return bool(_num_skipped(model)) or not isinstance(model, PreTrainedModel) or model.can_generate()
-
-
-def _limits(model: nn.Module, max_out_tokens: int | None) -> Iterator[tuple[str, int]]:
-    for name, limit in (("max_out_tokens", max_out_tokens), ("the model's positions", max_positions(model))):
-        if limit is not None:
-            yield name, limit
 
 
 def _tokens(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

@@ -66,13 +66,8 @@ def make_forecast(outline: Outline, machine: Machine, settings: Settings, reques
 
 def check_length(outline: Outline, settings: Settings, prompt_len: int, new_tokens: int) -> None:
     """Raises ConfigError where such texts are longer than the model or the configuration allows."""
-    limits = {"max_out_tokens": settings.max_out_tokens, "the model's positions": outline.max_positions}
-    for name, limit in limits.items():
-        if limit is not None and prompt_len + new_tokens > limit:
-            raise ConfigError(
-                f"prompts of {prompt_len} tokens and {new_tokens} new ones exceed {name} ({limit}); "
-                f"lower prompt_len or new_tokens"
-            )
+    if problem := outline.limits(settings).problem(prompt_len, new_tokens):
+        raise ConfigError(problem)
 
 
 def beside_request(

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from zinfer.checkpoint import Checkpoint, TensorEntry
 from zinfer.checkpoint.folder import absolute
 from zinfer.checkpoint.json_text import JsonFault, parse_object
+from zinfer.config import Settings
 from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
@@ -26,6 +27,7 @@ from zinfer.model.spec import ModelSpec
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Extent
 from zinfer.quantization.stored import find_stored_scheme
+from zinfer.requests.length_limits import LengthLimits
 
 _CONFIG_NAME: Final = "config.json"
 _MADE_UP_NAME: Final = "model.safetensors"
@@ -68,6 +70,10 @@ class Outline:
     def folder(self) -> Path:
         """Of the model, where a store of it is thought to lie."""
         return absolute(self.name)
+
+    def limits(self, settings: Settings) -> LengthLimits:
+        """Of a request's lengths, under a configuration."""
+        return LengthLimits.of_decoder(self.max_positions, settings.max_out_tokens)
 
     @property
     def layers(self) -> list[int]:

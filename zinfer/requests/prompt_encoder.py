@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.requests.bad_words import find_bad_word_ids
 from zinfer.requests.chat_templates import ChatTemplates
+from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.sampling_params import SamplingParams
 
 PromptLike = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -30,13 +31,13 @@ class PromptEncoder:
     Args:
         tokenizer: None where there is none; prompts are token ids then.
         vocab_size: of the model.
-        most_tokens: of a prompt and what is generated after it; None: no limit.
+        limits: of a prompt and what is generated after it.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, most_tokens: int | None) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, limits: LengthLimits) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._most_tokens = most_tokens
+        self._limits = limits
         self._templates = ChatTemplates()
 
     def close(self) -> None:
@@ -69,7 +70,7 @@ class PromptEncoder:
             ConfigError: the prompt or its params cannot be used; says why, and the remedy.
         """
         token_ids = self._token_ids(prompt, variables)
-        params = params.within(None if self._most_tokens is None else self._most_tokens - len(token_ids))
+        params = params.within(self._limits.most_new(len(token_ids)))
         self._check(token_ids, params)
         params.check_vocabulary(self._vocab_size)
         return token_ids, params
@@ -105,11 +106,8 @@ class PromptEncoder:
         if set(map(type, token_ids)) != {int} or not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             wrong = next(each for each in token_ids if type(each) is not int or not 0 <= each < self._vocab_size)
             raise ConfigError(f"token ids are whole numbers from 0 to {self._vocab_size - 1}, not {wrong!r}")
-        if self._most_tokens is not None and len(token_ids) + params.most_new_tokens > self._most_tokens:
-            raise ConfigError(
-                f"the prompt's {len(token_ids)} tokens and {params.most_new_tokens} new ones are more than "
-                f"{self._most_tokens}; shorten it or lower max_new_tokens"
-            )
+        if problem := self._limits.problem(len(token_ids), params.most_new_tokens):
+            raise ConfigError(problem)
         if params.stop and self._tokenizer is None:
             raise ConfigError("stop strings need a tokenizer; give stop_token_ids instead")
 
