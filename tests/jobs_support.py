@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from zinfer.engine.finite_check import FiniteWatch, broken_rows
+from zinfer.engine.finite_check import FiniteWatch
 from zinfer.model.layers import find_layers
 from zinfer.offload.stats import RunStats
 from zinfer.planning.prediction import PassTime, Prediction
@@ -63,7 +63,7 @@ class ResidentEngine:
         return self.generate(**kwargs)
 
     def find_broken(self, work: Callable[[], Any], num_rows: int) -> list[str | None]:
-        return broken_rows(work, FiniteWatch(self.module, find_layers(self.module), num_rows))
+        return FiniteWatch(self.module, find_layers(self.module), num_rows).broken_rows(work)
 
     def stats(self) -> RunStats:
         return RunStats(passes=self.calls)

@@ -53,3 +53,19 @@ def _with_elements(value: tuple[Any, ...] | list[Any], items: list[Any]) -> tupl
 def can_repeat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a second call of `generate` with the same arguments would do the same as the first."""
     return len(args) <= _NUM_POSITIONAL and not _REMEMBERING.intersection(kwargs)
+
+
+def looks_at_logits(kwargs: Mapping[str, Any], config: Any) -> bool:
+    """Whether broken logits may stop a `generate` call: not where something else sees to those that are NaN,
+    transformers' `remove_invalid_values` or a logits processor that chooses itself.
+
+    Args:
+        kwargs: of the call.
+        config: the generation config by position, or the model's own.
+    """
+    config = kwargs.get("generation_config") or config
+
+    def asked(name: str) -> bool:
+        return bool(kwargs.get(name, getattr(config, name, False)))
+
+    return not asked("remove_invalid_values") and (asked("do_sample") or not kwargs.get("logits_processor"))

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from zinfer.config import Settings
 from zinfer.engine.acceleration import Acceleration
-from zinfer.engine.call_args import can_repeat, moved
+from zinfer.engine.call_args import can_repeat, looks_at_logits, moved
 from zinfer.engine.estimator import PassEstimator
-from zinfer.engine.finite_check import FiniteWatch, broken_rows, checked, choosable, explained, looks_at_logits
+from zinfer.engine.finite_check import FiniteWatch
 from zinfer.engine.module_proxy import AroundModule
 from zinfer.engine.open_graphs import open_graphs
 from zinfer.engine.prepare import PreparedModel
@@ -142,7 +142,9 @@ class InferenceEngine(AroundModule):
             check_forward(self.module, args, kwargs, self.settings.max_out_tokens)
             return self.module(*moved(args, self.device), **moved(kwargs, self.device))
 
-        return self.call(checked(forward, self._watch()) if self.settings.check_finite else forward)
+        if not self.settings.check_finite:
+            return self.call(forward)
+        return self.call(lambda: self._watch().check(forward, self.device, layers=True))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own `generate`: same arguments, same result; beams too.
@@ -155,12 +157,10 @@ class InferenceEngine(AroundModule):
                 numbers, for which the call is computed once more.
         """
         work, repeats = self._generation(args, kwargs), can_repeat(args, kwargs)
-        if looks_at_logits(kwargs, args[1] if len(args) > 1 else self.module.generation_config):
-            work = choosable(work, self.module)
-        if self.settings.check_finite:
-            return self.call(checked(work, self._watch()))
-        second = self._fittings.eagerly(work)
-        return self.call(explained(work, self._watch(), self.device, repeats=repeats, second=second))
+        logits = looks_at_logits(kwargs, args[1] if len(args) > 1 else self.module.generation_config)
+        again = self._fittings.eagerly(work) or work if repeats else None
+        layers, watch = self.settings.check_finite, self._watch()
+        return self.call(lambda: watch.check(work, self.device, layers=layers, logits=logits, again=again))
 
     def generate_unchecked(self, *args: Any, **kwargs: Any) -> Any:
         """As `generate`, whatever numbers come: for a caller that looks at the logits of every row himself."""
@@ -172,7 +172,7 @@ class InferenceEngine(AroundModule):
         ``work`` calls this engine; a tensor that it returns is looked at too.
         """
         with self._lock:
-            return broken_rows(self._fittings.eagerly(work) or work, self._watch(num_rows))
+            return self._watch(num_rows).broken_rows(self._fittings.eagerly(work) or work)
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Take the time of every forward call of the module from now on, for `model_times`.

@@ -78,11 +78,6 @@ class FiniteWatch:
     def is_on(self) -> bool:
         return bool(self._handles)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Which the module computes in."""
-        return find_dtype(self._module)
-
     def start(self) -> None:
         """Look from now on."""
         if self.is_on:
@@ -106,13 +101,87 @@ class FiniteWatch:
         taken, self._looks = self._looks, Looks(self._num_rows)
         return taken
 
-    def over(self, work: Callable[[], Any]) -> tuple[Any, Looks]:
+    def check(
+        self,
+        work: Callable[[], Any],
+        device: torch.device,
+        *,
+        layers: bool,
+        logits: bool = False,
+        again: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Do the work, and return what it does.
+
+        Logits of which no token can be chosen stop it: drawing from such probabilities kills the process's use of a
+        CUDA device, and the greatest of them is a wrong token. Each row's greatest at its last position is looked at;
+        a sequence of the batch waits for its token anyway.
+
+        Args:
+            device: where tokens are drawn.
+            layers: look at every layer from the start, instead of once the logits are broken.
+            logits: look at them.
+            again: does the work once more, in a way that layers can be looked at; it draws the same tokens. None: what
+                the work is given remembers the first time.
+
+        Raises:
+            NonFiniteError: the module gave infinities or NaN; names the first layer that did, where it was looked at.
+        """
+        on_cuda = device.type == "cuda" and not layers
+        state, device_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
+        handle = self._module.register_forward_hook(_stop_at_broken_logits) if logits else None
+        try:
+            if layers:
+                return self._watched(work)
+            try:
+                return work()
+            except _NoTokenError:
+                pass
+            if again is not None:
+                torch.set_rng_state(state)
+                if device_state is not None:
+                    torch.cuda.set_rng_state(device_state, device)
+                self._watched(again)
+        finally:
+            if handle is not None:
+                handle.remove()
+        raise NonFiniteError(
+            "the model gave logits that are NaN or infinite; set zinfer.check_finite to true to learn which layer gave "
+            "the first"
+        )
+
+    def broken_rows(self, work: Callable[[], Any]) -> list[str | None]:
+        """What gave each row of a batch its first infinities or NaN while the work was done; None where nothing did.
+
+        What the work returns is looked at last, as far as it is of floating numbers.
+        """
+        found, looks = self._over(work)
+        for tensor in floating_tensors(found):
+            looks.add(AFTER, tensor)
+        return looks.by_row()
+
+    def _over(self, work: Callable[[], Any]) -> tuple[Any, Looks]:
         """What the work returns, and what was seen while it was done."""
         self.start()
         try:
             return work(), self.take()
         finally:
             self.stop()
+
+    def _watched(self, work: Callable[[], Any]) -> Any:
+        def settled() -> Any:
+            try:
+                return work()
+            except _NoTokenError as error:
+                return error
+
+        found, looks = self._over(settled)
+        where = looks.where() or (AFTER if isinstance(found, _NoTokenError) else None)
+        if where is not None:
+            raise NonFiniteError(
+                f"infinities or NaN come first from {where}: its weights may be damaged, or {find_dtype(self._module)} "
+                "too narrow for this model; try the dtype that it was trained in, or float32"
+            )
+        return found
 
     def _entries(self) -> dict[str, str]:
         """The first layers of stacks, and what is said of what goes into them: an encoder-decoder has two stacks."""
@@ -163,114 +232,11 @@ def floating_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from floating_tensors(each)
 
 
-def broken_rows(work: Callable[[], Any], watch: FiniteWatch) -> list[str | None]:
-    """What gave each row of a batch its first infinities or NaN while the work was done; None where nothing did.
-
-    What the work returns is looked at last, as far as it is of floating numbers.
-    """
-    found, looks = watch.over(work)
-    for tensor in floating_tensors(found):
-        looks.add(AFTER, tensor)
-    return looks.by_row()
-
-
 class _NoTokenError(Exception):
     """A pass gave logits of which no token can be chosen."""
 
 
-def looks_at_logits(kwargs: Mapping[str, Any], config: Any) -> bool:
-    """Whether the logits of a `generate` call are to be `choosable`: not where something else sees to those that are
-    NaN, transformers' `remove_invalid_values` or a logits processor that chooses itself.
-
-    Args:
-        kwargs: of the call.
-        config: the generation config by position, or the model's own.
-    """
-    config = kwargs.get("generation_config") or config
-
-    def asked(name: str) -> bool:
-        return bool(kwargs.get(name, getattr(config, name, False)))
-
-    return not asked("remove_invalid_values") and (asked("do_sample") or not kwargs.get("logits_processor"))
-
-
-def choosable(work: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:
-    """The same work, which `checked` and `explained` stop once the model gives logits that are NaN or infinite.
-
-    Drawing from such probabilities kills the process's use of a CUDA device, and the greatest of them is a wrong token.
-    What is looked at are the greatest of each row at its last position; a text of the batch waits for its token anyway.
-    """
-
-    def look(module: nn.Module, args: Any, output: Any) -> None:
-        logits = getattr(output, "logits", None)
-        if isinstance(logits, torch.Tensor) and not bool(logits[:, -1].amax(-1).isfinite().all()):
-            raise _NoTokenError
-
-    def looking() -> Any:
-        handle = model.register_forward_hook(look)
-        try:
-            return work()
-        finally:
-            handle.remove()
-
-    return looking
-
-
-def checked(work: Callable[[], Any], watch: FiniteWatch) -> Callable[[], Any]:
-    """The same work, which raises NonFiniteError where the watched module gives infinities or NaN."""
-
-    def settled() -> Any:
-        try:
-            return work()
-        except _NoTokenError as error:
-            return error
-
-    def watched() -> Any:
-        found, looks = watch.over(settled)
-        where = looks.where() or (AFTER if isinstance(found, _NoTokenError) else None)
-        if where is not None:
-            raise NonFiniteError(
-                f"infinities or NaN come first from {where}: its weights may be damaged, or {watch.dtype} too narrow "
-                "for this model; try the dtype that it was trained in, or float32"
-            )
-        return found
-
-    return watched
-
-
-def explained(
-    work: Callable[[], Any],
-    watch: FiniteWatch,
-    device: torch.device,
-    *,
-    repeats: bool,
-    second: Callable[[], Any] | None = None,
-) -> Callable[[], Any]:
-    """The same work, done once more under `checked` where it came to logits of which no token can be chosen.
-
-    Layers are not looked at while all goes well. The second time draws the same tokens.
-
-    Args:
-        device: where tokens are drawn.
-        repeats: whether doing the work twice is doing it once: nothing that it is given remembers the first time.
-        second: the work in a way that layers can be looked at, if the first is in none.
-    """
-
-    def again() -> Any:
-        on_cuda = device.type == "cuda"
-        state, device_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
-        try:
-            return work()
-        except _NoTokenError:
-            pass
-        if repeats:
-            torch.set_rng_state(state)
-            if device_state is not None:
-                torch.cuda.set_rng_state(device_state, device)
-            checked(second or work, watch)()
-        raise NonFiniteError(
-            "the model gave logits that are NaN or infinite; set zinfer.check_finite to true to learn which layer gave "
-            "the first"
-        )
-
-    return again
+def _stop_at_broken_logits(module: nn.Module, args: Any, output: Any) -> None:
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, torch.Tensor) and not bool(logits[:, -1].amax(-1).isfinite().all()):
+        raise _NoTokenError
