@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from attention_cases import AttentionCall, AttentionCase, attention_call
 from device_clock import Call, copy_bytes_per_s, graph_seconds, num_copies
 from race import compiled, least, race
 from result import publish
@@ -32,7 +33,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from zinfer.kernels.attention_cases import AttentionCall, AttentionCase, attention_call
 from zinfer.kernels.attention_rule import AttentionRule
 from zinfer.kernels.decode_attention import DecodeTiles, decode_attention
 from zinfer.kernels.kv_pages import KVPages, PagedLayout

@@ -11,7 +11,7 @@ from tokens as they lie to pairs in their places, as ours. The lines of ``torch`
 time of putting tokens in the order of their experts. Every call has tokens of other experts, so that their bytes come
 from memory.
 
---tune measures the candidates of kernels/grouped_tiles.py instead, for the same tokens, and prints the best of those
+--tune measures the candidates of kernel_tiles.py instead, for the same tokens, and prints the best of those
 whose sums are right.
 
 A correctness gate comes first. The last line is JSON.
@@ -27,11 +27,7 @@ from typing import Final
 
 import torch
 from device_clock import copy_bytes_per_s, graph_seconds, num_copies
-from race import least, race
-from result import keep, publish
-from torch.nn import functional
-
-from zinfer.kernels.cases import (
+from kernel_cases import (
     MIXTRAL_8X7B,
     QWEN3_30B_A3B,
     Mixture,
@@ -39,6 +35,11 @@ from zinfer.kernels.cases import (
     random_choice,
     random_experts,
 )
+from kernel_tiles import grouped_candidates
+from race import least, race
+from result import keep, publish
+from torch.nn import functional
+
 from zinfer.kernels.expert_routing import Groups
 from zinfer.kernels.grouped_linear import (
     ExpertWeights,
@@ -46,7 +47,7 @@ from zinfer.kernels.grouped_linear import (
     grouped_linear_kernel,
     grouped_linear_ref,
 )
-from zinfer.kernels.grouped_tiles import block_tokens_for, candidates, table_of
+from zinfer.kernels.grouped_tiles import block_tokens_for, table_of
 from zinfer.kernels.quantized import QuantFormat
 
 MODELS: Final = {"qwen3": QWEN3_30B_A3B, "mixtral": MIXTRAL_8X7B}
@@ -189,7 +190,7 @@ def tune(
                     tiles: [
                         partial(grouped_linear_kernel, calls.x, weight, groups, None, tiles) for groups in calls.groups
                     ]
-                    for tiles in candidates(table_of(weight), block_tokens)
+                    for tiles in grouped_candidates(table_of(weight), block_tokens)
                 }
                 label = f"{name} {mixture.rows}x{mixture.columns} tokens {tokens}"
                 sums = Sums(calls.x, weight, calls.groups[0])

@@ -26,13 +26,13 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from device_clock import call_seconds, copy_bytes_per_s, graph_seconds, num_copies
+from kernel_cases import random_matrix
 from result import publish
 from torch import nn
 from torch.nn.functional import linear
 
 from zinfer.inject.shared_product import SharedProduct
 from zinfer.kernels.activation import activated_kernel, activated_ref
-from zinfer.kernels.cases import random_matrix
 from zinfer.kernels.gated import gated_kernel, gated_ref
 from zinfer.kernels.gemv import MOST_TOKENS, gemv, gemv_ref
 from zinfer.kernels.norm import NormKind, norm_kernel, norm_ref

@@ -10,7 +10,7 @@ moving the bytes at the rate of a device copy, both of this run; ``call_us`` is 
 lie in the order in which a model's would be stored, and are used in turn, so that their bytes come from memory and not
 from the cache.
 
---tune measures the candidates of kernels/tiles.py and kernels/int8_linear.py instead, and prints the best.
+--tune measures the candidates of kernel_tiles.py instead, and prints the best.
 
 A correctness gate comes first. The last line is JSON.
 """
@@ -26,11 +26,7 @@ from unittest import mock
 
 import torch
 from device_clock import Call, call_seconds, copy_bytes_per_s, graph_seconds, num_copies
-from race import least, race
-from result import keep, publish
-from torch.nn import functional
-
-from zinfer.kernels.cases import (
+from kernel_cases import (
     FORMATS,
     FRAGMENTS,
     SMALL,
@@ -42,13 +38,18 @@ from zinfer.kernels.cases import (
     random_input,
     random_matrix,
 )
-from zinfer.kernels.dequantize import dequantize_kernel, dequantize_ref
-from zinfer.kernels.fragment_linear import can_multiply
+from kernel_tiles import INT8_CANDIDATES, fused_candidates
+from race import least, race
+from result import keep, publish
+from torch.nn import functional
+
+from zinfer.kernels.dequantize import dequantize, dequantize_kernel, dequantize_ref
+from zinfer.kernels.fragment_linear import can_multiply, fragment_linear
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
-from zinfer.kernels.int8_linear import CANDIDATES, int8_linear, int8_linear_kernel, int8_linear_ref
+from zinfer.kernels.int8_linear import int8_linear, int8_linear_kernel, int8_linear_ref, quantize_tokens_kernel
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.kernels.quantized_linear import quantized_linear, quantized_linear_ref
-from zinfer.kernels.tiles import Tiles, block_tokens_for, candidates
+from zinfer.kernels.tiles import Tiles, block_tokens_for
 
 _TUNED_FORMATS: Final = (QuantFormat(8), QuantFormat(4, group_size=128, symmetric=False))
 _TUNED_TOKENS: Final = (1, 8, 16, 32, 64)
@@ -113,12 +114,12 @@ class Bench:
     @staticmethod
     def _products(matrix: QuantizedMatrix, tokens: int) -> dict[str, Callable[..., torch.Tensor]]:
         """The ways to multiply so many tokens that are worth measuring, by name."""
-        found: dict[str, Callable[..., torch.Tensor]] = {"dequantize": partial(quantized_linear, way="dequantize")}
+        found: dict[str, Callable[..., torch.Tensor]] = {"dequantize": _dequantized}
         if tokens <= _MOST_FUSED:
-            found["fused"] = partial(quantized_linear, way="fused")
+            found["fused"] = fragment_linear if matrix.format.in_fragments else fused_linear
         if tokens >= _FEWEST_INT8 and matrix.format == QuantFormat(8):
             found["w8a8"] = int8_linear
-            found["w8a8-vendor"] = partial(int8_linear, way="vendor")
+            found["w8a8-vendor"] = _vendor_int8
         return found
 
     def _figures(self, calls: Sequence[Call], moved_bytes: int) -> dict[str, float]:
@@ -163,7 +164,7 @@ class Bench:
                     x, _ = random_input(Shape(tokens, rows, columns), self._dtype, "cuda")
                     tried = {
                         tiles: [partial(fused_linear, x, matrix, None, tiles) for matrix in matrices]
-                        for tiles in candidates(format.bits, tokens)
+                        for tiles in fused_candidates(format.bits, tokens)
                     }
                     for tiles, seconds in race(f"{name_of(format)} {rows}x{columns} tokens {tokens}", tried).items():
                         by_tile[block_tokens_for(tokens)][tiles].append(seconds)
@@ -178,11 +179,22 @@ class Bench:
             x, _ = random_input(Shape(_TUNED_INT8_TOKENS, rows, columns), self._dtype, "cuda")
             tried = {
                 tiles: [partial(int8_linear_kernel, x, matrix, None, tiles) for matrix in matrices]
-                for tiles in CANDIDATES
+                for tiles in INT8_CANDIDATES
             }
             for tiles, seconds in race(f"w8a8 {rows}x{columns} tokens {_TUNED_INT8_TOKENS}", tried).items():
                 times[tiles].append(seconds)
         return str(least(times))
+
+
+def _dequantized(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
+    return functional.linear(x, dequantize(matrix))
+
+
+def _vendor_int8(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
+    """As `int8_linear`, by `torch._int_mm`."""
+    codes, scales = quantize_tokens_kernel(x)
+    sums = torch._int_mm(codes, matrix.codes.T).float()
+    return sums.mul_(scales.unsqueeze(1)).mul_(matrix.scales.float().T).to(x.dtype)
 
 
 def name_of(format: QuantFormat) -> str:

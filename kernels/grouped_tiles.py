@@ -11,7 +11,6 @@ eight bytes a load, and the step has 432. In groups of 128 the tile of 128 token
 bytes a thread to memory; that of half as many rows spills none.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -73,36 +72,8 @@ _NIBBLES: Final = {
     32: GroupedTiles(32, 128, 128, 4, 3),
     64: GroupedTiles(64, 128, 128, 4, 3),
 }
-_TABLES: Final = {"full": _FULL, "bytes": _BYTES, "bytes in groups": _BYTES_IN_GROUPS, "nibbles": _NIBBLES}
+TABLES: Final = {"full": _FULL, "bytes": _BYTES, "bytes in groups": _BYTES_IN_GROUPS, "nibbles": _NIBBLES}
 _FEW_BYTES: Final = GroupedTiles(16, _LEAST_ROWS, 128, 4, 6)  # of so few rows words take a quarter longer
-# Rows, columns, warps and stages, by the fewest tokens of a tile.
-# fmt: off
-_CANDIDATES: Final[dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]]] = {
-    "full": {
-        16: ((32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3),
-             (128, 64, 4, 4), (128, 64, 4, 6), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 4)),
-        64: ((64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 8, 5),
-             (128, 128, 8, 2), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4), (256, 128, 8, 2)),
-    },
-    "bytes": {
-        16: ((64, 128, 4, 6), (64, 256, 4, 3), (128, 128, 4, 3)),
-        64: ((128, 128, 8, 3),),
-    },
-    "words": {
-        16: ((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (64, 256, 4, 4), (128, 128, 4, 3),
-             (128, 128, 4, 4), (128, 256, 4, 3), (128, 256, 8, 3)),
-        64: ((64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 4, 2), (128, 128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3),
-             (128, 128, 8, 4), (128, 256, 8, 2)),
-    },
-    "nibbles": {
-        16: ((32, 128, 4, 6), (32, 256, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 4),
-             (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3)),
-        64: ((64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 4, 2), (128, 128, 4, 3), (128, 128, 8, 3),
-             (128, 128, 8, 4), (128, 256, 8, 2)),
-        128: ((128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 2)),
-    },
-}
-# fmt: on
 _FLOAT32: Final = GroupedTiles(16, 32, 64, 4, 2)
 
 
@@ -114,7 +85,7 @@ def grouped_tiles_for(pairs: int, num_experts: int, rows: int, weight: torch.Ten
     """
     if weight.dtype == torch.float32:
         return _FLOAT32
-    table = _TABLES[table_of(weight)]
+    table = TABLES[table_of(weight)]
     block_tokens = min(block_tokens_for(pairs, num_experts), max(table))
     tiles = table[block_tokens]
     least_rows = _LEAST_ROWS if block_tokens == FEWEST_TOKENS else 2 * _LEAST_ROWS
@@ -136,17 +107,6 @@ def table_of(weight: torch.Tensor | QuantizedMatrix) -> str:
     if weight.format.bits == 4:
         return "nibbles"
     return "bytes in groups" if weight.scales.shape[1] > 1 else "bytes"
-
-
-def candidates(table: str, block_tokens: int) -> Iterator[GroupedTiles]:
-    """Tiles of a table worth measuring for so many tokens of a tile, at most 12: of many tokens also those of half as
-    many, of which the last tile of an expert leaves fewer unused."""
-    for kind in ("bytes", "words") if table.startswith("bytes") else (table,):
-        shapes = _CANDIDATES[kind]
-        for shape in shapes[max(least for least in shapes if least <= block_tokens)]:
-            yield GroupedTiles(block_tokens, *shape, in_words=kind == "words")
-    if block_tokens == MOST_TOKENS:
-        yield _TABLES[table][block_tokens // 2]
 
 
 def most_token_tiles(pairs: int, num_experts: int, block_tokens: int) -> int:

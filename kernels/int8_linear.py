@@ -6,7 +6,7 @@ price is the rounding of the activations.
 """
 
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import torch
 import triton
@@ -16,8 +16,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from zinfer.kernels.launching import on_device
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.quantized_linear import check_operands, with_plain_matrix
-
-Way: TypeAlias = Literal["fused", "vendor"]
 
 _LAST: Final = 127  # the largest code
 _MOST_COLUMNS: Final = (2**31 - 1) // _LAST**2  # more of them might overflow a sum
@@ -41,30 +39,16 @@ class Int8Tiles:
 
 # The best of `benchmarks/kernels.py --tune` on an H200; 128 x 128 with 4 warps and 3 stages is as good, within 3 %.
 CHOSEN: Final = Int8Tiles(128, 256, 128, 8, 4)
-CANDIDATES: Final = (
-    CHOSEN,
-    Int8Tiles(128, 256, 128, 8, 3),
-    Int8Tiles(128, 256, 64, 8, 5),
-    Int8Tiles(256, 128, 128, 8, 4),
-    Int8Tiles(128, 128, 128, 8, 4),
-    Int8Tiles(128, 128, 128, 4, 3),
-    Int8Tiles(128, 128, 256, 8, 3),
-    Int8Tiles(128, 256, 128, 8, 4, 16),
-)
-
 _PLAIN: Final = Int8Tiles(64, 64, 64, 4, 2)  # without descriptors, rows may begin at any byte
 
 
-def int8_linear(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, way: Way = "fused"
-) -> torch.Tensor:
+def int8_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ W.T + bias`` with x quantized token by token and the values of ``matrix`` for W.
 
     Args:
         x: [..., columns], of the matrix's dtype and device.
         matrix: symmetric INT8 with one scale a row.
         bias: [rows].
-        way: the product by "fused", the Triton kernel, or on a GPU by "vendor", `torch._int_mm`.
 
     Returns:
         [..., rows] in the dtype of x; on the CPU by `int8_linear_ref`.
@@ -77,8 +61,6 @@ def int8_linear(
     x, matrix = with_plain_matrix(x, matrix)
     if x.device.type != "cuda":
         return int8_linear_ref(x, matrix, bias)
-    if way == "vendor":
-        return _vendor_linear(x, matrix, bias)
     return int8_linear_kernel(x, matrix, bias)
 
 
@@ -173,12 +155,6 @@ def int8_linear_kernel(
 def _has_bulk_copies(x: torch.Tensor) -> bool:
     """Whether tiles are copied by descriptors: the tensor memory accelerator, from compute capability 9 on."""
     return x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
-def _vendor_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-    codes, scales = quantize_tokens_kernel(x.reshape(-1, matrix.columns))
-    sums = torch._int_mm(codes, matrix.codes.T)
-    return _finish(sums, scales, matrix, bias).to(x.dtype).view(*x.shape[:-1], matrix.rows)
 
 
 def _finish(

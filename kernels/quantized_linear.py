@@ -4,7 +4,7 @@ Few tokens: one kernel that reads the packed bytes; which one, the order in whic
 matrix is dequantized once, its elements rounded, and the vendor's product does the rest.
 """
 
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import torch
 from torch.nn import functional
@@ -14,24 +14,18 @@ from zinfer.kernels.fragment_linear import can_multiply, fragment_linear
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.quantized import QuantizedMatrix
 
-Way: TypeAlias = Literal["fused", "dequantize"]
-
 MOST_FUSED_TOKENS: Final = {4: 128, 8: 128}
 """The most tokens that the fused kernel serves, by bits: 256 were slower on an H200 (benchmarks/kernels.py)."""
 MOST_FRAGMENT_TOKENS: Final = 96
 """The most tokens that the kernel for fragments serves: six times its 16, which take less than dequantizing."""
 
 
-def quantized_linear(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, way: Way | None = None
-) -> torch.Tensor:
+def quantized_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32 on a GPU.
 
     Args:
         x: [..., columns], of the matrix's dtype and device.
         bias: [rows].
-        way: "fused" or "dequantize"; by default the faster one for that many tokens. "fused" needs float16 or bfloat16,
-            and a GPU, or, where rows lie in order, Triton's interpreter: what lies in fragments takes PTX.
 
     Returns:
         [..., rows] in the dtype of x.
@@ -42,9 +36,7 @@ def quantized_linear(
     check_operands(x, matrix, bias)
     x, matrix = with_plain_matrix(x, matrix)
     tokens = x.numel() // max(matrix.columns, 1)
-    if way is None:
-        way = "fused" if is_fused(matrix, tokens) else "dequantize"
-    if way == "fused":
+    if is_fused(matrix, tokens):
         return fragment_linear(x, matrix, bias) if matrix.format.in_fragments else fused_linear(x, matrix, bias)
     return functional.linear(x, dequantize(matrix), bias)
 

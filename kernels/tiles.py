@@ -1,6 +1,5 @@
-"""How the fused product of few tokens is cut into tiles: what has been chosen, and what is worth trying."""
+"""How the fused product of few tokens is cut into tiles."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,30 +59,6 @@ def tiles_for(bits: int, tokens: int) -> Tiles:
 def block_tokens_for(tokens: int) -> int:
     """Tokens of a tile: the least power of two that holds them, between 8 and 64."""
     return min(max(1 << (tokens - 1).bit_length(), _FEWEST_TOKENS), _MOST_TOKENS)
-
-
-def candidates(bits: int, tokens: int) -> Iterator[Tiles]:
-    """Tiles worth measuring for so many tokens, at most 30."""
-    block_tokens = block_tokens_for(tokens)
-    left = block_tokens == _FEWEST_TOKENS
-    shapes = [  # rows, columns, warps, stages, is the matrix left, unroll
-        (64, 128, 2, 3, True, 2),
-        (64, 128, 4, 4, left, 2),
-        (64, 128, 4, 3, left, 4),
-        (128, 128, 4, 3, left, 1),
-        (128, 128, 4, 5, left, 1),
-        (128, 128, 2, 4, True, 1),
-        (128, 128, 2, 3, True, 2),
-        (128, 128, 4, 3, left, 2),
-    ]
-    shapes += (
-        [(64, 256, 4, 3, left, 1), (128, 128, 8, 4, left, 1)]
-        if bits == 8
-        else [(128, 128, 4, 3, True, 4), (128, 128, 8, 3, left, 4)]
-    )
-    for rows, columns, warps, stages, weights_left, unroll in shapes:
-        for programs in (264, 528, 1056):
-            yield Tiles(block_tokens, rows, columns, warps, stages, programs, weights_left, unroll)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ what it does with memory before it waits for the kernels before it, and whether 
 
 import re
 import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from attention_cases import AttentionCase, attention_call
+from kernel_cases import (
+    FRAGMENTS,
+    QWEN3_30B_A3B,
+    TYPICAL,
+    Shape,
+    random_choice,
+    random_experts,
+    random_input,
+    random_matrix,
+)
 
 from zinfer.kernels import (
     activation,
@@ -37,17 +52,6 @@ from zinfer.kernels import (
 from zinfer.kernels import add as added
 from zinfer.kernels import deinterleave as quarters
 from zinfer.kernels import expert_routing as groups
-from zinfer.kernels.attention_cases import AttentionCase, attention_call
-from zinfer.kernels.cases import (
-    FRAGMENTS,
-    QWEN3_30B_A3B,
-    TYPICAL,
-    Shape,
-    random_choice,
-    random_experts,
-    random_input,
-    random_matrix,
-)
 from zinfer.kernels.quantized import QuantFormat
 
 SEGMENTS = ((1, 1600), (40, 300))

@@ -5,9 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-
-from zinfer.kernels import dequantize as module
-from zinfer.kernels.cases import (
+from kernel_cases import (
     DTYPES,
     FORMATS,
     FRAGMENTS,
@@ -18,6 +16,8 @@ from zinfer.kernels.cases import (
     fits,
     random_matrix,
 )
+
+from zinfer.kernels import dequantize as module
 from zinfer.kernels.dequantize import dequantize, dequantize_kernel, dequantize_ref
 from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix

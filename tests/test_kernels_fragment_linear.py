@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_cases import FRAGMENTS, HALVES, SMALL_FRAGMENTS, Shape, random_input, random_matrix
 from ptx_emulation import emulated
 from test_kernels_quantized_linear import assert_right
 from triton.runtime.errors import InterpreterError
@@ -14,7 +15,6 @@ from triton.runtime.errors import InterpreterError
 from zinfer.kernels import fragment_linear as module
 from zinfer.kernels import fragment_ptx
 from zinfer.kernels import quantized_linear as dispatcher
-from zinfer.kernels.cases import FRAGMENTS, HALVES, SMALL_FRAGMENTS, Shape, random_input, random_matrix
 from zinfer.kernels.dequantize import dequantize, dequantize_ref
 from zinfer.kernels.fragment_linear import FragmentCut, fragment_linear
 from zinfer.kernels.launching import INTERPRETED

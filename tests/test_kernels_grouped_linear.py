@@ -8,10 +8,7 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from ptx_emulation import emulated
-
-from zinfer.kernels import grouped_linear as module
-from zinfer.kernels.cases import (
+from kernel_cases import (
     DTYPES,
     FORMATS,
     FRAGMENTS,
@@ -24,6 +21,10 @@ from zinfer.kernels.cases import (
     random_choice,
     random_experts,
 )
+from kernel_tiles import grouped_candidates
+from ptx_emulation import emulated
+
+from zinfer.kernels import grouped_linear as module
 from zinfer.kernels.deinterleave import in_quarters, in_quarters_ref
 from zinfer.kernels.dequantize import dequantize
 from zinfer.kernels.expert_routing import Groups, pair_order_kernel, pair_order_ref
@@ -38,7 +39,6 @@ from zinfer.kernels.grouped_linear import (
 from zinfer.kernels.grouped_tiles import (
     GroupedTiles,
     block_tokens_for,
-    candidates,
     grouped_tiles_for,
     most_token_tiles,
     table_of,
@@ -297,7 +297,7 @@ def test_few_candidates_hold_the_tables_tiles(format: QuantFormat | None) -> Non
     weight = random_experts(format, mixture, torch.bfloat16, "meta")
     for tokens in (16, 512, 1024, 4096):
         pairs = tokens * mixture.chosen
-        tried = list(candidates(table_of(weight), block_tokens_for(pairs, mixture.experts)))
+        tried = list(grouped_candidates(table_of(weight), block_tokens_for(pairs, mixture.experts)))
         assert len(set(tried)) == len(tried) <= 12
         assert grouped_tiles_for(pairs, mixture.experts, mixture.rows, weight) in tried
 

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_strategies
+from kernel_cases import DTYPES, HALVES, LARGE, SMALL, Shape, random_input, random_matrix
+from kernel_tiles import INT8_CANDIDATES
 
-from zinfer.kernels.cases import DTYPES, HALVES, LARGE, SMALL, Shape, random_input, random_matrix
 from zinfer.kernels.dequantize import dequantize_ref
 from zinfer.kernels.int8_linear import (
-    CANDIDATES,
     Int8Tiles,
     int8_linear,
     int8_linear_kernel,
@@ -61,7 +61,7 @@ def test_large_products(dtype: torch.dtype, shape: Shape) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", CANDIDATES, ids=str)
+@pytest.mark.parametrize("tiles", INT8_CANDIDATES, ids=str)
 def test_every_candidate(tiles: Int8Tiles) -> None:
     torch.manual_seed(0)
     matrix = random_matrix(INT8, 1000, 4352, torch.float16, "cuda")

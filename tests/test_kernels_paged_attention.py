@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_cases import LARGE, SMALL, AttentionCall, AttentionCase, attention_call
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from zinfer.kernels.attention_cases import LARGE, SMALL, AttentionCall, AttentionCase, attention_call
 from zinfer.kernels.decode_attention import DecodeTiles, decode_attention
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
 from zinfer.kernels.launching import INTERPRETED

@@ -8,10 +8,7 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from torch.nn import functional
-from triton.runtime.errors import OutOfResources
-
-from zinfer.kernels.cases import (
+from kernel_cases import (
     DTYPES,
     FORMATS,
     FRAGMENTS,
@@ -24,12 +21,16 @@ from zinfer.kernels.cases import (
     random_input,
     random_matrix,
 )
+from kernel_tiles import fused_candidates
+from torch.nn import functional
+from triton.runtime.errors import OutOfResources
+
 from zinfer.kernels.dequantize import dequantize, dequantize_ref
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.kernels.quantized_linear import Way, quantized_linear, quantized_linear_ref
-from zinfer.kernels.tiles import Cut, Tiles, block_tokens_for, candidates, most_block, tiles_for
+from zinfer.kernels.quantized_linear import quantized_linear, quantized_linear_ref
+from zinfer.kernels.tiles import Cut, Tiles, block_tokens_for, most_block, tiles_for
 
 FUSED = [format for format in FORMATS if format.group_size != 5]
 PLAIN = Tiles(16, 32, 64, 4, 2, 1, False)
@@ -86,7 +87,7 @@ def test_every_candidate(bits: int, tokens: int) -> None:
     matrix = random_matrix(QuantFormat(4, 128) if bits == 4 else QuantFormat(8), 1000, 4352, torch.float16, "cuda")
     x, bias = random_input(shape, torch.float16, "cuda")
     assert_right(fused_linear(x, matrix, bias, tiles_for(bits, tokens)), x, matrix, bias)
-    for tiles in candidates(bits, tokens):
+    for tiles in fused_candidates(bits, tokens):
         with suppress(OutOfResources):  # deep stages of many tokens: the benchmark passes over them too
             assert_right(fused_linear(x, matrix, bias, tiles), x, matrix, bias)
 
@@ -140,15 +141,14 @@ def test_a_token_does_not_see_the_others(
         torch.testing.assert_close(found[-1:], alone, rtol=torch.finfo(torch.float16).eps, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", [None, "dequantize"])
 @pytest.mark.parametrize("format", [*FORMATS, *FRAGMENTS], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_cpu_dequantizes(format: QuantFormat, dtype: torch.dtype, way: Way | None) -> None:
+def test_the_cpu_dequantizes(format: QuantFormat, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     shape = Shape(6, 64, 512) if format.in_fragments else Shape(6, 33, 480)
     matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cpu")
     x, bias = random_input(shape, dtype, "cpu")
-    assert torch.equal(quantized_linear(x, matrix, bias, way), functional.linear(x, dequantize(matrix), bias))
+    assert torch.equal(quantized_linear(x, matrix, bias), functional.linear(x, dequantize(matrix), bias))
 
 
 def test_leading_dimensions_strides_and_no_tokens(kernel_device: str) -> None:
@@ -189,7 +189,7 @@ def test_what_the_fused_kernel_leaves_to_the_other_way(format: QuantFormat, dtyp
     x = torch.zeros(1, 80, dtype=dtype)
     assert not can_fuse(matrix)
     with pytest.raises(ValueError, match="takes float16 or bfloat16, and groups that"):
-        quantized_linear(x, matrix, way="fused")
+        fused_linear(x, matrix)
 
 
 @given(
@@ -202,7 +202,7 @@ def test_what_the_fused_kernel_leaves_to_the_other_way(format: QuantFormat, dtyp
 def test_a_cut_covers_each_step_once(bits: int, tokens: int, rows: int, groups: int, group_size: int) -> None:
     format = QuantFormat(4 if bits == 4 else 8, group_size)
     matrix = QuantizedMatrix.empty(format, rows, groups * group_size, torch.float16, "meta")
-    for tiles in (tiles_for(bits, tokens), *candidates(bits, tokens)):
+    for tiles in (tiles_for(bits, tokens), *fused_candidates(bits, tokens)):
         cut = Cut.of(tokens, matrix, tiles)
         num_steps = -(-cut.width // cut.block)
         assert cut.num_parts * cut.steps >= num_steps > (cut.num_parts - 1) * cut.steps
@@ -215,7 +215,7 @@ def test_a_cut_covers_each_step_once(bits: int, tokens: int, rows: int, groups: 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 33, 64, 65, 4096])
 def test_tables_of_tiles(bits: int, tokens: int) -> None:
-    found = list(candidates(bits, tokens))
+    found = list(fused_candidates(bits, tokens))
     assert len(found) == len(set(found)) <= 30
     assert {tiles.block_tokens for tiles in (*found, tiles_for(bits, tokens))} == {block_tokens_for(tokens)}
     assert block_tokens_for(tokens) >= min(tokens, 64)

@@ -10,11 +10,11 @@ from foreign_support import Weights, assert_reads, awq_parts, gptq_parts, packed
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from kernel_cases import FRAGMENTS, HALVES, random_matrix
 
 from zinfer.kernels import dequantize as dequantize_module
 from zinfer.kernels import quantize as quantize_module
 from zinfer.kernels import scaling as scaling_module
-from zinfer.kernels.cases import FRAGMENTS, HALVES, random_matrix
 from zinfer.kernels.clipping import least_error_range
 from zinfer.kernels.dequantize import codes_of, dequantize, dequantize_ref
 from zinfer.kernels.marlin_layout import codes_in_fragments, in_rows, scales_in_fragments, scales_in_rows

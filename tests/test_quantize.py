@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_cases import FORMATS
 
 from zinfer.kernels import quantize as quantize_module
-from zinfer.kernels.cases import FORMATS
 from zinfer.kernels.dequantize import codes_of, dequantize_ref
 from zinfer.kernels.quantize import CannotQuantize, decode, encode, fit, pack_int4, quantize
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from kernel_cases import DTYPES, HALVES, Shape, random_input, random_matrix
 from torch.nn import functional
 
-from zinfer.kernels.cases import DTYPES, HALVES, Shape, random_input, random_matrix
 from zinfer.kernels.dequantize import dequantize, dequantize_kernel, dequantize_ref
 from zinfer.kernels.int8_linear import int8_linear
 from zinfer.kernels.quantize import CannotQuantize, quantize
