@@ -73,11 +73,6 @@ class DeviceSlots:
     def take(self) -> Slot:
         return self._free.pop(0)
 
-    def reclaim(self, used: Iterable[Slot]) -> None:
-        """Free every slot that is neither free nor ``used``."""
-        busy = [*used, *self._free]
-        self._free += [slot for slot in self.slots if slot not in busy]
-
     def close(self) -> None:
         """Let go of all of them; nothing may be copying or computing any more."""
         self.slots.clear()

@@ -8,10 +8,6 @@ stream, so the host never waits for the device here.
 
 One thread drives a streamer; the lanes' threads only run moves. The synchronous twin begins each move in `wait`.
 
-A KeyboardInterrupt may strike between any two lines of that thread. A slot may then be in none of the four states, but
-only one that no lane touches and whose `reusable_after` is right: a move is registered before it is submitted, and
-stays registered until it has arrived. `settle` finds such slots and frees them.
-
 Slots may be borrowed. A block that moves into one is there from then on: `release` leaves it ready, and no slot gets
 free. `give_back` ends that; the compute that comes after waits for the copies that were under way.
 """
@@ -94,13 +90,8 @@ class Streamer:
         slot = self._borrowed.pop() if stays else self._slots.take()
         lane = self._lanes[source.tier]
         move = Transfer(block.name, source, Target(slot.buffer, lane.stream, slot.reusable_after))
-        try:
-            self._moving[block.index] = _Use(block, slot, move)
-            lane.submit(move)
-        except BaseException:  # Ctrl-C between the two: a registered move must run, and runs once; no other may
-            if block.index in self._moving:
-                lane.submit(move)
-            raise
+        self._moving[block.index] = _Use(block, slot, move)
+        lane.submit(move)
 
     def wait(self, block: Block) -> dict[str, torch.nn.Parameter]:
         """Make the compute stream wait for the block; returns its tensors by name, valid until `release`.
@@ -130,7 +121,6 @@ class Streamer:
         use.slot.reusable_after = use.move.target.stream.mark_compute()
         if self._trace is not None and use.begin is not None:
             self._trace.add_between("compute", block.name, use.begin, use.slot.reusable_after)
-        self._moving.pop(block.index, None)  # there only if an interrupt struck in `wait`
         if use.slot.borrowed:
             self._cached[block.index] = use
         del self._held[block.index]
@@ -139,10 +129,9 @@ class Streamer:
         self._look_ahead()
 
     def settle(self) -> None:
-        """Release what a pass that was cut short (an exception, Ctrl-C at any line) has left held, and lost slots."""
+        """Release what a pass that failed has left held."""
         for block in self.held():
             self.release(block)
-        self._slots.reclaim(use.slot for use in self._moving.values())
 
     def held(self) -> list[Block]:
         """The blocks in use, between `wait` and `release`."""

@@ -21,8 +21,7 @@ class Target:
 class Transfer:
     """One transfer of a block. A lane runs it, one thread waits for it.
 
-    ``loaded_at_s`` is when its last part was within the device's reach (`time.perf_counter`). The states are kept
-    without `threading.Condition`: [Note: Ctrl-C] in `offload/transfer_lane.py`.
+    ``loaded_at_s`` is when its last part was within the device's reach (`time.perf_counter`).
     """
 
     def __init__(self, name: str, source: Source, target: Target) -> None:
@@ -31,16 +30,14 @@ class Transfer:
         self.target = target
         self.loaded_at_s = 0.0
         self.finished_at_s = 0.0
-        self.is_over = False
         self._sent: Event | None = None
         self._failure: BaseException | None = None
-        self._claimed = threading.Lock()
-        self._over = threading.Lock()
-        self._over.acquire()
+        self._over = threading.Event()
 
-    def claim(self) -> bool:
-        """Whether the caller is the one who runs it: a move may be submitted twice and runs once."""
-        return self._claimed.acquire(blocking=False)
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is under way any more."""
+        return self._over.is_set()
 
     @property
     def has_failed(self) -> bool:
@@ -54,13 +51,11 @@ class Transfer:
     def finish(self, sent: Event | None, at_s: float) -> None:
         """Let the waiter go on: nothing of the move writes to the target after ``sent``; None if there is no event."""
         self._sent, self.finished_at_s = sent, at_s
-        self.is_over = True
-        self._over.release()
+        self._over.set()
 
     def wait(self) -> None:
         """Block until it is over."""
-        if not self.is_over:
-            self._over.acquire()
+        self._over.wait()
 
     def failure(self) -> BaseException | None:
         """Wait until it is over; what it failed with, or None."""

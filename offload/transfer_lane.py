@@ -2,10 +2,6 @@
 
 One thread of a lane begins the loading of parts as staging slots come free, so that the disk always has requests
 waiting, also across the borders of moves; the other enqueues the copies of parts that have arrived.
-
-[Note: Ctrl-C] The thread that drives a streamer may be interrupted between any two of its lines, also inside the Python
-code of `threading.Condition`, on which `concurrent.futures` rests: a lock left taken there hangs whoever comes next. So
-that thread touches only single C calls here: a plain lock, and `queue.SimpleQueue`.
 """
 
 import queue
@@ -52,6 +48,7 @@ class TransferLane:
         self._staging = staging
         self._trace = trace
         self._closing = False
+        self._order = threading.Lock()  # nothing is submitted to the threads after `_closing`
         self._moves: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._parts: queue.SimpleQueue[_Part | Transfer | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -71,27 +68,29 @@ class TransferLane:
 
     def submit(self, move: Transfer) -> None:
         """Have the move run; returns at once. A failure is the move's own, the lane goes on; a closed lane's is one."""
-        if move.source.staged:
-            self._moves.put(move)
-        else:  # there is nothing to load
-            self._parts.put(move)
-        if self._closing and move.claim():  # the threads may be gone; whoever waits is not to wait for them
-            self._gives_up(move)
-            move.finish(None, time.perf_counter())
+        with self._order:
+            if not self._closing:
+                if move.source.staged:
+                    self._moves.put(move)
+                else:  # there is nothing to load
+                    self._parts.put(move)
+                return
+        self._gives_up(move)
+        move.finish(None, time.perf_counter())
 
     def close(self) -> None:
         """Give up what has not begun, wait for what has, end the threads. May be called again."""
-        self._closing = True
-        self._moves.put(None)
+        with self._order:
+            self._closing = True
+            self._moves.put(None)
         for thread in self._threads:
             thread.join()
         self._threads.clear()
 
     def _load_moves(self) -> None:
         while (move := self._moves.get()) is not None:
-            if move.claim():
-                self._load_parts(move)
-                self._parts.put(_Part(move))
+            self._load_parts(move)
+            self._parts.put(_Part(move))
         self._parts.put(None)
 
     def _load_parts(self, move: Transfer) -> None:
@@ -128,11 +127,10 @@ class TransferLane:
             self._send(part)
 
     def _send_unstaged(self, move: Transfer) -> None:
-        if move.claim():
-            for number in range(move.source.num_parts):
-                if not self._gives_up(move):
-                    self._send(_Part(move, number))
-            self._finish(move)
+        for number in range(move.source.num_parts):
+            if not self._gives_up(move):
+                self._send(_Part(move, number))
+        self._finish(move)
 
     def _gives_up(self, move: Transfer) -> bool:
         """Whether no more of the move need be carried."""

@@ -28,15 +28,3 @@ def test_what_is_launched_after_waits_for_a_copy_that_is_late() -> None:
         del sent  # its memory may be given to the next one, not before the sum is taken
     assert torch.cuda.current_stream(device) == compute
     assert [each.tolist() for each in found] == [list(range(begin + 1, begin + 1 + NUM)) for begin in range(50)]
-
-
-@pytest.mark.gpu
-def test_a_stream_that_was_not_left_is_left_later() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    compute = torch.cuda.current_stream(device)
-    delivery.send([1], torch.int32, device)
-    delivery.settle(device)
-    assert torch.cuda.current_stream(device) == compute
-    torch.cuda.set_stream(delivery._stream(device))  # as Ctrl-C leaves it at the end of a copy
-    delivery.settle(device)
-    assert torch.cuda.current_stream(device) == compute

@@ -15,7 +15,6 @@ from threads import interrupted, open_descriptors, rings_the_alarm, settled_thre
 
 import zinfer
 from zinfer import LLM, SamplingParams
-from zinfer.engine.uninterrupted import Uninterrupted
 
 __all__ = ["folder"]  # fixtures
 
@@ -130,30 +129,3 @@ def test_ctrl_c_while_closing_leaves_nothing_open(folder: Path, monkeypatch: pyt
         assert settled_threads() == threads, threading.enumerate()
         assert open_descriptors() == descriptors
     assert hits >= 2
-
-
-@rings_the_alarm
-def test_work_goes_on_when_ctrl_c_ends_the_waiting() -> None:
-    done = threading.Event()
-    go = threading.Event()
-
-    def work() -> None:
-        go.wait(20)
-        done.set()
-
-    closing = Uninterrupted(work)
-    assert interrupted(closing, after_s=0.02)
-    assert not done.is_set()
-    go.set()
-    closing()
-    assert done.is_set()
-
-
-def test_an_error_of_the_work_reaches_who_waits() -> None:
-    def fail() -> None:
-        raise OSError("no space")
-
-    closing = Uninterrupted(fail)
-    with pytest.raises(OSError, match="no space"):
-        closing()
-    closing()

@@ -1,17 +1,15 @@
-"""Ctrl-C at any moment and calls from several threads: the next answer is exact."""
+"""Ctrl-C in an engine's calls strikes where nothing is half done; calls of several threads get their own answers."""
 
-import os
+import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import random_prompts
-from engine_support import PROMPT, eager, engine, folder, greedy, logits_of
+from engine_support import PROMPT, eager, engine, folder, greedy
 from engines import engine_for
-from threads import interrupted, rings_the_alarm, within
 from transformers import PreTrainedModel
 
 import zinfer
@@ -44,78 +42,97 @@ def test_two_threads_at_once_both_get_their_own_answers(engine: zinfer.Inference
     assert all(torch.equal(tokens, expected[index]) for (index, _), tokens in found.items())
 
 
-@rings_the_alarm
+class Strike:
+    """Sends this process a SIGINT in the middle of the bookkeeping of a block, where it must not strike."""
+
+    def __init__(self, engine: zinfer.InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        streamer = engine._running()._streamer
+        assert streamer is not None
+        self.ended: list[str] = []
+        for name in ("wait", "release"):
+            monkeypatch.setattr(streamer, name, self._striking(name, getattr(streamer, name)))
+
+    def _striking(self, name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def strike(*args: object) -> object:
+            if not self.ended:
+                signal.raise_signal(signal.SIGINT)
+            found = real(*args)
+            self.ended.append(name)
+            return found
+
+        return strike
+
+
 @pytest.mark.parametrize("homes", ["disk", "host"])
-def test_ctrl_c_at_any_moment(folder: Path, eager: PreTrainedModel, homes: str) -> None:
-    expected = greedy(eager)
-    with engine_for(folder, homes, 3) as engine:
-        start_s = time.perf_counter()
-        assert torch.equal(greedy(engine), expected)
-        full_s = time.perf_counter() - start_s
-        hits = 0
-        for index in range(25):
-            hits += interrupted(lambda: greedy(engine), after_s=full_s * (0.02 + 0.037 * index))
-            tokens = within(20, lambda: greedy(engine))
-            assert tokens is not None, f"after {hits} interrupts the engine hangs or fails"
-            assert torch.equal(tokens, expected)
-        assert hits >= 8
-
-
-def seconds_of(run: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
-    run()
-    return time.perf_counter() - start_s
-
-
-def interrupt_often(run: Callable[[], object], check: Callable[[], torch.Tensor], expected: torch.Tensor) -> int:
-    """Cuts ``run`` short at 30 moments, asking ``check`` after each; how many of them came before its end."""
-    full_s = min(seconds_of(run) for _ in range(3))
-    hits = 0
-    for index in range(30):
-        hits += interrupted(run, after_s=full_s * (0.02 + 0.031 * index))
-        found = within(20, check)
-        assert found is not None, f"after {hits} interrupts the engine hangs or fails"
-        assert torch.equal(found, expected)
-    return hits
-
-
-@rings_the_alarm
-@pytest.mark.parametrize("num_slots", [1, 2])
-def test_ctrl_c_while_the_synchronous_twin_reads(
-    folder: Path, eager: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, num_slots: int
+@pytest.mark.parametrize("of_a_part", [False, True])
+def test_ctrl_c_strikes_between_blocks(
+    folder: Path, eager: PreTrainedModel, homes: str, monkeypatch: pytest.MonkeyPatch, of_a_part: bool
 ) -> None:
-    """A move goes on after the call that waited for it is gone; its slot must not be taken for free."""
-    expected = logits_of(eager)
-    real = os.preadv
-
-    def slow(fd: int, buffers: object, offset: int, *flags: int) -> int:
-        time.sleep(0.004)
-        return real(fd, buffers, offset, *flags)
-
-    with engine_for(folder, "disk", num_slots, synchronous=True) as engine:
-        monkeypatch.setattr(os, "preadv", slow)
-        hits = interrupt_often(lambda: logits_of(engine), lambda: logits_of(engine), expected)
-    assert hits >= 20
-
-
-@rings_the_alarm
-@pytest.mark.parametrize("homes", ["disk", "host"])
-def test_ctrl_c_in_a_part_of_the_module_called_alone(folder: Path, eager: PreTrainedModel, homes: str) -> None:
-    """Nothing closes such a call: what it has left in use is found by the next."""
+    """Also where a part of the module is called alone, which nothing closes."""
+    expected, handler = greedy(eager), signal.getsignal(signal.SIGINT)
     with engine_for(folder, homes, 2) as engine, torch.no_grad():
-        hits = interrupt_often(lambda: engine.module.model(PROMPT), lambda: greedy(engine), greedy(eager))
-    assert hits >= 10
+        for _ in range(3):
+            with monkeypatch.context() as patched:
+                strike = Strike(engine, patched)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.module.model(PROMPT) if of_a_part else greedy(engine)
+            assert strike.ended[0] == "wait", "the block that was waited for has come"
+            assert strike.ended.count("wait") == 1, "no other was waited for"
+            assert signal.getsignal(signal.SIGINT) is handler
+            assert torch.equal(greedy(engine), expected)
+
+
+def test_ctrl_c_at_the_end_of_a_call_is_not_lost(engine: zinfer.InferenceEngine, eager: PreTrainedModel) -> None:
+    hook = engine.module.lm_head.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        engine(PROMPT)
+    hook.remove()
+    assert torch.equal(greedy(engine), greedy(eager))
+
+
+def test_a_second_ctrl_c_strikes_at_once(engine: zinfer.InferenceEngine, eager: PreTrainedModel) -> None:
+    """For who will not wait for a disk that hangs."""
+    passed: list[int] = []
+
+    def twice(*args: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        passed.append(1)
+        signal.raise_signal(signal.SIGINT)
+        passed.append(2)
+
+    hook = engine.module.model.layers[1].mlp.register_forward_hook(twice)
+    with pytest.raises(KeyboardInterrupt):
+        engine(PROMPT)
+    hook.remove()
+    assert passed == [1]
+    assert torch.equal(greedy(engine), greedy(eager))
+
+
+def test_a_handler_that_does_not_raise_is_called_and_the_call_goes_on(
+    engine: zinfer.InferenceEngine, eager: PreTrainedModel
+) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    hook = engine.module.model.layers[1].register_forward_hook(lambda *_: signal.raise_signal(signal.SIGTERM))
+    try:
+        with torch.no_grad():
+            engine(PROMPT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    hook.remove()
+    assert seen == [signal.SIGTERM]
+    assert torch.equal(greedy(engine), greedy(eager))
 
 
 @pytest.mark.parametrize("place", [0, 2, 4])
-def test_an_interrupt_within_a_part_called_alone(
+def test_an_exception_within_a_part_called_alone(
     engine: zinfer.InferenceEngine, eager: PreTrainedModel, place: int
 ) -> None:
-    def interrupt(*args: object) -> None:
+    def fail(*args: object) -> None:
         raise KeyboardInterrupt
 
     for _ in range(4):  # more often than there are slots
-        hook = engine.module.model.layers[place].mlp.register_forward_pre_hook(interrupt)
+        hook = engine.module.model.layers[place].mlp.register_forward_pre_hook(fail)
         with pytest.raises(KeyboardInterrupt), torch.no_grad():
             engine.module.model(PROMPT)
         hook.remove()

@@ -2,15 +2,12 @@
 tensors hold its own bytes."""
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 from faults_support import Fault, Preadv, failing_reads, read_error
@@ -22,10 +19,9 @@ from threads import within
 
 from zinfer.nvme.reader import DiskReadError
 from zinfer.offload.access_predictor import AccessPredictor
-from zinfer.offload.block import Block, Tier
+from zinfer.offload.block import Tier
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.stream import HostStream
-from zinfer.offload.streamer import Streamer
 from zinfer.offload.transfer import Transfer
 from zinfer.offload.transfer_lane import LaneClosed, TransferLane
 
@@ -195,52 +191,6 @@ def test_a_guess_that_a_closed_lane_gave_up_is_not_made_again(file: Path) -> Non
         closer.start()
         assert within(20, fail)
         closer.join()
-
-
-def test_an_interrupt_at_any_line_of_prefetch_lets_nothing_into_a_slot_unseen(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The slot is free after some of them; a copy that was begun all the same would come after the next block's."""
-    blocks, contents, read = make_blocks(file, 2), file.read_bytes(), os.preadv
-
-    def late(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        time.sleep(0.03)
-        return read(fd, buffers, offset)
-
-    with streaming(blocks, ["disk", "host"], 1, HostStream, synchronous=True) as streamer:
-        monkeypatch.setattr(os, "preadv", late)
-        for num_lines in count(1):
-            struck = interrupted_at(num_lines, streamer, blocks[0])
-            streamer.settle()
-            use(streamer, blocks[1], contents, compute_s=0.1)
-            if not struck:
-                break
-        use(streamer, blocks[0], contents, compute_s=0)
-    assert num_lines > 8
-
-
-def interrupted_at(num_lines: int, streamer: Streamer, block: Block) -> bool:
-    """Whether so many lines of `prefetch` were begun, the last of which Ctrl-C has struck."""
-    left = num_lines
-
-    def strike(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal left
-        if frame.f_code is not Streamer.prefetch.__code__:
-            return None
-        left -= event == "line"
-        if event == "line" and not left:
-            raise KeyboardInterrupt
-        return strike
-
-    before = sys.gettrace()
-    sys.settrace(strike)
-    try:
-        streamer.prefetch(block)
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 def test_a_refused_pin_streams_as_planned(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,17 +102,6 @@ def test_the_next_move_is_loaded_while_the_last_parts_of_this_one_are_under_way(
         moves[1].wait()
 
 
-def test_a_move_that_is_submitted_twice_runs_once() -> None:
-    sources = [Numbers(value, 1) for value in range(10)]
-    moves = [move_of(source) for source in sources]
-    with lane() as opened:
-        for move in moves:
-            opened.submit(move)
-            opened.submit(move)
-        moves[-1].wait()
-    assert all(source.loaded == [0] for source in sources)
-
-
 @pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
 @pytest.mark.parametrize("part", [0, 1, 3])
 def test_a_failure_reaches_whoever_waits_and_the_lane_goes_on(error: BaseException, part: int) -> None:

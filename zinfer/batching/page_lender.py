@@ -33,7 +33,7 @@ class IdlePageLender:
             return
         memory = cache.memory(limit, self._limit)
         if self._engine.can_borrow(memory):
-            self._limit = limit  # first of all: Ctrl-C may strike between any two lines, and all is taken back then
+            self._limit = limit  # first of all: where what follows fails, all is taken back
             moved = scheduler.confine(limit)
             cache.move(list(moved), list(moved.values()))
             self._engine.add_cache_slots(memory)

@@ -17,11 +17,11 @@ from zinfer.engine.acceleration import Acceleration
 from zinfer.engine.call_args import can_repeat, looks_at_logits, moved
 from zinfer.engine.estimator import PassEstimator
 from zinfer.engine.finite_check import FiniteWatch
+from zinfer.engine.interrupts import deferred
 from zinfer.engine.module_proxy import AroundModule
 from zinfer.engine.open_graphs import open_graphs
 from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.runtime import Runtime, check_trace
-from zinfer.engine.uninterrupted import Uninterrupted
 from zinfer.errors import ConfigError
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.model.build import find_model
@@ -122,8 +122,7 @@ class InferenceEngine(AroundModule):
             owned.pop_all()
         self._runtime: Runtime | None = runtime
         self._process_id = os.getpid()
-        self._close = Uninterrupted(_closing(self._fittings, runtime, self._process_id))
-        weakref.finalize(self, self._close)
+        self._close = weakref.finalize(self, _close, self._fittings, runtime, self._process_id)
         self._fittings.keep_experts()
         if settings.kernel_inject:
             self._fittings.inject(cut.packs, replayed=graphs is not None)
@@ -280,7 +279,7 @@ class InferenceEngine(AroundModule):
         The memory is free when this returns, also where the engine or its module is still referred to.
 
         An engine that is dropped without it is cleaned up when it is collected, or at the end of the process. Ctrl-C
-        ends the waiting for it; what is held is given back all the same.
+        strikes when everything is given back.
 
         Raises:
             RuntimeError: a call of this thread is under way, as in a forward hook.
@@ -294,7 +293,7 @@ class InferenceEngine(AroundModule):
             )
         with self._lock:
             self._runtime = None
-            self._close()
+            deferred(self._close)
 
     @property
     def is_forked(self) -> bool:
@@ -320,26 +319,26 @@ class InferenceEngine(AroundModule):
         return self._runtime
 
     def call(self, work: Callable[[], Any]) -> Any:
-        """Whatever runs the module's forward: one thread at a time, no gradients, left in order however it ends."""
+        """Whatever runs the module's forward: one thread at a time, no gradients, left in order however it ends.
+
+        In the main thread Ctrl-C strikes where a pass begins, or a block is about to be waited for.
+        """
         self.check_process()  # before the lock: another thread may have held it when the process was forked
-        # No generator-based context manager here: one that Ctrl-C leaves suspended may be collected, and its lock
-        # released in vain, by another thread.
-        thread = threading.get_ident()
         with self._lock, torch.no_grad():
-            runtime = self._running()
-            runtime.settle()  # what a second Ctrl-C, in the settling below, has left
-            begin_s = time.perf_counter()
-            self._began_s, self._ended = self._began_s or begin_s, None
-            runtime.resume()
-            outer = self._calling
-            try:
-                self._calling = thread
-                return work()
-            finally:
-                self._calling = outer
-                self._ended = runtime.pause()
-                self._wall_s += time.perf_counter() - begin_s
-                runtime.settle()
+            return deferred(lambda: self._call(work, self._running()))
+
+    def _call(self, work: Callable[[], Any], runtime: Runtime) -> Any:
+        begin_s = time.perf_counter()
+        self._began_s, self._ended = self._began_s or begin_s, None
+        runtime.resume()
+        outer, self._calling = self._calling, threading.get_ident()
+        try:
+            return work()
+        finally:
+            self._calling = outer
+            self._ended = runtime.pause()
+            self._wall_s += time.perf_counter() - begin_s
+            runtime.settle()
 
     def _generation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
         if not getattr(self.module, "can_generate", bool)():
@@ -358,14 +357,9 @@ class InferenceEngine(AroundModule):
         return FiniteWatch(self.module, self.named_layers, num_rows)
 
 
-def _closing(fittings: Acceleration, runtime: Runtime, process_id: int) -> Callable[[], None]:
-    """What ends an engine in the process that made it; holds no engine, so that one that is dropped is collected."""
-
-    def close() -> None:
-        if os.getpid() != process_id:
-            return
+def _close(fittings: Acceleration, runtime: Runtime, process_id: int) -> None:
+    """End an engine in the process that made it; takes no engine, so that one that is dropped is collected."""
+    if os.getpid() == process_id:
         with ExitStack() as owned:
             owned.callback(runtime.close)
             owned.callback(fittings.remove)
-
-    return close

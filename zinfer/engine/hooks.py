@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zinfer.engine.interrupts import deferred, strike
 from zinfer.engine.placeholder import PlaceholderParameter
 from zinfer.errors import PlanError
 from zinfer.graphs.splits import GraphSplits
@@ -33,7 +34,7 @@ class StreamingHooks:
 
     Args:
         model: the module whose forward is one pass. Its forward is wrapped, so that a pass is closed however it ends:
-            torch runs no hook after a KeyboardInterrupt.
+            torch runs no hook after an exception that is no `Exception`.
         blocks: all its blocks; those that ``resident`` lacks are streamed.
         resident: tensors of resident blocks, by block index.
         streamer: moves the others; None when there are none.
@@ -72,14 +73,7 @@ class StreamingHooks:
         self._copies: dict[tuple[str, str], torch.Tensor] = {}  # what is left of the block that was read last
         self.passes = 0
         self.copying_s = 0.0
-        before = [(held, leaf, held[leaf]) for places in self._places for held, leaf, _ in places]
-        try:
-            self._put_on(resident, wrap)
-        except BaseException:  # Ctrl-C: the module is as it was, with its weights if it came with them
-            self._take_off()
-            for held, leaf, parameter in before:
-                held[leaf] = parameter
-            raise
+        deferred(lambda: self._put_on(resident, wrap))
 
     def _put_on(
         self, resident: Mapping[int, Mapping[str, nn.Parameter]], wrap: Callable[[Forward], Forward] | None
@@ -106,7 +100,7 @@ class StreamingHooks:
             handle.remove()
 
     def settle(self) -> None:
-        """Take out what a call that was cut short has left in; after one that came to its end there is nothing."""
+        """Take out and release what a call that failed has left in; after one that came to its end there is nothing."""
         if self._streamer is not None:
             self._copies.clear()
             for block in self._streamer.held():
@@ -131,7 +125,7 @@ class StreamingHooks:
             if self._in_pass:
                 raise RuntimeError("state_dict() was called from within the model's forward; call it after that")
             if (block.block.name, name) not in self._copies:
-                self._copy(block)
+                deferred(partial(self._copy, block))
             return self._copies.pop((block.block.name, name))
 
     def _copy(self, block: ModelBlock) -> None:
@@ -160,16 +154,20 @@ class StreamingHooks:
                 raise RuntimeError(
                     "the model was called from within its own forward (a hook?); its weights are in use there"
                 )
-            try:
-                self._in_pass = True
-                self.settle()
-                self.passes += 1
-                return forward(*args, **kwargs)
-            finally:
-                self._in_pass = False
-                self.settle()
+            return deferred(partial(self._run_pass, forward, args, kwargs))
 
         return one_pass
+
+    def _run_pass(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        strike()
+        try:
+            self._in_pass = True
+            self.settle()  # a part of the model that failed, called alone, has left its blocks in
+            self.passes += 1
+            return forward(*args, **kwargs)
+        finally:
+            self._in_pass = False
+            self.settle()
 
     def _before(self, block: ModelBlock) -> Callable[[nn.Module, object], None]:
         streamer = self._streamer
@@ -177,7 +175,8 @@ class StreamingHooks:
 
         def bring(site: nn.Module, args: object) -> None:
             if self._cuts is None or not self._cuts.is_recording:
-                self._bind(block, streamer.wait(block.block))
+                strike()
+                deferred(lambda: self._bind(block, streamer.wait(block.block)))
 
         return bring
 
@@ -187,10 +186,13 @@ class StreamingHooks:
 
         def let_go(site: nn.Module, args: object, output: object) -> None:
             if streamer.holds(block.block):  # a wait that failed runs this hook too, and so does what is recorded
-                self._unbind(block)
-                streamer.release(block.block)
+                deferred(partial(self._let_go, block, streamer))
 
         return let_go
+
+    def _let_go(self, block: ModelBlock, streamer: Streamer) -> None:
+        self._unbind(block)
+        streamer.release(block.block)
 
     def _unbind(self, block: ModelBlock) -> None:
         self._bind(block, self._absent[block.block.index])

@@ -145,7 +145,7 @@ class Runtime:
         return Streamer(streamed, sources, self._lanes, slots, synchronous=synchronous, trace=self._trace)
 
     def settle(self) -> None:
-        """Put in order what a call that was cut short has left behind."""
+        """Put in order what a call that failed has left behind."""
         self._hooks.settle()
 
     def resume(self) -> None:
@@ -170,7 +170,6 @@ class Runtime:
 
     def give_back(self) -> None:
         """Use no borrowed memory any more; compute that follows may write to it. Between passes."""
-        self.settle()  # a block that Ctrl-C has left in use would stay there once it is released
         if self._streamer is not None:
             self._streamer.give_back()
 

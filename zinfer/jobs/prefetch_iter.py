@@ -11,8 +11,7 @@ _T = TypeVar("_T")
 def ahead(items: Iterable[_T]) -> Generator[_T, None, None]:
     """The items, the next of which is made by another thread as soon as one is taken; its failure is raised here.
 
-    The thread is a daemon: an item that is still being made keeps no process from ending. `SimpleQueue`, because the
-    caller may be interrupted at any line.
+    The thread is a daemon: an item that is still being made keeps no process from ending.
     """
     asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
     made: queue.SimpleQueue[tuple[_T] | BaseException | None] = queue.SimpleQueue()

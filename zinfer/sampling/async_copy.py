@@ -19,27 +19,13 @@ def on_its_way(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if device.type != "cuda":
         return host.to(device)
-    settle(device)
     compute = torch.cuda.current_stream(device)
     own = _stream(compute.device)
-    _left[compute.device] = compute
     with torch.cuda.stream(own):
         copy = host.to(device, non_blocking=True)
     compute.wait_stream(own)
     copy.record_stream(compute)
     return copy
-
-
-def settle(device: torch.device) -> None:
-    """Return to the stream that computes, if Ctrl-C struck in `on_its_way`: what it enters it may not have left."""
-    if device.type == "cuda":
-        current = torch.cuda.current_stream(device)
-        if current.device in _left and current == _stream(current.device):
-            torch.cuda.set_stream(_left[current.device])
-
-
-_left: dict[torch.device, torch.cuda.Stream] = {}
-"""The stream that was left last for each device's own."""
 
 
 @functools.cache
