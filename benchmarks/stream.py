@@ -32,10 +32,8 @@ from result import keep, publish
 import zinfer
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.stats import RunStats
-from zinfer.planning.block_work import find_work
-from zinfer.planning.footprint import find_footprint
-from zinfer.planning.prediction import Prediction, predict
-from zinfer.planning.request import Request
+from zinfer.planning.memory import Request, find_footprint
+from zinfer.planning.step_time import Prediction, find_work, predict
 from zinfer.probe.known_rates import known_rates
 
 _GATE_LAYERS = 5

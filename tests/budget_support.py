@@ -9,7 +9,7 @@ from checkpoints import left_padded, random_prompts, tiny_checkpoint
 from engines import blocks_of, loaded
 from transformers import AutoModelForCausalLM
 
-from zinfer.planning.planner import Plan
+from zinfer.planning.placement import Plan
 
 NUM_LAYERS = 6
 

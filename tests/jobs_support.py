@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from zinfer.engine.finite_check import FiniteWatch
 from zinfer.model.layers import find_layers
 from zinfer.offload.stats import RunStats
-from zinfer.planning.prediction import PassTime, Prediction
+from zinfer.planning.step_time import PassTime, Prediction
 
 BOS, PAD, EOS = "<s>", "<pad>", "</s>"
 CHAT_TEMPLATE = (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DeepseekV3Config, GptOssConfig
 
-from zinfer.planning.outline import Outline, read_outline
+from zinfer.model.outline import Outline, read_outline
 from zinfer.planning.presets import Machine
 from zinfer.probe.limits import MachineLimits
 from zinfer.probe.rates import Rates

@@ -9,11 +9,11 @@ from plan_support import CONFIGS, machine_with, outline_of, write_config
 
 from zinfer.config import resolve_settings
 from zinfer.errors import PlanError
+from zinfer.model.outline import Outline, read_outline
 from zinfer.offload.block import Tier
-from zinfer.planning.forecast import beside_request
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
-from zinfer.planning.outline import Outline, read_outline
-from zinfer.planning.planner import Plan, make_plan
+from zinfer.planning.memory import beside_request
+from zinfer.planning.placement import Plan, make_plan
 from zinfer.planning.presets import PRESETS, Machine
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 

@@ -26,7 +26,7 @@ from zinfer.errors import ConfigError, PlanError
 from zinfer.nvme.aligned import align_up
 from zinfer.offload.block import Tier
 from zinfer.offload.chunks import covered_bytes
-from zinfer.planning.planner import Plan
+from zinfer.planning.placement import Plan
 
 __all__ = ["batch", "expected", "folder", "layer_bytes", "small_bytes", "total_bytes"]  # fixtures
 

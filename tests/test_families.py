@@ -23,7 +23,7 @@ from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError, PlanError
 from zinfer.evaluation.calibrate import measure_squares
 from zinfer.model.families import FAMILIES, Family
-from zinfer.planning.outline import read_outline
+from zinfer.model.outline import read_outline
 from zinfer.quantization.slab_matrix import SlabMatrix
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"

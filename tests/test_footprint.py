@@ -36,8 +36,7 @@ from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs.encoding import embeddings
 from zinfer.jobs.task import Pooling
 from zinfer.model.spec import ModelSpec
-from zinfer.planning.footprint import Footprint, find_encoding_footprint, find_footprint, weight_budget
-from zinfer.planning.request import Request
+from zinfer.planning.memory import Footprint, Request, find_encoding_footprint, find_footprint, weight_budget
 
 MOST_OVER = 3.0  # times the measured peak
 MOST_OVER_BYTES = 128 << 10  # what is held for scratch weighs more than a tiny model

@@ -15,8 +15,10 @@ from zinfer.config import resolve_settings
 from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.config.settings import Batching
 from zinfer.errors import ConfigError, PlanError
-from zinfer.planning.job_plan import Job, job_advice, plan_job
-from zinfer.planning.outline import read_outline
+from zinfer.model.outline import read_outline
+from zinfer.planning.advice import job_advice
+from zinfer.planning.job_plan import Job, plan_job
+from zinfer.planning.plan import Case
 from zinfer.units import duration
 
 SETTINGS = resolve_settings()
@@ -34,7 +36,7 @@ def stated(**sizes: Any) -> Any:
 
 def test_no_other_memory_or_tokens_are_faster_than_those_that_were_chosen(folder: Path) -> None:
     outline, machine = outline_of(folder), machine_with(2_000_000_000, 10**10)
-    planned = plan_job(outline, machine, SETTINGS, JOB)
+    planned = plan_job(Case(outline, machine, SETTINGS), JOB)
     assert planned.batching.tokens_per_pass is not None
     num_compared = 0
     for other in (
@@ -43,7 +45,7 @@ def test_no_other_memory_or_tokens_are_faster_than_those_that_were_chosen(folder
         {"tokens_per_pass": 2048, "kv_cache_memory": 120_000_000, "max_sequences": 128},
     ):
         try:
-            then = plan_job(outline, machine, stated(**other), JOB)
+            then = plan_job(Case(outline, machine, stated(**other)), JOB)
         except PlanError:
             continue
         assert planned.seconds <= then.seconds * 1.02
@@ -53,29 +55,29 @@ def test_no_other_memory_or_tokens_are_faster_than_those_that_were_chosen(folder
 
 def test_seconds_are_those_of_the_slowest_resource(folder: Path) -> None:
     outline, machine = outline_of(folder), machine_with(1_050_000_000, 10**10)
-    planned = plan_job(outline, machine, SETTINGS, JOB)
+    planned = plan_job(Case(outline, machine, SETTINGS), JOB)
     sample = planned.job
     num_tokens = sum(sample.prompt_lens) + sum(sample.new_tokens) - len(sample.prompt_lens)
-    passes = planned.rehearsed.num_passes
-    assert planned.rehearsed.tokens_per_pass * passes == pytest.approx(num_tokens)
+    passes = planned.simulated.num_passes
+    assert planned.simulated.tokens_per_pass * passes == pytest.approx(num_tokens)
     params = sum(block.block.nbytes for block in outline.blocks if block.is_layer) / 2
     matrix_s = 2 * params * num_tokens / machine.rates.flops_per_s
     link_s = passes * planned.plan.streamed_bytes / machine.rates.link_bytes_per_s
-    assert planned.rehearsed.seconds >= matrix_s  # fewer bytes may pass than that, once pages are lent to weights
-    assert planned.rehearsed.seconds <= 2 * (matrix_s + link_s) + 1
-    # 4,096 rows and 904 more, of which so many were rehearsed as there are in the sample.
-    row_s = planned.rehearsed.steady_s_per_token * num_tokens / len(sample.prompt_lens)
+    assert planned.simulated.seconds >= matrix_s  # fewer bytes may pass than that, once pages are lent to weights
+    assert planned.simulated.seconds <= 2 * (matrix_s + link_s) + 1
+    # 4,096 rows and 904 more, of which so many were simulated as there are in the sample.
+    row_s = planned.simulated.steady_s_per_token * num_tokens / len(sample.prompt_lens)
     num_more = 5000 - 2 * len(sample.prompt_lens)
     if len(sample.prompt_lens) <= 904:
-        assert planned.seconds == pytest.approx(2 * planned.rehearsed.seconds + num_more * row_s)
+        assert planned.seconds == pytest.approx(2 * planned.simulated.seconds + num_more * row_s)
     else:
-        whole_s = planned.rehearsed.seconds + (4096 - len(sample.prompt_lens)) * row_s
-        assert planned.seconds == pytest.approx(whole_s + planned.rehearsed.seconds * 904 / len(sample.prompt_lens))
+        whole_s = planned.simulated.seconds + (4096 - len(sample.prompt_lens)) * row_s
+        assert planned.seconds == pytest.approx(whole_s + planned.simulated.seconds * 904 / len(sample.prompt_lens))
 
 
 def test_what_is_stated_is_kept(folder: Path) -> None:
     sizes = {"tokens_per_pass": 777, "max_sequences": 33, "kv_cache_memory": 50_000_000, "kv_page_size": 16}
-    planned = plan_job(outline_of(folder), machine_with(1_500_000_000, 10**10), stated(**sizes), JOB)
+    planned = plan_job(Case(outline_of(folder), machine_with(1_500_000_000, 10**10), stated(**sizes)), JOB)
     budget = planned.budget
     assert (budget.tokens_per_pass, budget.max_sequences, budget.page_size) == (777, 33, 16)
     assert 49_000_000 < budget.footprint.kv_bytes <= 50_000_000
@@ -84,8 +86,8 @@ def test_what_is_stated_is_kept(folder: Path) -> None:
 
 def test_the_keys_make_the_same_plan_again(folder: Path) -> None:
     outline, machine = outline_of(folder), machine_with(1_500_000_000, 10**10)
-    planned = plan_job(outline, machine, SETTINGS, JOB)
-    again = plan_job(outline, machine, resolve_settings({"zinfer": planned.keys()}), JOB)
+    planned = plan_job(Case(outline, machine, SETTINGS), JOB)
+    again = plan_job(Case(outline, machine, resolve_settings({"zinfer": planned.keys()})), JOB)
     assert again.budget == planned.budget
     assert again.seconds == planned.seconds
 
@@ -93,23 +95,23 @@ def test_the_keys_make_the_same_plan_again(folder: Path) -> None:
 def test_what_does_not_fit_and_what_is_too_long_is_told(folder: Path) -> None:
     outline = outline_of(folder)
     with pytest.raises(PlanError):
-        plan_job(outline, machine_with(50_000_000, 10**10), SETTINGS, JOB)
+        plan_job(Case(outline, machine_with(50_000_000, 10**10), SETTINGS), JOB)
     too_long = r"8000 tokens and 193 new ones are more than 8192 \(the model's positions\)"
     with pytest.raises(ConfigError, match=too_long):
-        plan_job(outline, machine_with(1_500_000_000, 10**10), SETTINGS, Job(9, [8000], [193]))
+        plan_job(Case(outline, machine_with(1_500_000_000, 10**10), SETTINGS), Job(9, [8000], [193]))
 
 
 def test_fewer_bytes_are_advised_where_the_link_is_slow(folder: Path) -> None:
     outline, machine = outline_of(folder), machine_with(1_050_000_000, 10**10)
-    planned = plan_job(outline, machine, SETTINGS, JOB)
-    assert planned.rehearsed.bottleneck == "link"
-    advice = job_advice(outline, machine, SETTINGS, planned)
+    planned = plan_job(Case(outline, machine, SETTINGS), JOB)
+    assert planned.simulated.bottleneck == "link"
+    advice = job_advice(planned)
     assert any("zinfer.quantization" in each for each in advice)
     smaller = read_outline(folder, None, Quantization((QuantRule(bits=8),)))
     machine = machine_with(1_020_000_000, 10**10)
-    planned = plan_job(smaller, machine, SETTINGS, JOB)
+    planned = plan_job(Case(smaller, machine, SETTINGS), JOB)
     assert planned.plan.streamed_bytes
-    assert not any("quantization" in each for each in job_advice(smaller, machine, SETTINGS, planned))
+    assert not any("quantization" in each for each in job_advice(planned))
 
 
 def test_host_memory_is_advised_where_the_device_holds_few_texts(folder: Path, tmp_path: Path) -> None:
@@ -117,11 +119,11 @@ def test_host_memory_is_advised_where_the_device_holds_few_texts(folder: Path, t
     large, machine = outline_of(write_config(tmp_path, CONFIGS["Llama-3-70B"])), machine_with(24 * 10**9, 256 * 10**9)
     job = Job(5000, [512], [32])
     sizes = stated(tokens_per_pass=4096, max_sequences=512)
-    planned = plan_job(large, machine, sizes, job)
+    planned = plan_job(Case(large, machine, sizes), job)
     assert planned.keys().get("kv_cache_tier") is None
-    (words,) = (each for each in job_advice(large, machine, sizes, planned) if "kv_cache_tier" in each)
+    (words,) = (each for each in job_advice(planned) if "kv_cache_tier" in each)
     keys = json.loads(words[words.index("{") : words.rindex("}") + 1])
-    again = plan_job(large, machine, resolve_settings(keys), job)
+    again = plan_job(Case(large, machine, resolve_settings(keys)), job)
     assert again.budget.is_hosted
     assert again.keys() == keys["zinfer"]
     assert again.budget.kv_bytes > 4 * planned.budget.kv_bytes
@@ -129,21 +131,21 @@ def test_host_memory_is_advised_where_the_device_holds_few_texts(folder: Path, t
     assert f"{duration(again.seconds)}, {planned.seconds / again.seconds:.3g} times as fast" in words
     assert planned.seconds > 1.05 * again.seconds
     # What is stated is what the advice is for, and what is fast already is not advised against.
-    assert not any("kv_cache_tier" in each for each in job_advice(large, machine, resolve_settings(keys), again))
+    assert not any("kv_cache_tier" in each for each in job_advice(again))
     outline, machine = outline_of(folder), machine_with(10**10, 10**11)
-    planned = plan_job(outline, machine, SETTINGS, JOB)
-    assert not any("kv_cache_tier" in each for each in job_advice(outline, machine, SETTINGS, planned))
+    planned = plan_job(Case(outline, machine, SETTINGS), JOB)
+    assert not any("kv_cache_tier" in each for each in job_advice(planned))
 
 
 def test_pages_in_host_memory_cross_the_link_in_a_plan(folder: Path) -> None:
     outline = outline_of(folder)
     hosted = stated(kv_cache_tier="host", kv_cache_memory=2 * 10**9, tokens_per_pass=4096, max_sequences=512)
     fast, slow = (
-        plan_job(outline, machine_with(3 * 10**9, 10**11, rates(link_bytes_per_s=link)), hosted, JOB)
+        plan_job(Case(outline, machine_with(3 * 10**9, 10**11, rates(link_bytes_per_s=link)), hosted), JOB)
         for link in (1e12, 1e9)
     )
     assert fast.plan.streamed_bytes == 0, "all weights are at home on the device"
-    assert slow.rehearsed.bottleneck == "link"
+    assert slow.simulated.bottleneck == "link"
     assert slow.seconds > 2 * fast.seconds
 
 
@@ -202,7 +204,7 @@ def test_the_configuration_is_the_given_one_with_what_was_chosen(tmp_path: Path)
 
 
 def test_a_tier_that_was_given_up_is_not_left_in_the_configuration(folder: Path) -> None:
-    planned = plan_job(outline_of(folder), machine_with(1_500_000_000, 10**10), SETTINGS, JOB)
+    planned = plan_job(Case(outline_of(folder), machine_with(1_500_000_000, 10**10), SETTINGS), JOB)
     merged = planned.configuration({"zinfer": {"kv_cache_tier": "host", "batch_size": 3}, "dtype": "bf16"})
     assert merged == {"dtype": "bf16", "zinfer": {"batch_size": 3, **planned.keys()}}
     assert "kv_cache_tier" not in merged["zinfer"]

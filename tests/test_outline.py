@@ -13,8 +13,8 @@ from plan_support import CONFIGS, NUM_PARAMS, SMALL_LLAMA, outline_of, write_con
 
 from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import CheckpointError, PlanError
+from zinfer.model.outline import Outline, read_outline
 from zinfer.offload.block import Block
-from zinfer.planning.outline import Outline, read_outline
 
 
 def config_alone(checkpoint: Path, folder: Path) -> Path:

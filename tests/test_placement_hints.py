@@ -10,7 +10,7 @@ from engines import blocks_of, loaded
 
 from zinfer.errors import ZinferError
 from zinfer.offload.block import Tier
-from zinfer.planning.planner import Plan
+from zinfer.planning.placement import Plan
 
 __all__ = ["batch", "expected", "folder", "layer_bytes", "total_bytes"]  # fixtures
 

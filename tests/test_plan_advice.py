@@ -9,12 +9,12 @@ from plan_support import SMALL_LLAMA, machine_with, outline_of, rates, write_con
 
 from zinfer.config import Offload, Settings
 from zinfer.config.quantization_rules import Quantization, QuantRule
+from zinfer.model.outline import Outline, read_outline
 from zinfer.offload.block import Tier
 from zinfer.planning.advice import Advice, advise
-from zinfer.planning.forecast import make_forecast
-from zinfer.planning.outline import Outline, read_outline
+from zinfer.planning.memory import Request
+from zinfer.planning.plan import Case, plan_batch
 from zinfer.planning.presets import Machine
-from zinfer.planning.request import Request
 
 ROOMY = 1_200_000_000  # for the model and the CUDA context
 TIGHT = 850_000_000  # for a few layers
@@ -27,12 +27,12 @@ def outline(tmp_path_factory: pytest.TempPathFactory) -> Outline:
 
 
 def advice_for(outline: Outline, machine: Machine, settings: Settings, request: Request = REQUEST) -> list[Advice]:
-    forecast = make_forecast(outline, machine, settings, request)
-    return list(advise(outline, machine, settings, forecast))
+    forecast = plan_batch(Case(outline, machine, settings), request)
+    return list(advise(forecast))
 
 
 def tokens_per_s(outline: Outline, machine: Machine, settings: Settings, request: Request = REQUEST) -> float:
-    return make_forecast(outline, machine, settings, request).prediction.tokens_per_s
+    return plan_batch(Case(outline, machine, settings), request).prediction.tokens_per_s
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
@@ -51,12 +51,12 @@ def test_enough_host_memory_is_named_and_enough(outline: Outline) -> None:
     host = next(each for each in advice_for(outline, machine, Settings()) if "host memory" in each.change)
     assert re.fullmatch(r"[\d.]+ MB of host memory for weights instead of 20\.00 MB, so .* on disk", host.change)
     needed = round(float(host.change.split()[0]) * 1e6) + 10_000  # printed to 10 kB
-    larger = make_forecast(outline, machine_with(TIGHT, needed), Settings(), REQUEST)
+    larger = plan_batch(Case(outline, machine_with(TIGHT, needed), Settings()), REQUEST)
     assert larger.plan.num_blocks(Tier.DISK) == 0
     assert larger.prediction.tokens_per_s == pytest.approx(host.tokens_per_s)
     assert larger.plan.host_bytes == pytest.approx(needed, abs=20_000)
     weights = larger.tier_bytes[Tier.HOST]  # without a place for staging they do not all fit
-    smaller = make_forecast(outline, machine_with(TIGHT, weights), Settings(), REQUEST)
+    smaller = plan_batch(Case(outline, machine_with(TIGHT, weights), Settings()), REQUEST)
     assert smaller.plan.num_blocks(Tier.DISK) > 0
 
 
@@ -71,7 +71,7 @@ def test_a_larger_batch_is_named_while_tokens_are_free(outline: Outline) -> None
     batch = next(each for each in advice_for(outline, machine, settings) if "a batch of" in each.change)
     batch_size = int(batch.change.split()[3].replace(",", ""))
     assert batch_size > 2
-    free_tokens = make_forecast(outline, machine, settings, REQUEST).prediction.free_tokens
+    free_tokens = plan_batch(Case(outline, machine, settings), REQUEST).prediction.free_tokens
     assert batch_size <= free_tokens
     assert batch.tokens_per_s == pytest.approx(
         tokens_per_s(outline, machine, settings, replace(REQUEST, batch_size=batch_size))
@@ -98,9 +98,9 @@ def test_quantized_weights_are_named_and_what_they_bring(
 
 def test_nothing_is_advised_where_nothing_pays(outline: Outline) -> None:
     machine = machine_with(ROOMY, ROOMY, rates(flops_per_s=1e9))
-    forecast = make_forecast(outline, machine, Settings(), REQUEST)
+    forecast = plan_batch(Case(outline, machine, Settings()), REQUEST)
     assert forecast.plan.streamed_bytes == 0
-    assert advise(outline, machine, Settings(), forecast) == ()
+    assert advise(forecast) == ()
 
 
 def test_the_best_comes_first(outline: Outline) -> None:

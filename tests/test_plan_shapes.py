@@ -8,11 +8,11 @@ from plan_support import CONFIGS, NUM_PARAMS, outline_of, write_config
 
 from zinfer.config import Offload, Settings
 from zinfer.errors import ConfigError, PlanError
+from zinfer.model.outline import Outline
 from zinfer.offload.block import Tier
-from zinfer.planning.forecast import Forecast, make_forecast
-from zinfer.planning.outline import Outline
+from zinfer.planning.memory import Request
+from zinfer.planning.plan import BatchPlan, Case, plan_batch
 from zinfer.planning.presets import PRESETS, find_preset
-from zinfer.planning.request import Request
 
 REQUEST = Request(batch_size=4, prompt_len=512, new_tokens=32)
 # Homes come from the memory: 48 + 204.8 GB and 141 + 409.6 GB, less the request's part.
@@ -36,16 +36,16 @@ def preset(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def forecast(outline: Outline, preset: str) -> Forecast:
-    return make_forecast(outline, PRESETS[preset], Settings(), REQUEST)
+def forecast(outline: Outline, preset: str) -> BatchPlan:
+    return plan_batch(Case(outline, PRESETS[preset], Settings()), REQUEST)
 
 
-def test_tiers_add_up_to_the_model(forecast: Forecast, name: str) -> None:
+def test_tiers_add_up_to_the_model(forecast: BatchPlan, name: str) -> None:
     assert sum(forecast.tier_bytes.values()) == pytest.approx(2 * NUM_PARAMS[name], rel=1e-6)
     assert forecast.plan.streamed_bytes == forecast.tier_bytes[Tier.HOST] + forecast.tier_bytes[Tier.DISK]
 
 
-def test_budgets_are_kept_and_used(forecast: Forecast, preset: str, name: str) -> None:
+def test_budgets_are_kept_and_used(forecast: BatchPlan, preset: str, name: str) -> None:
     plan, device_memory = forecast.plan, PRESETS[preset].device_memory_bytes
     taken = plan.device_bytes + forecast.footprint.nbytes
     assert taken <= 0.97 * device_memory - 800_000_000
@@ -55,7 +55,7 @@ def test_budgets_are_kept_and_used(forecast: Forecast, preset: str, name: str) -
         assert plan.host_bytes > PRESETS[preset].limits.host_bytes - 2 * plan.slot_bytes
 
 
-def test_the_bottleneck_is_where_the_homes_are(forecast: Forecast, name: str, preset: str) -> None:
+def test_the_bottleneck_is_where_the_homes_are(forecast: BatchPlan, name: str, preset: str) -> None:
     on_disk = (name, preset) in ON_DISK
     assert (forecast.plan.num_blocks(Tier.DISK) > 0) == on_disk
     # Of Mixtral so few layers are left on disk that the link takes longer with all of those that are streamed.
@@ -63,7 +63,7 @@ def test_the_bottleneck_is_where_the_homes_are(forecast: Forecast, name: str, pr
     assert forecast.prediction.decode.bottleneck == ("disk" if disk_bound else "link")
 
 
-def test_seconds_are_the_arithmetic(forecast: Forecast, preset: str, name: str) -> None:
+def test_seconds_are_the_arithmetic(forecast: BatchPlan, preset: str, name: str) -> None:
     rates, prediction = PRESETS[preset].rates, forecast.prediction
     disk_s = forecast.tier_bytes[Tier.DISK] / rates.disk_bytes_per_s
     link_s = forecast.plan.streamed_bytes / rates.link_bytes_per_s
@@ -85,33 +85,33 @@ def test_seconds_are_the_arithmetic(forecast: Forecast, preset: str, name: str) 
 
 def test_a_batch_whose_cache_does_not_fit_says_what_to_lower(outline: Outline, preset: str, name: str) -> None:
     with pytest.raises(PlanError, match=r"the request does not fit: the KV cache takes .* lower the batch size first"):
-        make_forecast(outline, PRESETS[preset], Settings(), Request(4096, 512, 128))
+        plan_batch(Case(outline, PRESETS[preset], Settings()), Request(4096, 512, 128))
 
 
 def test_a_cache_that_leaves_too_little_for_slots_says_so(outline: Outline, preset: str, name: str) -> None:
     machine = replace(PRESETS[preset], device_memory_bytes=16_000_000_000)
     with pytest.raises(PlanError, match=r"the request does not fit: .* of 16\.00 GB device memory"):
-        make_forecast(outline, machine, Settings(), Request(24 if name.startswith("Llama") else 8, 1024, 64))
+        plan_batch(Case(outline, machine, Settings()), Request(24 if name.startswith("Llama") else 8, 1024, 64))
 
 
 def test_a_stated_device_budget_must_leave_room_for_the_request(outline: Outline, preset: str) -> None:
     memory = replace(Settings().memory, max_device_memory=PRESETS[preset].device_memory_bytes)
     settings = Settings(memory=memory)
     with pytest.raises(PlanError, match=r"zinfer\.max_device_memory is .* only \d+ bytes"):
-        make_forecast(outline, find_preset(preset, settings), settings, REQUEST)
+        plan_batch(Case(outline, find_preset(preset, settings), settings), REQUEST)
 
 
 def test_stated_budgets_are_kept(outline: Outline, preset: str) -> None:
     memory = replace(Settings().memory, max_device_memory=24_000_000_000, max_host_memory=30_000_000_000)
     settings = Settings(memory=memory)
-    forecast = make_forecast(outline, find_preset(preset, settings), settings, REQUEST)
+    forecast = plan_batch(Case(outline, find_preset(preset, settings), settings), REQUEST)
     assert forecast.plan.device_bytes <= 24_000_000_000
     assert forecast.plan.pinned_bytes <= forecast.plan.host_bytes <= 30_000_000_000
     assert forecast.prediction.decode.bottleneck == "disk"
 
 
 def test_offload_to_disk_is_heeded(outline: Outline, preset: str) -> None:
-    forecast = make_forecast(outline, PRESETS[preset], Settings(offload=Offload(device="nvme")), REQUEST)
+    forecast = plan_batch(Case(outline, PRESETS[preset], Settings(offload=Offload(device="nvme"))), REQUEST)
     assert forecast.plan.num_blocks(Tier.DISK) == len(outline.layers)
     assert forecast.tier_bytes[Tier.HOST] == 0
 
@@ -119,10 +119,10 @@ def test_offload_to_disk_is_heeded(outline: Outline, preset: str) -> None:
 def test_too_long_sequences_are_refused(tmp_path: Path) -> None:
     outline = outline_of(write_config(tmp_path, CONFIGS["OPT-175B"]))
     with pytest.raises(ConfigError, match=r"more than 2048 \(the model's positions\)"):
-        make_forecast(outline, PRESETS["h200"], Settings(), Request(1, 2000, 49))
-    make_forecast(outline, PRESETS["h200"], Settings(), Request(1, 2000, 48))
+        plan_batch(Case(outline, PRESETS["h200"], Settings()), Request(1, 2000, 49))
+    plan_batch(Case(outline, PRESETS["h200"], Settings()), Request(1, 2000, 48))
     with pytest.raises(ConfigError, match=r"more than 100 \(max_out_tokens\)"):
-        make_forecast(outline, PRESETS["h200"], Settings(max_out_tokens=100), Request(1, 90, 11))
+        plan_batch(Case(outline, PRESETS["h200"], Settings(max_out_tokens=100)), Request(1, 90, 11))
 
 
 def test_presets_refuse_what_they_do_not_know() -> None:

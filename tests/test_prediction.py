@@ -11,16 +11,14 @@ from plan_support import SMALL_LLAMA, machine_with, outline_of, rates, write_con
 from transformers import AutoConfig
 
 from zinfer.config import Offload, Settings, resolve_settings
+from zinfer.model.outline import Outline, read_outline
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block, Extent, Home, SlabLayout, Tier
-from zinfer.planning.block_work import BlockWork, between_bytes, find_work
-from zinfer.planning.footprint import Footprint
-from zinfer.planning.forecast import make_forecast
-from zinfer.planning.outline import Outline, read_outline
-from zinfer.planning.planner import Plan
-from zinfer.planning.prediction import PassClock, predict
+from zinfer.planning.memory import Footprint, Request
+from zinfer.planning.placement import Plan
+from zinfer.planning.plan import Case, plan_batch
 from zinfer.planning.presets import PRESETS
-from zinfer.planning.request import Request
+from zinfer.planning.step_time import BlockWork, PassClock, between_bytes, find_work, predict
 
 NUM_BLOCKS = 4
 NUM_PARAMS = 1 << 20
@@ -162,7 +160,7 @@ def outline(tmp_path_factory: pytest.TempPathFactory) -> Outline:
 
 def test_a_real_plan_that_the_link_bounds(outline: Outline) -> None:
     settings = Settings(offload=Offload(device="cpu"))
-    forecast = make_forecast(outline, machine_with(2_000_000_000, 2_000_000_000), settings, REQUEST)
+    forecast = plan_batch(Case(outline, machine_with(2_000_000_000, 2_000_000_000), settings), REQUEST)
     assert forecast.plan.num_blocks(Tier.HOST) == 14
     assert forecast.prediction.decode.bottleneck == "link"
     assert forecast.prediction.decode.seconds == pytest.approx(forecast.plan.streamed_bytes / 10e9, rel=1e-9)
@@ -170,7 +168,7 @@ def test_a_real_plan_that_the_link_bounds(outline: Outline) -> None:
 
 def test_a_real_plan_that_the_disk_bounds(outline: Outline) -> None:
     settings = Settings(offload=Offload(device="nvme"))
-    forecast = make_forecast(outline, machine_with(2_000_000_000, 2_000_000_000), settings, REQUEST)
+    forecast = plan_batch(Case(outline, machine_with(2_000_000_000, 2_000_000_000), settings), REQUEST)
     assert forecast.plan.num_blocks(Tier.DISK) == 14
     assert forecast.prediction.decode.bottleneck == "disk"
     assert forecast.prediction.decode.seconds == pytest.approx(forecast.plan.streamed_bytes / 2e9, rel=1e-9)

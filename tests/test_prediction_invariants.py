@@ -11,10 +11,10 @@ from plan_support import SMALL_LLAMA, machine_with, outline_of, write_config
 
 from zinfer.config import Offload, Settings
 from zinfer.errors import PlanError
-from zinfer.planning.forecast import Forecast, make_forecast
-from zinfer.planning.outline import Outline
+from zinfer.model.outline import Outline
+from zinfer.planning.memory import Request
+from zinfer.planning.plan import BatchPlan, Case, plan_batch
 from zinfer.planning.presets import Machine
-from zinfer.planning.request import Request
 from zinfer.probe.rates import Rates
 
 RESERVE_BYTES = 830_000_000  # of a device of little more than that
@@ -48,9 +48,9 @@ def machine(outline: Outline, device_share: float, host_share: float, rates: Rat
     return machine_with(device_bytes, LEAST_STAGING_BYTES + int(host_share * outline.nbytes), rates)
 
 
-def forecast_or_reject(outline: Outline, machine: Machine, settings: Settings, request: Request) -> Forecast:
+def forecast_or_reject(outline: Outline, machine: Machine, settings: Settings, request: Request) -> BatchPlan:
     try:
-        return make_forecast(outline, machine, settings, request)
+        return plan_batch(Case(outline, machine, settings), request)
     except PlanError:
         assume(False)
         raise AssertionError("assume raises") from None
@@ -94,8 +94,8 @@ def test_more_memory_never_predicts_slower(
     settings = Settings(num_slots=num_slots, offload=Offload(device=offload))  # type: ignore[arg-type]
     request = Request(2, 16, 4)
     less = forecast_or_reject(outline, machine(outline, device_share, host_share, rates), settings, request)
-    more = make_forecast(
-        outline, machine(outline, device_share + more_device, host_share + more_host, rates), settings, request
+    more = plan_batch(
+        Case(outline, machine(outline, device_share + more_device, host_share + more_host, rates), settings), request
     )
     assert more.prediction.tokens_per_s >= less.prediction.tokens_per_s * (1 - 1e-9)
     assert more.prediction.decode.link_s <= less.prediction.decode.link_s * (1 + 1e-9)
@@ -109,14 +109,14 @@ def test_a_faster_machine_never_predicts_slower(
     before = forecast_or_reject(outline, lent, Settings(), request).prediction
     name = f"{faster}_bytes_per_s"
     doubled = replace(rates, **{name: 2 * getattr(rates, name)})
-    after = make_forecast(outline, replace(lent, rates=doubled), Settings(), request).prediction
+    after = plan_batch(Case(outline, replace(lent, rates=doubled), Settings()), request).prediction
     assert before.tokens_per_s <= after.tokens_per_s <= 2.000001 * before.tokens_per_s
 
 
 def test_a_cpu_plan_has_no_copies_into_staging(outline: Outline) -> None:
     lent = machine_with(2_000_000_000, 2_000_000_000)
     lent = replace(lent, limits=replace(lent.limits, device=torch.device("cpu")))
-    forecast = make_forecast(outline, lent, Settings(offload=Offload(device="cpu")), Request(2, 16, 4))
+    forecast = plan_batch(Case(outline, lent, Settings(offload=Offload(device="cpu"))), Request(2, 16, 4))
     assert forecast.plan.pinned_bytes == 0
     assert forecast.prediction.decode.host_s == 0
     assert forecast.prediction.decode.link_s == pytest.approx(forecast.plan.streamed_bytes / 10e9, rel=1e-9)

@@ -9,10 +9,10 @@ from checkpoints import random_prompts, tiny_checkpoint
 
 from zinfer import LLM, SamplingParams
 from zinfer.errors import PlanError
-from zinfer.planning.footprint import Footprint
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.planning.prediction import PassTime
-from zinfer.planning.simulation import predict_job
+from zinfer.planning.memory import Footprint
+from zinfer.planning.simulation import JobEstimator
+from zinfer.planning.step_time import PassTime
 from zinfer.scheduling.schedule import PassSize
 
 
@@ -56,14 +56,14 @@ def test_seconds_are_the_sum_of_the_passes() -> None:
 
     pages = Footprint(0, 0, 0)
     budget = BatchingBudget(100, 40, 10, 64, 16, torch.float16, "arrival", lends=True, footprint=pages)
-    found = predict_job(sizes, 8, budget, pass_time)
+    found = JobEstimator(budget, None, 8, pass_time).of_passes(sizes)
     assert seen == [(100, 4, 1200, 5000, 3, 0), (10, 10, 3200, 0, 1, 0), (10, 10, 3280, 0, 1, 384)]
     assert came == [0, 0, 0]
     hosted = replace(budget, footprint=Footprint(3, 0, 0, host_bytes=10 * 64 * 16 * 8))
-    predict_job(sizes, 8, hosted, pass_time)
+    JobEstimator(hosted, None, 8, pass_time).of_passes(sizes)
     # What was written before the pass, and half a page a text; never more than all pages.
     assert came[3:] == [8 * (50 + 32), 8 * (390 + 80), 8 * (400 + 80)]
-    predict_job(sizes, 8, replace(hosted, num_pages=20), pass_time)
+    JobEstimator(replace(hosted, num_pages=20), None, 8, pass_time).of_passes(sizes)
     assert came[6:] == [8 * (50 + 32), 8 * 320, 8 * 320]
     assert found.seconds == 5.0 + 2.0 + 2.0
     assert (found.num_passes, found.tokens_per_pass, found.bottleneck) == (3, 40.0, "link")

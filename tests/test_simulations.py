@@ -1,4 +1,4 @@
-"""Rehearsals of one job under many budgets: kept ones are those made anew, and names of pages change none of them."""
+"""Simulations of one job under many budgets: kept ones are those made anew, and names of pages change none of them."""
 
 import random
 from dataclasses import replace
@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zinfer.planning import simulations as rehearsals
-from zinfer.planning.footprint import Footprint
+from zinfer.planning import simulation
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.planning.simulation import simulate
-from zinfer.planning.simulations import Rehearsals
+from zinfer.planning.memory import Footprint
+from zinfer.planning.simulation import Simulations, simulate
 from zinfer.scheduling.schedule import PassSize
 from zinfer.scheduling.sequence import Sequence as Text
 
@@ -47,7 +46,7 @@ def with_names(
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_what_is_kept_is_what_would_be_rehearsed_anew(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+def test_what_is_kept_is_what_would_be_simulated_anew(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     draw, num_anew, num_preempted = random.Random(5), 0, 0
 
     def counting(*args: object) -> list[PassSize]:
@@ -55,10 +54,10 @@ def test_what_is_kept_is_what_would_be_rehearsed_anew(monkeypatch: pytest.Monkey
         num_anew += 1
         return simulate(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rehearsals, "simulate", counting)
+    monkeypatch.setattr(simulation, "simulate", counting)
     for _ in range(20):
         budget, lengths = budget_of(draw), lengths_of(draw)
-        kept = Rehearsals(*lengths, window)
+        kept = Simulations(*lengths, window)
         for limit in LIMITS:
             limited = replace(budget, tokens_per_pass=limit)
             wanted = with_names(*lengths, limited, window)

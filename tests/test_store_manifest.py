@@ -16,7 +16,7 @@ from zinfer.checkpoint import Checkpoint
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantize import quantize
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.planning.outline import read_outline
+from zinfer.model.outline import read_outline
 from zinfer.quantization.native.identity import Identity
 from zinfer.quantization.native.manifest import (
     MANIFEST_NAME,

@@ -26,11 +26,10 @@ from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
-from zinfer.planning.footprint import Footprint
-from zinfer.planning.job_estimator import JobEstimator
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
-from zinfer.planning.planner import Plan
-from zinfer.planning.simulation import JobPrediction
+from zinfer.planning.memory import Footprint
+from zinfer.planning.placement import Plan
+from zinfer.planning.simulation import JobEstimator, JobPrediction
 from zinfer.probe.limits import find_limits
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.prompt_encoder import PromptLike, find_tokenizer

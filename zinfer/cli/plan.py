@@ -1,6 +1,7 @@
 """`zinfer plan`: what a run would take and how fast it would be, before there is a GPU or even the weights."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from zinfer.display import print_text
 if TYPE_CHECKING:
     from zinfer.config import Settings
     from zinfer.errors import PlanError
+    from zinfer.planning.plan import Case
     from zinfer.planning.presets import Machine
 
 
@@ -36,7 +38,7 @@ def plan(
     """
     if machine == "list":
         with importing():
-            from zinfer.planning.table import preset_table
+            from zinfer.planning.tables import preset_table
         with failing_disk_explained():
             Console().print(preset_table())
         return
@@ -72,32 +74,23 @@ def _print_plan(
         from zinfer.config import resolve_settings
         from zinfer.errors import PlanError
         from zinfer.planning.advice import advise, fitting_changes
-        from zinfer.planning.forecast import make_forecast
-        from zinfer.planning.job_plan import Job, fits
-        from zinfer.planning.outline import read_outline
-        from zinfer.planning.presets import this_machine
-        from zinfer.planning.request import Request
-        from zinfer.planning.table import plan_document, plan_table
+        from zinfer.planning.memory import Request
+        from zinfer.planning.plan import plan_batch
+        from zinfer.planning.tables import plan_document, plan_table
 
     settings, request = resolve_settings(config), Request(*lengths)
-    named = _named_machine(machine_name, probe, settings, model)
-    outline = read_outline(model, settings.dtype, settings.quantization)
-    machine = named or this_machine(settings, outline.files)
+    case = _case(machine_name, probe, settings, model)
     try:
-        forecast = make_forecast(outline, machine, settings, request)
+        planned = plan_batch(case, request)
     except PlanError as error:
-        changes = list(fitting_changes(outline, machine, settings, request))
-        size, prompt_len, new_tokens = lengths
-        if fits(outline, machine, settings, Job(size, [prompt_len], [new_tokens])):
-            changes.insert(0, f"a job that shares its passes (--rows {size} instead of --batch-size)")
-        raise _with_changes(error, changes) from error
-    advice = advise(outline, machine, settings, forecast)
+        raise _with_changes(error, fitting_changes(case, request)) from error
+    advice = advise(planned)
     if as_json:
-        print(json.dumps(plan_document(outline, machine, forecast, advice), indent=2))
+        print(json.dumps(plan_document(planned, advice), indent=2))
         return
     console = Console()
-    console.print(plan_table(outline, machine, forecast))
-    for line in (str(forecast.prediction), *(f"advice: {each}" for each in advice)):
+    console.print(plan_table(planned))
+    for line in (str(planned.prediction), *(f"advice: {each}" for each in advice)):
         print_text(console, line)
 
 
@@ -117,33 +110,30 @@ def _print_job(
         from zinfer.config.source import config_source
         from zinfer.errors import ConfigError, PlanError
         from zinfer.jobs.lengths import sample_lengths
-        from zinfer.planning.job_plan import Job, fitting_changes, job_advice, plan_job
-        from zinfer.planning.job_table import job_document, job_table
-        from zinfer.planning.outline import read_outline
-        from zinfer.planning.presets import this_machine
+        from zinfer.planning.advice import fitting_job_changes, job_advice
+        from zinfer.planning.job_plan import Job, plan_job
+        from zinfer.planning.tables import job_document, job_table
 
     if rows is not None and input is not None:
         raise ConfigError("--rows and --input both say how many rows there are; remove one of the two")
     settings, given = resolve_settings(config), config_source(config).keys
-    named = _named_machine(machine_name, probe, settings, model)
-    outline = read_outline(model, settings.dtype, settings.quantization)
-    machine = named or this_machine(settings, outline.files)
+    case = _case(machine_name, probe, settings, model)
     prompt_len, new_tokens = lengths
     num_looked_at = num_unusable = 0
     job = Job(rows or 1, [prompt_len], [new_tokens])
     if input is not None:
-        limits = outline.limits(settings)
-        job, num_looked_at, num_unusable = sample_lengths(input, model, outline.spec.vocab, new_tokens, limits)
+        vocab, limits = case.outline.spec.vocab, case.outline.limits(settings)
+        job, num_looked_at, num_unusable = sample_lengths(input, model, vocab, new_tokens, limits)
     try:
-        planned = plan_job(outline, machine, settings, job)
+        planned = plan_job(case, job)
     except PlanError as error:
-        raise _with_changes(error, list(fitting_changes(outline, machine, settings, job))) from error
-    advice = job_advice(outline, machine, settings, planned, given)
+        raise _with_changes(error, fitting_job_changes(case, job)) from error
+    advice = job_advice(planned, given)
     if as_json:
-        print(json.dumps(job_document(outline, machine, job, planned, advice, given), indent=2))
+        print(json.dumps(job_document(job, planned, advice, given), indent=2))
         return
     console = Console()
-    console.print(job_table(outline, machine, job, planned))
+    console.print(job_table(job, planned))
     if num_unusable:
         of_all = f"{num_unusable:,} of {num_looked_at:,} rows"
         print_text(console, f"{of_all} that were looked at get an error, and are left out")
@@ -152,16 +142,28 @@ def _print_job(
         print_text(console, line)
 
 
-def _with_changes(error: "PlanError", changes: list[str]) -> "PlanError":
+def _with_changes(error: "PlanError", changes: Iterable[str]) -> "PlanError":
     from zinfer.errors import PlanError
 
-    return PlanError(f"{error}; what would fit: {', or '.join(changes)}") if changes else error
+    words = ", or ".join(changes)
+    return PlanError(f"{error}; what would fit: {words}") if words else error
+
+
+def _case(machine_name: str | None, probe: Path | None, settings: "Settings", model: Path) -> "Case":
+    """The model that is planned for, on its machine; a machine that cannot be planned for is refused first."""
+    from zinfer.model.outline import read_outline
+    from zinfer.planning.plan import Case
+    from zinfer.planning.presets import this_machine
+
+    named = _named_machine(machine_name, probe, settings, model)
+    outline = read_outline(model, settings.dtype, settings.quantization)
+    return Case(outline, named or this_machine(settings, outline.files), settings)
 
 
 def _named_machine(name: str | None, probe: Path | None, settings: "Settings", model: Path) -> "Machine | None":
     """What can be told before the model is read, which takes its time; None: this machine, by the model's files."""
     from zinfer.errors import ConfigError
-    from zinfer.planning.outline import holds_config_alone
+    from zinfer.model.outline import holds_config_alone
     from zinfer.planning.presets import find_preset, probed_machine, this_machine
 
     if name is not None and probe is not None:

@@ -31,10 +31,9 @@ from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.trace import Trace
-from zinfer.planning.footprint import Footprint
-from zinfer.planning.planner import Plan
-from zinfer.planning.prediction import Prediction
-from zinfer.planning.request import Request
+from zinfer.planning.memory import Footprint, Request
+from zinfer.planning.placement import Plan
+from zinfer.planning.step_time import Prediction
 from zinfer.probe.limits import find_limits, free_device_bytes
 
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]

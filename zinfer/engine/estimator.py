@@ -15,16 +15,12 @@ from zinfer.errors import ConfigError
 from zinfer.model.build import find_dtype
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec
-from zinfer.planning.block_work import BlockWork, find_work
-from zinfer.planning.footprint import Footprint, find_footprint
-from zinfer.planning.forecast import beside_request
-from zinfer.planning.planner import Plan
-from zinfer.planning.prediction import PassClock, PassTime, Prediction, disk_spares_time, predict
-from zinfer.planning.request import Request
+from zinfer.planning.memory import Footprint, Request, beside_request, find_footprint
+from zinfer.planning.placement import Plan
+from zinfer.planning.step_time import BlockWork, PassClock, PassTime, Prediction, disk_spares_time, find_work, predict
 from zinfer.probe.known_rates import known_rates
 from zinfer.probe.limits import MachineLimits, free_device_bytes
 from zinfer.probe.rates import Rates
-from zinfer.quantization.slab_matrix import most_dequantized_bytes
 
 
 def beside_others(
@@ -40,16 +36,15 @@ def beside_others(
         ConfigError: it states one, and the module does not say how wide its activations are.
         PlanError: too little is left.
     """
-    if reserve is not None:
-        dequantized_bytes = most_dequantized_bytes(block.block for block in blocks)
-        whole = replace(reserve, activation_bytes=reserve.activation_bytes + dequantized_bytes)
-        return beside_request(limits, free_device_bytes(limits), settings, whole)
     batch = settings.batch
-    if batch.batch_size is None or batch.prompt_len is None or batch.new_tokens is None:
+    if reserve is not None:
+        taken = reserve.dequantizing(block.block for block in blocks)
+    elif batch.batch_size is None or batch.prompt_len is None or batch.new_tokens is None:
         return limits
-    request = Request(batch.batch_size, batch.prompt_len, batch.new_tokens)
-    footprint = _footprint(module, blocks, request, "zinfer.batch_size", limits.on_cuda)
-    return beside_request(limits, free_device_bytes(limits), settings, footprint)
+    else:
+        request = Request(batch.batch_size, batch.prompt_len, batch.new_tokens)
+        taken = _footprint(module, blocks, request, "zinfer.batch_size", on_cuda=limits.on_cuda)
+    return beside_request(limits, free_device_bytes(limits), settings, taken)
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,7 @@ class PassEstimator:
             ConfigError: files that cannot be read, or a module that does not say of what shape it is.
             PlanError: the model is no decoder that generates, or keeps a state whose size is not known.
         """
-        footprint = _footprint(self.module, self.blocks, request, "predict", self.device.type == "cuda")
+        footprint = _footprint(self.module, self.blocks, request, "predict", on_cuda=self.device.type == "cuda")
         return predict(self.plan, self._work, self.rates, request, footprint)
 
     def pass_time(self, num_tokens: int, num_rows: int, **sizes: int) -> PassTime:
@@ -86,7 +81,7 @@ class PassEstimator:
         return self._clock.pass_time(num_tokens, num_rows, **sizes)
 
     def disk_spares_time(self, token_bytes: int) -> bool:
-        """As `prediction.disk_spares_time`.
+        """As `step_time.disk_spares_time`.
 
         The disk is the checkpoint's; of a module with its weights in memory no disk is known, and none spares anything.
         """
@@ -111,11 +106,10 @@ class PassEstimator:
 
 
 def _footprint(
-    module: nn.Module, blocks: Sequence[ModelBlock], request: Request, caller: str, on_cuda: bool
+    module: nn.Module, blocks: Sequence[ModelBlock], request: Request, caller: str, *, on_cuda: bool
 ) -> Footprint:
-    dequantized_bytes = most_dequantized_bytes(block.block for block in blocks)
-    spec = _spec(module, caller)
-    return find_footprint(spec, find_dtype(module), request, on_cuda=on_cuda, dequantized_bytes=dequantized_bytes)
+    footprint = find_footprint(_spec(module, caller), find_dtype(module), request, on_cuda=on_cuda)
+    return footprint.dequantizing(block.block for block in blocks)
 
 
 def _spec(module: nn.Module, caller: str) -> ModelSpec:

@@ -8,7 +8,7 @@ import torch
 from zinfer.config import Settings
 from zinfer.graphs.capturer import CudaRecorder, GraphCapturer
 from zinfer.graphs.forward_graphs import ForwardGraphs
-from zinfer.planning.planner import Plan
+from zinfer.planning.placement import Plan
 
 log = logging.getLogger(__name__)
 

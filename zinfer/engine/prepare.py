@@ -18,8 +18,8 @@ from zinfer.model.quantized_forms import check_patterns, find_activations, find_
 from zinfer.model.weight_matching import Weight, load_buffers, match_weights
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchFile
-from zinfer.planning.footprint import Footprint
-from zinfer.planning.planner import Plan, make_plan
+from zinfer.planning.memory import Footprint
+from zinfer.planning.placement import Plan, make_plan
 from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.store.packed_cache import stored_copy

@@ -29,7 +29,7 @@ from zinfer.offload.streamer import Streamer
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.trace import Trace
 from zinfer.offload.transfer_lane import TransferLane
-from zinfer.planning.planner import Plan
+from zinfer.planning.placement import Plan
 from zinfer.probe.rates import Rates
 
 _MOST_NUM_THREADS: Final = 64

@@ -18,7 +18,7 @@ from zinfer.jobs.token_rows import right_padded
 from zinfer.model.build import find_dtype
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec
-from zinfer.planning.footprint import Footprint, find_encoding_footprint
+from zinfer.planning.memory import Footprint, find_encoding_footprint
 
 TOKENS_PER_PASS: Final = 16384
 

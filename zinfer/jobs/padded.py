@@ -23,7 +23,7 @@ from zinfer.jobs.text import Text, TextSampler, TextStops
 from zinfer.jobs.timeline import Load
 from zinfer.jobs.token_rows import right_padded
 from zinfer.model.context_length import is_encoder_decoder
-from zinfer.planning.prediction import Prediction
+from zinfer.planning.step_time import Prediction
 from zinfer.requests.completion import Completion
 from zinfer.requests.stop_criteria import find_end_token_ids
 from zinfer.sampling.sampler import Sampler

@@ -1,24 +1,25 @@
 """What to change for more tokens a second: each change is planned and predicted anew, and named only if it pays."""
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from zinfer.config import Memory, Settings
+from zinfer.config import Memory
 from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import ConfigError, PlanError
 from zinfer.offload.block import Tier
-from zinfer.planning.forecast import Forecast, make_forecast
-from zinfer.planning.outline import Outline
-from zinfer.planning.prediction import speed
-from zinfer.planning.presets import Machine
-from zinfer.planning.request import Request
+from zinfer.planning.job_plan import Job, JobPlan, plan_job, plan_sizes
+from zinfer.planning.memory import Request
+from zinfer.planning.plan import BatchPlan, Case, plan_batch
+from zinfer.planning.step_time import speed
 from zinfer.quantization.slab_matrix import SlabMatrix
-from zinfer.units import human_bytes
+from zinfer.units import duration, human_bytes
 
 _QUANTIZED: Final[tuple[tuple[Literal[4, 8], int | None], ...]] = ((8, None), (4, 128))
-LEAST_GAIN: Final = 1.05  # less is within the prediction's own error
+_LEAST_GAIN: Final = 1.05  # less is within the prediction's own error
 
 
 @dataclass(frozen=True)
@@ -33,118 +34,159 @@ class Advice:
         return f"{self.change}: {speed(self.tokens_per_s)}, {self.gain:.3g} times as many"
 
 
-def advise(outline: Outline, machine: Machine, settings: Settings, forecast: Forecast) -> tuple[Advice, ...]:
-    """Changes that pay, the largest gain first; each is by itself, on top of the forecast's own circumstances."""
-    now = forecast.prediction.tokens_per_s
-    changes = [
-        *_without_offload_device(outline, machine, settings, forecast),
-        *_with_host_memory(outline, machine, settings, forecast),
-        *_with_larger_batch(outline, machine, settings, forecast),
-        *_with_quantized_weights(outline, machine, settings, forecast),
-    ]
-    found = [Advice(change, then, then / now) for change, then in changes if then >= now * LEAST_GAIN]
+def advise(planned: BatchPlan) -> tuple[Advice, ...]:
+    """Changes that pay, the largest gain first; each is by itself, on top of what was planned."""
+    now = planned.prediction.tokens_per_s
+    tried = (_without_offload_device, _with_host_memory, _with_larger_batch, _with_quantized_weights)
+    changes = [(change, then.prediction.tokens_per_s) for each in tried for change, then in each(planned)]
+    found = [Advice(change, then, then / now) for change, then in changes if then >= now * _LEAST_GAIN]
     return tuple(sorted(found, key=lambda advice: -advice.gain))
 
 
-def fitting_changes(outline: Outline, machine: Machine, settings: Settings, request: Request) -> Iterator[str]:
+def fitting_changes(case: Case, request: Request) -> Iterator[str]:
     """What would do where a request does not fit: each change was planned, and does."""
+    if _fits(case, Job(request.batch_size, [request.prompt_len], [request.new_tokens])):
+        yield f"a job that shares its passes (--rows {request.batch_size} instead of --batch-size)"
     batch_size = request.batch_size
     while batch_size := batch_size // 2:
-        if _try(outline, machine, settings, replace(request, batch_size=batch_size)) is not None:
+        if _try(case, replace(request, batch_size=batch_size)) is not None:
             yield f"--batch-size {batch_size}"
             break
-    for change, smaller in quantized_outlines(outline, settings):
-        if _try(smaller, machine, settings, request) is not None:
+    for change, smaller in _quantized(case):
+        if _try(smaller, request) is not None:
             yield change
 
 
-def _without_offload_device(
-    outline: Outline, machine: Machine, settings: Settings, forecast: Forecast
-) -> Iterator[tuple[str, float]]:
-    """An explicit device keeps layers off faster memory, however much of that lies idle."""
+def job_advice(planned: JobPlan, given: Mapping[str, Any] | None = None) -> list[str]:
+    """Changes that pay, the largest gain first; each is by itself. Those of numbers lose a little accuracy.
+
+    Args:
+        given: the configuration as it was written, for advice that is a whole one.
+    """
+    case, batching = planned.case, planned.batching
+    tried = []
+    if batching.kv_cache_dtype == "auto":
+        tried.append(('zinfer.kv_cache_dtype "int8"', case, replace(batching, kv_cache_dtype="int8")))
+    if planned.plan.streamed_bytes:
+        tried += [(words, smaller, batching) for words, smaller in _quantized(case)]
+    plans: list[tuple[str, JobPlan]] = []
+    for words, other, sizes in tried:
+        with suppress(PlanError):
+            plans.append((words, plan_sizes(other, sizes, planned.job, planned.simulations)))
+    if (moved := _in_other_memory(planned)) is not None:
+        where = "host" if moved.budget.is_hosted else "device"
+        plans.append((f"KV cache in {where} memory, {json.dumps(moved.configuration(given or {}))}", moved))
+    gains = [(planned.seconds / then.seconds, words, then) for words, then in plans]
+    found = [
+        (gain, f"{words}: {duration(then.seconds)}, {gain:.3g} times as fast")
+        for gain, words, then in gains
+        if gain >= _LEAST_GAIN
+    ]
+    return [words for _, words in sorted(found, reverse=True)]
+
+
+def fitting_job_changes(case: Case, job: Job) -> Iterator[str]:
+    """What would do where a job does not fit: each change was planned, and does."""
+    for words, smaller in _quantized(case):
+        if _fits(smaller, job):
+            yield words
+
+
+def _without_offload_device(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
+    """An explicit device keeps layers off faster memory, however much of that is idle."""
+    settings = planned.case.settings
     device = settings.offload.device
     if device in (None, "none"):
         return
     freed = replace(settings, offload=replace(settings.offload, device=None))
-    then = _try(outline, machine, freed, forecast.request)
-    if then is None:
-        return
-    idle_bytes = forecast.limits.device_bytes - forecast.plan.device_bytes
-    yield (
-        f'remove zero_optimization.offload_param.device "{device}", which leaves {human_bytes(idle_bytes)} of device '
-        f"memory idle",
-        then.prediction.tokens_per_s,
-    )
+    then = _try(replace(planned.case, settings=freed), planned.request)
+    if then is not None:
+        idle_bytes = planned.limits.device_bytes - planned.plan.device_bytes
+        yield (
+            f'remove zero_optimization.offload_param.device "{device}", which leaves {human_bytes(idle_bytes)} of '
+            f"device memory idle",
+            then,
+        )
 
 
-def _with_host_memory(
-    outline: Outline, machine: Machine, settings: Settings, forecast: Forecast
-) -> Iterator[tuple[str, float]]:
+def _with_host_memory(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
     """Enough host memory that no block is left on disk."""
-    if not forecast.plan.num_blocks(Tier.DISK) or settings.offload.device == "nvme":
+    settings, machine = planned.case.settings, planned.case.machine
+    if not planned.plan.num_blocks(Tier.DISK) or settings.offload.device == "nvme":
         return
     memory = Memory(max_device_memory=settings.memory.max_device_memory)
     freed = replace(settings, memory=memory, offload=replace(settings.offload, max_in_cpu=None))
-    limits = replace(machine.limits, host_bytes=sys.maxsize, pinned_bytes=sys.maxsize)
-    then = _try(outline, replace(machine, limits=limits), freed, forecast.request)
-    if then is None:
-        return
-    needed, had = then.plan.host_bytes, forecast.limits.host_bytes
-    if needed > had:
-        change = f"{human_bytes(needed)} of host memory for weights instead of {human_bytes(had)}"
-    else:
+    larger = replace(machine, limits=replace(machine.limits, host_bytes=sys.maxsize, pinned_bytes=sys.maxsize))
+    then = _try(replace(planned.case, machine=larger, settings=freed), planned.request)
+    if then is not None:
+        needed, had = then.plan.host_bytes, planned.limits.host_bytes
         change = "raise zinfer.max_pinned_memory or remove offload_param.max_in_cpu"
-    yield f"{change}, so that nothing stays on disk", then.prediction.tokens_per_s
+        if needed > had:
+            change = f"{human_bytes(needed)} of host memory for weights instead of {human_bytes(had)}"
+        yield f"{change}, so that nothing stays on disk", then
 
 
-def _with_larger_batch(
-    outline: Outline, machine: Machine, settings: Settings, forecast: Forecast
-) -> Iterator[tuple[str, float]]:
+def _with_larger_batch(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
     """The batch, doubled again and again up to the free tokens, that gives the most while it fits."""
-    request, best, batch_size = forecast.request, forecast, forecast.request.batch_size
-    while (batch_size := batch_size * 2) <= forecast.prediction.free_tokens:
-        then = _try(outline, machine, settings, replace(request, batch_size=batch_size))
+    best, batch_size = planned, planned.request.batch_size
+    while (batch_size := batch_size * 2) <= planned.prediction.free_tokens:
+        then = _try(planned.case, replace(planned.request, batch_size=batch_size))
         if then is None:
             break
         if then.prediction.tokens_per_s > best.prediction.tokens_per_s:
             best = then
-    if best is not forecast:
-        yield f"a batch of {best.request.batch_size:,} prompts", best.prediction.tokens_per_s
+    if best is not planned:
+        yield f"a batch of {best.request.batch_size:,} prompts", best
 
 
-def _with_quantized_weights(
-    outline: Outline, machine: Machine, settings: Settings, forecast: Forecast
-) -> Iterator[tuple[str, float]]:
+def _with_quantized_weights(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
     """Fewer bytes to bring in."""
-    if not forecast.plan.streamed_bytes:
-        return
-    for change, smaller in quantized_outlines(outline, settings):
-        then = _try(smaller, machine, settings, forecast.request)
+    for change, smaller in _quantized(planned.case) if planned.plan.streamed_bytes else ():
+        then = _try(smaller, planned.request)
         if then is not None:
-            yield change, then.prediction.tokens_per_s
+            yield change, then
 
 
-def quantized_outlines(outline: Outline, settings: Settings) -> Iterator[tuple[str, Outline]]:
+def _quantized(case: Case) -> Iterator[tuple[str, Case]]:
     """The formats worth trying for a model whose weights are in full, in words, and the model in them."""
-    if settings.quantization is not None or _is_quantized(outline):
+    tensors = (tensor for block in case.outline.plain_blocks for tensor in block.layout.tensors)
+    if case.settings.quantization is not None or any(isinstance(tensor, SlabMatrix) for tensor in tensors):
         return
     for bits, group_size in _QUANTIZED:
         rules = Quantization((QuantRule(bits=bits, group_size=group_size),))
         try:
-            smaller = outline.quantized(rules)
+            smaller = case.outline.quantized(rules)
         except ConfigError:  # the groups do not divide this model's matrices
             continue
         groups = "" if group_size is None else f', "group_size": {group_size}'
-        yield f'zinfer.quantization {{"bits": {bits}{groups}}}', smaller
+        yield f'zinfer.quantization {{"bits": {bits}{groups}}}', replace(case, outline=smaller)
 
 
-def _is_quantized(outline: Outline) -> bool:
-    return any(isinstance(tensor, SlabMatrix) for block in outline.blocks for tensor in block.block.layout.tensors)
-
-
-def _try(outline: Outline, machine: Machine, settings: Settings, request: Request) -> Forecast | None:
-    """The forecast, None where it does not fit."""
+def _in_other_memory(planned: JobPlan) -> JobPlan | None:
+    """The fastest sizes with the KV cache in the other memory; None where that is no choice."""
+    case, stated = planned.case, planned.case.settings.batching
+    if not case.machine.limits.on_cuda or not case.settings.offload.pin_memory:
+        return None
+    other: Literal["device", "host"] = "host" if stated.kv_cache_tier == "device" else "device"
+    batching = replace(stated, kv_cache_tier=other, kv_cache_memory=None)  # what is stated is of the one memory alone
     try:
-        return make_forecast(outline, machine, settings, request)
+        return plan_job(replace(case, settings=replace(case.settings, batching=batching)), planned.job)
     except PlanError:
         return None
+
+
+def _try(case: Case, request: Request) -> BatchPlan | None:
+    """The plan, None where it does not fit."""
+    try:
+        return plan_batch(case, request)
+    except PlanError:
+        return None
+
+
+def _fits(case: Case, job: Job) -> bool:
+    """Whether there are sizes with which the job can be run."""
+    try:
+        plan_job(case, job)
+    except PlanError:
+        return False
+    return True

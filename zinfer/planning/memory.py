@@ -1,17 +1,21 @@
-"""What a request takes of the device's memory beside the weights: the KV cache and the activations of a forward.
+"""Memory that a request takes beside the weights, the KV cache and the activations of a forward, and what it leaves.
 
 Pure arithmetic over a `ModelSpec`, an upper bound for transformers' eager and sdpa forwards under `generate`, and for
 those of encoders. Every formula names the code it counts; `tests/test_footprint.py` holds them against measured peaks.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
 import torch
 
-from zinfer.errors import PlanError
+from zinfer.config import Settings
+from zinfer.errors import ConfigError, PlanError
 from zinfer.model.spec import ModelSpec
-from zinfer.planning.request import Request
+from zinfer.offload.block import Block
+from zinfer.probe.limits import MachineLimits
+from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.units import human_bytes
 
 # Allowances, not measurements: one for the CUDA context, loaded kernels and cuBLAS workspaces, one for the allocator,
@@ -24,6 +28,33 @@ _FLOAT_BYTES: Final = 4
 _INDEX_BYTES: Final = 8
 # `generate` copies the logits to float32; top-p sorts them: values, indices, softmax, its sums, what is kept of them.
 _SAMPLING_BYTES: Final = _FLOAT_BYTES + (_FLOAT_BYTES + _INDEX_BYTES) + 3 * _FLOAT_BYTES
+
+
+@dataclass(frozen=True)
+class Request:
+    """One batch: every prompt is padded to ``prompt_len`` tokens and gets ``new_tokens`` more.
+
+    Raises:
+        ConfigError: one of the three is not a whole number of at least 1.
+    """
+
+    batch_size: int
+    prompt_len: int
+    new_tokens: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{field.name} is {value!r}; give a whole number of at least 1")
+
+    @property
+    def total_len(self) -> int:
+        """Tokens of one sequence at its end."""
+        return self.prompt_len + self.new_tokens
+
+    def __str__(self) -> str:
+        return f"{self.batch_size:,} prompts of {self.prompt_len:,} tokens, {self.new_tokens:,} new ones each"
 
 
 @dataclass(frozen=True)
@@ -47,10 +78,15 @@ class Footprint:
         """Of the device, of all of it at once."""
         return self.kv_bytes + self.activation_bytes
 
+    def dequantizing(self, blocks: Iterable[Block]) -> "Footprint":
+        """The same with the largest quantized matrix in full, which a product of many tokens makes."""
+        return replace(self, activation_bytes=self.activation_bytes + most_dequantized_bytes(blocks))
 
-def find_footprint(
-    spec: ModelSpec, dtype: torch.dtype, request: Request, *, on_cuda: bool = True, dequantized_bytes: int = 0
-) -> Footprint:
+    def __str__(self) -> str:
+        return f"KV cache {human_bytes(self.kv_bytes)}, activations {human_bytes(self.activation_bytes)}"
+
+
+def find_footprint(spec: ModelSpec, dtype: torch.dtype, request: Request, *, on_cuda: bool = True) -> Footprint:
     """The bound for one `generate` over the request.
 
     Args:
@@ -58,7 +94,6 @@ def find_footprint(
         dtype: of its weights, activations and cache.
         request: the batch, every prompt as long as the longest.
         on_cuda: whether every attention has a fused kernel, and no product of 16-bit numbers needs wider ones.
-        dequantized_bytes: of the largest quantized matrix in full, which a product of many tokens makes.
     """
     middle = request.prompt_len + (request.new_tokens + 1) // 2
     forward = _Forward(spec, dtype.itemsize, request.batch_size, on_cuda)
@@ -66,7 +101,7 @@ def find_footprint(
     decode_bytes = forward.peak_bytes(1, request.total_len)
     return Footprint(
         kv_bytes=_kv_bytes(spec, dtype, request, request.total_len),
-        activation_bytes=max(prefill_bytes, decode_bytes) + dequantized_bytes,
+        activation_bytes=max(prefill_bytes, decode_bytes),
         decode_kv_bytes=request.batch_size * _held_tokens(spec, middle) * spec.cached * dtype.itemsize,
     )
 
@@ -104,6 +139,37 @@ def weight_budget(device_memory_bytes: int, footprint: Footprint, *, on_cuda: bo
             f"first, then the lengths of prompts and outputs; where texts are encoded, zinfer.tokens_per_pass"
         )
     return left_bytes
+
+
+def beside_request(
+    limits: MachineLimits, device_memory_bytes: int, settings: Settings, footprint: Footprint
+) -> MachineLimits:
+    """The budgets, less what a request takes of device and host.
+
+    Args:
+        limits: budgets that know of no request.
+        device_memory_bytes: free for everything.
+        settings: a stated budget is kept, or refused where it does not leave room for the request.
+        footprint: of the request.
+
+    Raises:
+        PlanError: the request leaves too little.
+    """
+    left_bytes = weight_budget(device_memory_bytes, footprint, on_cuda=limits.on_cuda)
+    stated_bytes = settings.memory.max_device_memory
+    if stated_bytes is not None and stated_bytes > left_bytes:
+        raise PlanError(
+            f"zinfer.max_device_memory is {human_bytes(stated_bytes)}, but beside the request only {left_bytes} bytes "
+            f"({human_bytes(left_bytes)}) of {human_bytes(device_memory_bytes)} are left for weights "
+            f"({footprint}); lower it, or the batch size"
+        )
+    return replace(
+        limits,
+        device_bytes=min(limits.device_bytes, left_bytes),
+        host_bytes=max(0, limits.host_bytes - footprint.host_bytes),
+        pinned_bytes=max(0, limits.pinned_bytes - footprint.host_bytes),
+        host_kv_bytes=footprint.host_bytes,
+    )
 
 
 def _kv_bytes(spec: ModelSpec, dtype: torch.dtype, request: Request, num_tokens: int) -> int:

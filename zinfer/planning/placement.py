@@ -16,7 +16,7 @@ from zinfer.config import Settings
 from zinfer.errors import PlanError
 from zinfer.offload.block import Block, Home, Tier
 from zinfer.offload.conversions import conversion_bytes
-from zinfer.planning.host_side import HostSide, choose_host_side, most_ring_bytes, spread
+from zinfer.planning.host_placement import HostSide, choose_host_side, most_ring_bytes, spread
 from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.units import human_bytes

@@ -9,17 +9,20 @@ cannot hide is not modelled: with a block that is much larger than the others, o
 lane may wait for a slot although its resource has work. Kernel launches are not counted either.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from torch import nn
+
 from zinfer.kernels.quantized_linear import MOST_FUSED_TOKENS
-from zinfer.offload.block import Home, Tier
-from zinfer.planning.block_work import BlockWork
-from zinfer.planning.footprint import Footprint
-from zinfer.planning.planner import Plan
-from zinfer.planning.request import Request
+from zinfer.model.partition import ModelBlock
+from zinfer.model.spec import ModelSpec
+from zinfer.offload.block import Block, Home, SlabTensor, Tier
+from zinfer.planning.memory import Footprint, Request
+from zinfer.planning.placement import Plan
 from zinfer.probe.rates import Rates
+from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.units import duration
 
 _FLOPS_PER_PARAMETER: Final = 2  # a product and a sum
@@ -32,6 +35,90 @@ _ATTENTION_SHARE: Final = 0.22
 # for 15 to 20 GB on an H200.
 _LINK_TOUCHES: Final = 4
 _MOST_FUSED_TOKENS: Final = max(MOST_FUSED_TOKENS.values())
+# What transformers' modules take on an H200 in passes of 16,384 tokens, as bytes and touches at a copy's rate. A value
+# of 16 bits is widened, squared, averaged, scaled, narrowed and weighted: seven kernels that move 36 bytes.
+_RMS_NORM_BYTES: Final = 53
+_ROTARY_TOUCHES: Final = 40  # turned by half, multiplied twice, added: ten touches of rows that lie apart
+_GATED_TOUCHES: Final = 5  # of the middle of an MLP: activated, multiplied by its gate
+_PLAIN_TOUCHES: Final = 2
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """What a pass does with one block.
+
+    Attributes:
+        block: the block.
+        num_uses: how often a pass brings it in; a tied embedding and head are one block used twice.
+        num_params: parameters that a position is multiplied with; looking up an embedding multiplies nothing.
+        num_expert_params: those of them that belong to experts.
+        expert_share: of the experts' parameters, what one token is multiplied with.
+        every_token: whether all tokens of a pass go through the matrices (layers), or the last of each row (the head).
+        between_bytes: that one token's activations are read and written with, between products.
+        dequantized_bytes: read and written where its matrices are dequantized.
+        query_width: of all heads: terms of a query's product with one key, and of its weights with one value.
+    """
+
+    block: Block
+    num_uses: int
+    num_params: int
+    num_expert_params: int
+    expert_share: float
+    every_token: bool
+    between_bytes: int = 0
+    dequantized_bytes: int = 0
+    query_width: int = 0
+
+    @property
+    def num_active_params(self) -> float:
+        """Parameters that one token is multiplied with."""
+        return self.num_params - self.num_expert_params * (1 - self.expert_share)
+
+
+def find_work(blocks: Iterable[ModelBlock], spec: ModelSpec) -> tuple[BlockWork, ...]:
+    """What a pass does with each block of a model."""
+    return tuple(_work(block, spec) for block in blocks)
+
+
+def _work(block: ModelBlock, spec: ModelSpec) -> BlockWork:
+    tensors = block.block.layout.tensors
+    num_params = block.block.layout.numel
+    num_multiplying_sites = sum(not isinstance(site, nn.Embedding) for site in block.sites)
+    num_expert_params = sum(tensor.numel for tensor in tensors if "experts" in tensor.name.split("."))
+    return BlockWork(
+        block=block.block,
+        num_uses=len(block.sites),
+        num_params=num_params * min(1, num_multiplying_sites),
+        num_expert_params=num_expert_params,
+        expert_share=spec.experts.share if spec.experts else 1.0,
+        every_token=block.is_layer,
+        between_bytes=between_bytes(spec, tensors[0].dtype.itemsize) if block.is_layer and tensors else 0,
+        dequantized_bytes=sum(map(_dequantized_bytes, tensors)),
+        query_width=spec.query if block.is_layer else 0,
+    )
+
+
+def _dequantized_bytes(tensor: SlabTensor) -> int:
+    """Of a matrix whose products do not take it as it is."""
+    if not isinstance(tensor, SlabMatrix) or tensor.quantizes_input:
+        return 0
+    return tensor.nbytes + tensor.numel * tensor.dtype.itemsize
+
+
+def between_bytes(spec: ModelSpec, itemsize: int) -> int:
+    """What one token's activations in a layer are read and written with, between products, by transformers' modules.
+
+    Two norms, two sums with the residual stream, the turning of queries and keys, the attention's own reading and
+    writing, and the activation.
+    """
+    width = max(itemsize, 2)  # of a value; smaller ones are weights'
+    norm_bytes = _RMS_NORM_BYTES if spec.has_rms_norms and not spec.is_fused else 2 * width
+    rotary_touches = 2 if spec.is_fused else _ROTARY_TOUCHES
+    mlp = spec.mlp if spec.experts is None else spec.experts.num_per_token * spec.experts.width
+    num_values = 2 * 3 * spec.hidden + rotary_touches * spec.rotated + 2 * spec.query + 2 * spec.cached
+    # Models with such norms have gates: two tensors read, one written where a kernel does it all.
+    mlp_touches = (3 if spec.is_fused else _GATED_TOUCHES) if spec.has_rms_norms else _PLAIN_TOUCHES
+    return 2 * norm_bytes * spec.hidden + width * (num_values + mlp_touches * mlp)
 
 
 @dataclass(frozen=True)
@@ -135,7 +222,7 @@ class PassClock:
 
     Args:
         plan: homes and buffers.
-        work: all blocks, in the plan's order; `zinfer.planning.block_work.find_work` makes it.
+        work: all blocks, in the plan's order; `find_work` makes it.
         rates: of the machine.
     """
 
@@ -144,13 +231,11 @@ class PassClock:
         self._slot_bytes = plan.slot_bytes
         self._layers = _Sums.of([each for each in work if each.every_token])
         self._others = _Sums.of([each for each in work if not each.every_token])
-        wired = [(each, home, _wire_bytes(each, home)) for each, home in zip(work, plan.homes, strict=True)]
-        # A pageable slab passes through pinned staging; without any pinned memory, on a CPU, it is copied as it lies.
-        self._passing = [
-            (nbytes, home.tier is Tier.DISK, home.tier is Tier.HOST and not home.pinned and plan.pinned_bytes > 0)
-            for _, home, nbytes in _by_leaving(wired)
-        ]
-        self._transfers: dict[int, tuple[int, int, int]] = {}
+        streamed = [(each, home) for each, home in zip(work, plan.homes, strict=True) if home.tier is not Tier.DEVICE]
+        streamed.sort(key=lambda entry: entry[1].tier is not Tier.DISK)  # those from disk come to stay first
+        # A pageable slab passes through pinned staging; without any pinned memory, on a CPU, it is copied as it is.
+        self._streamed = [_Transfer.of(each, home, stages=plan.pinned_bytes > 0) for each, home in streamed]
+        self._transfers: dict[int, _Transfer] = {}
 
     def pass_time(
         self,
@@ -177,9 +262,9 @@ class PassClock:
         """
         rates, layers, others = self._rates, self._layers, self._others
         num_staying = lent_bytes // self._slot_bytes if self._slot_bytes else 0
-        disk_bytes, pageable_bytes, link_bytes = self._transfer_bytes(min(num_staying, len(self._passing)))
+        transfer = self._transfer_without(min(num_staying, len(self._streamed)))
         flops = _FLOPS_PER_PARAMETER * (layers.active_params * num_tokens + others.active_params * num_rows)
-        moved_bytes = _LINK_TOUCHES * link_bytes + num_tokens * (layers.between_bytes + others.between_bytes)
+        moved_bytes = _LINK_TOUCHES * transfer.link_bytes + num_tokens * (layers.between_bytes + others.between_bytes)
         if num_tokens > _MOST_FUSED_TOKENS:
             moved_bytes += num_parts * layers.dequantized_bytes
         if num_rows > _MOST_FUSED_TOKENS:
@@ -187,26 +272,43 @@ class PassClock:
         attention_flops = 2 * _FLOPS_PER_PARAMETER * num_pairs * (layers.query_width + others.query_width)
         return PassTime(
             num_tokens=num_tokens,
-            disk_s=disk_bytes / rates.disk_bytes_per_s,
-            link_s=(link_bytes + hosted_bytes) / rates.link_bytes_per_s,
-            host_s=pageable_bytes / rates.host_bytes_per_s,
+            disk_s=transfer.disk_bytes / rates.disk_bytes_per_s,
+            link_s=(transfer.link_bytes + hosted_bytes) / rates.link_bytes_per_s,
+            host_s=transfer.pageable_bytes / rates.host_bytes_per_s,
             matrix_s=flops / rates.flops_per_s,
             device_s=(layers.nbytes + others.nbytes + cache_bytes) / rates.device_bytes_per_s,
             cache_s=cache_bytes / rates.device_bytes_per_s,
             between_s=moved_bytes / rates.device_bytes_per_s + attention_flops / (_ATTENTION_SHARE * rates.flops_per_s),
         )
 
-    def _transfer_bytes(self, num_staying: int) -> tuple[int, int, int]:
-        """Bytes from disk, of pageable slabs and over the link, while so many blocks stay on the device."""
-        found = self._transfers.get(num_staying)
-        if found is None:
-            rest = self._passing[num_staying:]
-            found = self._transfers[num_staying] = (
-                sum(nbytes for nbytes, is_from_disk, _ in rest if is_from_disk),
-                sum(nbytes for nbytes, _, is_pageable in rest if is_pageable),
-                sum(nbytes for nbytes, _, _ in rest),
+    def _transfer_without(self, num_staying: int) -> "_Transfer":
+        """Bytes of a pass while so many blocks stay on the device."""
+        if num_staying not in self._transfers:
+            rest = self._streamed[num_staying:]
+            self._transfers[num_staying] = _Transfer(
+                sum(each.disk_bytes for each in rest),
+                sum(each.pageable_bytes for each in rest),
+                sum(each.link_bytes for each in rest),
             )
-        return found
+        return self._transfers[num_staying]
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """Bytes that a pass reads from disk, copies out of pageable memory, and brings over the link."""
+
+    disk_bytes: int
+    pageable_bytes: int
+    link_bytes: int
+
+    @classmethod
+    def of(cls, work: BlockWork, home: Home, *, stages: bool) -> "_Transfer":
+        """Of one block: as large as in its file where it lives there, and cast on arrival."""
+        if home.tier is Tier.DISK:
+            nbytes = work.num_uses * sum(extent.nbytes for extent in work.block.extents)
+            return cls(nbytes, 0, nbytes)
+        nbytes = work.num_uses * work.block.nbytes
+        return cls(0, nbytes if stages and not home.pinned else 0, nbytes)
 
 
 @dataclass(frozen=True)
@@ -241,21 +343,6 @@ def disk_spares_time(work: Sequence[BlockWork], rates: Rates, token_bytes: int) 
     """
     flops = _FLOPS_PER_PARAMETER * sum(each.num_active_params for each in work if each.every_token)
     return 2 * token_bytes / rates.disk_bytes_per_s < flops / rates.flops_per_s
-
-
-def _by_leaving(wired: list[tuple[BlockWork, Home, int]]) -> list[tuple[BlockWork, Home, int]]:
-    """The blocks that stream, in the order in which they come to stay on the device: those from disk first."""
-    streamed = [entry for entry in wired if entry[1].tier is not Tier.DEVICE]
-    return sorted(streamed, key=lambda entry: entry[1].tier is not Tier.DISK)
-
-
-def _wire_bytes(work: BlockWork, home: Home) -> int:
-    """Bytes of the block that a pass brings to the device: of the file where it lies there, cast on arrival."""
-    if home.tier is Tier.DEVICE:
-        return 0
-    if home.tier is Tier.DISK:
-        return work.num_uses * sum(extent.nbytes for extent in work.block.extents)
-    return work.num_uses * work.block.nbytes
 
 
 def speed(tokens_per_s: float) -> str:

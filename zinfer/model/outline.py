@@ -25,7 +25,7 @@ from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.quantized_forms import find_form
 from zinfer.model.spec import ModelSpec
 from zinfer.model.weight_matching import Weight, match_weights
-from zinfer.offload.block import Extent
+from zinfer.offload.block import Block, Extent
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.requests.length_limits import LengthLimits
 
@@ -74,6 +74,11 @@ class Outline:
     def limits(self, settings: Settings) -> LengthLimits:
         """Of a request's lengths, under a configuration."""
         return LengthLimits.of_decoder(self.max_positions, settings.max_out_tokens)
+
+    @property
+    def plain_blocks(self) -> list[Block]:
+        """The blocks without the modules that use them."""
+        return [block.block for block in self.blocks]
 
     @property
     def layers(self) -> list[int]:

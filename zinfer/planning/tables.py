@@ -1,0 +1,179 @@
+"""Plans and machines as tables for people, and plans as documents for programs: bytes, seconds, tokens as numbers."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean as mean
+from typing import Any
+
+from rich.table import Table
+
+from zinfer.offload.block import Tier
+from zinfer.planning.advice import Advice
+from zinfer.planning.job_plan import Job, JobPlan
+from zinfer.planning.plan import BatchPlan, Case
+from zinfer.planning.presets import PRESETS
+from zinfer.planning.step_time import PassTime, speed
+from zinfer.units import duration, human_bytes
+
+
+def plan_table(planned: BatchPlan) -> Table:
+    """Homes, memory by kind, seconds a pass by resource, and what follows from them."""
+    plan, prediction, outline = planned.plan, planned.prediction, planned.case.outline
+    table = _titled(planned.case)
+    source = "the checkpoint" if outline.files else "config.json alone"
+    table.add_row("model", f"{human_bytes(outline.nbytes)} of weights in {len(outline.blocks)} blocks, from {source}")
+    table.add_row("request", str(planned.request))
+    table.add_row("rates", prediction.origin)
+    table.add_section()
+    for tier in Tier:
+        weights = human_bytes(planned.tier_bytes[tier])
+        table.add_row(f"home {tier.name}", f"{plan.num_blocks(tier)} blocks, {weights}")
+    table.add_row("device slots", f"{plan.num_slots} of {human_bytes(plan.slot_bytes)}")
+    table.add_row("staging slots", f"{plan.num_staging} of {human_bytes(plan.staging_bytes)}")
+    _add_memory(table, planned)
+    _add_pass(table, "prefill", prediction.prefill)
+    _add_pass(table, "decode", prediction.decode)
+    table.add_section()
+    table.add_row("new tokens", speed(prediction.tokens_per_s))
+    table.add_row("whole request", duration(prediction.seconds))
+    table.add_row("free tokens a pass", f"{prediction.free_tokens:,}")
+    table.add_row("bottleneck", f"{prediction.decode.bottleneck} (prefill: {prediction.prefill.bottleneck})")
+    return table
+
+
+def _titled(case: Case) -> Table:
+    title = f"zinfer plan: {case.outline.name} on {case.machine.name}"
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column("what")
+    table.add_column("value", justify="right", overflow="fold")
+    return table
+
+
+def _add_memory(table: Table, planned: BatchPlan) -> None:
+    plan, footprint, tier_bytes = planned.plan, planned.footprint, planned.tier_bytes
+    table.add_section()
+    device = {
+        "weights": tier_bytes[Tier.DEVICE],
+        "slots": plan.num_slots * plan.slot_bytes,
+        "KV cache": footprint.kv_bytes,
+        "activations": footprint.activation_bytes,
+    }
+    free = f"{human_bytes(sum(device.values()))} of {human_bytes(planned.case.machine.device_memory_bytes)}"
+    table.add_row("device memory", f"{_listed(device)}: {free}")
+    host = {"weights": tier_bytes[Tier.HOST], "staging": plan.num_staging * plan.staging_bytes}
+    free = f"{human_bytes(plan.host_bytes)} of {human_bytes(planned.limits.host_bytes)}"
+    table.add_row("host memory", f"{_listed(host)}: {free}, {human_bytes(plan.pinned_bytes)} pinned")
+
+
+def _add_pass(table: Table, name: str, time: PassTime) -> None:
+    table.add_section()
+    table.add_row(f"{name} pass", f"{duration(time.seconds)} ({time.bottleneck}), {time.num_tokens:,} tokens")
+    for term, seconds in time.terms.items():
+        table.add_row(f"  {term}", duration(seconds))
+
+
+def _listed(parts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items())
+
+
+def preset_table() -> Table:
+    """The machines of `--machine`."""
+    table = Table("machine", "device", "host budget", "link", "disk", "device memory", "matrix work")
+    for name, machine in PRESETS.items():
+        rates = machine.rates
+        rows = (rates.link_bytes_per_s, rates.disk_bytes_per_s, rates.device_bytes_per_s)
+        speeds = [f"{human_bytes(int(rate))}/s" for rate in rows]
+        memory = [human_bytes(machine.device_memory_bytes), human_bytes(machine.limits.host_bytes)]
+        table.add_row(name, *memory, *speeds, f"{rates.flops_per_s / 1e12:,.0f} TFLOP/s")
+    return table
+
+
+def plan_document(planned: BatchPlan, advice: Sequence[Advice]) -> dict[str, Any]:
+    """A batch's plan for `--json`."""
+    plan, footprint, prediction = planned.plan, planned.footprint, planned.prediction
+    outline, machine = planned.case.outline, planned.case.machine
+    return {
+        "model": {"name": outline.name, "bytes": outline.nbytes, "blocks": len(outline.blocks)},
+        "machine": {"name": machine.name, "device_memory_bytes": machine.device_memory_bytes, **vars(machine.rates)},
+        "request": vars(planned.request),
+        "budgets": {
+            "device_bytes": planned.limits.device_bytes,
+            "host_bytes": planned.limits.host_bytes,
+            "pinned_bytes": planned.limits.pinned_bytes,
+        },
+        "homes": [home.tier.value for home in plan.homes],
+        "tier_bytes": {tier.value: nbytes for tier, nbytes in planned.tier_bytes.items()},
+        "memory": {
+            "num_slots": plan.num_slots,
+            "slot_bytes": plan.slot_bytes,
+            "num_staging": plan.num_staging,
+            "staging_bytes": plan.staging_bytes,
+            "device_bytes": plan.device_bytes,
+            "host_bytes": plan.host_bytes,
+            "pinned_bytes": plan.pinned_bytes,
+            "kv_bytes": footprint.kv_bytes,
+            "activation_bytes": footprint.activation_bytes,
+        },
+        "streamed_bytes": plan.streamed_bytes,
+        "prefill": _pass_document(prediction.prefill),
+        "decode": _pass_document(prediction.decode),
+        "tokens_per_s": prediction.tokens_per_s,
+        "seconds": prediction.seconds,
+        "free_tokens": prediction.free_tokens,
+        "bottleneck": prediction.decode.bottleneck,
+        "advice": [vars(each) for each in advice],
+    }
+
+
+def _pass_document(time: PassTime) -> dict[str, Any]:
+    return {**vars(time), "seconds": time.seconds, "bottleneck": time.bottleneck}
+
+
+def job_table(job: Job, planned: JobPlan) -> Table:
+    """Sizes, homes, memory and time of a job whose rows are ``job``."""
+    budget, plan, simulated = planned.budget, planned.plan, planned.simulated
+    table = _titled(planned.case)
+    lengths = f"{mean(job.prompt_lens):,.0f} tokens, {mean(job.new_tokens):,.0f} new ones each"
+    table.add_row("job", f"{job.num_rows:,} texts of {lengths}")
+    table.add_row("rates", planned.case.machine.rates.origin)
+    table.add_section()
+    table.add_row("tokens a pass", f"{budget.tokens_per_pass:,} at most, {simulated.tokens_per_pass:,.0f} on average")
+    table.add_row("texts at once", _together(simulated.most_together, budget.max_sequences))
+    dtype = str(budget.kv_dtype).removeprefix("torch.")
+    pages = f"{budget.num_pages:,} pages of {budget.page_size} tokens in {dtype}"
+    where = f" of host memory, {human_bytes(budget.footprint.kv_bytes)} of the device" if budget.is_hosted else ""
+    table.add_row("KV cache", f"{pages}, {human_bytes(budget.kv_bytes)}{where}")
+    table.add_row("activations", human_bytes(budget.footprint.activation_bytes))
+    homes = ", ".join(f"{plan.num_blocks(tier)} {tier.name}" for tier in Tier)
+    table.add_row("blocks by home", f"{homes}; {human_bytes(plan.streamed_bytes)} streamed a pass")
+    table.add_section()
+    table.add_row("new tokens", speed(planned.tokens_per_s))
+    table.add_row("whole job", duration(planned.seconds))
+    table.add_row("bottleneck", simulated.bottleneck)
+    return table
+
+
+def _together(most_together: int, max_sequences: int) -> str:
+    """As many as the cache holds, where that is less than what is allowed."""
+    if most_together >= max_sequences:
+        return f"{max_sequences:,} at most"
+    return f"{most_together:,} at most (max_sequences: {max_sequences:,})"
+
+
+def job_document(job: Job, planned: JobPlan, advice: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A job's plan for `--json`, with the configuration, ``given`` as it was written."""
+    return {
+        "model": planned.case.outline.name,
+        "machine": planned.case.machine.name,
+        "rows": job.num_rows,
+        "zinfer": planned.keys(),
+        "configuration": planned.configuration(given),
+        "most_sequences_together": min(planned.simulated.most_together, planned.budget.max_sequences),
+        "kv_bytes": planned.budget.kv_bytes,
+        "blocks_by_home": {tier.name: planned.plan.num_blocks(tier) for tier in Tier},
+        "streamed_bytes_per_pass": planned.plan.streamed_bytes,
+        "tokens_per_pass": planned.simulated.tokens_per_pass,
+        "tokens_per_s": planned.tokens_per_s,
+        "seconds": planned.seconds,
+        "bottleneck": planned.simulated.bottleneck,
+        "advice": list(advice),
+    }
