@@ -13,7 +13,7 @@ import torch
 from zinfer.nvme.aligned import align_up
 from zinfer.nvme.reader import Reader
 from zinfer.offload.host_memory import HostBuffer
-from zinfer.probe.clock import median_seconds
+from zinfer.probe.measure import median_seconds
 
 # (bytes of a request, requests under way): the best of a wide sweep lie among these.
 DISK_SETTINGS = ((1 << 20, 32), (4 << 20, 16), (4 << 20, 32))

@@ -5,14 +5,12 @@ from datetime import date
 from typing import Any
 
 from zinfer.nvme.tune import DiskRate
-from zinfer.probe.card import MachineCard
+from zinfer.probe.card import MachineCard, PcieLink
 from zinfer.probe.disk import DiskFindings
-from zinfer.probe.facts import HostFacts
-from zinfer.probe.findings import DeviceFindings, Findings
-from zinfer.probe.link import LinkRates, LinksTogether
-from zinfer.probe.memory import MemoryRates
-from zinfer.probe.pcie import PcieLink
+from zinfer.probe.findings import Findings
+from zinfer.probe.measure import DeviceFindings, LinkRates, LinksTogether, MemoryRates
 from zinfer.probe.sizes import Sizes
+from zinfer.probe.warnings import HostFacts
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

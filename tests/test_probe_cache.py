@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from probe_support import CARD, DISK, made_up_findings
 
-from zinfer.probe.cache import cache_path, recall, record
 from zinfer.probe.card import read_card
+from zinfer.probe.findings import cache_path, recall, record
 
 
 @pytest.fixture(autouse=True)

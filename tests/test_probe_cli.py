@@ -11,9 +11,8 @@ from typer.testing import CliRunner, Result
 
 from zinfer.cli import app
 from zinfer.config.resolve import resolve_settings
-from zinfer.probe.cache import recall
 from zinfer.probe.card import read_card
-from zinfer.probe.findings import parse_findings
+from zinfer.probe.findings import parse_findings, recall
 
 
 @pytest.fixture(autouse=True)

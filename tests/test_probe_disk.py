@@ -14,9 +14,7 @@ from zinfer.errors import ConfigError
 from zinfer.nvme.reader import DiskReadError
 from zinfer.nvme.tune import DiskRate, sweep_reads
 from zinfer.probe import disk
-from zinfer.probe import quick_read as glance
-from zinfer.probe.disk import checked_file, disk_number, measure_disk
-from zinfer.probe.quick_read import quick_read
+from zinfer.probe.disk import checked_file, disk_number, measure_disk, quick_read
 
 
 def random_file(path: Path, num_bytes: int) -> Path:
@@ -121,23 +119,25 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_glance_gives_a_rate_for_files_of_any_size(tmp_path: Path) -> None:
+def test_a_quick_read_gives_a_rate_for_files_of_any_size(tmp_path: Path) -> None:
     for num_bytes in (1, 4096, 100_001):
         file = random_file(tmp_path / str(num_bytes), num_bytes)
         assert quick_read([file], most_bytes=MIB, most_s=0.1) > 0
     assert quick_read(list(tmp_path.iterdir()), most_bytes=MIB, most_s=0.0) > 0
 
 
-def test_a_glance_reads_short_files_until_their_rate_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_read_reads_short_files_until_their_rate_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = [random_file(tmp_path / str(num_bytes), num_bytes) for num_bytes in (3 * MIB, 5 * MIB)]
     read: list[int] = []
-    real = glance.Reader.read_async
+    real = disk.Reader.read_async
 
     def read_async(self: Any, file: Path, offset: int, target: memoryview, required: int) -> Any:
         read.append(required)
         return real(self, file, offset, target, required)
 
-    monkeypatch.setattr(glance.Reader, "read_async", read_async)
+    monkeypatch.setattr(disk.Reader, "read_async", read_async)
     quick_read(files, most_bytes=1 << 30, most_s=1e6)
     assert sum(read) == 64 * MIB
     assert max(read) == 5 * MIB
@@ -146,18 +146,18 @@ def test_a_glance_reads_short_files_until_their_rate_is_one(tmp_path: Path, monk
     assert read == [3 * MIB, 3 * MIB]
 
 
-def test_a_glance_at_a_file_that_is_gone_says_which(tmp_path: Path) -> None:
+def test_a_quick_read_of_a_file_that_is_gone_says_which(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="gone"):
         quick_read([tmp_path / "gone"], most_bytes=MIB, most_s=1.0)
 
 
 @given(st.lists(st.integers(0, 40), max_size=5), st.integers(1, 100))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_glance_covers_the_files_up_to_its_limit(tmp_path: Path, lengths: list[int], most_bytes: int) -> None:
+def test_a_quick_read_covers_the_files_up_to_its_limit(tmp_path: Path, lengths: list[int], most_bytes: int) -> None:
     files = [random_file(tmp_path / f"{index}", length) for index, length in enumerate(lengths)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(glance, "_REQUEST_BYTES", 8)
-        requests = list(glance._requests(files, most_bytes))
+        patch.setattr(disk, "_REQUEST_BYTES", 8)
+        requests = list(disk._requests(files, most_bytes))
     covered = [(file, byte) for file, offset, required in requests for byte in range(offset, offset + required)]
     every = [(file, byte) for file, length in zip(files, lengths, strict=True) for byte in range(length)]
     assert covered == every[:most_bytes]

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinfer.probe.device import read_uuid
-from zinfer.probe.facts import parse_cpus, read_facts
-from zinfer.probe.pcie import PcieLink, parse_links, query_links
+from zinfer.probe.card import PcieLink, parse_links, query_links, read_uuid
+from zinfer.probe.warnings import parse_cpus, read_facts
 
 LINES = """\
 GPU-aaaa-1, 00000000:18:00.0, 16, 16, 5, 5
@@ -59,7 +58,7 @@ def test_an_absent_nvidia_smi_is_no_error(
 def test_an_nvidia_smi_that_fails_is_said(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("zinfer.probe.pcie._MOST_SECONDS", 0.2)
+    monkeypatch.setattr("zinfer.probe.card._MOST_SECONDS", 0.2)
     program(tmp_path, monkeypatch, f"exec {text}")
     with caplog.at_level(logging.WARNING):
         assert query_links() == {}

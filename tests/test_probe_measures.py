@@ -11,12 +11,17 @@ from probe_support import KIB, MIB, TINY
 
 from zinfer.nvme.aligned import ALIGNMENT_BYTES
 from zinfer.offload.host_memory import HostBuffer
-from zinfer.probe import link, memory
-from zinfer.probe.clock import median_seconds
-from zinfer.probe.compute import matmul_dtype, measure_matmul
-from zinfer.probe.device import measure_device
-from zinfer.probe.link import copy_until, measure_link, measure_together
-from zinfer.probe.memory import measure_memory
+from zinfer.probe import measure
+from zinfer.probe.measure import (
+    copy_until,
+    matmul_dtype,
+    measure_device,
+    measure_link,
+    measure_matmul,
+    measure_memory,
+    measure_together,
+    median_seconds,
+)
 from zinfer.probe.sizes import FULL_CPU, FULL_CUDA, full_sizes, quick_sizes
 
 
@@ -39,8 +44,7 @@ def buffers(monkeypatch: pytest.MonkeyPatch) -> list[HostBuffer]:
             super().__init__(nbytes, **options)
             made.append(self)
 
-    monkeypatch.setattr(link, "HostBuffer", Noted)
-    monkeypatch.setattr(memory, "HostBuffer", Noted)
+    monkeypatch.setattr(measure, "HostBuffer", Noted)
     return made
 
 
@@ -52,7 +56,7 @@ def test_the_median_leaves_out_the_first_run(monkeypatch: pytest.MonkeyPatch) ->
         nonlocal now_s
         now_s += next(durations_s)
 
-    monkeypatch.setattr("zinfer.probe.clock.time.perf_counter", lambda: now_s)
+    monkeypatch.setattr("zinfer.probe.measure.time.perf_counter", lambda: now_s)
     assert median_seconds(work, repeats=3) == 2.0
     assert next(durations_s, None) is None
 
@@ -147,7 +151,7 @@ def test_a_failed_copy_leaves_nothing_registered(
 
 def test_twice_the_products_take_twice_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the time held at one second, the rate is the number of operations."""
-    monkeypatch.setattr("zinfer.probe.compute.median_seconds", lambda *_, **__: 1.0)
+    monkeypatch.setattr("zinfer.probe.measure.median_seconds", lambda *_, **__: 1.0)
     cpu = torch.device("cpu")
     dtype = matmul_dtype(cpu)
     assert measure_matmul(cpu, 32, dtype, num_matmuls=1, repeats=1) == 2 * 32**3

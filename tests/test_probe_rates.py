@@ -11,10 +11,9 @@ from probe_support import DISK, MIB, TINY, made_up_device, made_up_findings
 from zinfer.errors import ConfigError
 from zinfer.nvme.tune import DiskRate
 from zinfer.probe import known_rates as rates
-from zinfer.probe.cache import record
 from zinfer.probe.card import read_card
 from zinfer.probe.disk import DiskFindings
-from zinfer.probe.findings import Findings
+from zinfer.probe.findings import Findings, record
 from zinfer.probe.known_rates import known_rates
 
 CPU = torch.device("cpu")

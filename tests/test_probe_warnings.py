@@ -6,10 +6,9 @@ import pytest
 from probe_support import CALM_FACTS, DISK, FULL_LINK, GIB, made_up_device, made_up_findings
 
 from zinfer.probe.card import MachineCard
-from zinfer.probe.facts import HostFacts
 from zinfer.probe.findings import Findings
-from zinfer.probe.link import LinkRates
-from zinfer.probe.warnings import find_warnings
+from zinfer.probe.measure import LinkRates
+from zinfer.probe.warnings import HostFacts, find_warnings
 
 
 def only_warning(findings: Findings, facts: HostFacts = CALM_FACTS) -> str:

@@ -36,7 +36,7 @@ def probe(
 def _probe(path: Path, device: Device, *, as_json: bool, no_cache: bool) -> None:
     with importing():
         from zinfer.config import Settings
-        from zinfer.probe.cache import record
+        from zinfer.probe.findings import record
         from zinfer.probe.limits import choose_device
         from zinfer.probe.probe import probed_devices, run_probe
         from zinfer.probe.sizes import full_sizes

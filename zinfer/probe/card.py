@@ -1,13 +1,29 @@
-"""The machine's card: what a probe's figures belong to."""
+"""What the machine is: the card that a probe's figures belong to, and its GPUs' PCIe links."""
 
+import csv
 import hashlib
 import json
+import logging
 import os
 import platform
+import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
+
+log = logging.getLogger(__name__)
+
+_FIELDS: Final = (
+    "uuid",
+    "pci.bus_id",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+    "pcie.link.gen.current",
+    "pcie.link.gen.gpumax",  # of the card; "gen.max" is no more than what the slot has
+)
+_MOST_SECONDS: Final = 20.0  # nvidia-smi starts the driver first where no persistence daemon runs
 
 
 @dataclass(frozen=True)
@@ -50,3 +66,49 @@ def _read_driver() -> str:
         return Path("/sys/module/nvidia/version").read_text().strip()
     except FileNotFoundError:  # hidden in some containers
         return "not known"
+
+
+@dataclass(frozen=True)
+class PcieLink:
+    """A GPU's link now and the most that the card can do. ``address`` as under /sys/bus/pci/devices."""
+
+    address: str
+    width: int
+    most_width: int
+    generation: int
+    most_generation: int
+
+    def __str__(self) -> str:
+        return f"PCIe {self.generation} x{self.width}"
+
+
+def query_links() -> dict[str, PcieLink]:
+    """Ask nvidia-smi for links by the GPU's UUID (without "GPU-"); where it says nothing a link is not known."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_SECONDS, check=True)
+    except FileNotFoundError:
+        return {}
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("the PCIe links are not known: %s; try `%s` by hand", error, " ".join(command))
+        return {}
+    return parse_links(answer.stdout)
+
+
+def parse_links(text: str) -> dict[str, PcieLink]:
+    """Lines of nvidia-smi's CSV; a GPU with a field such as "[N/A]" is left out."""
+    links = {}
+    for row in csv.reader(text.splitlines(), skipinitialspace=True):
+        if len(row) == len(_FIELDS) and all(field.strip().isdecimal() for field in row[2:]):
+            width, most_width, generation, most_generation = map(int, row[2:])
+            # nvidia-smi writes the domain with eight digits, /sys with four.
+            address = row[1].strip()[-len("0000:00:00.0") :].lower()
+            links[row[0].strip().removeprefix("GPU-")] = PcieLink(
+                address, width, most_width, generation, most_generation
+            )
+    return links
+
+
+def read_uuid(device: torch.device) -> str:
+    """A GPU's UUID as nvidia-smi writes it, without "GPU-"."""
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,5 +1,7 @@
-"""What a probe found, frozen, and its JSON form."""
+"""What a probe found, frozen: its JSON form, and the file that keeps it between runs, one a machine."""
 
+import logging
+import os
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -8,29 +10,16 @@ from typing import Final, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from zinfer.errors import ConfigError
+from zinfer.nvme.whole_file import replace_file
 from zinfer.probe.card import MachineCard
-from zinfer.probe.clock import PerSecond
 from zinfer.probe.disk import DiskFindings
-from zinfer.probe.link import LinkRates, LinksTogether
-from zinfer.probe.memory import MemoryRates
-from zinfer.probe.pcie import PcieLink
+from zinfer.probe.measure import DeviceFindings, LinksTogether, MemoryRates
 from zinfer.probe.rates import Rates
+
+log = logging.getLogger(__name__)
 
 VERSION: Final = 1
 """Of the JSON form; another one is refused."""
-
-
-@dataclass(frozen=True)
-class DeviceFindings:
-    """One GPU, or the CPU. ``copy_bytes_per_s``: device memory, read and written together; ``flops_per_s``: dense
-    products in ``dtype``; ``pcie``: None where it is not known."""
-
-    name: str
-    link: LinkRates
-    copy_bytes_per_s: PerSecond
-    flops_per_s: PerSecond
-    dtype: str
-    pcie: PcieLink | None
 
 
 @dataclass(frozen=True)
@@ -124,3 +113,39 @@ def load_findings(path: Path) -> Findings:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; write it with `zinfer probe --json > {path}`") from error
     return parse_findings(text, path)
+
+
+def cache_path(card: MachineCard) -> Path:
+    """Where the machine's findings lie: `$XDG_CACHE_HOME/zinfer`, by default `~/.cache/zinfer`."""
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # A relative one is to be ignored (XDG Base Directory Specification).
+    folder = home if home.is_absolute() else Path.home() / ".cache"
+    return folder / "zinfer" / f"probe-{card.fingerprint}.json"
+
+
+def recall(card: MachineCard) -> Findings | None:
+    """The findings on record, None where there are none or the file is no use, which is logged."""
+    path = cache_path(card)
+    try:
+        return parse_findings(path.read_bytes(), path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ConfigError) as error:
+        log.warning("findings of an earlier probe are left aside: %s", error)
+        return None
+
+
+def record(findings: Findings) -> None:
+    """Replace the machine's findings and keep the disks that only the former ones have.
+
+    A file that cannot be written is logged and left as it was: the figures are printed all the same.
+    """
+    former = recall(findings.card)
+    whole = findings if former is None else findings.with_disks_of(former)
+    path = cache_path(findings.card)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, whole.to_json() + "\n")
+    except OSError as error:
+        reason = "the findings are not kept; set XDG_CACHE_HOME to a folder that can be written to"
+        log.warning("%s: %s; %s", path, error.strerror, reason)

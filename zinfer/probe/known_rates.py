@@ -11,13 +11,10 @@ from typing import Final
 import torch
 
 from zinfer.errors import ConfigError
-from zinfer.probe.cache import recall
 from zinfer.probe.card import read_card
-from zinfer.probe.device import measure_device
-from zinfer.probe.disk import checked_file, disk_number
-from zinfer.probe.findings import Findings
-from zinfer.probe.memory import measure_copy
-from zinfer.probe.quick_read import quick_read
+from zinfer.probe.disk import checked_file, disk_number, quick_read
+from zinfer.probe.findings import Findings, recall
+from zinfer.probe.measure import measure_copy, measure_device
 from zinfer.probe.rates import Rates
 from zinfer.probe.sizes import quick_sizes
 

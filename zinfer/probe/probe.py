@@ -9,16 +9,12 @@ from typing import Final
 
 import torch
 
-from zinfer.probe.card import MachineCard, read_card
-from zinfer.probe.device import measure_device, read_uuid
+from zinfer.probe.card import MachineCard, PcieLink, query_links, read_card, read_uuid
 from zinfer.probe.disk import measure_disk
-from zinfer.probe.facts import read_facts
 from zinfer.probe.findings import VERSION, Findings
-from zinfer.probe.link import copy_until, measure_together
-from zinfer.probe.memory import measure_memory
-from zinfer.probe.pcie import PcieLink, query_links
+from zinfer.probe.measure import copy_until, measure_device, measure_memory, measure_together
 from zinfer.probe.sizes import Sizes
-from zinfer.probe.warnings import find_warnings
+from zinfer.probe.warnings import find_warnings, read_facts
 
 _MOST_BUSY_BYTES: Final = 64 << 20  # enough to keep a link awake
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from zinfer.nvme.tune import DiskRate
-from zinfer.probe.findings import DeviceFindings, Findings
+from zinfer.probe.findings import Findings
+from zinfer.probe.measure import DeviceFindings
 
 _GIGA = 1e9
 _MEBI = 1 << 20

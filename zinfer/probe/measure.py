@@ -1,0 +1,266 @@
+"""Measures host memory, the link and a device: medians of several runs, with the devices idle before and after each.
+
+On a machine without CUDA the device is the host: its link is a host copy, and there is one way only.
+"""
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+
+from zinfer.offload.host_memory import HostBuffer
+from zinfer.probe.card import PcieLink
+from zinfer.probe.sizes import Sizes
+
+PerSecond = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A measured rate: positive and finite."""
+
+LinkKind = Literal["pinned copies", "pageable copies", "host copies"]
+
+
+def settle(devices: Sequence[torch.device]) -> None:
+    """Return when everything that was enqueued on the devices is done."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def median_seconds(work: Callable[[], object], devices: Sequence[torch.device] = (), *, repeats: int) -> float:
+    """Seconds of one call, the median of ``repeats`` after one that is not counted."""
+    work()
+    seconds = []
+    for _ in range(repeats):
+        settle(devices)
+        begin_s = time.perf_counter()
+        work()
+        settle(devices)
+        seconds.append(time.perf_counter() - begin_s)
+    return statistics.median(seconds)
+
+
+@dataclass(frozen=True)
+class MemoryRates:
+    """Bytes a second: copied with one thread and with torch's ``num_threads``; given by the system at their first touch
+    by one thread and by the threads of `HostBuffer.touch`; registered with CUDA once touched (None: not measured,
+    because there is no CUDA device or the registration was refused)."""
+
+    num_threads: int
+    copy_one_bytes_per_s: PerSecond
+    copy_all_bytes_per_s: PerSecond
+    touch_one_bytes_per_s: PerSecond
+    touch_several_bytes_per_s: PerSecond
+    register_bytes_per_s: PerSecond | None
+
+
+def measure_memory(nbytes: int, *, pin: bool, repeats: int) -> MemoryRates:
+    """All of them, over buffers of ``nbytes``; ``pin`` asks for registration with CUDA, which is undone."""
+    with _torch_threads(1):
+        copy_one = measure_copy(nbytes, repeats=repeats)
+    return MemoryRates(
+        num_threads=torch.get_num_threads(),
+        copy_one_bytes_per_s=copy_one,
+        copy_all_bytes_per_s=measure_copy(nbytes, repeats=repeats),
+        touch_one_bytes_per_s=nbytes / _median_of_fresh(nbytes, _touch_alone, repeats),
+        touch_several_bytes_per_s=nbytes / _median_of_fresh(nbytes, HostBuffer.touch, repeats),
+        register_bytes_per_s=_measure_registration(nbytes, repeats) if pin else None,
+    )
+
+
+def measure_copy(nbytes: int, *, repeats: int) -> float:
+    """Bytes copied a second between two places in host memory, with torch's present number of threads."""
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return nbytes / median_seconds(lambda: target.copy_(source), repeats=repeats)
+
+
+@contextmanager
+def _torch_threads(num_threads: int) -> Iterator[None]:
+    former = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(former)
+
+
+def _touch_alone(buffer: HostBuffer) -> None:
+    ctypes.memset(buffer.tensor.data_ptr(), 0, buffer.nbytes)
+
+
+def _median_of_fresh(nbytes: int, work: Callable[[HostBuffer], None], repeats: int) -> float:
+    """Seconds of ``work`` on a buffer whose pages the system has not given yet: a new one each time."""
+    seconds = []
+    for _ in range(repeats):
+        buffer = HostBuffer(nbytes)
+        begin_s = time.perf_counter()
+        work(buffer)
+        seconds.append(time.perf_counter() - begin_s)
+    return statistics.median(seconds)
+
+
+def _measure_registration(nbytes: int, repeats: int) -> float | None:
+    seconds = []
+    for _ in range(repeats):
+        with closing(HostBuffer(nbytes)) as buffer:
+            buffer.touch()
+            begin_s = time.perf_counter()
+            buffer.pin()
+            seconds.append(time.perf_counter() - begin_s)
+            if not buffer.pinned:  # `pin` has logged why, and the remedy
+                return None
+    return nbytes / statistics.median(seconds)
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Bytes a second of copies of ``nbytes``: to the device, from it (None on a CPU), and the sum of both at once.
+
+    ``kind`` is "pageable copies" where pinning was refused.
+    """
+
+    kind: LinkKind
+    nbytes: int
+    to_device_bytes_per_s: PerSecond
+    from_device_bytes_per_s: PerSecond | None
+    both_ways_bytes_per_s: PerSecond | None
+
+
+@dataclass(frozen=True)
+class LinksTogether:
+    """The sum over the first ``num_devices`` devices, each copying from host memory of its own at the same time."""
+
+    num_devices: int
+    to_device_bytes_per_s: PerSecond
+
+
+def measure_link(device: torch.device, nbytes: int, *, repeats: int) -> LinkRates:
+    """Take two host and two device buffers of ``nbytes`` (a multiple of 4096), and give them back."""
+    if device.type != "cuda":
+        return LinkRates("host copies", nbytes, measure_copy(nbytes, repeats=repeats), None, None)
+    with ExitStack() as owned:
+        source, target = (owned.enter_context(closing(HostBuffer(nbytes, pin=True))) for _ in range(2))
+        owned.callback(settle, [device])  # no registration ends while a copy is under way, after a failure too
+        places = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        there = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+        def push() -> None:
+            with torch.cuda.stream(there):
+                places[0].copy_(source.tensor, non_blocking=True)
+
+        def pull() -> None:
+            with torch.cuda.stream(back):
+                target.tensor.copy_(places[1], non_blocking=True)
+
+        def both() -> None:
+            push()
+            pull()
+
+        settle([device])
+        push_s, pull_s, both_s = (median_seconds(work, [device], repeats=repeats) for work in (push, pull, both))
+        kind: LinkKind = "pinned copies" if source.pinned and target.pinned else "pageable copies"
+        return LinkRates(kind, nbytes, nbytes / push_s, nbytes / pull_s, 2 * nbytes / both_s)
+
+
+def measure_together(devices: Sequence[torch.device], nbytes: int, *, repeats: int) -> tuple[LinksTogether, ...]:
+    """Two of several devices at once, and all of them; nothing for a single one."""
+    counts = sorted({2, len(devices)}) if len(devices) > 1 else []
+    return tuple(
+        LinksTogether(count, count * nbytes / _median_together(devices[:count], nbytes, repeats)) for count in counts
+    )
+
+
+def _median_together(devices: Sequence[torch.device], nbytes: int, repeats: int) -> float:
+    with ExitStack() as owned:
+        push = _enter_pushes(owned, devices, nbytes)
+        return median_seconds(push, devices, repeats=repeats)
+
+
+def _enter_pushes(owned: ExitStack, devices: Sequence[torch.device], nbytes: int) -> Callable[[], None]:
+    """One call of the result enqueues a copy to each device; the buffers last as long as ``owned``."""
+    hosts = [owned.enter_context(closing(HostBuffer(nbytes, pin=device.type == "cuda"))) for device in devices]
+    owned.callback(settle, devices)
+    places = [torch.empty(nbytes, dtype=torch.uint8, device=device) for device in devices]
+
+    def push() -> None:
+        for host, place in zip(hosts, places, strict=True):
+            place.copy_(host.tensor, non_blocking=True)
+
+    return push
+
+
+def copy_until(done: Callable[[], bool], devices: Sequence[torch.device], nbytes: int) -> None:
+    """Keep every link busy until ``done``: an idle link lowers its own generation, and would be read so."""
+    with ExitStack() as owned:
+        push = _enter_pushes(owned, devices, nbytes)
+        while not done():
+            push()
+            settle(devices)
+
+
+def matmul_dtype(device: torch.device) -> torch.dtype:
+    """What a model computes in there: fp32 on a CPU, bf16 on a GPU that has it, else fp16."""
+    if device.type != "cuda":
+        return torch.float32
+    with torch.cuda.device(device):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+
+
+def measure_device_copy(device: torch.device, nbytes: int, *, repeats: int) -> float:
+    """Bytes read and written a second, together."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / median_seconds(lambda: target.copy_(source), [device], repeats=repeats)
+
+
+def measure_matmul(device: torch.device, width: int, dtype: torch.dtype, *, num_matmuls: int, repeats: int) -> float:
+    """FLOP/s of ``num_matmuls`` products of random [width, width] matrices in a row (2 width^3 each).
+
+    Random, because a GPU multiplies zeros faster than it can keep up with real numbers.
+    """
+    matrix = torch.randn(width, width, device=device, dtype=dtype)
+    product = torch.empty_like(matrix)
+
+    def multiply() -> None:
+        for _ in range(num_matmuls):
+            torch.mm(matrix, matrix, out=product)
+
+    return 2 * width**3 * num_matmuls / median_seconds(multiply, [device], repeats=repeats)
+
+
+@dataclass(frozen=True)
+class DeviceFindings:
+    """One GPU, or the CPU. ``copy_bytes_per_s``: device memory, read and written together; ``flops_per_s``: dense
+    products in ``dtype``; ``pcie``: None where it is not known."""
+
+    name: str
+    link: LinkRates
+    copy_bytes_per_s: PerSecond
+    flops_per_s: PerSecond
+    dtype: str
+    pcie: PcieLink | None
+
+
+def measure_device(device: torch.device, name: str, sizes: Sizes, pcie: PcieLink | None = None) -> DeviceFindings:
+    """Measure a device's link, memory and arithmetic; the memory that this takes is given back."""
+    dtype = matmul_dtype(device)
+    try:
+        return DeviceFindings(
+            name=name,
+            link=measure_link(device, sizes.link_bytes, repeats=sizes.repeats),
+            copy_bytes_per_s=measure_device_copy(device, sizes.device_bytes, repeats=sizes.repeats),
+            flops_per_s=measure_matmul(
+                device, sizes.matmul_width, dtype, num_matmuls=sizes.num_matmuls, repeats=sizes.repeats
+            ),
+            dtype=str(dtype).removeprefix("torch."),
+            pcie=pcie,
+        )
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # torch would keep it, and a plan made next would find less free
