@@ -19,7 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import zinfer
 from zinfer import LLM, SamplingParams
 from zinfer.inject import grouped_experts
-from zinfer.inject.experts import overlay_experts
+from zinfer.inject.gates import overlay_experts
 from zinfer.inject.grouped_experts import overlay_grouped_experts
 from zinfer.inject.injection import Injection
 from zinfer.kernels.grouped_linear import grouped_linear_kernel

@@ -12,7 +12,7 @@ from torch import nn
 
 from zinfer.inject.fusion_groups import FusionGroup, find_packs
 from zinfer.inject.injection import Injection
-from zinfer.inject.joined import joined
+from zinfer.inject.shared_product import joined
 
 
 class Own(nn.Module):

@@ -2,7 +2,6 @@
 
 from zinfer.checkpoint.checkpoint import Checkpoint
 from zinfer.checkpoint.folder import resolve_folder
-from zinfer.checkpoint.header import Header, TensorEntry, read_header
-from zinfer.checkpoint.joined import JoinedTensor
+from zinfer.checkpoint.header import Header, JoinedTensor, TensorEntry, read_header
 
 __all__ = ["Checkpoint", "Header", "JoinedTensor", "TensorEntry", "read_header", "resolve_folder"]

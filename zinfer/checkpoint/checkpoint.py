@@ -7,6 +7,7 @@ the union of its model*.safetensors, or of every *.safetensors unless that would
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +22,7 @@ from zinfer.checkpoint.folder import (
     resolve_folder,
 )
 from zinfer.checkpoint.header import Header, TensorEntry, read_header
-from zinfer.checkpoint.json_text import JsonFault, parse_object
-from zinfer.checkpoint.shards import loose_files
+from zinfer.checkpoint.json_text import parse_file
 from zinfer.checkpoint.weight_index import check_file_name, read_weight_map
 from zinfer.errors import CheckpointError
 from zinfer.nvme.file_identity import FileIdentity
@@ -30,6 +30,8 @@ from zinfer.nvme.file_identity import FileIdentity
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model" + INDEX_SUFFIX
 EXPLICIT_KEY = "transformers_weights"
+NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<total>\d+)\.safetensors", re.ASCII)
+MAX_TOTAL = 100_000
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Checkpoint:
 def _gathered(folder: Path, config: bytes) -> tuple[list[Header], dict[str, TensorEntry]]:
     weights = _explicit_file(folder, config) or _default_file(folder)
     if weights is None:
-        return _union(loose_files(folder))
+        return _union(_loose_files(folder))
     if weights.name.endswith(INDEX_SUFFIX):
         return _indexed(folder, weights)
     return _union([weights])
@@ -142,11 +144,7 @@ def _gathered(folder: Path, config: bytes) -> tuple[list[Header], dict[str, Tens
 def _explicit_file(folder: Path, config: bytes) -> Path | None:
     """The weights file that the config names itself, if it does."""
     path = folder / CONFIG_NAME
-    try:
-        name = parse_object(config, lenient=True).get(EXPLICIT_KEY)
-    except JsonFault as fault:
-        where = "" if fault.position is None else f" at byte {fault.position}"
-        raise CheckpointError(f"{path}:{where} {fault}: download it again") from fault
+    name = parse_file(path, config, "download it again", lenient=True).get(EXPLICIT_KEY)
     if name is None:
         return None
     if not isinstance(name, str) or not name.endswith((".safetensors", INDEX_SUFFIX)):
@@ -207,3 +205,35 @@ def _fingerprint(folder: Path, config: bytes, headers: list[Header]) -> str:
         name = header.file.relative_to(folder).as_posix()
         digest.update(f"{name}\0{header.identity.num_bytes}\0{header.sha256}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
+
+
+def _loose_files(folder: Path) -> list[Path]:
+    """Returns model*.safetensors if there are any, else every *.safetensors of one model, sorted by name.
+
+    Raises:
+        CheckpointError: only adapters, a gap in files numbered `-00001-of-00003`, or files of more than one model.
+    """
+    names = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
+    models = [name for name in names if not name.startswith("adapter_")]
+    if not models:
+        what = f"only an adapter, {listed(names)}" if names else "its *.safetensors are links to files that are gone"
+        remedy = "merge it into its base model and pass that folder" if names else "download the model again"
+        raise CheckpointError(f"{folder}: {what}: {remedy}")
+    chosen = [name for name in models if name.startswith("model")] or models
+    matches = {name: NUMBERED.fullmatch(name) for name in chosen}
+    numbered_sets = {(match["stem"], int(match["total"])) for match in matches.values() if match}
+    if numbered_sets and (len(numbered_sets) > 1 or not all(matches.values())):
+        raise CheckpointError(
+            f"{folder}: the files of several models, and no index to say which counts: {listed(chosen)}: "
+            "keep those of one model"
+        )
+    for _, total in numbered_sets:
+        _check_complete(folder, {int(match["part"]) for match in matches.values() if match}, total)
+    return [folder / name for name in chosen]
+
+
+def _check_complete(folder: Path, parts: set[int], total: int) -> None:
+    # The number comes from a file's name: a huge one must not be counted up to.
+    absent = [str(part) for part in range(1, min(total, MAX_TOTAL) + 1) if part not in parts]
+    if absent:
+        raise CheckpointError(f"{folder}: missing shard {listed(absent)} of {total}: download it")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from zinfer.checkpoint.faults import shorten
-from zinfer.checkpoint.json_text import JsonFault, parse_object
+from zinfer.checkpoint.faults import shorten, unreadable
+from zinfer.checkpoint.json_text import parse_file
 from zinfer.errors import CheckpointError
 
 TOKEN_KEYS: Final = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -26,12 +26,9 @@ def read_config(path: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read, or is not an object.
     """
     try:
-        return parse_object(path.read_bytes(), lenient=True)
-    except JsonFault as fault:
-        where = "" if fault.position is None else f" at byte {fault.position}"
-        raise CheckpointError(f"{path}:{where} {fault}: download it again") from fault
+        return parse_file(path, path.read_bytes(), "download it again", lenient=True)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror} (errno {error.errno})") from error
+        raise unreadable(path, error) from error
 
 
 def check_config(path: Path, config: Mapping[str, Any], num_tensors: int) -> None:

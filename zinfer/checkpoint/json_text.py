@@ -5,9 +5,11 @@ surrogates, sizes that are no 64-bit naturals. Nesting too deep to parse is a fa
 """
 
 import json
+from pathlib import Path
 from typing import Any, NoReturn
 
 from zinfer.checkpoint.faults import shorten
+from zinfer.errors import CheckpointError
 
 MAX_NATURAL = 2**64 - 1
 
@@ -51,6 +53,15 @@ def parse_object(data: bytes, *, lenient: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise JsonFault(f"a JSON {_kind(value)} instead of an object", 0)
     return value
+
+
+def parse_file(path: Path, data: bytes, remedy: str, *, lenient: bool = False) -> dict[str, Any]:
+    """As `parse_object`, of a file's bytes. Raises CheckpointError: names the file, the byte and the remedy."""
+    try:
+        return parse_object(data, lenient=lenient)
+    except JsonFault as fault:
+        where = "" if fault.position is None else f" at byte {fault.position}"
+        raise CheckpointError(f"{path}:{where} {fault}: {remedy}") from fault
 
 
 def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ A file name in it comes from a stranger: one that leads out of the checkpoint's 
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from zinfer.checkpoint.faults import shorten
-from zinfer.checkpoint.json_text import JsonFault, parse_object
+from zinfer.checkpoint.json_text import parse_file
 from zinfer.errors import CheckpointError
 
 
@@ -17,11 +17,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
         CheckpointError: the index is not JSON, has no usable `weight_map`, or names a file outside.
         OSError: the index cannot be read.
     """
-    try:
-        members = parse_object(index.read_bytes())
-    except JsonFault as fault:
-        where = "" if fault.position is None else f" at byte {fault.position}"
-        raise CheckpointError(f"{index}:{where} {fault}: the index is corrupted, download it again") from fault
+    members = parse_file(index, index.read_bytes(), "the index is corrupted, download it again")
     weight_map = members.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: no weight_map of tensor names to file names: download the index again")

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import torch
 
+from zinfer.config.quantization_keys import INT8, Grouping, Part
 from zinfer.config.quantization_rules import Quantization, QuantRule
-from zinfer.config.quantization_values import INT8, Grouping, Part
 from zinfer.config.reading import Given
 from zinfer.config.settings import Ignored
 from zinfer.errors import ConfigError

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from typing import Any
 
 from zinfer.config.key import Key, Status
-from zinfer.config.keys import BY_NAME, BY_PATH
+from zinfer.config.keys import BY_NAME, BY_PATH, KEYS
 from zinfer.config.quantization_rules import QuantizationConfig
 from zinfer.config.source import Source
-from zinfer.config.suggestion import advice
 from zinfer.config.values import NoEffect, NotAvailable, Unusable, flag, number_of, show
 from zinfer.errors import ConfigError
 
 AUTO = "auto"
+LIKE_HERE = 0.6
+LIKE_ELSEWHERE = 0.8
+MAX_PLACES = 3
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Reading:
         if key is None and self.source.is_kwargs and not path:
             key = BY_NAME["zinfer"].get(name)
         if key is None:
-            raise self.source.error(f"unknown key {spelt}; {advice(name, path, written)}")
+            raise self.source.error(f"unknown key {spelt}; {_advice(name, path, written)}")
         if key.path in self.written:
             raise self.source.error(f"{self.written[key.path]} and {spelt} are the same key; keep one of them")
         self.written[key.path] = spelt
@@ -192,3 +195,38 @@ def _is_unstated(value: object) -> bool:
 
 def _joined(section: str, name: str) -> str:
     return f"{section}.{name}" if section else name
+
+
+def _advice(name: str, section: str, section_as_written: str) -> str:
+    """Ends the message on the unknown key `name` of `section`; both spellings of the section are paths, empty at the
+    top."""
+    places = [key.path for key in sorted(KEYS, key=_rank) if _same(name, key)]
+    if places:
+        return "it belongs in " + " or ".join(places[:MAX_PLACES])
+    likeness = {(section_as_written, known): _ratio(name, known) for known in BY_NAME.get(section, {})}
+    likeness = {place: ratio for place, ratio in likeness.items() if ratio >= LIKE_HERE}
+    if not likeness:
+        likeness = {(key.parent, key.name): _ratio(name, key.name) for key in sorted(KEYS, key=_rank)}
+        likeness = {place: ratio for place, ratio in likeness.items() if ratio >= LIKE_ELSEWHERE}
+    if likeness:
+        parent, nearest = max(likeness, key=lambda place: likeness[place])
+        return f"did you mean {parent}.{nearest}?" if parent else f"did you mean {nearest}?"
+    if section:
+        return "known there: " + ", ".join(sorted(key.name for key in KEYS if key.parent == section))
+    return "remove it; zinfer.config.keys.KEYS lists what is known"
+
+
+def _same(name: str, key: Key) -> bool:
+    return _plain(name) in (_plain(known) for known in (key.name, *key.aliases))
+
+
+def _rank(key: Key) -> int:
+    return [Status.HONOURED, Status.NOT_YET, Status.NO_EFFECT].index(key.status)
+
+
+def _ratio(name: str, known: str) -> float:
+    return SequenceMatcher(None, _plain(name), _plain(known)).ratio()
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")

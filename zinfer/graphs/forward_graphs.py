@@ -12,10 +12,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
-from zinfer.graphs.capture import Recording
+from zinfer.graphs.capture import EscapeDetector, Recording
 from zinfer.graphs.capturer import GraphCapturer
 from zinfer.graphs.dependent_adds import DependentLaunchAdds
-from zinfer.graphs.escape_detector import EscapeDetector
 from zinfer.graphs.form import CONSTANTS, Call, CannotCapture
 from zinfer.graphs.no_sync import NoSyncMode
 from zinfer.graphs.splits import GraphSplits

@@ -1,4 +1,9 @@
-"""Gated MLPs: the activation of one product times the other, by one kernel between three products."""
+"""Gated MLPs: the activation of one product times the other, by one kernel between three products.
+
+Of mixtures of experts too: for the experts that transformers keeps in one parameter it chooses torch's grouped product
+(``experts_implementation``, by default "grouped_mm"), and calls a method of the experts between the two. In their eager
+form, which goes expert by expert, nothing is fused.
+"""
 
 from collections.abc import Callable
 from types import MethodType
@@ -15,6 +20,7 @@ from zinfer.kernels.gated import gated, gated_ref
 _APART: Final = ("gate_proj", "up_proj", "down_proj")
 _JOINED: Final = ("gate_up_proj", "down_proj")
 _ACTIVATION_NAMES: Final = ("act_fn", "activation_fn")
+_EXPERTS_METHOD: Final = "_apply_gate"
 _WIDTH: Final = 6  # of what the stand-ins make
 
 
@@ -71,3 +77,27 @@ def _joined(plain: Callable[..., Any], activation: Activation) -> Callable[..., 
         return self.down_proj(gated(gate, up, activation))
 
     return forward
+
+
+def overlay_experts(module: nn.Module) -> Overlay | None:
+    """The kernel for experts whose method is ``activation(gate) * up`` over halves of a row; None for any other."""
+    plain, function = getattr(type(module), _EXPERTS_METHOD, None), getattr(module, "act_fn", None)
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if plain is None or _EXPERTS_METHOD in module.__dict__ or implementation in (None, "eager"):
+        return None
+    activation = find_activation(function) if callable(function) and not is_hooked(function) else None
+    if activation is None:
+        return None
+    gate = numbers(3, 4 * _WIDTH).view(-1, _WIDTH)
+    up = 0.1 - 0.7 * gate.flip(0)
+    if not is_near(probe(plain, stand_in(module), torch.cat((gate, up), dim=-1)), gated_ref(gate, up, activation)):
+        return None
+    return Overlay(f"gated experts, {activation}", MethodType(_of_experts(activation), module), _EXPERTS_METHOD)
+
+
+def _of_experts(activation: Activation) -> Any:
+    def _apply_gate(self: Any, gate_up: torch.Tensor) -> torch.Tensor:  # by its name a pickled copy finds its own
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gated(gate, up, activation)
+
+    return _apply_gate

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from zinfer.inject.activations import overlay_activation
-from zinfer.inject.experts import overlay_experts
 from zinfer.inject.fusion_groups import FusionGroup
-from zinfer.inject.gates import overlay_gate
+from zinfer.inject.gates import overlay_experts, overlay_gate
 from zinfer.inject.grouped_experts import overlay_grouped_experts
 from zinfer.inject.norms import overlay_layer_norm, overlay_norm
 from zinfer.inject.overlay import Overlay

@@ -18,9 +18,10 @@ import torch
 
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign.contract import Scheme
-from zinfer.quantization.foreign.filling import SLICE_ELEMENTS, fill_codes, fill_scales, fill_zeros
+from zinfer.quantization.foreign.filling import SLICE_ELEMENTS, bytes_of, fill_codes, fill_scales, fill_zeros
 from zinfer.quantization.foreign.gptq import FLOATS, group_size_of
 from zinfer.quantization.foreign.parts import (
+    Section,
     Shapes,
     check_dtypes,
     check_format,
@@ -29,8 +30,6 @@ from zinfer.quantization.foreign.parts import (
     matrix_shape,
     parts_of,
 )
-from zinfer.quantization.foreign.section import Section
-from zinfer.quantization.foreign.words import bytes_of
 
 _ROW_AT_NIBBLE: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 

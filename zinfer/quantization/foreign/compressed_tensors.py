@@ -25,9 +25,11 @@ import torch
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantized import FLOAT8, QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign.contract import Scheme
-from zinfer.quantization.foreign.filling import fill_codes, fill_order, fill_scales, fill_words, fill_zeros
+from zinfer.quantization.foreign.filling import fill_codes, fill_order, fill_scales, fill_words, fill_zeros, unpack
 from zinfer.quantization.foreign.gptq import FLOATS, INTEGERS
 from zinfer.quantization.foreign.parts import (
+    REMEDY,
+    Section,
     Shapes,
     check_dtypes,
     check_format,
@@ -36,9 +38,7 @@ from zinfer.quantization.foreign.parts import (
     matrix_shape,
     parts_of,
 )
-from zinfer.quantization.foreign.section import REMEDY, Section
 from zinfer.quantization.foreign.weight_group import ANY_MODULE, WeightGroup
-from zinfer.quantization.foreign.words import unpack
 
 log = logging.getLogger(__name__)
 

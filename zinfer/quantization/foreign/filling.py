@@ -1,4 +1,7 @@
-"""Fills the tensors of a quantized matrix with codes, scales and zeros as other tools count them: unsigned, from 0."""
+"""Fills the tensors of a quantized matrix with codes, scales and zeros as other tools count them: unsigned, from 0.
+
+Words are little-endian and of 32 bits, the first code of a row in the lowest ones.
+"""
 
 from typing import Final
 
@@ -8,13 +11,12 @@ from zinfer.errors import CheckpointError
 from zinfer.kernels.marlin_layout import put_scales
 from zinfer.kernels.quantize import pack_int4
 from zinfer.kernels.quantized import FLOAT8, QuantizedMatrix
-from zinfer.quantization.foreign.words import unpack
 
 SLICE_ELEMENTS: Final = 4 << 20  # beside which a matrix is large
 
 
 def fill_words(target: QuantizedMatrix, words: torch.Tensor) -> None:
-    """Take over codes in words [rows, words] (int32), as `words` has them, a slice of rows at a time."""
+    """Take over codes in words [rows, words] (int32), as `unpack` takes them, a slice of rows at a time."""
     for rows in target.slices(SLICE_ELEMENTS):
         fill_codes(target.part(rows), unpack(words[rows], target.format.bits, target.columns))
 
@@ -113,3 +115,17 @@ def _check_sizes(group_index: torch.Tensor, num_groups: int, size: int, part: st
             f"{part} puts {int(sizes[group])} columns into group {group}, but group_size is {size}: the file is "
             "damaged or of another configuration, download both again"
         )
+
+
+def bytes_of(words: torch.Tensor) -> torch.Tensor:
+    """Words [rows, words] (int32) as bytes, [rows, 4 * words] uint8; a view where the words are contiguous."""
+    flat = words.contiguous().view(-1)  # a contiguous matrix of one column may have any stride along it
+    return flat.view(torch.uint8).view(words.shape[0], 4 * words.shape[1])
+
+
+def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """The first ``count`` codes of each row of words [rows, words] (int32), [rows, count] uint8; bits are 4 or 8."""
+    octets = bytes_of(words)
+    if bits == 8:
+        return octets[:, :count]
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)[:, :count]

@@ -20,8 +20,9 @@ import torch
 
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign.contract import Scheme
-from zinfer.quantization.foreign.filling import fill_order, fill_scales, fill_words, fill_zeros
+from zinfer.quantization.foreign.filling import fill_order, fill_scales, fill_words, fill_zeros, unpack
 from zinfer.quantization.foreign.parts import (
+    Section,
     Shapes,
     check_dtypes,
     check_format,
@@ -30,8 +31,6 @@ from zinfer.quantization.foreign.parts import (
     matrix_shape,
     parts_of,
 )
-from zinfer.quantization.foreign.section import Section
-from zinfer.quantization.foreign.words import unpack
 
 FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS: Final = (torch.int32, torch.int64)

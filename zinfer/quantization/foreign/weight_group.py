@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from zinfer.kernels.quantized import QuantFormat
-from zinfer.quantization.foreign.section import Section
+from zinfer.quantization.foreign.parts import Section
 
 ANY_MODULE: Final = "Linear"
 _REGEX: Final = "re:"
