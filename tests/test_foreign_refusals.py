@@ -36,14 +36,14 @@ def group(**more: Any) -> dict[str, Any]:
 
 NOT_SUPPORTED = [
     *(({"quant_method": method}, f"quant_method is '{method}'") for method in ("bitsandbytes", "hqq", "marlin", "fp8")),
-    ({"load_in_4bit": True}, "quant_method is missing"),
-    *((gptq(bits=bits), f"bits is {bits}: GPTQ weights") for bits in (2, 3)),
+    ({"load_in_4bit": True}, "quant_method is None"),
+    *((gptq(bits=bits), f"bits is {bits}: Input should be 4 or 8") for bits in (2, 3)),
     (gptq(checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),
     (gptq(format="gptq_p"), "format is 'gptq_p'"),
     (gptq(is_marlin_format=True), "is_marlin_format is True"),
     (gptq(pack_dtype="int64"), "pack_dtype is 'int64'"),
-    (gptq(dynamic={"-:a": {}, "+:.*down": {"bits": 8}}), "dynamic.+:.*down is {'bits': 8}"),
-    (awq(bits=8), "bits is 8: AWQ weights"),
+    (gptq(dynamic={"-:a": {}, "+:.*down": {"bits": 8}}), "+:.*down: modules that are stored otherwise"),
+    (awq(bits=8), "bits is 8: Input should be 4"),
     *((awq(version=version), f"version is '{version}'") for version in ("gemv", "gemv_fast", "exllama", "marlin")),
     (awq(format="llm-awq"), "format is 'llm-awq'"),
     (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is {'num_bits': 8}"),
@@ -52,18 +52,22 @@ NOT_SUPPORTED = [
     (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format is 'sparse-24-bitmask'"),
     (compressed(quantization_status="frozen"), "quantization_status is 'frozen'"),
     (compressed(config_groups={}), "config_groups is {}"),
-    (compressed(config_groups=None), "config_groups is None"),
+    (compressed(config_groups=None), "config_groups is {}"),
     *(
-        (compressed(format=name), "config_groups.a.format is missing: weights in the format")
-        for name in (None, "marlin-24")
+        (compressed(format=name), f"config_groups.a.format is '{name}': Input should be 'pack-quantized', ")
+        for name in ("marlin-24", "nvfp4-pack-quantized")
     ),
-    (compressed(format="nvfp4-pack-quantized"), "'nvfp4-pack-quantized' are not read"),
     (weights(num_bits=3), "config_groups.a.weights.num_bits is 3"),
-    (weights(type="float"), "config_groups.a.weights.type is 'float'"),
+    (weights(type="float", num_bits=8), "weights in the format pack-quantized are of type int"),
     (weights(strategy="tensor_group"), "config_groups.a.weights.strategy is 'tensor_group'"),
-    (weights(strategy="block", block_structure=[8, 8]), "config_groups.a.weights.strategy is 'block'"),
-    (group(weights=None, input_activations={"dynamic": True}), "config_groups.a.weights is None"),
-    (group(input_activations={"num_bits": 8, "dynamic": False}), "config_groups.a.input_activations.dynamic is False"),
+    (
+        weights(strategy="block", block_structure=[8, 8]),
+        "packed weights are read with a scale per tensor, channel or group",
+    ),
+    *(
+        (group(input_activations=said), "config_groups.a.input_activations.dynamic is False")
+        for said in ({"num_bits": 8, "dynamic": False}, {"num_bits": 8})
+    ),
     (group(input_activations={"dynamic": "local"}), "config_groups.a.input_activations.dynamic is 'local'"),
     (group(output_activations={"dynamic": True}), "config_groups.a.output_activations is {"),
     (
@@ -72,22 +76,26 @@ NOT_SUPPORTED = [
     ),
     (group(format="float-quantized", weights={"type": "float", "symmetric": False}), "weights.symmetric is False"),
 ]
+NOT_SUPPORTED += [
+    ({"quant_method": 4}, "quant_method is 4: weights are read from"),
+    (gptq(bits="4"), "bits is '4': Input should be 4 or 8"),
+    (gptq(bits=True), "bits is True: Input should be 4 or 8"),
+]
 MISSPELT = [
     ([], "quantization_config is []: not an object"),
-    ({"quant_method": 4}, "quant_method is 4: not a text"),
-    ({"quant_method": "gptq"}, "bits is missing: not a whole number"),
-    (gptq(bits="4"), "bits is '4': not a whole number"),
-    (gptq(bits=True), "bits is True: not a whole number"),
-    (gptq(sym="yes"), "sym is 'yes': neither true nor false"),
+    ({"quant_method": "gptq"}, "bits is missing: Field required"),
+    (compressed(format=None), "config_groups.a.format is missing: Field required"),
+    (group(weights=None, input_activations={"dynamic": True}), "config_groups.a.weights is missing"),
+    (gptq(sym="yes"), "sym is 'yes': Input should be a valid boolean"),
     (gptq(group_size=0), "group_size is 0: neither -1"),
     (awq(group_size=-2), "group_size is -2: neither -1"),
-    (compressed(config_groups={"a": ["Linear"]}), "config_groups.a is ['Linear']: not an object"),
-    (group(targets="Linear"), "config_groups.a.targets is 'Linear': not a list"),
+    (compressed(config_groups={"a": ["Linear"]}), "config_groups.a is ['Linear']: Input should be"),
+    (group(targets="Linear"), "config_groups.a.targets is 'linear': Input should be a valid list"),
     (group(targets=["re:("]), "'re:(' is no pattern"),
-    (weights(strategy="group"), "config_groups.a.weights.group_size is missing: not a number"),
+    (weights(strategy="group"), "config_groups.a.weights.strategy is 'group': group_size is None, not a number"),
     (
         group(format="float-quantized", weights={"type": "float", "strategy": "block"}),
-        "weights.block_structure is missing",
+        "weights.strategy is 'block': block_structure does not give",
     ),
 ]
 

@@ -6,18 +6,21 @@ Only config dicts and tensors are known here, no files and no engine; codes and 
 from collections.abc import Mapping
 from typing import Any, Final
 
+from pydantic import ValidationError
+
+from zinfer.errors import CheckpointError
 from zinfer.quantization.foreign.awq import Awq
 from zinfer.quantization.foreign.compressed_tensors import CompressedTensors
 from zinfer.quantization.foreign.contract import Scheme
 from zinfer.quantization.foreign.gptq import Gptq
-from zinfer.quantization.foreign.parts import Section
+from zinfer.quantization.foreign.section import PATH, REMEDY, refusal
 
 __all__ = ["Scheme", "find_scheme"]
 
-_METHODS: Final = {
-    "gptq": Gptq.from_config,
-    "awq": Awq.from_config,
-    "compressed-tensors": CompressedTensors.from_config,
+_METHODS: Final[Mapping[str, type[Gptq | Awq | CompressedTensors]]] = {
+    "gptq": Gptq,
+    "awq": Awq,
+    "compressed-tensors": CompressedTensors,
 }
 
 
@@ -27,10 +30,17 @@ def find_scheme(config: Mapping[str, Any]) -> Scheme | None:
     Raises:
         CheckpointError: something in it is not supported; names the key and its value, and says what to do.
     """
-    section = Section("", config).section("quantization_config")
+    section = config.get(PATH)
     if section is None:
         return None
-    read = _METHODS.get(section.text("quant_method", ""))
-    if read is None:
-        raise section.unsupported("quant_method", f"weights are read from {', '.join(_METHODS)}")
-    return read(section)
+    if not isinstance(section, Mapping):
+        raise CheckpointError(f"config.json: {PATH} is {section!r}: not an object; restore config.json")
+    method = section.get("quant_method")
+    scheme = _METHODS.get(str(method).lower())
+    if scheme is None:
+        what = f"quant_method is {method!r}: weights are read from {', '.join(_METHODS)}"
+        raise CheckpointError(f"config.json: {PATH}.{what}; {REMEDY}")
+    try:
+        return scheme.model_validate(dict(section))
+    except ValidationError as error:
+        raise refusal(error) from error

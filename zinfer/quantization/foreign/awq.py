@@ -11,17 +11,15 @@ From the lowest bits up a word holds its rows in the order 0, 2, 4, 6, 1, 3, 5, 
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign.contract import Scheme
 from zinfer.quantization.foreign.filling import SLICE_ELEMENTS, bytes_of, fill_codes, fill_scales, fill_zeros
-from zinfer.quantization.foreign.gptq import FLOATS, group_size_of
 from zinfer.quantization.foreign.parts import (
-    Section,
+    FLOATS,
     Shapes,
     check_dtypes,
     check_format,
@@ -30,40 +28,25 @@ from zinfer.quantization.foreign.parts import (
     matrix_shape,
     parts_of,
 )
+from zinfer.quantization.foreign.section import GroupSize, Section
 
 _ROW_AT_NIBBLE: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-@dataclass(frozen=True)
-class Awq(Scheme):
-    """Weights that AWQ's tools wrote.
+class Awq(Section, Scheme):
+    """Weights that AWQ's tools wrote; with ``zero_point`` false they have no zeros, or every one is 8."""
 
-    Args:
-        group_size: columns that share a scale; None: a whole row.
-        symmetric: without zeros, or every one 8.
-    """
-
-    group_size: int | None
-    symmetric: bool
-
-    @classmethod
-    def from_config(cls, config: Section) -> "Awq":
-        """The scheme of a ``quantization_config`` whose method is awq.
-
-        Raises:
-            CheckpointError: bits or a layout that are not supported; names the key.
-        """
-        if config.integer("bits", 4) != 4:
-            raise config.unsupported("bits", "AWQ weights are read with 4 bits")
-        for key in ("version", "format", "checkpoint_format"):
-            if config.text(key, "gemm") != "gemm":
-                raise config.unsupported(key, "AWQ weights are read in the layout gemm")
-        return cls(group_size_of(config), symmetric=not config.flag("zero_point", True))
+    bits: Literal[4] = 4
+    version: Literal["gemm"] = "gemm"
+    format: Literal["gemm"] = "gemm"
+    checkpoint_format: Literal["gemm"] = "gemm"
+    group_size: GroupSize = 128
+    zero_point: bool = True
 
     def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         names = set(names)
         required, optional = (
-            (("qweight", "scales"), ("qzeros",)) if self.symmetric else (("qweight", "scales", "qzeros"), ())
+            (("qweight", "scales", "qzeros"), ()) if self.zero_point else (("qweight", "scales"), ("qzeros",))
         )
         modules = marked_modules(names, ("qweight", "qzeros", "scales"))
         return {f"{module}.weight": parts_of(module, names, required, optional) for module in modules}
@@ -72,7 +55,7 @@ class Awq(Scheme):
         columns, words = matrix_shape(parameter, "qweight", shapes)
         rows = words * len(_ROW_AT_NIBBLE)
         size = self.group_size if self.group_size and self.group_size < columns else None
-        format = QuantFormat(4, size, self.symmetric)
+        format = QuantFormat(4, size, not self.zero_point)
         check_format(parameter, format, rows, columns)
         groups = format.num_groups(columns)
         check_shapes(

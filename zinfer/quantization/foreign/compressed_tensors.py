@@ -17,19 +17,19 @@ quantized key-value caches, transforms), and sparse layouts.
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import replace
+from typing import Any, Final, Literal
 
 import torch
+from pydantic import Field, field_validator, model_validator
 
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantized import FLOAT8, QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign.contract import Scheme
 from zinfer.quantization.foreign.filling import fill_codes, fill_order, fill_scales, fill_words, fill_zeros, unpack
-from zinfer.quantization.foreign.gptq import FLOATS, INTEGERS
 from zinfer.quantization.foreign.parts import (
-    REMEDY,
-    Section,
+    FLOATS,
+    INTEGERS,
     Shapes,
     check_dtypes,
     check_format,
@@ -38,49 +38,54 @@ from zinfer.quantization.foreign.parts import (
     matrix_shape,
     parts_of,
 )
+from zinfer.quantization.foreign.section import PATH, REMEDY, Nothing, Section, unsupported
 from zinfer.quantization.foreign.weight_group import ANY_MODULE, WeightGroup
 
 log = logging.getLogger(__name__)
 
 _MARKS: Final = ("weight_packed", "weight_scale")
-_CHANGES: Final = {
-    "kv_cache_scheme": "quantized key-value caches are not supported",
-    "transform_config": "weights that were rotated (transforms) are not supported",
-    "moe_sparsity_config": "pruned experts are not supported",
-}
 
 
-@dataclass(frozen=True)
-class CompressedTensors(Scheme):
+class _Sparsity(Section):
+    format: Literal["dense"] = "dense"
+
+
+class CompressedTensors(Section, Scheme):
     """Weights that compressed-tensors wrote, in one or more groups of modules."""
 
-    groups: tuple[WeightGroup, ...]
+    kv_cache_scheme: Nothing = None
+    transform_config: Nothing = None
+    moe_sparsity_config: Nothing = None
+    sparsity_config: _Sparsity | None = None
+    quantization_status: Literal["compressed"] = "compressed"
+    config_groups: dict[str, WeightGroup] = Field(default_factory=dict)
 
+    @model_validator(mode="before")
     @classmethod
-    def from_config(cls, config: Section) -> "CompressedTensors":
-        """The scheme of a ``quantization_config`` whose method is compressed-tensors.
+    def _with_formats(cls, members: dict[str, Any]) -> dict[str, Any]:
+        """Each group with the format that is stated for all, unless it states its own."""
+        groups, default = members.get("config_groups"), members.get("format")
+        if not isinstance(groups, dict) or default is None:
+            return members
+        stated = {
+            name: {**group, "format": group.get("format") or default} if isinstance(group, dict) else group
+            for name, group in groups.items()
+        }
+        return {**members, "config_groups": stated}
 
-        Raises:
-            CheckpointError: something that is not supported; names the key.
-        """
-        for key, reason in _CHANGES.items():
-            if config.members.get(key):
-                raise config.unsupported(key, reason)
-        sparsity = config.section("sparsity_config")
-        if sparsity is not None and sparsity.text("format", "dense") != "dense":
-            raise sparsity.unsupported("format", "sparse layouts (2:4 and bitmasks) are not supported")
-        if config.text("quantization_status", "compressed") != "compressed":
-            raise config.unsupported("quantization_status", "only compressed weights are read")
-        groups = config.section("config_groups")
-        sections = [] if groups is None else [groups.section(name) for name in groups.members]
-        default = config.text("format", "dense")
-        found = [WeightGroup.from_config(group, default) for group in sections if group is not None]
-        if not found:
-            raise config.unusable("config_groups", f"no group says how weights are stored; {REMEDY}")
-        for group in sections:
-            if group is not None:
-                _check_activations(group)
-        return cls(tuple(found))
+    @field_validator("config_groups")
+    @classmethod
+    def _check_groups(cls, groups: dict[str, WeightGroup]) -> dict[str, WeightGroup]:
+        if not groups:
+            raise unsupported("no group says how weights are stored")
+        for name, group in groups.items():
+            if group.input_activations is not None:
+                log.warning(
+                    "%s asks for quantized activations; they stay in full precision, only weights are quantized: "
+                    "leave the key out of config.json to silence this",
+                    f"{PATH}.config_groups.{name}.input_activations",
+                )
+        return groups
 
     def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         names = set(names)
@@ -126,10 +131,11 @@ class CompressedTensors(Scheme):
 
     def _group(self, module: str) -> WeightGroup:
         """Names go before patterns, and these before classes; every module here is a linear layer."""
-        if len(self.groups) == 1:
-            return self.groups[0]
+        groups = list(self.config_groups.values())
+        if len(groups) == 1:
+            return groups[0]
         tests = (lambda group: group.names(module), lambda group: group.fits(module), _takes_all)
-        found = next((group for test in tests for group in self.groups if test(group)), None)
+        found = next((group for test in tests for group in groups if test(group)), None)
         if found is None:
             raise CheckpointError(
                 f"{module} is quantized, but no group in quantization_config.config_groups of config.json has it among "
@@ -140,21 +146,6 @@ class CompressedTensors(Scheme):
 
 def _takes_all(group: WeightGroup) -> bool:
     return group.names(ANY_MODULE)
-
-
-def _check_activations(group: Section) -> None:
-    if group.members.get("output_activations"):
-        raise group.unsupported("output_activations", "quantized outputs are not supported")
-    activations = group.section("input_activations")
-    if activations is None:
-        return
-    if activations.members.get("dynamic") is not True:
-        raise activations.unsupported("dynamic", "static scales of activations are not supported")
-    log.warning(
-        "%s asks for quantized activations; they stay in full precision, only weights are quantized: "
-        "leave the key out of config.json to silence this",
-        activations.path,
-    )
 
 
 def _extent(parameter: str, shapes: Shapes, group: WeightGroup) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -19,10 +18,13 @@ class Scheme(ABC):
     them and are not read.
     """
 
-    checksums: Mapping[Path, str] = MappingProxyType({})
-    """Of what each file holds behind its header, as `Block.checksum` is; files that are not listed have none."""
     is_native: ClassVar[bool] = False
     """Whether the parts are a `QuantizedMatrix` as it is, so that a block may stream from disk."""
+
+    @property
+    def checksums(self) -> Mapping[Path, str]:
+        """Of what each file holds behind its header, as `Block.checksum` is; files that are not listed have none."""
+        return {}
 
     @abstractmethod
     def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:

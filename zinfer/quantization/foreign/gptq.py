@@ -13,16 +13,17 @@ The format ``gptq`` subtracts 1 from every zero, ``gptq_v2`` does not. It subtra
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
+from pydantic import Field, field_validator
 
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign.contract import Scheme
 from zinfer.quantization.foreign.filling import fill_order, fill_scales, fill_words, fill_zeros, unpack
 from zinfer.quantization.foreign.parts import (
-    Section,
+    FLOATS,
+    INTEGERS,
     Shapes,
     check_dtypes,
     check_format,
@@ -31,63 +32,43 @@ from zinfer.quantization.foreign.parts import (
     matrix_shape,
     parts_of,
 )
+from zinfer.quantization.foreign.section import GroupSize, Section, unsupported
 
-FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32)
-INTEGERS: Final = (torch.int32, torch.int64)
 _REQUIRED: Final = ("qweight", "qzeros", "scales")
 _ONE_IN_EACH: Final = {4: 0x11111111, 8: 0x01010101}
 _OVERRIDES: Final = frozenset({"bits", "group_size", "sym", "desc_act", "format", "checkpoint_format", "pack_dtype"})
 
 
-@dataclass(frozen=True)
-class Gptq(Scheme):
+class Gptq(Section, Scheme):
     """Weights that GPTQ's tools wrote.
 
-    Args:
-        bits: of a code.
-        group_size: columns that share a scale; None: a whole row.
-        symmetric: every zero is the middle code.
-        ordered: columns were quantized in the order of activations, so that groups may lie anywhere among them;
-            each product then puts what it multiplies with in their order first.
-        zeros_less_one: the format ``gptq``.
+    Attributes:
+        desc_act: columns were quantized in the order of activations, so that groups may lie anywhere among them; each
+            product then puts what it multiplies with in their order first.
+        dynamic: rules for single modules, which may leave them alone, but not store them otherwise.
     """
 
     bits: Literal[4, 8]
-    group_size: int | None
-    symmetric: bool
-    ordered: bool
-    zeros_less_one: bool
+    group_size: GroupSize = 128
+    sym: bool = True
+    desc_act: bool = False
+    format: Literal["gptq", "gptq_v2"] = "gptq"
+    checkpoint_format: Literal["gptq", "gptq_v2"] | None = None
+    is_marlin_format: Literal[False] = False
+    pack_dtype: Literal["int32"] = "int32"
+    dynamic: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
+    @field_validator("dynamic")
     @classmethod
-    def from_config(cls, config: Section) -> "Gptq":
-        """The scheme of a ``quantization_config`` whose method is gptq.
-
-        Raises:
-            CheckpointError: bits, a format or rules that are not supported; names the key.
-        """
-        bits = config.integer("bits")
-        if bits not in _ONE_IN_EACH:
-            raise config.unsupported("bits", "GPTQ weights are read with 4 or 8 bits")
-        format_key = "checkpoint_format" if config.members.get("checkpoint_format") is not None else "format"
-        format = config.text(format_key, "gptq")
-        if format not in ("gptq", "gptq_v2"):
-            raise config.unsupported(format_key, "GPTQ weights are read in the formats gptq and gptq_v2")
-        if config.flag("is_marlin_format", False):
-            raise config.unsupported("is_marlin_format", "weights laid out for Marlin kernels are not read")
-        if config.text("pack_dtype", "int32") != "int32":
-            raise config.unsupported("pack_dtype", "codes are read from words of 32 bits")
-        _refuse_overrides(config)
-        return cls(
-            bits=4 if bits == 4 else 8,
-            group_size=group_size_of(config),
-            symmetric=config.flag("sym", True),
-            ordered=config.flag("desc_act", False),
-            zeros_less_one=format == "gptq",
-        )
+    def _refuse_overrides(cls, rules: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for pattern, rule in rules.items():
+            if _OVERRIDES & rule.keys():
+                raise unsupported(f"{pattern}: modules that are stored otherwise than the rest are not read")
+        return rules
 
     def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         names = set(names)
-        required = (*_REQUIRED, "g_idx") if self.ordered and self.group_size else _REQUIRED
+        required = (*_REQUIRED, "g_idx") if self.desc_act and self.group_size else _REQUIRED
         modules = marked_modules(names, (*_REQUIRED, "g_idx"))
         return {f"{module}.weight": parts_of(module, names, required, ("g_idx",)) for module in modules}
 
@@ -96,7 +77,7 @@ class Gptq(Scheme):
         codes = 32 // self.bits
         columns = shapes["g_idx"][0] if shapes.get("g_idx") else words * codes
         size = self.group_size if self.group_size and self.group_size < columns else None
-        format = QuantFormat(self.bits, size, self.symmetric, orders_columns=self.ordered and size is not None)
+        format = QuantFormat(self.bits, size, self.sym, orders_columns=self.desc_act and size is not None)
         check_format(parameter, format, rows, columns)
         groups = format.num_groups(columns)
         expected: dict[str, list[tuple[int, ...]]] = {
@@ -113,27 +94,8 @@ class Gptq(Scheme):
         check_dtypes(parts, {"qweight": words, "qzeros": words, "scales": FLOATS, "g_idx": INTEGERS})
         if "g_idx" in parts:
             fill_order(target, parts["g_idx"], "g_idx")
-        zeros = parts["qzeros"] + _ONE_IN_EACH[self.bits] if self.zeros_less_one else parts["qzeros"]
+        is_less_one = (self.checkpoint_format or self.format) == "gptq"
+        zeros = parts["qzeros"] + _ONE_IN_EACH[self.bits] if is_less_one else parts["qzeros"]
         fill_zeros(target, unpack(zeros, self.bits, target.rows).t(), "qzeros")
         fill_scales(target, parts["scales"].t(), "scales")
         fill_words(target, parts["qweight"].t())
-
-
-def group_size_of(config: Section) -> int | None:
-    """Columns that share a scale, None for whole rows, which GPTQ and AWQ write as -1."""
-    size = config.integer("group_size", 128)
-    if size == -1:
-        return None
-    if size < 1:
-        raise config.unusable("group_size", "neither -1 nor a number of columns; restore config.json")
-    return size
-
-
-def _refuse_overrides(config: Section) -> None:
-    """Rules for single modules may leave them alone, but not store them otherwise."""
-    rules = config.section("dynamic")
-    for pattern in rules.members if rules else ():
-        assert rules is not None
-        rule = rules.section(pattern)
-        if rule and _OVERRIDES & rule.members.keys():
-            raise rules.unsupported(pattern, "modules that are stored otherwise than the rest are not read")

@@ -5,11 +5,12 @@ The fields are those of compressed-tensors 0.20 (quantization/quant_scheme.py: `
 """
 
 import re
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
 from zinfer.kernels.quantized import QuantFormat
-from zinfer.quantization.foreign.parts import Section
+from zinfer.quantization.foreign.section import Nothing, Section, malformed, unsupported
 
 ANY_MODULE: Final = "Linear"
 _REGEX: Final = "re:"
@@ -22,44 +23,97 @@ _TYPES: Final = {
 _REORDERED: Final = ("group", "dynamic", "true")
 
 
-@dataclass(frozen=True)
-class WeightGroup:
-    """Weights stored alike.
+class _Weights(Section):
+    """How codes and scales of a group are stored; ``strategy`` says what shares a scale, by default ``group_size``."""
 
-    Args:
+    type: Literal["int", "float"] = "int"
+    num_bits: Literal[4, 8] = 8
+    symmetric: bool = True
+    group_size: int | None = None
+    block_structure: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
+    strategy: Literal["tensor", "channel", "group", "block"] | None = None
+    actorder: Any = None
+
+    @field_validator("num_bits", "symmetric")
+    @classmethod
+    def _check_floats(cls, value: int, info: ValidationInfo) -> int:
+        if info.data.get("type") == "float" and value not in (8, True):
+            raise unsupported("floating-point weights are read with 8 bits (e4m3) and without zero points")
+        return value
+
+    @field_validator("strategy")
+    @classmethod
+    def _check_extent(cls, strategy: str | None, info: ValidationInfo) -> str:
+        size = info.data.get("group_size")
+        strategy = strategy or {None: "tensor", -1: "channel"}.get(size, "group")
+        if strategy == "group" and (size is None or size < 1):
+            raise malformed(f"group_size is {size}, not a number of columns")
+        if strategy == "block" and info.data.get("block_structure") is None:
+            raise malformed("block_structure does not give the rows and columns of a block")
+        return strategy
+
+    @property
+    def extent(self) -> tuple[int | None, int | None]:
+        """Rows and columns that share a scale; None: all of them."""
+        if self.strategy == "block":
+            assert self.block_structure is not None
+            return self.block_structure[0], self.block_structure[1]
+        return (None if self.strategy == "tensor" else 1), (self.group_size if self.strategy == "group" else None)
+
+
+class _Activations(Section):
+    dynamic: Literal[True] = Field(False, validate_default=True)  # static by default
+
+
+class WeightGroup(Section):
+    """Weights stored alike: a member of ``config_groups``.
+
+    Attributes:
         targets: names of modules, patterns of them ("re:..."), or names of classes.
-        format: of the weights as matrices; ``group_rows`` and ``group_size`` are the rows and columns of a scale.
-        packed: in words, else one element a code.
-        reordered: in activation order, with a group for each column.
+        layout: ``format`` in the configuration.
     """
 
-    targets: tuple[str, ...]
-    format: QuantFormat
-    packed: bool
-    reordered: bool
+    targets: list[str]
+    layout: Literal["pack-quantized", "int-quantized", "float-quantized", "naive-quantized"] = Field(alias="format")
+    weights: _Weights
+    input_activations: _Activations | None = None
+    output_activations: Nothing = None
 
+    @field_validator("targets")
     @classmethod
-    def from_config(cls, group: Section, default_format: str) -> "WeightGroup":
-        """A member of ``config_groups``.
+    def _check_patterns(cls, targets: list[str]) -> list[str]:
+        for target in targets:
+            try:
+                re.compile(target.removeprefix(_REGEX) if target.startswith(_REGEX) else "")
+            except re.error as error:
+                raise malformed(f"{target!r} is no pattern ({error})") from error
+        return targets
 
-        Raises:
-            CheckpointError: something that is not supported; names the key.
-        """
-        weights = group.section("weights")
-        if weights is None:
-            raise group.unsupported("weights", "groups that quantize activations only are not read")
-        layout, type = group.text("format", default_format), weights.text("type", "int")
-        if layout not in _TYPES:
-            raise group.unsupported(
-                "format", f"weights in the format {layout!r} are not read ({', '.join(_TYPES)} are)"
-            )
-        if type not in _TYPES[layout]:
-            raise weights.unsupported("type", f"weights in the format {layout} are of type {_TYPES[layout][0]}")
-        packed = layout == "pack-quantized"
-        group_rows, group_size = _extent(weights, packed)
-        format = QuantFormat(_bits(weights, type), group_size, _symmetric(weights, type), type == "float", group_rows)
-        actorder = str(weights.members.get("actorder")).lower()
-        return cls(_targets(group), format, packed, actorder in _REORDERED)
+    @field_validator("weights")
+    @classmethod
+    def _check_layout(cls, weights: _Weights, info: ValidationInfo) -> _Weights:
+        layout = info.data.get("layout")
+        if layout in _TYPES and weights.type not in _TYPES[layout]:
+            raise unsupported(f"weights in the format {layout} are of type {_TYPES[layout][0]}")
+        if layout == "pack-quantized" and weights.strategy == "block":
+            raise unsupported("packed weights are read with a scale per tensor, channel or group")
+        return weights
+
+    @property
+    def format(self) -> QuantFormat:
+        """Of the weights as matrices; ``group_rows`` and ``group_size`` are the rows and columns of a scale."""
+        weights, (group_rows, group_size) = self.weights, self.weights.extent
+        return QuantFormat(weights.num_bits, group_size, weights.symmetric, weights.type == "float", group_rows)
+
+    @property
+    def packed(self) -> bool:
+        """In words, else one element a code."""
+        return self.layout == "pack-quantized"
+
+    @property
+    def reordered(self) -> bool:
+        """In activation order, with a group for each column."""
+        return str(self.weights.actorder).lower() in _REORDERED
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -76,58 +130,3 @@ class WeightGroup:
         """Whether a target's pattern is found where the module's name begins."""
         patterns = (target.removeprefix(_REGEX) for target in self.targets if target.startswith(_REGEX))
         return any(re.match(pattern, module) for pattern in patterns)
-
-
-def _targets(group: Section) -> tuple[str, ...]:
-    targets = group.members.get("targets")
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise group.unusable("targets", "not a list of texts; restore config.json")
-    for target in targets:
-        try:
-            re.compile(target.removeprefix(_REGEX) if target.startswith(_REGEX) else "")
-        except re.error as error:
-            raise group.unusable("targets", f"{target!r} is no pattern ({error}); restore config.json") from error
-    return tuple(targets)
-
-
-def _bits(weights: Section, type: str) -> Literal[4, 8]:
-    bits = weights.integer("num_bits", 8)
-    if type == "float" and bits != 8:
-        raise weights.unsupported("num_bits", "floating-point weights are read with 8 bits (e4m3)")
-    if bits not in (4, 8):
-        raise weights.unsupported("num_bits", "integer weights are read with 4 or 8 bits")
-    return 4 if bits == 4 else 8
-
-
-def _symmetric(weights: Section, type: str) -> bool:
-    symmetric = weights.flag("symmetric", True)
-    if type == "float" and not symmetric:
-        raise weights.unsupported("symmetric", "floating-point weights with zero points are not read")
-    return symmetric
-
-
-def _extent(weights: Section, packed: bool) -> tuple[int | None, int | None]:
-    """Rows and columns that share a scale; None: all of them."""
-    size = weights.members.get("group_size")
-    inferred: dict[int | None, str] = {None: "tensor", -1: "channel"}
-    strategy = weights.text("strategy", inferred.get(size, "group"))
-    if strategy == "tensor":
-        return None, None
-    if strategy == "channel":
-        return 1, None
-    if strategy == "group":
-        return 1, _positive(weights, "group_size", size)
-    if strategy == "block" and not packed:
-        block = weights.members.get("block_structure")
-        if not isinstance(block, list) or len(block) != 2:
-            raise weights.unusable("block_structure", "not the rows and columns of a block; restore config.json")
-        return _positive(weights, "block_structure", block[0]), _positive(weights, "block_structure", block[1])
-    raise weights.unsupported(
-        "strategy", "weights are read with a scale per tensor, channel or group, or, if not packed, block"
-    )
-
-
-def _positive(weights: Section, key: str, value: object) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise weights.unusable(key, "not a number of columns; restore config.json")
-    return value

@@ -12,18 +12,19 @@ from zinfer.quantization.native.manifest import MANIFEST_NAME, Manifest, read_ma
 
 
 class StoreScheme(Scheme):
-    """What `zinfer quantize` writes: codes, scales and so on as `QuantizedMatrix` has them, placed without conversion.
-
-    Attributes:
-        checksums: of each block's weights, by its file (absolute): xxh3_128 of all bytes after the header, hexadecimal.
-    """
+    """What `zinfer quantize` writes: parts as `QuantizedMatrix` has them, placed without conversion."""
 
     is_native = True
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._path = folder / MANIFEST_NAME
         self._parameters = manifest.parameters
-        self.checksums: Mapping[Path, str] = {folder / file: block.checksum for file, block in manifest.blocks.items()}
+        self._checksums = {folder / file: block.checksum for file, block in manifest.blocks.items()}
+
+    @property
+    def checksums(self) -> Mapping[Path, str]:
+        """Of each block's weights, by its file (absolute): xxh3_128 of all bytes after the header, hexadecimal."""
+        return self._checksums
 
     @classmethod
     def open(cls, folder: Path) -> "StoreScheme":
