@@ -76,7 +76,7 @@ class Recording:
         """Record a forward; what it gives, with memory that holds nothing yet.
 
         Raises:
-            RuntimeError, Unrecordable: it cannot be recorded.
+            RuntimeError, CannotCapture: it cannot be recorded.
         """
         with self._recorder.session(), float_masks() as self._forget_masks, ExitStack() as modes:
             for mode in self._modes:

@@ -43,7 +43,7 @@ class Call:
         """Takes a call apart.
 
         Raises:
-            Unrecordable: something among the arguments cannot be there again in the same form.
+            CannotCapture: something among the arguments cannot be there again in the same form.
         """
         ids = kwargs.get("input_ids")
         if isinstance(ids, torch.Tensor) and ids.numel() > _MOST_TOKENS:

@@ -26,7 +26,7 @@ class NoSyncMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device: where what is recorded computes.
 
     Raises:
-        Unrecordable: out of the operator, and once more at the end where code went on another way: what was recorded
+        CannotCapture: out of the operator, and once more at the end where code went on another way: what was recorded
             then is not what would have been computed.
     """
 

@@ -49,7 +49,7 @@ class GraphSplits:
         """What the places of blocks depend on; recordings for one serve no other.
 
         Raises:
-            Unrecordable: blocks are on their way to where they will stay, or more stream than was said.
+            CannotCapture: blocks are on their way to where they will stay, or more stream than was said.
         """
         if self._streamer is None:
             return ()
