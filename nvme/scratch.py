@@ -96,10 +96,6 @@ class ScratchFile:
         self._move(os.preadv, places, memory, "reading")
         self.bytes_read += memory.nbytes
 
-    def end_at(self, num_bytes: int) -> None:
-        """Cut off what lies behind so many bytes; no place is taken after that."""
-        os.ftruncate(self._fd, num_bytes)
-
     def _move(
         self,
         call: Callable[[int, Sequence[memoryview], int], int],

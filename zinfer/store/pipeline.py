@@ -16,17 +16,19 @@ from typing import Final, TypeAlias
 
 import torch
 
+from zinfer.errors import PlanError
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.pool import Pool
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block
-from zinfer.offload.conversions import Conversions
+from zinfer.offload.conversions import Conversions, conversion_bytes
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.source import DiskSource
 from zinfer.offload.staging import StagingRing
 from zinfer.offload.stream import HostStream, open_stream
 from zinfer.offload.transfer import Target, Transfer
 from zinfer.offload.transfer_lane import TransferLane
+from zinfer.units import human_bytes
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +79,18 @@ class _Slabs:
         for slab in self._slabs:
             slab.memory.close()
         self._slabs.clear()
+
+
+def check_device(blocks: Sequence[Block], device: torch.device, what: str, instead: str = "") -> None:
+    """Raise PlanError if a GPU has too little memory for converting the blocks' weights."""
+    if device.type != "cuda":
+        return
+    needed, (free, _) = conversion_bytes(list(blocks), to_host=True), torch.cuda.mem_get_info(device)
+    if free < needed:
+        raise PlanError(
+            f"{what} takes {needed:,} bytes ({human_bytes(needed)}) of device memory, {free:,} are free; end what else "
+            f"uses the device{instead}"
+        )
 
 
 class Assembly:

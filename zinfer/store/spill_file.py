@@ -3,32 +3,30 @@ runs. They are no checkpoint, so nothing could tell a later start whose they wer
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from zinfer.config import Settings
-from zinfer.errors import PlanError
 from zinfer.model.partition import ModelBlock
-from zinfer.nvme.aligned import ALIGNMENT_BYTES, align_up
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchError, ScratchFile
 from zinfer.offload.block import Extent, SlabLayout
-from zinfer.offload.conversions import conversion_bytes
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.probe.limits import choose_device
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.store.packed_cache import KEY, make_folder
+from zinfer.store.pipeline import check_device
 from zinfer.units import human_bytes
 
 log = logging.getLogger(__name__)
 
-_PLACE_BYTES: Final = 16 << 20  # written at once
+_PLACE_BYTES: Final = 1 << 20  # each slab begins at a multiple in the file
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,8 @@ def module_file(blocks: Sequence[ModelBlock], settings: Settings) -> ModuleFile 
     if nvme_path is None or settings.offload.device != "nvme":
         return None
     device, folder = choose_device(settings), nvme_path.absolute()
-    _check_device(blocks, device)
-    sizes = [align_up(block.block.nbytes, ALIGNMENT_BYTES) for block in blocks]
+    check_device([block.block for block in blocks], device, "quantizing the module's weights")
+    counts = [-(-block.block.nbytes // _PLACE_BYTES) for block in blocks]
     log.warning(
         "%s: the module's weights, %s, are written to a file without a name in %s, and stream from there until the "
         "engine ends",
@@ -79,27 +77,22 @@ def module_file(blocks: Sequence[ModelBlock], settings: Settings) -> ModuleFile 
     try:
         with ExitStack() as owned:  # whoever keeps the traceback of a failure would keep the bytes on the disk
             file = owned.enter_context(closing(ScratchFile(folder, _PLACE_BYTES)))
-            _write(file, sum(sizes), _slabs(blocks, device))
+            places = iter(file.take(sum(counts)))
+            for count, slab in zip(counts, _slabs(blocks, device, max(counts) * _PLACE_BYTES), strict=True):
+                file.write(list(islice(places, count)), slab[: count * _PLACE_BYTES])
             owned.pop_all()
     except ScratchError as error:
         raise ScratchError(error.errno, f"{KEY}: {error.strerror}", error.filename) from error
-    begins = accumulate(sizes, initial=0)
-    placed = tuple(_placed(block, file.path, begin) for block, begin in zip(blocks, begins, strict=False))
+    begins = accumulate(counts, initial=0)
+    placed = tuple(
+        _placed(block, file.path, begin * _PLACE_BYTES) for block, begin in zip(blocks, begins, strict=False)
+    )
     return ModuleFile(file, placed, FileIdentity.of(file.path))
 
 
-def _check_device(blocks: Sequence[ModelBlock], device: torch.device) -> None:
-    needed = conversion_bytes([block.block for block in blocks], to_host=True)
-    if device.type == "cuda" and needed > torch.cuda.mem_get_info(device)[0]:
-        raise PlanError(
-            f"quantizing the module's weights takes {needed:,} bytes ({human_bytes(needed)}) of device memory, "
-            f"{torch.cuda.mem_get_info(device)[0]:,} are free; end what else uses the device"
-        )
-
-
-def _slabs(blocks: Sequence[ModelBlock], device: torch.device) -> Iterator[memoryview]:
-    """The bytes of one slab after the other; each is of no meaning once the next is asked for."""
-    slab = HostBuffer(max(block.block.nbytes for block in blocks))
+def _slabs(blocks: Sequence[ModelBlock], device: torch.device, num_bytes: int) -> Iterator[memoryview]:
+    """The bytes of one slab after the other, in the same memory of so many; what is behind a slab means nothing."""
+    slab = HostBuffer(num_bytes)
     for block in blocks:
         weights, conversion, nbytes = _weights_of(block), block.block.conversion, block.block.nbytes
         if conversion is None:
@@ -110,7 +103,7 @@ def _slabs(blocks: Sequence[ModelBlock], device: torch.device) -> Iterator[memor
             made = torch.empty(nbytes, dtype=torch.uint8, device=device)
             conversion.convert(source, made)
             slab.tensor[:nbytes].copy_(made)
-        yield slab.memory[: align_up(nbytes, ALIGNMENT_BYTES)]
+        yield slab.memory
 
 
 def _fill(slab: torch.Tensor, layout: SlabLayout, weights: Mapping[str, torch.Tensor]) -> None:
@@ -135,28 +128,3 @@ def _placed(block: ModelBlock, file: Path, begin: int) -> ModelBlock:
         for part in sorted(parts, key=lambda part: part.offset)
     )
     return replace(block, block=replace(block.block, conversion=None, extents=extents))
-
-
-def _write(file: ScratchFile, num_bytes: int, pieces: Iterable[memoryview]) -> None:
-    """Fill a new file with what comes, one after the other."""
-    places = file.take(-(-num_bytes // _PLACE_BYTES))
-    buffer = HostBuffer(_PLACE_BYTES)
-    for place, _ in zip(places, _filled(buffer.memory, pieces), strict=True):
-        file.write([place], buffer.memory)
-    file.end_at(num_bytes)
-
-
-def _filled(memory: memoryview, pieces: Iterable[memoryview]) -> Iterator[None]:
-    """Each time the memory is full, and once more for the rest; what lies behind that is of no meaning."""
-    end = 0
-    for piece in pieces:
-        begin = 0
-        while begin < piece.nbytes:
-            count = min(piece.nbytes - begin, memory.nbytes - end)
-            memory[end : end + count] = piece[begin : begin + count]
-            begin, end = begin + count, end + count
-            if end == memory.nbytes:
-                yield
-                end = 0
-    if end:
-        yield

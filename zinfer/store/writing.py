@@ -20,16 +20,15 @@ from zinfer.checkpoint.faults import listed
 from zinfer.checkpoint.folder import absolute
 from zinfer.config import Settings
 from zinfer.display import shown
-from zinfer.errors import ConfigError, PlanError
+from zinfer.errors import ConfigError
 from zinfer.offload.block import Block
-from zinfer.offload.conversions import conversion_bytes
 from zinfer.probe.limits import choose_device
 from zinfer.quantization.native.identity import Identity
 from zinfer.quantization.native.manifest import Manifest, StoredBlock
 from zinfer.store.calibration import CALIBRATION_NAME, Calibration
 from zinfer.store.files import BlockFile, sidecar_files
 from zinfer.store.folder import COMMAND, LOCK_NAME, TEMPORARY, Caller, find_manifest, locked, place_file
-from zinfer.store.pipeline import Assembly
+from zinfer.store.pipeline import Assembly, check_device
 from zinfer.store.progress import Meter
 from zinfer.store.source import Source
 from zinfer.store.summary import StoreSummary
@@ -108,7 +107,10 @@ class _Writing:
         beside = sidecar_files(self._source.checkpoint, self._source.dtype, self._source.files)
         left = [file for file in self._source.files if not self._is_written(file)]
         self._check_room(left, beside)
-        self._check_device(left)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what calibrating has given back
+        blocks = [file.block for file in left]
+        check_device(blocks, self._device, "converting", f", or {self._caller.on_cpu}")
         self._say_what_is_known(left)
         calibration = self._calibration if left else None
         if calibration is not None:
@@ -124,8 +126,8 @@ class _Writing:
             (self._folder / name).parent.mkdir(exist_ok=True)
             place_file(self._folder / name, [data])
         (self._folder / CALIBRATION_NAME).unlink(missing_ok=True)
-        blocks = {file.file: self._manifest.blocks[file.file] for file in self._source.files}
-        self._manifest.model_copy(update={"blocks": blocks, "finished": True}).write(self._folder)
+        written = {file.file: self._manifest.blocks[file.file] for file in self._source.files}
+        self._manifest.model_copy(update={"blocks": written, "finished": True}).write(self._folder)
         (self._folder / LOCK_NAME).unlink()
         num_skipped = len(self._files) - len(left)
         wall_s = time.perf_counter() - begin_s
@@ -159,18 +161,6 @@ class _Writing:
                 f"{self._caller.subject} {self._folder}: {needed:,} bytes ({human_bytes(needed)}) are needed there, "
                 f"{free:,} ({human_bytes(free)}) are free; make room, or give {self._caller.article} "
                 f"{self._caller.option} on another disk"
-            )
-
-    def _check_device(self, left: Sequence[BlockFile]) -> None:
-        if self._device.type != "cuda":
-            return
-        needed = conversion_bytes([file.block for file in left], to_host=True)
-        torch.cuda.empty_cache()  # what calibrating has given back
-        free, _ = torch.cuda.mem_get_info(self._device)
-        if free < needed:
-            raise PlanError(
-                f"converting takes {needed:,} bytes ({human_bytes(needed)}) of device memory, {free:,} are free; end "
-                f"what else uses the device, or {self._caller.on_cpu}"
             )
 
     def _say_what_is_known(self, left: Sequence[BlockFile]) -> None:
