@@ -1,5 +1,6 @@
 """The guide: what its pages show runs and gives what they say, its links and its navigation lead somewhere."""
 
+import pkgutil
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import yaml
 from guide_blocks import DOCS, FENCE, GUIDE, HIDDEN, ROOT, blocks_of, pages, pages_that_run
 from guide_runner import PageRunner
 
+import zinfer
 from zinfer.config import table
 from zinfer.config.key import Status
 from zinfer.config.keys import BY_PATH, KEYS
@@ -166,3 +168,11 @@ def test_a_page_whose_table_is_old_is_told_and_mended(tmp_path: Path, capsys: py
     with pytest.raises(ValueError, match="once each"):
         table.with_table("no markers")
     assert table.main([]) == 2
+
+
+def test_the_page_of_python_has_every_public_name() -> None:
+    text = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+    targets = re.findall(r"(?m)^::: (\S+)$", text)
+    assert {name for name in zinfer.__all__ if name != "__version__"} <= {each.rpartition(".")[2] for each in targets}
+    for target in targets:
+        assert pkgutil.resolve_name(target) is not None
