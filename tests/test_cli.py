@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from zinfer.batching.batcher import Batcher
 from zinfer.cli import app
 from zinfer.jobs.batched import RaggedCompleter
-from zinfer.jobs.paths import manifest_path
+from zinfer.jobs.request import manifest_path
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,8 @@ from transformers import (
 )
 
 from zinfer.errors import ConfigError, PlanError
-from zinfer.jobs.encoding import embeddings
-from zinfer.jobs.task import Pooling
+from zinfer.jobs.encoder import embeddings
+from zinfer.jobs.request import Pooling
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.memory import Footprint, Request, find_encoding_footprint, find_footprint, weight_budget
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from zinfer.errors import JobError
 from zinfer.jobs import JobSummary, UnusableInput, run_job
 from zinfer.jobs.output import OutputFile
-from zinfer.jobs.paths import manifest_path
+from zinfer.jobs.request import manifest_path
 from zinfer.planning import kv_budget as budget
 
 __all__ = ["model", "output"]  # fixtures

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from zinfer.jobs.openai_batch import OpenAIForm
 from zinfer.jobs.openai_response import OpenAIResponses
-from zinfer.jobs.paths import manifest_path
 from zinfer.jobs.prompts import Prompt
+from zinfer.jobs.request import manifest_path
 from zinfer.jobs.rows import Row, id_key
 from zinfer.requests.completion import Completion
 from zinfer.requests.logprobs import Logprobs

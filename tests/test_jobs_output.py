@@ -16,11 +16,11 @@ from jobs_run_support import job, model, prompts, whole
 from jobs_support import ResidentEngine, read_rows, write_rows
 
 from zinfer.errors import JobError
-from zinfer.jobs.exceptions import UnusableInput
 from zinfer.jobs.index import RowIndex, scan_input
 from zinfer.jobs.manifest import Manifest, read_manifest, write_manifest
-from zinfer.jobs.output import OutputFile, RowState, encode_row
-from zinfer.jobs.paths import manifest_path
+from zinfer.jobs.output import OutputFile, encode_row
+from zinfer.jobs.request import UnusableInput, manifest_path
+from zinfer.jobs.rows import RowState
 
 __all__ = ["model", "prompts", "whole"]  # fixtures
 

@@ -12,16 +12,18 @@ from jobs_support import CHAT_TEMPLATE, EOS, ResidentEngine, letters_model, lett
 
 from zinfer.engine.finite_check import BEFORE
 from zinfer.errors import CheckpointError
-from zinfer.jobs.padded import complete, left_padded
-from zinfer.jobs.prompts import Prompt, PromptMaker
+from zinfer.jobs.padded import complete
+from zinfer.jobs.prompts import Prompt, encoded
 from zinfer.jobs.rows import BadRow, Row
 from zinfer.jobs.text import Text, TextStops
+from zinfer.jobs.token_rows import left_padded
 from zinfer.requests.completion import Completion
 from zinfer.requests.length_limits import LengthLimits, Limit
+from zinfer.requests.prompt_encoder import PromptEncoder, find_tokenizer
 from zinfer.requests.sampling_params import SamplingParams
 
 TOKENIZER = letters_tokenizer(chat_template=None)
-MAKER = PromptMaker(TOKENIZER, LengthLimits(Limit(128, "the model's positions")), 131, 12)
+ENCODER = PromptEncoder(TOKENIZER, 131, LengthLimits(Limit(128, "the model's positions")))
 TEXTS = ("a", "hello you", "zinfer streams", "the quick brown fox jumps")
 
 
@@ -32,7 +34,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> ResidentEngine:
 
 def prompt(text: str, **fields: Any) -> Prompt:
     row_id = fields.pop("id", text)
-    made = MAKER.prompt(Row(id=row_id, prompt=text, params=SamplingParams(**{"max_new_tokens": 12, **fields})), 1)
+    made = encoded(Row(id=row_id, prompt=text, params=SamplingParams(**{"max_new_tokens": 12, **fields})), 1, ENCODER)
     assert isinstance(made, Prompt)
     return made
 
@@ -222,7 +224,7 @@ def test_a_text_that_breaks_late_costs_no_other_of_its_row(engine: ResidentEngin
 
 
 def bad(**fields: Any) -> str:
-    made = MAKER.prompt(Row(id=1, params=SamplingParams(max_new_tokens=12), **fields), 1)
+    made = encoded(Row(id=1, params=SamplingParams(max_new_tokens=12), **fields), 1, ENCODER)
     assert isinstance(made, BadRow)
     return made.message
 
@@ -247,12 +249,12 @@ def test_an_empty_prompt_begins_with_bos() -> None:
     assert prompt("").token_ids == (0,)
     tokenizer = letters_tokenizer()
     tokenizer.bos_token = None
-    made = PromptMaker(tokenizer, LengthLimits(), 131, 4).prompt(Row(id=1, prompt=""), 3)
-    assert made == BadRow(1, "line 3: prompt: it has no tokens, and the tokenizer has no bos token to begin with")
+    made = encoded(Row(id=1, prompt=""), 3, PromptEncoder(tokenizer, 131))
+    assert made == BadRow(1, "line 3: the prompt has no tokens, and the tokenizer has no bos token to begin with")
 
 
 def test_a_tokenizer_of_another_model_is_noticed() -> None:
-    made = PromptMaker(TOKENIZER, LengthLimits(), 50, 4).prompt(Row(id=1, prompt="~"), 3)
+    made = encoded(Row(id=1, prompt="~"), 3, PromptEncoder(TOKENIZER, 50))
     assert isinstance(made, BadRow)
     assert "the tokenizer gives token 97, but the model's vocabulary ends at 49" in made.message
 
@@ -260,17 +262,15 @@ def test_a_tokenizer_of_another_model_is_noticed() -> None:
 def test_messages_go_through_the_chat_template() -> None:
     messages = ({"role": "user", "content": "hi"},)
     tokenizer = letters_tokenizer(chat_template=CHAT_TEMPLATE)
-    made = PromptMaker(tokenizer, LengthLimits(), 131, 4).prompt(Row(id=1, messages=messages), 1)
+    made = encoded(Row(id=1, messages=messages), 1, PromptEncoder(tokenizer, 131))
     assert isinstance(made, Prompt)
     assert tokenizer.decode(made.token_ids) == "user:hi;reply:"
-    refused = PromptMaker(tokenizer, LengthLimits(), 131, 4).prompt(
-        Row(id=1, messages=({"role": "tool", "content": ""},)), 1
-    )
+    refused = encoded(Row(id=1, messages=({"role": "tool", "content": ""},)), 1, PromptEncoder(tokenizer, 131))
     assert refused == BadRow(1, "line 1: messages: the chat template refuses them: no tools here")
-    assert "has no chat template; give 'prompt' instead" in bad(messages=messages)
+    assert "has no chat template; give the prompt as text instead" in bad(messages=messages)
 
 
 def test_no_model_folder_with_a_broken_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="has no tokenizer that loads"):
-        PromptMaker.from_folder(tmp_path, None, 131, 4)
+        find_tokenizer(tmp_path)

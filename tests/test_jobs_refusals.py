@@ -13,7 +13,7 @@ from jobs_support import CHAT_TEMPLATE, ResidentEngine, letters_model, prompt_ro
 
 from zinfer.errors import CheckpointError, ConfigError, JobError
 from zinfer.jobs import UnusableInput
-from zinfer.jobs.paths import manifest_path
+from zinfer.jobs.request import manifest_path
 
 __all__ = ["model", "output", "prompts", "whole"]  # fixtures
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs_support import write_rows
 
-from zinfer.jobs.exceptions import UnusableInput
 from zinfer.jobs.index import scan_input
+from zinfer.jobs.request import UnusableInput
 from zinfer.jobs.rows import BadRow, Line, Row, _unique_keys, id_key, parse_line, read_lines, row_of
 from zinfer.requests.sampling_params import SamplingParams
 

@@ -15,7 +15,7 @@ from openai_support import run, text
 
 from zinfer.errors import CheckpointError, JobError
 from zinfer.jobs import UnusableInput
-from zinfer.jobs.paths import manifest_path
+from zinfer.jobs.request import manifest_path
 from zinfer.nvme.reader import DiskReadError
 from zinfer.offload.stats import RunStats
 
@@ -177,13 +177,13 @@ def test_rows_of_token_ids_need_no_tokenizer(tmp_path: Path, output: Path, optio
     assert (summary.num_done, summary.num_failed) == (2, 2)
     rows = {row.get("custom_id", row["id"]): row for row in read_rows(output)}
     assert len(rows[1]["token_ids"]) == rows["openai"]["response"]["body"]["usage"]["completion_tokens"] == 8
-    for line in (2, 3):
-        assert rows[line]["error"].startswith(f"line {line}: the model's folder has no tokenizer; put the model's")
+    assert rows[2]["error"].startswith("line 2: the model's folder has no tokenizer; put the model's tokenizer files")
+    assert rows[3]["error"] == "line 3: stop strings need a tokenizer; give stop_token_ids instead"
 
 
 def test_rows_of_text_alone_are_unusable_without_a_tokenizer(tmp_path: Path, output: Path) -> None:
     model = tiny_checkpoint("llama", tmp_path / "model", num_layers=2)
     prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}])
-    with pytest.raises(UnusableInput, match="has no tokenizer; put the model's tokenizer files into it, or give rows"):
+    with pytest.raises(UnusableInput, match="has no tokenizer; put the model's tokenizer files into it, or give"):
         run(model, prompts, output)
     assert not output.exists()

@@ -14,10 +14,23 @@ from rich.console import Console
 
 from zinfer.display import LastingStream, print_text
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
-from zinfer.jobs.exceptions import Interrupted, UnusableInput
+from zinfer.jobs.request import UnusableInput
 
 EXIT_STOPPED: Final = 1
 EXIT_UNUSABLE: Final = 2
+
+
+class Interrupted(BaseException):
+    """A signal asked the job to end; what it has written is kept. Not an `Exception`, so that nothing swallows it."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.signal_number = signal_number
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell reports for a process ended by this signal: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
+        return 128 + self.signal_number
 
 
 class Device(StrEnum):

@@ -109,7 +109,7 @@ def _print_job(
         from zinfer.config import resolve_settings
         from zinfer.config.source import config_source
         from zinfer.errors import ConfigError, PlanError
-        from zinfer.jobs.lengths import sample_lengths
+        from zinfer.jobs.token_rows import sample_lengths
         from zinfer.planning.advice import fitting_job_changes, job_advice
         from zinfer.planning.job_plan import Job, plan_job
         from zinfer.planning.tables import job_document, job_table

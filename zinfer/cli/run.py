@@ -20,8 +20,7 @@ from zinfer.cli.ending import (
     unusable_input_explained,
 )
 from zinfer.errors import JobError
-from zinfer.jobs.exceptions import UnusableInput
-from zinfer.jobs.task import Pooling, Task
+from zinfer.jobs.request import Pooling, Task, UnusableInput
 
 
 def run(

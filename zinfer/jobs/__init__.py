@@ -6,8 +6,8 @@ The names are resolved on first use, so that importing the package does not impo
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zinfer.jobs.exceptions import UnusableInput
     from zinfer.jobs.job import run_job
+    from zinfer.jobs.request import UnusableInput
     from zinfer.jobs.summary import JobSummary
 
 __all__ = ["JobSummary", "UnusableInput", "run_job"]
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return JobSummary
     if name == "UnusableInput":
-        from zinfer.jobs.exceptions import UnusableInput
+        from zinfer.jobs.request import UnusableInput
 
         return UnusableInput
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from zinfer.batching.llm import LLM
 from zinfer.config.settings import Batching
-from zinfer.jobs.forecast import Forecast
-from zinfer.jobs.progress import Meter
+from zinfer.jobs.progress import Forecast, Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.request import JobRequest
 from zinfer.jobs.timeline import Load

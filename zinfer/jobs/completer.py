@@ -4,10 +4,9 @@ what encodes them."""
 from collections.abc import Collection, Generator, Sequence
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-from zinfer.jobs.encoding import Encoding
-from zinfer.jobs.forecast import Forecast
-from zinfer.jobs.progress import Meter
+from zinfer.jobs.progress import Forecast, Meter
 from zinfer.jobs.prompts import Prompt
+from zinfer.jobs.records import Encoding
 from zinfer.jobs.timeline import Load
 from zinfer.offload.stats import RunStats
 from zinfer.requests.completion import Completion

@@ -16,8 +16,7 @@ from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter, reserve_of
 from zinfer.jobs.padded import Engine, PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
-from zinfer.jobs.request import JobRequest
-from zinfer.jobs.task import Task
+from zinfer.jobs.request import JobRequest, Task
 from zinfer.model.batching_support import check_family
 from zinfer.model.spec import ModelSpec, is_generating_decoder
 from zinfer.offload.tensor_checksums import TensorChecksums

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zinfer.errors import JobError
-from zinfer.jobs.exceptions import UnusableInput
+from zinfer.jobs.request import UnusableInput
 from zinfer.jobs.rows import Line, Parsed, RowId, id_key, lines_of, parse_line
 
 _MAX_DUPLICATES_NAMED = 5

@@ -5,7 +5,6 @@ job was ended or how often, nor on the memory budgets of a run that goes on.
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import deepcopy
@@ -21,30 +20,26 @@ from zinfer.config import resolve_settings
 from zinfer.config.without_effect import said_before, say_without_effect
 from zinfer.display import shown
 from zinfer.errors import JobError
-from zinfer.jobs.batches import Batch, BatchCutter
-from zinfer.jobs.completer import Answer, Completer
-from zinfer.jobs.encoding import Encoding
-from zinfer.jobs.exceptions import UnusableInput
+from zinfer.jobs.completer import Completer
 from zinfer.jobs.execution_mode import EngineFactory, Method
-from zinfer.jobs.index import RowIndex, scan_input
+from zinfer.jobs.index import scan_input
 from zinfer.jobs.manifest import Manifest, model_identity, result_settings, versions
 from zinfer.jobs.openai_response import OpenAIResponses
-from zinfer.jobs.output import OutputFile, Resumed, RowState
+from zinfer.jobs.output import OutputFile, Resumed
 from zinfer.jobs.prefetch_iter import ahead
 from zinfer.jobs.progress import Meter
-from zinfer.jobs.prompts import NO_TOKENIZER, Prompt, PromptMaker
-from zinfer.jobs.reasons import reason_of, reason_of_bad
-from zinfer.jobs.records import Records, first_error
-from zinfer.jobs.request import JobRequest, PathLike
-from zinfer.jobs.rows import BadRow
+from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader
+from zinfer.jobs.records import Records
+from zinfer.jobs.request import JobRequest, PathLike, Pooling, Task, UnusableInput
+from zinfer.jobs.rows import RowState
 from zinfer.jobs.run_page import write_run_page
 from zinfer.jobs.summary import JobSummary
-from zinfer.jobs.task import Pooling, Task
 from zinfer.jobs.timeline import Timeline
 from zinfer.jobs.weights import Weights
 from zinfer.jobs.writer import RowWriter
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
+from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, find_tokenizer
 from zinfer.units import duration, name_values
 
 
@@ -94,108 +89,86 @@ def run_job(
         UnusableInput, ConfigError, CheckpointError, PlanError: no prompt was computed.
         JobError: the job stopped in the middle; the rows in the output are whole, and the same call goes on.
     """
-    traced = None if trace is None else Path(trace)
-    page = None if report is None else Path(report)
     request = JobRequest(
-        model,
-        Path(input),
-        Path(output),
-        config,
-        device,
-        max_new_tokens,
-        batch_size,
-        restart,
-        traced,
-        page,
-        Task(task),
-        Pooling(pooling),
+        model=model,
+        input=Path(input),
+        output=Path(output),
+        config=config,
+        device=device,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        restart=restart,
+        trace=None if trace is None else Path(trace),
+        report=None if report is None else Path(report),
+        task=Task(task),
+        pooling=Pooling(pooling),
     )
     request.check()
     with shown(Meter(console)) as meter:
-        return _Job(request, meter, engine_factory).run()
+        job = _Job(request, meter, engine_factory)
+        with closing(job), OutputFile(request.output) as out:
+            return job.run(out)
 
 
 class _Job:
-    """One run of a job."""
+    """One run of a job: what it reads, how it computes, its weights, and the model once that is loaded."""
 
     def __init__(self, request: JobRequest, meter: Meter, engine_factory: EngineFactory | None) -> None:
-        self._request = request
-        self._meter = meter
-        self._engine_factory = engine_factory
+        self._request, self._meter = request, meter
+        generates = request.task is Task.GENERATE
+        self._settings = resolve_settings(request.config, {"device": request.device}, parks=generates)
+        say_without_effect(self._settings, meter.note)
+        self._checkpoint = Checkpoint.open(request.model)
+        self._model = build_meta_model(self._checkpoint, self._settings.dtype)
+        self._method = Method(request, self._settings, self._model, engine_factory, meter)
+        self._limits = read_limits(self._model, self._settings.max_out_tokens, generates=generates)
+        tokenizer = find_tokenizer(self._checkpoint.folder)
+        self._encoder = PromptEncoder(tokenizer, self._model.config.get_text_config().vocab_size, self._limits)
+        # Rows are encoded by another thread, which must not share its tokenizer.
+        self._tokenizer = deepcopy(tokenizer)
+        self._index = scan_input(request.input, may_be_empty=True)
+        self._reader = PromptReader(self._encoder, self._index, request.max_new_tokens, generates=generates)
+        self._weights = Weights(self._checkpoint)
         self._completer: Completer | None = None
         self._timeline: Timeline | None = None
-        self._num_prompt_tokens = 0
-        self._num_output_tokens = 0
         self._computing_s = 0.0
-        self._kept_sizes: Mapping[str, int] = {}
         self._said_cost = False
-        self._failures: Counter[str] = Counter()
+        if tokenizer is None and self._index.num_rows and not self._reader.has_usable_row():
+            raise UnusableInput(f"model {self._checkpoint.folder} has no tokenizer; {NO_TOKENIZER}")
 
-    def run(self) -> JobSummary:
-        request = self._request
-        generates = request.task is Task.GENERATE
-        settings = self._settings = resolve_settings(request.config, {"device": request.device}, parks=generates)
-        say_without_effect(settings, self._meter.note)
-        checkpoint = Checkpoint.open(request.model)
-        model = build_meta_model(checkpoint, settings.dtype)
-        method = self._method = Method(request, settings, model, self._engine_factory, self._meter)
-        limits = read_limits(model, settings.max_out_tokens, generates=generates)
-        vocab_size = model.config.get_text_config().vocab_size
-        maker = self._maker = PromptMaker.from_folder(
-            checkpoint.folder, limits, vocab_size, request.max_new_tokens, generates=generates
+    def run(self, out: OutputFile) -> JobSummary:
+        """Compute what the output lacks."""
+        meter, method = self._meter, self._method
+        if out.manifest is not None and not self._request.restart:
+            method.take_batch_size(out.manifest.settings)
+        self._manifest = self._new_manifest()
+        states = self._resume(out).states
+        meter.num_rows = self._index.num_rows
+        meter.num_finished = meter.num_skipped = meter.num_rows - states.count(RowState.MISSING)
+        if method.chooses_batch_size and not out.is_begun:
+            self._choose_batch_size()
+        responses = OpenAIResponses(
+            datetime.fromisoformat(self._manifest.began), self._manifest.model_name, self._tokenizer
         )
-        # Rows are encoded by another thread, which must not share its tokenizer.
-        self._tokenizer = deepcopy(maker.tokenizer)
-        index = scan_input(request.input, may_be_empty=True)
-        weights = self._weights = Weights(checkpoint)
-        if maker.tokenizer is None and index.num_rows and not maker.finds_usable_row(index):
-            raise UnusableInput(f"model {checkpoint.folder} has no tokenizer; {NO_TOKENIZER}")
-        identity = model_identity(checkpoint, maker)
-        with OutputFile(request.output) as out:
-            if out.manifest is not None and not request.restart:
-                method.take_batch_size(out.manifest.settings)
-            manifest = Manifest(
-                model=identity,
-                input={"sha256": index.sha256, "size_bytes": index.size_bytes},
-                settings={**result_settings(request, settings, model.dtype), **method.settings()},
-                versions=versions(),
-                began=maker.now.isoformat(),
-                model_name=Path(request.model).name or checkpoint.folder.name,
-                weights=weights.files,
-            )
-            resumed = self._resume(out, index, manifest, maker)
-            self._records = Records(OpenAIResponses(maker.now, self._model_name, self._tokenizer))
-            self._meter.num_rows = index.num_rows
-            self._meter.num_finished = self._meter.num_skipped = index.num_rows - resumed.states.count(RowState.MISSING)
-            try:
-                if method.chooses_batch_size and not out.is_begun:
-                    self._choose_batch_size(index, maker)
-                    manifest = replace(manifest, settings={**manifest.settings, "batch_size": method.batch_size})
-                cutter = BatchCutter(index, resumed.states, method.batch_size, maker.prompt_of)
-                with closing(RowWriter(out, self._meter.add_finished)) as writer, closing(ahead(cutter)) as batches:
-                    for batch in batches:
-                        self._finish(batch, out, writer, manifest, resumed.states)
-                assert RowState.MISSING not in resumed.states
-                if not out.is_begun:  # an empty input
-                    out.begin(manifest)
-                weights.wait()
-                self._keep_weights(out)
-                out.refuse_altered()
-                return self._ended(resumed.states)
-            finally:
-                self._close()
-                maker.close()
+        cutter = BatchCutter(self._reader, states, method.batch_size)
+        with closing(RowWriter(out, meter.add_finished)) as writer, closing(ahead(cutter)) as batches:
+            records = Records(responses, writer, states)
+            for batch in batches:
+                self._finish(batch, out, records)
+        assert RowState.MISSING not in states
+        if not out.is_begun:  # an empty input
+            out.begin(self._manifest)
+        self._weights.wait()
+        self._keep_weights(out)
+        out.refuse_altered()
+        summary = self._summary(records)
+        self._write_page(summary)
+        return summary
 
-    def _choose_batch_size(self, index: RowIndex, maker: PromptMaker) -> None:
-        """Let as many rows share passes as `Completer.rows_together` says of the first ones."""
-        states = bytearray(index.num_rows)
-        batches = BatchCutter(index, states, self._method.batch_size, maker.prompt_of)
-        prompts = next((batch.prompts for batch in batches if batch.prompts), None)
-        if prompts is not None:
-            self._method.batch_size = self._loaded(prompts).rows_together(prompts)
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End threads and processes and give memory back."""
         try:
+            self._encoder.close()
             self._weights.close()
             if self._timeline is not None:
                 self._timeline.close()
@@ -203,47 +176,89 @@ class _Job:
             if self._completer is not None:
                 self._completer.close()
 
-    def _resume(self, out: OutputFile, index: RowIndex, manifest: Manifest, maker: PromptMaker) -> Resumed:
-        self._model_name = manifest.model_name
+    def _new_manifest(self) -> Manifest:
+        request, began = self._request, datetime.now().astimezone()
+        return Manifest(
+            model=model_identity(self._checkpoint, self._encoder.template_hash),
+            input={"sha256": self._index.sha256, "size_bytes": self._index.size_bytes},
+            settings={**result_settings(request, self._settings, self._model.dtype), **self._method.settings()},
+            versions=versions(),
+            began=began.isoformat(),
+            model_name=Path(request.model).name or self._checkpoint.folder.name,
+            weights=self._weights.files,
+        )
+
+    def _resume(self, out: OutputFile) -> Resumed:
+        """Go on with the job that the output belongs to: with its time, its name of the model and its sizes."""
+        resumed, now, former = Resumed(bytearray(self._index.num_rows), 0), self._manifest, out.manifest
         if self._request.restart:
             out.refuse_stranger()
-            return Resumed(bytearray(index.num_rows), 0)
-        out.refuse_unless(manifest)
-        if out.manifest is None:
-            return Resumed(bytearray(index.num_rows), 0)
-        self._weights.adopt(out.manifest.weights, self._meter.note)
-        if self._weights.files != out.manifest.weights:
-            out.keep(replace(out.manifest, weights=self._weights.files))
-        maker.now = datetime.fromisoformat(out.manifest.began)
-        if out.manifest.versions != manifest.versions:
-            former, now = name_values(out.manifest.versions), name_values(manifest.versions)
-            self._meter.note(f"this job began with {former}; now {now}")
-        self._model_name = out.manifest.model_name or manifest.model_name
-        self._kept_sizes = out.manifest.sizes
-        resumed = out.resume(index)
-        if resumed.torn_bytes:
-            self._meter.note(f"{out.path}: dropped a torn last line of {resumed.torn_bytes} bytes")
+            former = None
+        else:
+            out.refuse_unless(now)
+        if former is not None:
+            self._weights.adopt(former.weights, self._meter.note)
+            if self._weights.files != former.weights:
+                out.keep(replace(former, weights=self._weights.files))
+            if former.versions != now.versions:
+                then = name_values(former.versions)
+                self._meter.note(f"this job began with {then}; now {name_values(now.versions)}")
+            model_name = former.model_name or now.model_name
+            self._manifest = replace(now, began=former.began, sizes=former.sizes, model_name=model_name)
+            resumed = out.resume(self._index)
+            if resumed.torn_bytes:
+                self._meter.note(f"{out.path}: dropped a torn last line of {resumed.torn_bytes} bytes")
+        self._encoder.now = datetime.fromisoformat(self._manifest.began)
         return resumed
 
-    def _finish(self, batch: Batch, out: OutputFile, writer: RowWriter, manifest: Manifest, states: bytearray) -> None:
-        """Computes a batch where that is needed and has its missing rows written."""
+    def _choose_batch_size(self) -> None:
+        """Let as many rows share passes as `Completer.rows_together` says of the first ones."""
+        nothing = bytearray(self._index.num_rows)
+        batches = BatchCutter(self._reader, nothing, self._method.batch_size)
+        prompts = next((batch.prompts for batch in batches if batch.prompts), None)
+        if prompts is not None:
+            size = self._method.batch_size = self._loaded(prompts).rows_together(prompts)
+            self._manifest = replace(self._manifest, settings={**self._manifest.settings, "batch_size": size})
+
+    def _finish(self, batch: Batch, out: OutputFile, records: Records) -> None:
+        """Compute a batch where that is needed and have its missing rows written."""
         completer = self._loaded(batch.prompts) if batch.prompts else None
         if not out.is_begun:
-            out.begin(manifest)
+            out.begin(self._manifest)
         assert out.manifest is not None
         if completer is not None and not out.manifest.sizes:
             out.keep(replace(out.manifest, sizes=completer.sizes))
         self._meter.begin("running")
-        ordinals: dict[int, int] = {}
-        for ordinal, item in batch.missing:
-            if isinstance(item, BadRow):
-                writer.put(self._records.refused(item))
-                self._failures[reason_of_bad(item)] += 1
-                states[ordinal] = RowState.FAILED
-            else:
-                ordinals[id(item)] = ordinal
+        missing = records.begin_batch(batch.missing)
         if completer is not None:
-            self._complete(completer, batch.prompts, ordinals, writer, states, out)
+            self._complete(completer, batch.prompts, missing, out, records)
+
+    def _complete(
+        self,
+        completer: Completer,
+        prompts: Sequence[Prompt],
+        missing: Mapping[int, int],
+        out: OutputFile,
+        records: Records,
+    ) -> None:
+        """missing: ordinals of the rows that the output lacks, by the identity of their prompts."""
+        begin_s = time.monotonic()
+        self._say_what_a_kill_costs(len(prompts))
+        self._meter.begin_batch(len(missing), len(prompts))
+        if num_again := len(prompts) - len(missing):
+            self._meter.note(
+                f"computing {num_again:,} rows again that are in the output already, beside {len(missing):,} that are "
+                "missing: they shared passes, and so every row stays as it would have been"
+            )
+        rows = f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}"
+        with _stopping(rows, self._request.output), closing(completer.complete(prompts, missing.keys())) as completed:
+            for prompt, answer in completed:
+                self._weights.read_rest()
+                self._keep_weights(out)
+                if (ordinal := missing.get(id(prompt))) is not None:
+                    records.write(ordinal, prompt, answer)
+        self._meter.end_batch()
+        self._computing_s += time.monotonic() - begin_s
 
     def _keep_weights(self, out: OutputFile) -> None:
         """Put checksums into the manifest that have become known."""
@@ -251,36 +266,8 @@ class _Job:
             assert out.manifest is not None
             out.keep(replace(out.manifest, weights=self._weights.files))
 
-    def _complete(
-        self,
-        completer: Completer,
-        prompts: Sequence[Prompt],
-        ordinals: Mapping[int, int],
-        writer: RowWriter,
-        states: bytearray,
-        out: OutputFile,
-    ) -> None:
-        """ordinals: of the missing rows, by the identity of their prompts."""
-        begin_s = time.monotonic()
-        self._say_what_a_kill_costs(len(prompts))
-        self._meter.begin_batch(len(ordinals), len(prompts))
-        if num_again := len(prompts) - len(ordinals):
-            self._meter.note(
-                f"computing {num_again:,} rows again that are in the output already, beside {len(ordinals):,} that are "
-                "missing: they shared passes, and so every row stays as it would have been"
-            )
-        rows = f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}"
-        with _stopping(rows, self._request.output), closing(completer.complete(prompts, ordinals.keys())) as completed:
-            for prompt, answer in completed:
-                self._weights.read_rest()
-                self._keep_weights(out)
-                if (ordinal := ordinals.get(id(prompt))) is not None:
-                    states[ordinal] = self._write(prompt, answer, writer)
-        self._meter.end_batch()
-        self._computing_s += time.monotonic() - begin_s
-
     def _say_what_a_kill_costs(self, num_rows: int) -> None:
-        """Once: rows that share passes are computed together or not at all."""
+        """Say once that rows that share passes are computed together or not at all."""
         if self._said_cost:
             return
         self._said_cost = True
@@ -291,24 +278,14 @@ class _Job:
             "rows that are written are kept"
         )
 
-    def _write(self, prompt: Prompt, answer: Answer, writer: RowWriter) -> RowState:
-        writer.put(self._records.completed(prompt, answer))
-        if (error := first_error(answer)) is not None:
-            self._failures[reason_of(error)] += 1
-            return RowState.FAILED
-        self._num_prompt_tokens += len(prompt.token_ids)
-        if not isinstance(answer, Encoding):
-            self._num_output_tokens += sum(len(each.token_ids) for each in answer)
-        return RowState.DONE
-
     def _loaded(self, prompts: Sequence[Prompt]) -> Completer:
         """The completer, made when the first batch needs it, with room for that one."""
         if self._completer is None:
             self._meter.begin("loading")
             with _stopping("loading the model", self._request.output), said_before():
-                checksums, limits = self._weights.checksums, self._maker.limits
-                completer = self._method.open(prompts, self._kept_sizes, self._tokenizer, limits, checksums)
-                self._completer = completer
+                completer = self._completer = self._method.open(
+                    prompts, self._manifest.sizes, self._tokenizer, self._limits, self._weights.checksums
+                )
                 self._weights.check_unchanged()
                 self._meter.note(f"plan: {completer.plan}")
                 forecast = completer.forecast(prompts)
@@ -319,39 +296,37 @@ class _Job:
                 self._timeline = Timeline(completer.stats, completer.load)
         return self._completer
 
-    def _ended(self, states: bytearray) -> JobSummary:
-        summary = self._summary(states)
-        if self._request.report is not None:
-            if self._timeline is not None:
-                self._timeline.close()
-            moments = [] if self._timeline is None else self._timeline.moments
-            try:
-                write_run_page(self._request.report, str(self._request.output), summary, moments)
-            except OSError as error:
-                raise JobError(
-                    f"report {self._request.report} cannot be written: {error.strerror} (errno {error.errno}). All "
-                    f"rows are in {self._request.output}"
-                ) from error
-        return summary
-
-    def _summary(self, states: bytearray) -> JobSummary:
-        meter = self._meter
+    def _summary(self, records: Records) -> JobSummary:
+        meter, completer = self._meter, self._completer
         return JobSummary(
             num_rows=meter.num_rows,
-            num_done=states.count(RowState.DONE),
-            num_failed=states.count(RowState.FAILED),
+            num_done=records.states.count(RowState.DONE),
+            num_failed=records.states.count(RowState.FAILED),
             num_skipped=meter.num_skipped,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
+            num_prompt_tokens=records.num_prompt_tokens,
+            num_output_tokens=records.num_output_tokens,
             wall_s=time.monotonic() - meter.started_s,
             running_s=meter.running_s,
-            predicted_s=0.0 if self._completer is None else self._completer.predicted_s,
+            predicted_s=0.0 if completer is None else completer.predicted_s,
             computing_s=self._computing_s,
-            stats=None if self._completer is None else self._completer.stats(),
+            stats=None if completer is None else completer.stats(),
             notes=tuple(meter.notes),
             output=str(self._request.output),
-            failures=dict(self._failures.most_common()),
+            failures=dict(records.failures.most_common()),
         )
+
+    def _write_page(self, summary: JobSummary) -> None:
+        report, output = self._request.report, self._request.output
+        if report is None:
+            return
+        if self._timeline is not None:
+            self._timeline.close()
+        try:
+            write_run_page(report, str(output), summary, [] if self._timeline is None else self._timeline.moments)
+        except OSError as error:
+            raise JobError(
+                f"report {report} cannot be written: {error.strerror} (errno {error.errno}). All rows are in {output}"
+            ) from error
 
 
 @contextmanager

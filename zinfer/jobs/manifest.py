@@ -21,7 +21,6 @@ from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.fingerprint import tokenizer_hash
 from zinfer.config import Settings
 from zinfer.errors import JobError
-from zinfer.jobs.prompts import PromptMaker
 from zinfer.jobs.request import JobRequest
 from zinfer.jobs.weights import WeightsFile
 from zinfer.nvme.whole_file import replace_file
@@ -116,12 +115,12 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         ) from error
 
 
-def model_identity(checkpoint: Checkpoint, maker: PromptMaker) -> dict[str, str]:
+def model_identity(checkpoint: Checkpoint, template_hash: str) -> dict[str, str]:
     """What tells the model and its tokenizer from others."""
     return {
         "fingerprint": checkpoint.fingerprint(),
         "tokenizer": tokenizer_hash(checkpoint.folder),
-        "chat_template": maker.template_hash,
+        "chat_template": template_hash,
     }
 
 

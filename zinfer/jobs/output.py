@@ -11,26 +11,19 @@ import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from zinfer.errors import JobError
-from zinfer.jobs.exceptions import UnusableInput
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.manifest import Manifest, read_manifest, write_manifest
-from zinfer.jobs.paths import manifest_path
-from zinfer.jobs.records import read_record
+from zinfer.jobs.openai_response import read_response
+from zinfer.jobs.request import UnusableInput, manifest_path
+from zinfer.jobs.rows import RowId, RowState
 from zinfer.nvme.whole_file import sync_folder
 
-
-class RowState(IntEnum):
-    """What the output holds of a row: nothing, its completion, or an error. One byte a row."""
-
-    MISSING = 0
-    DONE = 1
-    FAILED = 2
+_RESULTS: Final = ("token_ids", "outputs", "embedding", "scores")
 
 
 @dataclass(frozen=True)
@@ -266,3 +259,19 @@ def encode_row(row: Mapping[str, Any]) -> bytes:
     """One line of the output. Half of a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def read_record(record: Any) -> tuple[RowId, bool]:
+    """A written row's id, and whether the row says what went wrong.
+
+    Raises:
+        ValueError: no job writes such a row.
+    """
+    match record:
+        case {"custom_id": str()}:
+            return read_response(record)
+        case {"id": str() | int() as row_id}:
+            if (is_error := "error" in record) != any(name in record for name in _RESULTS):
+                return row_id, is_error
+            raise ValueError("neither a completion nor an error")
+    raise ValueError("no row with an id")

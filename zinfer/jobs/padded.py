@@ -16,12 +16,11 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from zinfer.errors import PlanError
 from zinfer.jobs.completer import EngineCompleter, PlannedEngine
-from zinfer.jobs.forecast import Forecast
-from zinfer.jobs.progress import Meter
+from zinfer.jobs.progress import Forecast, Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.text import Text, TextSampler, TextStops
 from zinfer.jobs.timeline import Load
-from zinfer.jobs.token_rows import right_padded
+from zinfer.jobs.token_rows import left_padded, right_padded
 from zinfer.model.context_length import is_encoder_decoder
 from zinfer.planning.step_time import Prediction
 from zinfer.requests.completion import Completion
@@ -167,17 +166,6 @@ def fitting_parts(prompts: Sequence[Prompt], max_tokens: int | None) -> list[tup
             num_prompt, num_new = len(prompt.token_ids), prompt.max_new_tokens
         parts[-1].append(prompt)
     return [tuple(part) for part in parts]
-
-
-def left_padded(token_ids: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input ids and attention mask, both [prompts, longest prompt]."""
-    width = max(map(len, token_ids))
-    input_ids = torch.full((len(token_ids), width), pad_token_id, dtype=torch.long)
-    attention_mask = torch.zeros((len(token_ids), width), dtype=torch.long)
-    for i, ids in enumerate(token_ids):
-        input_ids[i, width - len(ids) :] = torch.tensor(ids)
-        attention_mask[i, width - len(ids) :] = 1
-    return input_ids, attention_mask
 
 
 def _pad_token_id(generation_config: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> int:

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from rich.console import Console
@@ -13,6 +14,23 @@ from zinfer.units import clock
 _LATELY: Final = 20  # times that the line is shown
 _TRUSTED_SHARE: Final = 0.05  # of a batch: so many rows at this run's own pace say as much as the prediction
 _MOST_SHARE: Final = 0.99  # of a batch that takes more passes than predicted
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of rows that share passes; numbers are 0 where they are not known.
+
+    Attributes:
+        text: for people.
+        tokens_per_s: new tokens a second.
+        seconds: of all these rows.
+        num_passes: walks over the weights, likewise.
+    """
+
+    text: str
+    tokens_per_s: float = 0.0
+    seconds: float = 0.0
+    num_passes: float = 0.0
 
 
 class Meter(Progress):

@@ -1,33 +1,21 @@
-"""Rows to token ids: the tokenizer, the chat template, and the check that prompt and new tokens fit the model.
+"""Rows to prompts, and prompts to batches that depend on the input and the batch size alone, never on what is done.
 
-Prompts get the tokenizer's own special tokens; a chat template writes its own. A prompt of no tokens becomes the
-tokenizer's first token (bos), or an error row where it has none.
+What shares a batch can change a row's last floating-point bits, and so its tokens. Since a batch is always made of the
+same rows, a job that was killed and begun again writes the very bytes that it would have written.
 """
 
-import hashlib
-import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Final
 
-from zinfer.errors import ConfigError
+from zinfer.errors import ConfigError, JobError
 from zinfer.jobs.index import RowIndex
-from zinfer.jobs.rows import BadRow, Line, Row, RowId, id_key, parse_line, read_lines, row_of
-from zinfer.requests.bad_words import find_bad_word_ids
-from zinfer.requests.chat_templates import ChatTemplates
-from zinfer.requests.length_limits import LengthLimits
-from zinfer.requests.prompt_encoder import encode_chat, encode_text, find_tokenizer
+from zinfer.jobs.rows import BadRow, Line, Row, RowState, id_key, parse_line, read_lines, row_of
+from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, PromptLike
 from zinfer.requests.sampling_params import SamplingParams
 
-_STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
-
-NO_TOKENIZER: Final = (
-    "put the model's tokenizer files into it, or give rows 'prompt_token_ids' alone, without stop strings and bad words"
-)
+# Bounds the memory of an input with long runs of unusable rows.
+_MAX_BAD_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -51,114 +39,127 @@ class Prompt:
         return self.row.params.most_new_tokens
 
 
-class PromptMaker:
-    """Makes prompts for one model.
+class PromptReader:
+    """Turns the rows of one input into prompts.
 
-    tokenizer: None where there is none; rows are token ids then.
-    limits: of a row.
-    generates: whether anything comes after prompts.
-    now: what a chat template takes for the present, with its time zone; it must stay the same for a whole job, on
-        whatever day it ends. Only templates that call `strftime_now` with a format computed at run time still see the
-        clock.
+    Args:
+        max_new_tokens: of rows that do not say.
+        generates: whether anything comes after prompts.
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        limits: LengthLimits,
-        vocab_size: int,
-        max_new_tokens: int | None,
-        *,
-        generates: bool = True,
+        self, encoder: PromptEncoder, index: RowIndex, max_new_tokens: int | None = None, *, generates: bool = True
     ) -> None:
-        self.tokenizer = tokenizer
-        self.limits = limits
-        self.vocab_size = vocab_size
-        self.max_new_tokens = max_new_tokens
-        self.generates = generates
-        self.now = datetime.now().astimezone()
-        self._templates = ChatTemplates()
+        self.index = index
+        self._encoder = encoder
+        self._max_new_tokens = max_new_tokens
+        self._generates = generates
 
-    def close(self) -> None:
-        """End the process that renders chats, if there is one."""
-        self._templates.close()
+    def has_usable_row(self) -> bool:
+        """Return whether any row of the input can be computed."""
+        return any(isinstance(self.read(line), Prompt) for line in read_lines(self.index.path))
 
-    @classmethod
-    def from_folder(
-        cls, folder: Path, limits: LengthLimits, vocab_size: int, max_new_tokens: int | None, *, generates: bool = True
-    ) -> "PromptMaker":
-        """Loads the tokenizer that lies in the model's folder, if there is one; nothing is downloaded.
-
-        Raises:
-            CheckpointError: the folder holds a tokenizer that does not load.
-        """
-        return cls(find_tokenizer(folder), limits, vocab_size, max_new_tokens, generates=generates)
-
-    @property
-    def template_hash(self) -> str:
-        """Identifies the chat template, "none" where there is none."""
-        template = None if self.tokenizer is None else self.tokenizer.chat_template
-        return "none" if template is None else hashlib.sha256(repr(template).encode()).hexdigest()
-
-    def finds_usable_row(self, index: RowIndex) -> bool:
-        """Whether any row of the input can be computed."""
-        return any(isinstance(self.prompt_of(line, index)[1], Prompt) for line in read_lines(index.path))
-
-    def prompt_of(self, line: Line, index: RowIndex) -> tuple[RowId, Prompt | BadRow]:
-        """The prompt of an input line, or the error that its output row will carry."""
+    def read(self, line: Line) -> Prompt | BadRow:
+        """Return the prompt of an input line, or the error that its output row will have."""
         parsed = parse_line(line)
-        row_id = index.id_of(parsed)
-        row = row_of(parsed, row_id, self.max_new_tokens)
-        return row_id, row if isinstance(row, BadRow) else self.prompt(row, line.number)
+        row = row_of(parsed, self.index.id_of(parsed), self._max_new_tokens)
+        return row if isinstance(row, BadRow) else encoded(row, line.number, self._encoder, self._problem(row))
 
-    def prompt(self, row: Row, line_number: int) -> Prompt | BadRow:
-        """Tokenizes a row and checks its length."""
-        try:
-            token_ids = self._encode(row)
-            row.params.check_vocabulary(self.vocab_size)
-            bad_word_ids = find_bad_word_ids(self.tokenizer, row.params.bad_words, self.vocab_size)
-        except (ConfigError, ValueError, TypeError) as error:
-            return row.bad(line_number, str(error))
-        if not self.generates and (row.openai or row.params != SamplingParams(max_new_tokens=self.max_new_tokens)):
-            return row.bad(line_number, "nothing is generated in this job; give a source and an id alone")
-        params = row.params.within(self.limits.most_new(len(token_ids)))
-        problem = self._token_problem(row, token_ids) or self.limits.problem(len(token_ids), params.most_new_tokens)
-        if problem:
-            return row.bad(line_number, problem)
-        if params is not row.params:
-            row = row.model_copy(update={"params": params})
-        return Prompt(row, tuple(token_ids), line_number, bad_word_ids)
+    def _problem(self, row: Row) -> str | None:
+        if not self._generates and (row.openai or row.params != SamplingParams(max_new_tokens=self._max_new_tokens)):
+            return "nothing is generated in this job; give a source and an id alone"
+        return None
 
-    def _encode(self, row: Row) -> list[int]:
-        if self.tokenizer is None and row.needs_tokenizer:
+
+def encoded(row: Row, line_number: int, encoder: PromptEncoder, problem: str | None = None) -> Prompt | BadRow:
+    """Return a row with its tokens, or with the first problem of it."""
+    source: PromptLike | None = row.prompt if row.prompt is not None else row.messages
+    if source is None:
+        source = {"prompt_token_ids": row.prompt_token_ids}
+    try:
+        if encoder.tokenizer is None and row.shows_tokens:
             raise ConfigError(f"the model's folder has no tokenizer; {NO_TOKENIZER}")
-        if row.prompt_token_ids is not None:
-            return list(row.prompt_token_ids)
-        if row.prompt is not None:
-            return encode_text(self.tokenizer, row.prompt)
-        assert row.messages is not None
-        if self.tokenizer.chat_template is None:
-            raise ConfigError("messages: the model's tokenizer has no chat template; give 'prompt' instead")
-        return encode_chat(
-            self.tokenizer, row.messages, self._templates, self._frozen_template(), row.template_variables
-        )
+        token_ids, params = encoder.encode(source, row.params, row.template_variables)
+        bad_word_ids = encoder.bad_word_ids(params)
+        if problem:
+            raise ConfigError(problem)
+    except ConfigError as error:
+        return row.bad(line_number, str(error))
+    if params is not row.params:
+        row = row.model_copy(update={"params": params})
+    return Prompt(row, tuple(token_ids), line_number, bad_word_ids)
 
-    def _frozen_template(self) -> str:
-        """The chat template with each `strftime_now("...")` replaced by what it gives at `now`."""
-        template: str = self.tokenizer.get_chat_template()
-        now = self.now.replace(tzinfo=None)  # as strftime_now has it: %Z and %z are empty
-        return _STRFTIME_NOW.sub(lambda call: json.dumps(now.strftime(call[2])), template)
 
-    def _token_problem(self, row: Row, token_ids: Sequence[int]) -> str | None:
-        field = "prompt_token_ids" if row.openai is None else "prompt"
-        if not token_ids:
-            return f"{field}: it has no tokens; give one at least"
-        largest = max(token_ids)
-        if row.prompt_token_ids is not None and not 0 <= min(token_ids) <= largest < self.vocab_size:
-            return f"{field}: token ids are whole numbers from 0 to {self.vocab_size - 1}"
-        if largest < self.vocab_size:
-            return None
-        return (
-            f"the tokenizer gives token {largest}, but the model's vocabulary ends at {self.vocab_size - 1}; "
-            "the tokenizer is another model's, or a token was added to it alone"
-        )
+@dataclass(frozen=True)
+class Batch:
+    """Neighbouring rows of the input, at most `batch_size` of them prompts.
+
+    missing: what the output still lacks, in the input's order, with each row's ordinal.
+    prompts: what is computed together. Those that are done already are computed again for their neighbours' sake.
+        Empty where only error rows are missing.
+    """
+
+    missing: tuple[tuple[int, Prompt | BadRow], ...]
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A row of the batch being gathered; `item` is None for a row that is in the output and was not looked at."""
+
+    ordinal: int
+    line: Line
+    item: Prompt | BadRow | None
+
+
+class BatchCutter:
+    """Walks the input and hands out the batches that still miss rows."""
+
+    def __init__(self, reader: PromptReader, states: bytearray, batch_size: int) -> None:
+        """states: [num_rows] RowState by ordinal."""
+        self._index = reader.index
+        self._states = states
+        self._batch_size = batch_size
+        self._item = reader.read
+
+    def __iter__(self) -> Iterator[Batch]:
+        slots: list[_Slot] = []
+        num_prompts = 0
+        for slot in self._slots():
+            slots.append(slot)
+            num_prompts += self._is_prompt(slot)
+            if num_prompts == self._batch_size or len(slots) - num_prompts == _MAX_BAD_ROWS:
+                yield from self._close(slots)
+                slots = []
+                num_prompts = 0
+        yield from self._close(slots)
+
+    def _is_prompt(self, slot: _Slot) -> bool:
+        if self._states[slot.ordinal] == RowState.DONE:
+            return True
+        # A row that failed may have been one all the same, whose completion failed.
+        return isinstance(self._item(slot.line) if slot.item is None else slot.item, Prompt)
+
+    def _slots(self) -> Iterator[_Slot]:
+        for ordinal, line in enumerate(self._lines()):
+            is_written = self._states[ordinal] != RowState.MISSING
+            yield _Slot(ordinal, line, None if is_written else self._item(line))
+
+    def _lines(self) -> Iterator[Line]:
+        try:
+            yield from self._index.lines()
+        except OSError as error:
+            raise JobError(
+                f"input {self._index.path} cannot be read: {error.strerror} (errno {error.errno}). The rows in the "
+                "output are kept; run the same command again to go on"
+            ) from error
+
+    def _close(self, slots: list[_Slot]) -> Iterator[Batch]:
+        missing = tuple((slot.ordinal, slot.item) for slot in slots if slot.item is not None)
+        if not missing:
+            return
+        prompts: list[Prompt] = []
+        if any(isinstance(item, Prompt) for _, item in missing):
+            items = (self._item(slot.line) if slot.item is None else slot.item for slot in slots)
+            prompts += [item for item in items if isinstance(item, Prompt)]
+        yield Batch(missing, tuple(prompts))

@@ -1,15 +1,33 @@
-"""What a job is asked for, before anything is read."""
+"""What a job is asked for, before anything is read. Imports nothing heavy: the command line needs it for `--help`."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
-from zinfer.jobs.exceptions import UnusableInput
-from zinfer.jobs.paths import manifest_path
-from zinfer.jobs.task import Pooling, Task
+from zinfer.errors import JobError
 
 PathLike = str | os.PathLike[str]
+
+
+class UnusableInput(JobError):
+    """The job was refused before any compute: its input, its output or its settings cannot be used."""
+
+
+class Task(StrEnum):
+    """What a job makes of each row: new text, an embedding or a label."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+    CLASSIFY = "classify"
+
+
+class Pooling(StrEnum):
+    """One vector of a text's many: the mean over its tokens, or the first token's."""
+
+    MEAN = "mean"
+    CLS = "cls"
 
 
 @dataclass(frozen=True)
@@ -50,8 +68,13 @@ class JobRequest:
             if path is None:
                 continue
             if not path.parent.is_dir():
-                raise UnusableInput(f"{name} {path} lies in no folder; give a --{name} in a folder that exists")
+                raise UnusableInput(f"{name} {path} is in no folder; give a --{name} in a folder that exists")
             for other, its_path in taken.items():
                 if path.resolve() == its_path.resolve():
                     raise UnusableInput(f"{name} {path} is the {other} file; give another --{name}")
             taken[name] = path
+
+
+def manifest_path(output: Path) -> Path:
+    """Return the path of an output's manifest."""
+    return output.with_name(output.name + ".manifest.json")

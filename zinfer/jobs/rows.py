@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any
@@ -72,10 +73,9 @@ class Row(BaseModel):
         return template_variables(self.chat_template_kwargs, self.reasoning_effort)
 
     @property
-    def needs_tokenizer(self) -> bool:
-        """Whether it is text, asks to stop at text or to have none of it, or is answered with tokens as text."""
-        is_text = self.prompt_token_ids is None or bool(self.params.stop or self.params.bad_words)
-        return is_text or (self.openai is not None and self.params.logprobs is not None)
+    def shows_tokens(self) -> bool:
+        """Whether it is answered with single tokens as text."""
+        return self.openai is not None and self.params.logprobs is not None
 
     def bad(self, line_number: int, problem: str) -> "BadRow":
         """The row where it turns out that it cannot be used."""
@@ -94,6 +94,14 @@ class BadRow:
     message: str
     is_openai: bool = False
     is_malformed: bool = False
+
+
+class RowState(IntEnum):
+    """What the output holds of a row: nothing, its completion, or an error. One byte a row."""
+
+    MISSING = 0
+    DONE = 1
+    FAILED = 2
 
 
 @dataclass(frozen=True)

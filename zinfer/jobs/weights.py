@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.faults import unreadable
 from zinfer.errors import JobError
-from zinfer.jobs.exceptions import UnusableInput
+from zinfer.jobs.request import UnusableInput
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.pool import Pool
 from zinfer.offload.tensor_checksums import TensorChecksums

@@ -89,6 +89,9 @@ class LengthLimits:
         )
 
 
+NO_LIMITS = LengthLimits()
+
+
 def _limit(max_tokens: int | None, source: str) -> Limit | None:
     return None if max_tokens is None else Limit(max_tokens, source)
 

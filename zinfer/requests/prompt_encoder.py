@@ -1,6 +1,14 @@
-"""Prompts to token ids: text, the messages of a chat, or token ids already; and whether they can be used at all."""
+"""Prompts to token ids: text, the messages of a chat, or token ids already; and whether they can be used at all.
 
+Text gets the tokenizer's own special tokens; a chat template writes its own. A text of no tokens becomes the
+tokenizer's first token (bos), or is refused where there is none.
+"""
+
+import hashlib
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -9,7 +17,7 @@ from transformers import AutoTokenizer
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.requests.bad_words import find_bad_word_ids
 from zinfer.requests.chat_templates import ChatTemplates
-from zinfer.requests.length_limits import LengthLimits
+from zinfer.requests.length_limits import NO_LIMITS, LengthLimits
 from zinfer.requests.sampling_params import SamplingParams
 
 PromptLike = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -24,6 +32,12 @@ _OWN_VARIABLES: Final = frozenset(
     }
 )
 
+_STRFTIME_NOW: Final = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+
+NO_TOKENIZER: Final = (
+    "put the model's tokenizer files into it, or give 'prompt_token_ids' alone, without stop strings and bad words"
+)
+
 
 class PromptEncoder:
     """Encodes prompts for one model.
@@ -32,13 +46,24 @@ class PromptEncoder:
         tokenizer: None where there is none; prompts are token ids then.
         vocab_size: of the model.
         limits: of a prompt and what is generated after it.
+
+    Attributes:
+        now: what chat templates take for the present, with its time zone; None: the clock. Templates that call
+            ``strftime_now`` with a format computed at run time always see the clock.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, limits: LengthLimits) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, vocab_size: int, limits: LengthLimits = NO_LIMITS) -> None:
+        self.tokenizer = tokenizer
+        self.now: datetime | None = None
         self._vocab_size = vocab_size
         self._limits = limits
         self._templates = ChatTemplates()
+
+    @property
+    def template_hash(self) -> str:
+        """Identifies the chat template, "none" where there is none."""
+        template = None if self.tokenizer is None else self.tokenizer.chat_template
+        return "none" if template is None else hashlib.sha256(repr(template).encode()).hexdigest()
 
     def close(self) -> None:
         """End the process that renders chats, if there is one."""
@@ -50,10 +75,10 @@ class PromptEncoder:
         Texts stay as they are where `encode` has something to say of one, which finds what.
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if self._tokenizer is None or not texts:
+        if self.tokenizer is None or not texts:
             return list(prompts)
         try:
-            encoded: Iterator[list[int]] = iter(self._tokenizer(texts).input_ids)
+            encoded: Iterator[list[int]] = iter(self.tokenizer(texts).input_ids)
         except (TypeError, ValueError):
             return list(prompts)
         each = ((prompt, next(encoded) if isinstance(prompt, str) else []) for prompt in prompts)
@@ -70,14 +95,18 @@ class PromptEncoder:
             ConfigError: the prompt or its params cannot be used; says why, and the remedy.
         """
         token_ids = self._token_ids(prompt, variables)
-        params = params.within(self._limits.most_new(len(token_ids)))
-        self._check(token_ids, params)
+        self._check_tokens(token_ids, is_given=isinstance(prompt, Mapping))
+        if params.stop and self.tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer; give stop_token_ids instead")
         params.check_vocabulary(self._vocab_size)
+        params = params.within(self._limits.most_new(len(token_ids)))
+        if problem := self._limits.problem(len(token_ids), params.most_new_tokens):
+            raise ConfigError(problem)
         return token_ids, params
 
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The tokens of each bad word. Raises ConfigError for one that has none."""
-        return find_bad_word_ids(self._tokenizer, params.bad_words, self._vocab_size)
+        return find_bad_word_ids(self.tokenizer, params.bad_words, self._vocab_size)
 
     def _token_ids(self, prompt: PromptLike, variables: Mapping[str, Any] | None) -> list[int]:
         if isinstance(prompt, Mapping):
@@ -89,27 +118,38 @@ class PromptEncoder:
             return list(token_ids)
         if not isinstance(prompt, Sequence):
             raise ConfigError(f"a prompt is text, the messages of a chat or token ids, not a {type(prompt).__name__}")
-        if self._tokenizer is None:
-            raise ConfigError("the model's folder has no tokenizer; give prompts as {'prompt_token_ids': [...]}")
+        if self.tokenizer is None:
+            raise ConfigError(f"the model's folder has no tokenizer; {NO_TOKENIZER}")
         if isinstance(prompt, str):
-            return encode_text(self._tokenizer, prompt)
+            return encode_text(self.tokenizer, prompt)
         if not all(isinstance(message, Mapping) for message in prompt):
             raise ConfigError("a list is the messages of a chat; give token ids as {'prompt_token_ids': [...]}")
-        if self._tokenizer.chat_template is None:
-            raise ConfigError("the tokenizer has no chat template; give a prompt as text instead of messages")
-        return encode_chat(self._tokenizer, prompt, self._templates, variables=variables)
+        if self.tokenizer.chat_template is None:
+            raise ConfigError("messages: the model's tokenizer has no chat template; give the prompt as text instead")
+        return encode_chat(self.tokenizer, prompt, self._templates, self._template(), variables)
 
-    def _check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+    def _template(self) -> str | None:
+        """The chat template with each `strftime_now("...")` replaced by what it gives at `now`."""
+        if self.now is None:
+            return None
+        template: str = self.tokenizer.get_chat_template()
+        now = self.now.replace(tzinfo=None)  # as strftime_now has it: %Z and %z are empty
+        return _STRFTIME_NOW.sub(lambda call: json.dumps(now.strftime(call[2])), template)
+
+    def _check_tokens(self, token_ids: Sequence[int], *, is_given: bool) -> None:
         if not token_ids:
             raise ConfigError("the prompt has no tokens; give it one at least")
         # Long prompts are looked at one token after the other only where something is wrong with one.
-        if set(map(type, token_ids)) != {int} or not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-            wrong = next(each for each in token_ids if type(each) is not int or not 0 <= each < self._vocab_size)
-            raise ConfigError(f"token ids are whole numbers from 0 to {self._vocab_size - 1}, not {wrong!r}")
-        if problem := self._limits.problem(len(token_ids), params.most_new_tokens):
-            raise ConfigError(problem)
-        if params.stop and self._tokenizer is None:
-            raise ConfigError("stop strings need a tokenizer; give stop_token_ids instead")
+        if set(map(type, token_ids)) == {int} and 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            return
+        wrong = next(each for each in token_ids if type(each) is not int or not 0 <= each < self._vocab_size)
+        last = self._vocab_size - 1
+        if is_given:
+            raise ConfigError(f"token ids are whole numbers from 0 to {last}, not {wrong!r}")
+        raise ConfigError(
+            f"the tokenizer gives token {wrong}, but the model's vocabulary ends at {last}; "
+            "the tokenizer is another model's, or a token was added to it alone"
+        )
 
 
 def encode_text(tokenizer: Any, text: str, *, adds_special: bool = True) -> list[int]:
@@ -125,7 +165,7 @@ def encode_text(tokenizer: Any, text: str, *, adds_special: bool = True) -> list
     if token_ids:
         return token_ids
     if tokenizer.bos_token_id is None:
-        raise ConfigError("prompt: it has no tokens, and the tokenizer has no bos token to begin with")
+        raise ConfigError("the prompt has no tokens, and the tokenizer has no bos token to begin with")
     return [tokenizer.bos_token_id]
 
 
