@@ -235,5 +235,5 @@ def test_the_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["run", *paths, *output, "--device", "cpu", "--task", "embed", "--pooling", "cls"])
     assert result.exit_code == 0, result.output
     assert "6 done, 0 failed" in result.stdout
-    assert "plan: blocks" in result.stderr
+    assert "weights: " in result.stderr
     assert len(read_rows(tmp_path / "out.jsonl")) == 6

@@ -46,7 +46,7 @@ def test_the_page_shows_what_lies_between_moments(tmp_path: Path) -> None:
     write_run_page(tmp_path / "page.html", "out.jsonl", SUMMARY, moments)
     text = (tmp_path / "page.html").read_text()
     assert "a &lt;note&gt;" in text
-    assert "<tr><td>tokens in / out<td>50 / 60</tr>" in text
+    assert "<tr><td>tokens<td>50 in, 60 out</tr>" in text
     pictures = re.findall(r"<svg.*?</svg>", text, re.S)
     labels = [re.search(r'aria-label="(.*?)"', each).group(1) for each in pictures]  # type: ignore[union-attr]
     assert labels == [

@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import IO, Any, Final, TypeVar, cast
 
 from rich.console import Console
@@ -16,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 HEARTBEAT_S: Final = 10.0
-_BAR_WIDTH: Final = 30
 
 
 class LastingStream:
@@ -80,6 +80,10 @@ class Progress(ABC):
     def line(self) -> str:
         """The state in words, for people and for logs."""
 
+    def short_line(self, width: int) -> str:
+        """The state in words that fit a terminal of so many columns."""
+        return self.line()
+
     @abstractmethod
     def share(self) -> float | None:
         """Done of all, from 0 to 1; None before that is known."""
@@ -105,7 +109,8 @@ def shown(progress: Shown, interval_s: float = HEARTBEAT_S) -> Iterator[Shown]:
     console.file = cast(IO[str], LastingStream(former))
     try:
         if console.is_terminal:
-            with Live(get_renderable=lambda: _bar(progress), console=console, refresh_per_second=4, transient=True):
+            bar = partial(_bar, progress, console)
+            with Live(get_renderable=bar, console=console, refresh_per_second=4, transient=True):
                 yield progress
         else:
             with _heartbeat(progress, console, interval_s):
@@ -132,7 +137,9 @@ def _heartbeat(progress: Progress, console: Console, interval_s: float) -> Itera
         thread.join()
 
 
-def _bar(progress: Progress) -> Table:
-    row, share = Table.grid(padding=(0, 1)), progress.share()
-    row.add_row(ProgressBar(total=1, completed=share or 0, width=_BAR_WIDTH, pulse=share is None), progress.line())
-    return row
+def _bar(progress: Progress, console: Console) -> Table:
+    """A bar across the terminal, and below it the state in words."""
+    rows, share = Table.grid(), progress.share()
+    rows.add_row(ProgressBar(total=1, completed=share or 0, width=console.width, pulse=share is None))
+    rows.add_row(progress.short_line(console.width))
+    return rows

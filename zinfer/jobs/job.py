@@ -33,7 +33,7 @@ from zinfer.jobs.records import Records
 from zinfer.jobs.request import JobRequest, PathLike, Pooling, Task, UnusableInput
 from zinfer.jobs.rows import RowState
 from zinfer.jobs.run_page import write_run_page
-from zinfer.jobs.summary import JobSummary
+from zinfer.jobs.summary import JobSummary, weights_line
 from zinfer.jobs.timeline import Timeline
 from zinfer.jobs.weights import Weights
 from zinfer.jobs.writer import RowWriter
@@ -272,11 +272,8 @@ class _Job:
             return
         self._said_cost = True
         seconds = self._meter.predicted_row_s * num_rows
-        taking = f", {duration(seconds)} as predicted" if seconds else ""
-        self._meter.note(
-            f"if this job is killed, at most the batch under way is computed again: {num_rows:,} rows{taking}; "
-            "rows that are written are kept"
-        )
+        taking = f" ({duration(seconds)})" if seconds else ""
+        self._meter.note(f"if stopped, at most {num_rows:,} rows are computed again{taking}; written rows are kept")
 
     def _loaded(self, prompts: Sequence[Prompt]) -> Completer:
         """The completer, made when the first batch needs it, with room for that one."""
@@ -287,11 +284,11 @@ class _Job:
                     prompts, self._manifest.sizes, self._tokenizer, self._limits, self._weights.checksums
                 )
                 self._weights.check_unchanged()
-                self._meter.note(f"plan: {completer.plan}")
+                stats, device = completer.stats(), str(self._manifest.settings["device"])
+                self._meter.note(f"weights: {weights_line(stats, device)}")
                 forecast = completer.forecast(prompts)
             self._meter.note(f"predicted: {forecast.text}")
-            self._meter.predicted_row_s = forecast.seconds / len(prompts)
-            self._meter.predicted_row_passes = forecast.num_passes / len(prompts)
+            self._meter.expect(forecast, len(prompts))
             if self._request.report is not None:
                 self._timeline = Timeline(completer.stats, completer.load)
         return self._completer
@@ -313,6 +310,7 @@ class _Job:
             notes=tuple(meter.notes),
             output=str(self._request.output),
             failures=dict(records.failures.most_common()),
+            device=str(self._manifest.settings["device"]),
         )
 
     def _write_page(self, summary: JobSummary) -> None:

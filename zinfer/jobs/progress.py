@@ -68,6 +68,11 @@ class Meter(Progress):
         self.started_s = time.monotonic()
         self.running_since_s: float | None = None
 
+    def expect(self, forecast: Forecast, num_rows: int) -> None:
+        """Measure the job by the forecast of so many of its rows."""
+        self.predicted_row_s = forecast.seconds / num_rows
+        self.predicted_row_passes = forecast.num_passes / num_rows
+
     def add_finished(self, num_rows: int) -> None:
         """So many more rows are in the output."""
         self.num_finished += num_rows
@@ -153,6 +158,29 @@ class Meter(Progress):
         parts.append(f"{elapsed} elapsed")
         parts.append(f"ETA {'unknown' if eta is None else clock(eta)}")
         return ", ".join(parts)
+
+    def short_line(self, width: int) -> str:
+        if self.phase != "running":
+            return self.line()
+        eta, speed = self.eta_s, f"{self.tokens_per_s:,.1f} tokens/s"
+        if (share := self._speed_share) is not None:
+            speed += f" ({share:.0%} of predicted)"
+        parts = [
+            f"{self.num_finished:,}/{self.num_rows:,} rows",
+            speed,
+            f"ETA {'unknown' if eta is None else clock(eta)}",
+        ]
+        if self._pass:
+            parts.append(self._passes_line())
+        while len(", ".join(parts)) > width and len(parts) > 1:
+            parts.pop()
+        return ", ".join(parts)
+
+    @property
+    def _speed_share(self) -> float | None:
+        """How fast this run is, of how fast it was predicted to be; None before the first pass has ended."""
+        seconds = self._fresh_rows * self.predicted_row_s
+        return seconds / self.running_s if seconds and self.running_s and self._pass != 1 else None
 
     def _passes_line(self) -> str:
         number, predicted = self._pass, self._batch_passes

@@ -7,11 +7,15 @@ from typing import Final
 from rich.table import Table
 
 from zinfer.offload.stats import RunStats
-from zinfer.units import clock, human_bytes, name_values
+from zinfer.units import duration, human_bytes
 
 EXIT_OK = 0
 EXIT_SOME_FAILED = 3
 _LEAST_COMPARED_S: Final = 60.0  # below that starting up decides, and a factor says nothing
+_LEAST_WAIT: Final = 0.05  # of the time; below that compute is the bound
+_LEAST_SHARE: Final = 0.0005
+_DEVICES: Final = {"cuda": "on the GPU", "cpu": "in memory"}
+_CAUSES: Final = {"disk": "the disk", "host": "copies in host memory", "link": "PCIe"}
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,8 @@ class JobSummary:
     num_done + num_failed == num_rows counts the whole output; num_skipped of them were there before this run. Tokens
     are those of the rows that this run wrote. running_s: from the first batch to the last row; computing_s: of it, in
     passes; predicted_s: what the plan gave those passes. stats is None where this run had nothing to compute. notes:
-    what was said on the way, such as a torn line dropped. failures: rows that this run failed, by reason.
+    what was said on the way, such as a torn line dropped. failures: rows that this run failed, by reason. device:
+    "cuda" or "cpu".
     """
 
     num_rows: int
@@ -38,6 +43,7 @@ class JobSummary:
     notes: tuple[str, ...]
     output: str = ""
     failures: Mapping[str, int] = field(default_factory=dict)
+    device: str = "cuda"
 
     @property
     def tokens_per_s(self) -> float:
@@ -51,10 +57,10 @@ class JobSummary:
 
 
 def summary_table(summary: JobSummary) -> Table:
-    """The table that `zinfer run` ends with."""
+    """Return the table that `zinfer run` ends with."""
     table = Table(title="zinfer run", show_header=False, title_justify="left")
     table.add_column("what")
-    table.add_column("value", justify="right", overflow="fold")
+    table.add_column("value", overflow="fold")
     for section in summary_rows(summary):
         for row in section:
             table.add_row(*row)
@@ -63,22 +69,30 @@ def summary_table(summary: JobSummary) -> Table:
 
 
 def summary_rows(summary: JobSummary) -> list[list[tuple[str, str]]]:
-    """Names and values: of the job, and of what was streamed."""
+    """Return names and values of what was done, how fast that was, and what bounded it."""
     rows = f"{summary.num_done:,} done, {_failed(summary)}"
-    job = [
-        ("rows", f"{rows}; {summary.num_skipped:,} rows before this run" if summary.num_skipped else rows),
-        ("tokens in / out", f"{summary.num_prompt_tokens:,} / {summary.num_output_tokens:,}"),
-        ("tokens/s", f"{summary.tokens_per_s:,.1f}"),
-        ("wall", f"{clock(summary.wall_s)} ({summary.running_s:,.1f} s of it running)"),
-    ]
-    if summary.computing_s and summary.predicted_s:
-        both = f"{summary.predicted_s:,.2f} s / {summary.computing_s:,.2f} s"
-        if summary.computing_s >= _LEAST_COMPARED_S:
-            both += f" ({summary.computing_s / summary.predicted_s:.2f} x as long)"
-        job.append(("predicted / achieved", both))
+    done = [("rows", f"{rows}; {summary.num_skipped:,} rows before this run" if summary.num_skipped else rows)]
+    if summary.num_prompt_tokens:
+        out = f", {summary.num_output_tokens:,} out" if summary.num_output_tokens else ""
+        done.append(("tokens", f"{summary.num_prompt_tokens:,} in{out}"))
     if summary.output:
-        job.append(("output", summary.output))
-    return [job] if summary.stats is None else [job, _stats_rows(summary.stats)]
+        done.append(("output", summary.output))
+    sections = [done, _speed_rows(summary)]
+    return sections if summary.stats is None else [*sections, _bound_rows(summary.stats, summary.device)]
+
+
+def weights_line(stats: RunStats, device: str) -> str:
+    """Return where the weights are, and what streams. ``device`` is "cuda" or "cpu"."""
+    streamed = stats.streamed_bytes_per_pass
+    return _places(stats, device) + (f"; {human_bytes(streamed)} stream each pass" if streamed else "")
+
+
+def _places(stats: RunStats, device: str) -> str:
+    """``12 blocks in host memory, 3 on the GPU``."""
+    places = {"HOST": "in host memory", "DISK": "on disk", "DEVICE": _DEVICES[device]}
+    counts = [(stats.blocks_by_home.get(tier, 0), place) for tier, place in places.items()]
+    blocks = ", ".join(f"{count:,} {place}" for count, place in counts if count)
+    return blocks.replace(" ", " block " if blocks.startswith("1 ") else " blocks ", 1)
 
 
 def _failed(summary: JobSummary) -> str:
@@ -87,15 +101,48 @@ def _failed(summary: JobSummary) -> str:
     return f"{summary.num_failed:,} failed: {reasons}" if reasons else f"{summary.num_failed:,} failed"
 
 
-def _stats_rows(stats: RunStats) -> list[tuple[str, str]]:
-    rows = [
-        ("passes", f"{stats.passes:,}"),
-        ("streamed per pass", human_bytes(stats.streamed_bytes_per_pass)),
-        ("bytes_read_disk", f"{stats.bytes_read_disk:,} ({human_bytes(stats.bytes_read_disk)})"),
-        ("bytes_to_device", f"{stats.bytes_to_device:,} ({human_bytes(stats.bytes_to_device)})"),
-        ("pinned / device memory", f"{human_bytes(stats.pinned_bytes)} / {human_bytes(stats.device_bytes)}"),
-        ("blocks by home", name_values(stats.blocks_by_home)),
-    ]
-    if stats.link_share is not None and stats.disk_share is not None:
-        rows.append(("of the ceilings", f"link {stats.link_share:.1%}, disk {stats.disk_share:.1%}"))
-    return [*rows, ("stalls", name_values({cause: f"{seconds:.2f} s" for cause, seconds in stats.stall_s.items()}))]
+def _speed_rows(summary: JobSummary) -> list[tuple[str, str]]:
+    rows = []
+    if summary.num_output_tokens:
+        rows.append(("speed", f"{summary.tokens_per_s:,.1f} tokens/s"))
+    running = f", {duration(summary.running_s)} after loading" if summary.running_s else ""
+    rows.append(("time", f"{duration(summary.wall_s)}{running}"))
+    if summary.computing_s and summary.predicted_s:
+        both = f"{duration(summary.predicted_s)} for passes that took {duration(summary.computing_s)}"
+        if summary.computing_s >= _LEAST_COMPARED_S:
+            both += f" ({summary.computing_s / summary.predicted_s:.2f} x as long)"
+        rows.append(("prediction", both))
+    if summary.stats is not None:
+        rows.append(("passes", f"{summary.stats.passes:,}"))
+    return rows
+
+
+def _bound_rows(stats: RunStats, device: str) -> list[tuple[str, str]]:
+    rows = [("limited by", _bound(stats))]
+    shares = {"PCIe": stats.link_share, "the disk": stats.disk_share}
+    if used := [f"{share:.1%} of {name}" for name, share in shares.items() if share and share >= _LEAST_SHARE]:
+        rows.append(("used", ", ".join(used)))
+    if stats.blocks_by_home:
+        rows.append(("weights", _places(stats, device)))
+    if stats.streamed_bytes_per_pass:
+        rows.append(("streamed", f"{human_bytes(stats.streamed_bytes_per_pass)} each pass"))
+    moved = {"read from disk": stats.bytes_read_disk, "copied to the GPU": stats.bytes_to_device}
+    memory = {"on the GPU": stats.device_bytes, "in host memory": stats.host_bytes}
+    if device == "cpu":
+        moved, memory = {"read from disk": stats.bytes_read_disk}, {"": stats.device_bytes + stats.host_bytes}
+    sizes = {"moved": _amounts(moved), "memory": _amounts(memory)}
+    return [*rows, *((name, amounts) for name, amounts in sizes.items() if amounts)]
+
+
+def _bound(stats: RunStats) -> str:
+    """What computing waited for most, and for how long."""
+    waits = {cause: stats.stall_s.get(cause, 0.0) for cause in _CAUSES}
+    cause = max(waits, key=lambda cause: waits[cause])
+    if sum(waits.values()) < _LEAST_WAIT * max(stats.span_s, 1.0):
+        return "compute"
+    told = ", ".join(f"{duration(seconds)} for {_CAUSES[each]}" for each, seconds in waits.items() if seconds >= 0.05)
+    return f"{_CAUSES[cause]}: compute waited {told}" if told else _CAUSES[cause]
+
+
+def _amounts(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{human_bytes(size)} {what}".rstrip() for what, size in sizes.items() if size)
