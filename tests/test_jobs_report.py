@@ -1,7 +1,7 @@
 """The page that a job ends with: what passes carried and waited for, over time."""
 
-import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -9,9 +9,8 @@ import pytest
 from jobs_run_support import model, output
 from jobs_support import ResidentEngine, prompt_rows, write_rows
 
-from zinfer.jobs import run_job
-from zinfer.jobs.plot import Line, plot
-from zinfer.jobs.run_page import write_run_page
+from zinfer.jobs import UnusableInput, run_job
+from zinfer.jobs.run_page import Panel, draw, write_run_page
 from zinfer.jobs.summary import JobSummary
 from zinfer.jobs.timeline import Load, Moment, Timeline
 from zinfer.offload.stats import RunStats
@@ -20,50 +19,56 @@ __all__ = ["model", "output"]  # fixtures
 SUMMARY = JobSummary(9, 7, 2, 4, 50, 60, 75.0, 30.0, 20.0, 25.0, None, ("a <note>",))
 
 
-def points(svg: str, number: int = 0) -> list[tuple[float, float]]:
-    found = ElementTree.fromstring(svg).findall("polyline")[number].attrib["points"]
-    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in found.split())]
+def words(svg: str) -> list[str]:
+    """The texts of a picture, in order."""
+    return [str(each.text).strip() for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_a_plot_draws_each_known_value_to_scale() -> None:
-    svg = plot("a <title>", [1.0, 2.0, 4.0], [Line("one", [0.0, None, 5.0]), Line("two", [10.0, 10.0, 20.0])])
-    assert points(svg) == [(295.0, 174.0), (970.0, 136.5)]
-    assert points(svg, 1) == [(295.0, 99.0), (520.0, 99.0), (970.0, 24.0)]
-    assert "a &lt;title&gt;" in svg
-    assert re.search(r">20</text>", svg)
+def test_a_picture_has_plain_numbers_units_legends_and_the_prediction() -> None:
+    speed = Panel("Speed <1>", "new tokens/s", {"generated": [0.0, None, 2_500_000.0]}, 2_000_000.0)
+    shares = Panel("Use", "share", {"PCIe": [0.5, 0.25, None], "disk": [None, None, None]}, is_share=True)
+    unknown = Panel("Nothing", "things", {"none": [None, None, None]})
+    said = words(draw([1.0, 150.0, 300.0], [speed, shares, unknown]))
+    for part in ("Speed <1>", "new tokens/s", "generated", "predicted", "2,000,000", "PCIe", "100%", "minutes", "5"):
+        assert part in said
+    assert not {"disk", "Nothing", "things"}.intersection(said)
+    assert "hours" in words(draw([0.0, 9000.0], [Panel("Speed", "tokens", {"generated": [1.0, 2.0]})]))
 
 
-def test_a_plot_of_nothing_is_empty() -> None:
-    assert points(plot("nothing", [], [Line("one", [])])) == []
-
-
-def test_the_page_shows_what_lies_between_moments(tmp_path: Path) -> None:
+def test_the_page_shows_what_happened_between_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moments = [
         Moment(0.0, Load(0, 0, 0), 0, 0.0, None, {"disk": 0.0, "compute": 0.0}),
         Moment(2.0, Load(600, 20, 5), 3, 1.0, None, {"disk": 0.5, "compute": 9.0}),
         Moment(4.0, Load(600, 20, 5, 7), 3, 3.0, None, {"disk": 0.5, "compute": 9.0}),
     ]
-    write_run_page(tmp_path / "page.html", "out.jsonl", SUMMARY, moments)
+    drawn: list[Panel] = []
+
+    def keep(times_s: list[float], panels: list[Panel]) -> str:
+        assert times_s == [2.0, 4.0]
+        drawn.extend(panels)
+        return draw(times_s, panels)
+
+    monkeypatch.setattr("zinfer.jobs.run_page.draw", keep)
+    write_run_page(tmp_path / "page.html", "out.jsonl", replace(SUMMARY, predicted_tokens_per_s=12.0), moments)
     text = (tmp_path / "page.html").read_text()
     assert "a &lt;note&gt;" in text
     assert "<tr><td>tokens<td>50 in, 60 out</tr>" in text
-    pictures = re.findall(r"<svg.*?</svg>", text, re.S)
-    labels = [re.search(r'aria-label="(.*?)"', each).group(1) for each in pictures]  # type: ignore[union-attr]
-    assert labels == [
-        "tokens a pass",
-        "new tokens a second",
-        "share of the measured rate",
-        "share of the time that compute",
-        "texts",
-    ]
-    per_pass, a_second, used, waited, texts = pictures
-    assert points(per_pass) == [(520.0, 24.0)]  # 200; no pass ended in the second half
-    assert points(a_second) == [(520.0, 24.0), (970.0, 174.0)]  # 10 a second, then none
-    assert points(used) == [(520.0, 99.0), (970.0, 24.0)]  # half of the link, then all of it
-    assert points(used, 1) == []  # the disk's rate is not known
-    assert points(waited) == [(520.0, 136.5), (970.0, 174.0)]  # a quarter of the time
-    assert "waits for compute" not in waited
-    assert points(texts, 1) == [(520.0, 174.0), (970.0, 24.0)]
+    assert text.count("<svg") == 1
+    assert {panel.title: panel.lines for panel in drawn} == {
+        "Tokens computed by a pass": {"computed": [200.0, None]},  # no pass ended in the second half
+        "Speed": {"generated": [10.0, 0.0]},
+        "Use of the measured rates": {"PCIe": [0.5, 1.0], "disk": [None, None]},  # the disk's rate is not known
+        "Compute waited": {"for the disk": [0.25, 0.0]},
+        "Running": {"running": [5.0, 5.0]},
+        "Swapped out": {"pages": [0.0, 7.0]},
+    }
+    assert [panel.predicted for panel in drawn if panel.title == "Speed"] == [12.0]
+
+
+def test_a_report_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zinfer.jobs.request.find_spec", lambda name: None)
+    with pytest.raises(UnusableInput, match=r"a report needs matplotlib; run `pip install 'zinfer\[report\]'`"):
+        run_job("none", tmp_path / "in.jsonl", tmp_path / "out.jsonl", report=tmp_path / "page.html")
 
 
 def test_a_timeline_takes_moments_until_it_is_closed_and_thins_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +100,7 @@ def test_a_job_writes_its_page(model: Path, tmp_path: Path, output: Path, is_pad
     run_job(model, prompts, output, device="cpu", report=page, engine_factory=factory, batch_size=4)
     text = page.read_text()
     assert "<tr><td>rows<td>9 done, 0 failed</tr>" in text
-    assert text.count("<svg") == 5
+    assert text.count("<svg") == 1
     run_job(model, prompts, output, device="cpu", report=page, engine_factory=factory, batch_size=4)
     assert "9 rows before this run" in page.read_text()
     assert "<svg" not in page.read_text()

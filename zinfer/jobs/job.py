@@ -311,6 +311,7 @@ class _Job:
             output=str(self._request.output),
             failures=dict(records.failures.most_common()),
             device=str(self._manifest.settings["device"]),
+            predicted_tokens_per_s=meter.predicted_tokens_per_s,
         )
 
     def _write_page(self, summary: JobSummary) -> None:

@@ -56,6 +56,7 @@ class Meter(Progress):
         self.num_tokens = 0
         self.count_tokens: Callable[[], int] | None = None
         self._lately = deque([(time.monotonic(), 0)], maxlen=_LATELY)
+        self.predicted_tokens_per_s = 0.0
         self.predicted_row_s = 0.0
         self.predicted_row_passes = 0.0
         self.count_passes: Callable[[], int] | None = None
@@ -70,6 +71,7 @@ class Meter(Progress):
 
     def expect(self, forecast: Forecast, num_rows: int) -> None:
         """Measure the job by the forecast of so many of its rows."""
+        self.predicted_tokens_per_s = forecast.tokens_per_s
         self.predicted_row_s = forecast.seconds / num_rows
         self.predicted_row_passes = forecast.num_passes / num_rows
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 
 from zinfer.errors import JobError
@@ -52,6 +53,8 @@ class JobRequest:
         for name, value in (("max_new_tokens", self.max_new_tokens), ("batch_size", self.batch_size)):
             if value is not None and value < 1:
                 raise UnusableInput(f"{name} must be at least 1, not {value}")
+        if self.report is not None and find_spec("matplotlib") is None:
+            raise UnusableInput("a report needs matplotlib; run `pip install 'zinfer[report]'`, or leave --report out")
         try:
             self._check_paths()
         except OSError as error:

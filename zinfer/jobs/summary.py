@@ -26,7 +26,7 @@ class JobSummary:
     are those of the rows that this run wrote. running_s: from the first batch to the last row; computing_s: of it, in
     passes; predicted_s: what the plan gave those passes. stats is None where this run had nothing to compute. notes:
     what was said on the way, such as a torn line dropped. failures: rows that this run failed, by reason. device:
-    "cuda" or "cpu".
+    "cuda" or "cpu". predicted_tokens_per_s: new ones, of the first rows that share passes; 0: not known.
     """
 
     num_rows: int
@@ -44,6 +44,7 @@ class JobSummary:
     output: str = ""
     failures: Mapping[str, int] = field(default_factory=dict)
     device: str = "cuda"
+    predicted_tokens_per_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
