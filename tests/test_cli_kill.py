@@ -116,3 +116,34 @@ def test_signals_full_disks_and_second_writers_keep_the_rows(folder: Path, whole
     process = command.start()
     assert process.wait(timeout=120) == 0
     assert command.output.read_bytes() == whole
+
+
+def handles_signals(process: Process) -> bool:
+    """Whether the command has taken the handling of signals over: the system's list says so of SIGTERM."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    handled = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(handled.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize("num_strikes", [3, pytest.param(200, marks=pytest.mark.slow)])
+def test_ctrl_c_at_random_moments_loses_and_doubles_no_row(folder: Path, whole: bytes, num_strikes: int) -> None:
+    """It ends the command in time, and what is written is the beginning of an undisturbed run's rows."""
+    command, chance = Command(folder, f"struck-{num_strikes}.jsonl"), random.Random(num_strikes)
+    begin_s = time.monotonic()
+    assert command.start().wait(timeout=120) == 0
+    whole_s = time.monotonic() - begin_s
+    for _ in range(num_strikes):
+        if command.output.exists() and command.output.read_bytes() == whole:
+            for file in folder.glob(f"{command.output.name}*"):
+                file.unlink()
+        process = command.start()
+        while process.poll() is None and not handles_signals(process):
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, whole_s))
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode in (0, 130) or f"{NUM_ROWS} done" in out, err
+        assert whole.startswith(command.output.read_bytes() if command.output.exists() else b"")
+    process = command.start()
+    assert process.wait(timeout=120) == 0
+    assert command.output.read_bytes() == whole
