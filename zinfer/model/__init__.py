@@ -1,1 +1,1 @@
-"""A model without its weights: built on the meta device, cut into blocks, matched with its checkpoint."""
+"""A model without its weights: built on the meta device, partitioned into blocks, matched with its checkpoint."""

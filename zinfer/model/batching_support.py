@@ -1,7 +1,7 @@
 """Which families run in ragged batches, and what of them the batch path must know: masks and odd options.
 
 A family that asks transformers' attention interface needs nothing else; the others have a forward of their attention in
-`zinfer.batching.adapters`. Any other family is refused: its text might come out wrong without an error.
+`zinfer.batching.adapters`. Any other family is refused: its output might be wrong without an error.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ ADAPTED: Final = frozenset(("bloom", "deepseek_v2", "deepseek_v3", "falcon", "gp
 """Model types whose attention has a forward of its own in `zinfer.batching.adapters`."""
 
 _GROWING: Final = frozenset({"dynamic", "longrope"})
-"""Types of rotary positions whose frequencies follow the longest text (transformers, modeling_rope_utils.py)."""
+"""Types of rotary positions whose frequencies follow the longest sequence (transformers, modeling_rope_utils.py)."""
 
 
 def is_known(model_type: str) -> bool:
@@ -70,7 +70,7 @@ def check_family(model: PreTrainedModel) -> str:
 
 
 def _oddity(config: Any) -> str | None:
-    """Why texts side by side would come out otherwise than alone, or than in transformers."""
+    """Why sequences side by side would get other tokens than alone, or than in transformers."""
     growing = _rope_types(getattr(config, "rope_parameters", None)) & _GROWING
     if growing:
         return f"has rotary positions of type {', '.join(sorted(growing))}, which depend on the longest text of a batch"

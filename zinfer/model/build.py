@@ -2,13 +2,15 @@
 
 import logging
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint
@@ -16,14 +18,17 @@ from zinfer.checkpoint.config_checks import TOKEN_KEYS, Vocabulary, check_config
 from zinfer.config import Settings
 from zinfer.config.listing import CheckpointListing
 from zinfer.errors import CheckpointError, ConfigError
-from zinfer.model import dtype as narrow
 from zinfer.model.architectures import find_class
+from zinfer.model.dtype import cast_parameters, restore_fp32_modules
 from zinfer.model.layers import check_classes, find_repeated
-from zinfer.model.skip_init import SkipInit
 
 log = logging.getLogger(__name__)
 
 COMPUTE_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+_FILLS: Final = frozenset(getattr(torch.ops.aten, name).default for name in ("normal_", "uniform_")) | {
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.zero_.default,
+}
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -42,19 +47,37 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
     config = _load_config(checkpoint)
     config.dtype = dtype or _stated_dtype(config, checkpoint) or _commonest_dtype(checkpoint)
     try:
-        with init_empty_weights(include_buffers=False), SkipInit():
+        with init_empty_weights(include_buffers=False), _SkipInit():
             model: PreTrainedModel = find_class(config)._from_config(config, dtype=config.dtype)
     except Exception as error:  # a constructor fails in any way over what a file may say
         raise CheckpointError(
             f"{checkpoint.config_path}: transformers {transformers.__version__} builds no model from it: "
             f"{_brief(error)}"
         ) from error
-    narrow.widen(model, config.dtype)
+    restore_fp32_modules(model, config.dtype)
     if model.can_generate():
         _load_generation_config(model, checkpoint)
     model.name_or_path = str(checkpoint.folder)
     vars(model.config).pop("quantization_config", None)  # of the files; save_pretrained writes weights in full
     return model.eval().requires_grad_(False)
+
+
+class _SkipInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Skips fills of tensors on the meta device, which change nothing and take longer than all other building."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _FILLS and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def compute_buffers(model: nn.Module) -> None:
@@ -75,7 +98,7 @@ def compute_buffers(model: nn.Module) -> None:
 
 def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(model, PreTrainedModel):
-        with init_empty_weights(include_buffers=False), SkipInit():
+        with init_empty_weights(include_buffers=False), _SkipInit():
             return dict(type(model)(model.config).named_buffers())
     stored = model.state_dict().keys()
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in stored]
@@ -193,7 +216,7 @@ def find_model(
     module = cast(PreTrainedModel, model.eval().requires_grad_(False))
     _keep_scale(module)
     if settings.dtype is not None:
-        narrow.cast(module, settings.dtype)
+        cast_parameters(module, settings.dtype)
     if settings.checkpoint is None:
         return module, None
     compute_buffers(module)

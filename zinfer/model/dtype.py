@@ -17,13 +17,13 @@ _OVERFLOWING: Final = frozenset(
 )
 
 
-def cast(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Give the parameters this dtype, except those that transformers keeps in float32 beside it.
 
     Not `module.to`: buffers of transformers' models, such as rotary frequencies, stay in their own dtype. Those of a
     plain module are cast as its weights are.
     """
-    widen(model, dtype)
+    restore_fp32_modules(model, dtype)
     kept = _kept_in_float32(model, dtype)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not kept.intersection(name.split(".")):
@@ -34,7 +34,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
                 buffer.data = buffer.data.to(dtype)
 
 
-def widen(model: nn.Module, dtype: torch.dtype) -> None:
+def restore_fp32_modules(model: nn.Module, dtype: torch.dtype) -> None:
     """Give float32 to the parameters that transformers keeps in it in a model of this dtype."""
     kept = _kept_in_float32(model, dtype)
     for name, parameter in model.named_parameters():

@@ -23,7 +23,7 @@ class Family:
         classes: of transformers that `architectures` may name, all tested; the first is an example of the others.
         fused: what fused kernels compute in its modules, as `InferenceEngine.injected` tells, products of linear layers
             left out.
-        is_tensor_parallel: whether its layers can be cut over several devices.
+        is_tensor_parallel: whether its layers can be split over several devices.
     """
 
     name: str

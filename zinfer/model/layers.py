@@ -18,12 +18,12 @@ _CALLED_BY_NOBODY: Final = (nn.ModuleList, nn.ModuleDict)
 def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[str, nn.Module]:
     """Layers by name, in the model's order, none inside another.
 
-    `_no_split_modules` names a family's layer classes, and embeddings and heads too: layers are those that lie in a
+    `_no_split_modules` names a family's layer classes, and embeddings and heads too: layers are those that are in a
     list. Of a family that names none, they are the members of the outermost lists of modules of one class; of a module
     that is not one of transformers', those that `find_repeated` finds.
 
     Args:
-        classes: of modules that are layers wherever they lie.
+        classes: of modules that are layers wherever they are.
 
     Raises:
         CheckpointError: nothing in the tree is one.
@@ -40,13 +40,13 @@ def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[st
     if not layers:
         raise CheckpointError(
             f"{type(model).__name__} names no layer class (_no_split_modules) and holds no list of layers, so it "
-            "cannot be cut into blocks; name one: injection_policy={Block: (linear layers)}"
+            "cannot be partitioned into blocks; name one: injection_policy={Block: (linear layers)}"
         )
     return layers
 
 
 def find_repeated(model: nn.Module) -> set[str]:
-    """Names of modules with weights that lie beside another one of their class in a list or sequence."""
+    """Names of modules with weights that share a list or sequence with another one of their class."""
     found: set[str] = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -60,7 +60,7 @@ def find_repeated(model: nn.Module) -> set[str]:
 
 
 def _is_called(module: nn.Module | None) -> bool:
-    """Whether a module has a forward, before which its weights can come, and weights."""
+    """Whether a module has weights, and a forward before which they can be brought in."""
     if module is None or isinstance(module, _CALLED_BY_NOBODY):
         return False
     return any(True for _ in module.parameters())
@@ -91,7 +91,7 @@ def check_classes(model: nn.Module, classes: Sequence[BlockClass]) -> None:
 
 
 def find_shared(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[nn.Module]:
-    """Modules with weights that more than one layer holds, or a layer and what lies outside; none for being a part of
+    """Modules with weights that more than one layer holds, or a layer and what is outside; none for being a part of
     another."""
     holders: dict[nn.Module, set[nn.Module | None]] = defaultdict(set)
     for module in _outside(model, set(layers.values())):

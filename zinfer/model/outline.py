@@ -46,7 +46,7 @@ class Outline:
         dtype: of weights, activations and cache.
         max_positions: tokens that it has positions for; None without such a limit.
         files: the checkpoint's; empty where the weights' places are made up.
-        tree, weights: that the blocks were cut from; nothing changes them.
+        tree, weights: that the blocks are partitions of; nothing changes them.
     """
 
     name: str
@@ -64,11 +64,11 @@ class Outline:
         Raises:
             ConfigError: groups do not divide its matrices.
         """
-        return replace(self, blocks=_cut(self.tree, self.weights, quantization, self.folder))
+        return replace(self, blocks=_partition(self.tree, self.weights, quantization, self.folder))
 
     @property
     def folder(self) -> Path:
-        """Of the model, where a store of it is thought to lie."""
+        """Of the model, where a store of it is assumed to be."""
         return absolute(self.name)
 
     def limits(self, settings: Settings) -> LengthLimits:
@@ -119,7 +119,7 @@ def read_outline(
         weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
     return Outline(
         name=os.fspath(model),
-        blocks=_cut(tree, weights, quantization, folder),
+        blocks=_partition(tree, weights, quantization, folder),
         spec=ModelSpec.of(tree),
         dtype=tree.config.dtype,
         max_positions=max_positions(tree),
@@ -129,7 +129,7 @@ def read_outline(
     )
 
 
-def _cut(
+def _partition(
     tree: PreTrainedModel, weights: Mapping[str, Weight], quantization: Quantization | None, folder: Path
 ) -> tuple[ModelBlock, ...]:
     return tuple(_as_in_store(block, folder) for block in partition_model(tree, weights, find_form(quantization)))

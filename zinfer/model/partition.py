@@ -1,4 +1,4 @@
-"""Cuts a module tree into blocks: each transformer layer is one, and so is each module that holds weights outside them.
+"""Partitions a module tree into blocks: each transformer layer, and each module that holds weights outside them.
 
 Weights that are tied to each other outside the layers (embedding and head) are one block with several places of use.
 What several layers share is a block of its own, used inside theirs.
@@ -27,7 +27,7 @@ from zinfer.quantization.slab_matrix import SlabMatrix, interleave
 from zinfer.quantization.stored import StoredMatrix
 
 Form: TypeAlias = Callable[[str, nn.Module, torch.Tensor], SlabTensor]
-"""How a parameter lies in a slab: its name, the module that holds it, and the parameter in; its place, at offset 0."""
+"""Gives a parameter its place in a slab, at offset 0: from its name, the module that holds it, and the parameter."""
 
 
 def full_form(name: str, module: nn.Module, parameter: torch.Tensor) -> SlabTensor:
@@ -80,7 +80,7 @@ def partition_model(
     Args:
         model: a transformers model whose class or parts name `_no_split_modules`, or one with blocks of ``classes``.
         weights: what the checkpoint holds of each parameter; empty for a model whose weights are in memory.
-        form: how a parameter that is stored in full lies in its slab.
+        form: the place in a slab of a parameter that is stored in full.
         rounding: how it becomes codes where that form quantizes it.
         checksums: of files that hold one block each.
         quantizes_input: whether products with a weight that is stored quantized quantize what it is multiplied with.
@@ -94,8 +94,10 @@ def partition_model(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     bytes_of = {name: weights[name] if weights else id(value) for name, value in parameters.items()}
     packs = {name: tuple(pack) for pack in together for name in pack}
-    cutter = _Cutter(model, parameters, weights, bytes_of, form, rounding, quantizes_input, packs, tuple(classes))
-    blocks = [cutter.finish(index, piece) for index, piece in enumerate(cutter.pieces())]
+    partitioner = _Partitioner(
+        model, parameters, weights, bytes_of, form, rounding, quantizes_input, packs, tuple(classes)
+    )
+    blocks = [partitioner.finish(index, piece) for index, piece in enumerate(partitioner.pieces())]
     return [_with_checksum(block, checksums) for block in blocks]
 
 
@@ -106,8 +108,8 @@ def _with_checksum(block: ModelBlock, checksums: Mapping[Path, str]) -> ModelBlo
 
 
 @dataclass(frozen=True)
-class _Cutter:
-    """One cut: ``bytes_of`` tells which parameters share their bytes, by equal values."""
+class _Partitioner:
+    """One partitioning: ``bytes_of`` tells which parameters share their bytes, by equal values."""
 
     model: nn.Module
     parameters: Mapping[str, nn.Parameter]
@@ -191,7 +193,7 @@ class _Cutter:
         return isinstance(tensor, SlabMatrix) and not (isinstance(weight, StoredMatrix) and weight.scheme.is_native)
 
     def _extents(self, layout: SlabLayout, names: list[str]) -> Iterator[Extent]:
-        """The bytes of weights that are stored as they lie in the slab."""
+        """The bytes of weights that are stored as the slab holds them."""
         for name, tensor in zip(names, layout.tensors, strict=True):
             weight = self.weights[name]
             if not isinstance(weight, StoredMatrix):
@@ -248,7 +250,7 @@ def _holders(model: nn.Module, layers: Mapping[str, nn.Module], shared: Containe
     """All modules that may hold weights of their own, none inside a whole one unless it is shared.
 
     A module that has parameters beside its parts, or that the family names as one, may read its parts' weights itself;
-    it is whole unless layers lie within.
+    it is whole unless it holds layers.
     """
     classes = set(getattr(model, "_no_split_modules", None) or ())
     whole: list[str] = []
@@ -279,7 +281,7 @@ def _parts(path: str, module: nn.Module, shared: Container[nn.Module]) -> Iterat
 
 
 def _extents(weight: TensorEntry | JoinedTensor, tensor: SlabTensor) -> Iterator[Extent]:
-    """Where a parameter's bytes lie, and go; in the slab its pieces follow one another."""
+    """Where a parameter's bytes are stored, and where they go; in the slab its pieces follow one another."""
     begin = tensor.offset
     for piece in weight.pieces:
         yield Extent(piece.file, piece.offset, piece.nbytes, piece.dtype, begin, tensor.dtype)

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def find_form(rules: Quantization | None, *, scales_columns: bool = False) -> Form:
-    """How parameters lie in their slabs under these rules; in full without any."""
+    """Find the places that parameters get in their slabs under these rules; in full without any."""
     return full_form if rules is None else QuantizedForms(rules, scales_columns=scales_columns)
 
 

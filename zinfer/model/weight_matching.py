@@ -19,7 +19,7 @@ from zinfer.quantization.foreign import Scheme
 from zinfer.quantization.stored import StoredMatrix
 
 Weight: TypeAlias = TensorEntry | JoinedTensor | StoredMatrix
-"""Where the values of a parameter lie."""
+"""Where the values of a parameter are stored."""
 
 # Older checkpoints hold what is computed today: rotary frequencies, causal masks (transformers drops them likewise).
 _SPARE_PATTERNS: Final = (
@@ -106,7 +106,7 @@ def _stored_weights(checkpoint: Checkpoint, scheme: Scheme | None) -> dict[str, 
 
 
 def _wanted(model: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """Shape and floating-pointness of all that must come from the checkpoint."""
+    """Shape and floating-pointness of all that the checkpoint must hold."""
     state = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -196,7 +196,7 @@ def _check_stored(name: str, matrix: StoredMatrix, model: nn.Module) -> None:
     module = model.get_submodule(name.rpartition(".")[0])
     wanted = tuple(model.get_parameter(name).shape)
     shape = (matrix.columns, matrix.rows) if isinstance(module, Conv1D) else (matrix.rows, matrix.columns)
-    if shape != (prod(wanted[:-1]), wanted[-1]):  # experts lie one below the other
+    if shape != (prod(wanted[:-1]), wanted[-1]):  # experts are stored one below the other
         raise CheckpointError(
             f"{matrix.file}: {matrix.parameter} has shape {list(shape)}, the model's {name} has {list(wanted)}: "
             f"config.json describes another model, or the file is damaged"

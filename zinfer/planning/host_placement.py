@@ -48,7 +48,7 @@ def choose_host_side(
 
 
 def most_ring_bytes(blocks: Sequence[Block], limits: MachineLimits, settings: Settings) -> int:
-    """The most that staging slots may take, whatever the host's side comes to."""
+    """The most that staging slots may take, whichever blocks stream."""
     return _HostPlanner([], tuple(blocks), limits, settings).most_ring_bytes()
 
 

@@ -21,7 +21,7 @@ run with few beside them."""
 
 _TOKENS_PER_PASS: Final = (2048, 4096, 8192, 16_384, 32_768, 131_072)
 _MAX_SEQUENCES: Final = (128, 512, 1024)
-_KV_SHARES: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)  # of device memory; the weights at home there have the rest
+_KV_SHARES: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)  # of device memory; weights placed there have the rest
 _HOSTED_MAX_SEQUENCES: Final = (512, 1024, 4096)
 _HOSTED_KV_SHARES: Final = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0)  # of what suits host and device
 _CHOSEN: Final = ("tokens_per_pass", "max_sequences", "kv_cache_memory", "kv_cache_dtype", "kv_cache_tier")

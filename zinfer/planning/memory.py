@@ -65,7 +65,7 @@ class Footprint:
         kv_bytes: the cache at its largest.
         activation_bytes: the most that a forward takes on top; the copy of one layer's cache is in it.
         decode_kv_bytes: the cache in the middle of the decode passes.
-        host_bytes: of host memory, where the cache is at home there; ``kv_bytes`` are then of what it passes through.
+        host_bytes: of host memory, where the cache is placed there; ``kv_bytes`` are then of slots on the device.
     """
 
     kv_bytes: int
@@ -114,7 +114,7 @@ def find_encoding_footprint(
     Args:
         spec: `ModelSpec.read_encoder` makes it.
         dtype: of weights and activations.
-        num_rows: texts of the pass.
+        num_rows: of the pass.
         row_len: tokens of each, padding included.
         on_cuda: as for `find_footprint`.
     """

@@ -150,7 +150,7 @@ def simulate(
 def _passes(
     prompt_lens: Sequence[int], new_tokens: Sequence[int], budget: BatchingBudget, window: int | None, *, shares: bool
 ) -> list[PassSize] | None:
-    """None without sharing as soon as a sequence is preempted: it might find pages of its own when it comes back.
+    """None without sharing as soon as a sequence is preempted: it might find pages of its own when it resumes.
 
     Without that no sequence finds any, because no two begin alike; and names for pages that nobody finds take most of
     the time.

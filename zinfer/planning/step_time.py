@@ -31,14 +31,14 @@ _CACHE_TOUCHES: Final = 3
 # Of the rate of plain products, what prompts of 512 tokens attend with, softmax and the half-empty tiles on the
 # diagonal included; 8,192 tokens reach 0.5.
 _ATTENTION_SHARE: Final = 0.22
-# Bytes that come over the link slow products down by as much as moving them so often on the device: 14 to 20 ms a pass
+# Bytes that cross the link slow products down by as much as moving them so often on the device: 14 to 20 ms a pass
 # for 15 to 20 GB on an H200.
 _LINK_TOUCHES: Final = 4
 _MOST_FUSED_TOKENS: Final = max(MOST_FUSED_TOKENS.values())
 # What transformers' modules take on an H200 in passes of 16,384 tokens, as bytes and touches at a copy's rate. A value
 # of 16 bits is widened, squared, averaged, scaled, narrowed and weighted: seven kernels that move 36 bytes.
 _RMS_NORM_BYTES: Final = 53
-_ROTARY_TOUCHES: Final = 40  # turned by half, multiplied twice, added: ten touches of rows that lie apart
+_ROTARY_TOUCHES: Final = 40  # turned by half, multiplied twice, added: ten touches of scattered rows
 _GATED_TOUCHES: Final = 5  # of the middle of an MLP: activated, multiplied by its gate
 _PLAIN_TOUCHES: Final = 2
 
@@ -176,7 +176,7 @@ class Prediction:
         free_tokens: tokens a pass may carry before matrix work takes longer than the transfers; 0 if nothing streams.
         tokens_per_s: new tokens of the whole request a second.
         seconds: of the whole request.
-        origin: where the rates come from.
+        origin: of the rates.
     """
 
     prefill: PassTime
@@ -232,7 +232,7 @@ class PassClock:
         self._layers = _Sums.of([each for each in work if each.every_token])
         self._others = _Sums.of([each for each in work if not each.every_token])
         streamed = [(each, home) for each, home in zip(work, plan.homes, strict=True) if home.tier is not Tier.DEVICE]
-        streamed.sort(key=lambda entry: entry[1].tier is not Tier.DISK)  # those from disk come to stay first
+        streamed.sort(key=lambda entry: entry[1].tier is not Tier.DISK)  # those from disk stay on the device first
         # A pageable slab passes through pinned staging; without any pinned memory, on a CPU, it is copied as it is.
         self._streamed = [_Transfer.of(each, home, stages=plan.pinned_bytes > 0) for each, home in streamed]
         self._transfers: dict[int, _Transfer] = {}
@@ -257,8 +257,8 @@ class PassClock:
             num_pairs: of a prompt's token and one that it attends to; those of decodes take no more than reading the
                 cache.
             num_parts: of the pass, which a layer computes one after the other.
-            lent_bytes: of the device, in which blocks have come to stay.
-            hosted_bytes: of keys and values, that come from host memory; what goes back crosses the link the other way.
+            lent_bytes: of the device, that blocks stay in.
+            hosted_bytes: of keys and values brought from host memory; what goes back crosses the link the other way.
         """
         rates, layers, others = self._rates, self._layers, self._others
         num_staying = lent_bytes // self._slot_bytes if self._slot_bytes else 0

@@ -158,7 +158,7 @@ def _open_nameless(folder: Path) -> IO[bytes]:
 
 
 def _write(descriptor: int, part: memoryview, folder: Path) -> None:
-    """Append the bytes and have them on the disk: what lies in the page cache still would be written during reads."""
+    """Append the bytes and have them on the disk: what is in the page cache still would be written during reads."""
     try:
         while part:
             part = part[os.write(descriptor, part) :]

@@ -116,7 +116,7 @@ def load_findings(path: Path) -> Findings:
 
 
 def cache_path(card: MachineCard) -> Path:
-    """Where the machine's findings lie: `$XDG_CACHE_HOME/zinfer`, by default `~/.cache/zinfer`."""
+    """The file of the machine's findings: `$XDG_CACHE_HOME/zinfer`, by default `~/.cache/zinfer`."""
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # A relative one is to be ignored (XDG Base Directory Specification).
     folder = home if home.is_absolute() else Path.home() / ".cache"

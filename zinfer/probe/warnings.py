@@ -39,7 +39,7 @@ def read_facts(gpu_addresses: Sequence[str | None], root: Path = Path("/")) -> H
 
     Args:
         gpu_addresses: for each GPU its address under /sys/bus/pci/devices, None where it is not known.
-        root: where sys/ lies.
+        root: the folder that holds sys/.
     """
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return HostFacts(
