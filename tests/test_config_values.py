@@ -122,7 +122,7 @@ def test_type_errors_name_path_value_and_what_is_expected(path: str, value: obje
         (
             {"offload_param": {"nvme_path": "~nobody-by-this-name/store"}},
             'offload_param.nvme_path = "~nobody-by-this-name/store"',
-            "a path whose ~ is the home of a user that there is",
+            "a path; `~name` must name an existing user",
         ),
     ],
 )

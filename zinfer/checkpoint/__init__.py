@@ -1,4 +1,4 @@
-"""A checkpoint on disk: where it lies, which tensors it holds, and at which bytes; no weight is read here."""
+"""A checkpoint on disk: its folder, its tensors and their bytes in the files; no weight is read here."""
 
 from zinfer.checkpoint.checkpoint import Checkpoint
 from zinfer.checkpoint.folder import resolve_folder

@@ -36,8 +36,8 @@ MAX_TOTAL = 100_000
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where every tensor of a model lies. `tensors` goes by file, then by offset; `nbytes` is their sum; `files` tells
-    which files those were when their headers were read.
+    """The places of all tensors of a model. `tensors` goes by file, then by offset; `nbytes` is their sum; `files`
+    identifies the files whose headers were read.
 
     An index decides what is loaded: a tensor that a shard holds and the index does not name is a spare and left out.
     """
@@ -160,7 +160,7 @@ def _default_file(folder: Path) -> Path | None:
 
 
 def _indexed(folder: Path, index: Path) -> tuple[list[Header], dict[str, TensorEntry]]:
-    """What the index names, from the shards it names; those lie relative to `folder`, as transformers has it."""
+    """What the index names, from the shards it names; those are relative to `folder`, as transformers has it."""
     weight_map = read_weight_map(index)
     paths = {name: folder / name for name in sorted(set(weight_map.values()))}
     absent = [name for name, path in paths.items() if not path.is_file()]
@@ -233,7 +233,7 @@ def _loose_files(folder: Path) -> list[Path]:
 
 
 def _check_complete(folder: Path, parts: set[int], total: int) -> None:
-    # The number comes from a file's name: a huge one must not be counted up to.
+    # A file's name states the number: do not count up to a huge one.
     absent = [str(part) for part in range(1, min(total, MAX_TOTAL) + 1) if part not in parts]
     if absent:
         raise CheckpointError(f"{folder}: missing shard {listed(absent)} of {total}: download it")

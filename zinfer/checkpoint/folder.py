@@ -29,7 +29,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     """The absolute path, ~ replaced.
 
     Raises:
-        CheckpointError: it begins with ~ and the name of nobody.
+        CheckpointError: `~name` does not name a user.
     """
     try:
         return Path(path).expanduser().absolute()

@@ -153,7 +153,7 @@ def _fail(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN) -> NoReturn:
 
 
 def _read_raw(path: Path) -> tuple[bytes, FileIdentity]:
-    """The length and the header as they lie in the file, and which file that was."""
+    """The length and the header as bytes of the file, and the file's identity."""
     # Asked before opening: opening a named pipe would wait for a writer forever.
     if not stat.S_ISREG(path.stat().st_mode):
         _fail(path, "not a regular file", "name the safetensors file itself")

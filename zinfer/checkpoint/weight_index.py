@@ -1,6 +1,6 @@
-"""Reads the index of a sharded checkpoint, which says what tensor lies in what file; it opens no shard.
+"""Reads the index of a sharded checkpoint, which names the file of each tensor; it opens no shard.
 
-A file name in it comes from a stranger: one that leads out of the checkpoint's folder is refused.
+Strangers wrote the names: one that leads out of the checkpoint's folder is refused.
 """
 
 from pathlib import Path, PurePosixPath, PureWindowsPath

@@ -1,4 +1,4 @@
-"""`zinfer quantize`: writes a store of quantized weights. Says in its exit code how that ended, and what to do next."""
+"""`zinfer quantize`: writes a store of quantized weights. The exit code tells how it ended, stderr what to do next."""
 
 import errno
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""From all the keys that speak of quantized weights to the one thing that they say."""
+"""Resolves all keys about quantized weights into one `Quantization`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def resolve_quantization(given: Mapping[str, Given]) -> tuple[Quantization | Non
 
 
 def _is_off(path: str, given: Mapping[str, Given]) -> bool:
-    """Whether a key lies in a section that is switched off; what the switch itself says is kept."""
+    """Whether a key is in a section that is switched off; what the switch itself says is kept."""
     if path.startswith("quant."):
         if _says_no(given, "quant.enabled"):
             return True

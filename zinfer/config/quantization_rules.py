@@ -31,7 +31,7 @@ _HEAD: Final = (
 )
 _ROUTER: Final = r"router|gate|shared_expert_gate"
 _FULL_PRECISION: Final = re.compile("|".join((_EMBEDDING, _NORM, _HEAD, _ROUTER)))
-"""A component of a parameter's name that keeps what lies below it in full precision."""
+"""A component of a parameter's name that keeps everything below it in full precision."""
 
 _QKV: Final = re.compile(
     r"[qkv](_proj|_lin)?|qkv|qkv_proj|query_key_value|query|key|value|c_attn|Wqkv|q_[ab]_proj|kv_[ab]_proj(_with_mqa)?"
@@ -152,7 +152,7 @@ class Quantization:
     def format_for(self, name: str, rows: int, columns: int) -> QuantFormat | None:
         """The format of the matrix [rows, columns] of a parameter; None: it stays in full precision.
 
-        `rows` are output channels; matrices that lie one below the other in one parameter count as one.
+        `rows` are output channels; stacked matrices in one parameter count as one.
 
         Raises:
             ConfigError: two patterns with different formats occur in the name, or the shape cannot be grouped as the

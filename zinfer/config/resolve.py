@@ -36,7 +36,7 @@ def resolve_settings(
     """The settings that `init_inference(model, config, **kwargs)` states. Neither mapping is changed.
 
     `config` is a dict, or the path of a JSON file, of DeepSpeed's inference keys, of its training-style sections
-    (`zero_optimization`, `aio`, `fp16` ...) or of both; zinfer's own keys lie under "zinfer", and may stand alone among
+    (`zero_optimization`, `aio`, `fp16` ...) or of both; zinfer's own keys are under "zinfer", and may stand alone among
     `kwargs`. "auto" and None mean the default. A key in both must have one meaning. What every key becomes is in
     `zinfer.config.keys.KEYS`; those given without effect are listed in the result.
 

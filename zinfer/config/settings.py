@@ -19,7 +19,7 @@ class Offload:
 
     device: Literal["none", "cpu", "nvme"] | None = None
     nvme_path: Path | None = None
-    """Folder where weights that are to stream from disk, and do not lie there as they stream, are written once, and
+    """Folder where weights that stream from disk, but are not there in the form that streams, are written once, and
     where `zinfer.LLM` keeps what texts have left that had to make room."""
     pin_memory: bool = True
     buffer_count: int | None = None

@@ -135,7 +135,7 @@ def path(value: object) -> Path:
         try:
             return Path(text).expanduser()
         except RuntimeError as error:
-            raise Unusable("a path whose ~ is the home of a user that there is") from error
+            raise Unusable("a path; `~name` must name an existing user") from error
     raise Unusable("a path, as text")
 
 

@@ -1,4 +1,4 @@
-"""Says which keys of a configuration change nothing here: in the log, or wherever a job tells of itself."""
+"""Reports the keys of a configuration that change nothing here: in the log, or through a job's own messages."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ def say_without_effect(settings: Settings, say: Callable[[str], object] = log.wa
 
 @contextmanager
 def said_before() -> Iterator[None]:
-    """Engines that are made inside are of a configuration whose keys somebody has told of."""
+    """Inside, engines do not report keys: their caller already has."""
     token = _is_said.set(True)
     try:
         yield

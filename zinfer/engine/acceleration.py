@@ -29,7 +29,7 @@ class Acceleration:
     """Graphs, fused kernels, compiled parts and a clock, each from when it is asked for until `remove`.
 
     Graphs go around the module's own forward, and are there first: what streams weights and counts passes goes around
-    them. Kernels lie inside it, and parts are compiled that no kernel has. The clock is outside of all.
+    them. Kernels are inside it, and only parts without a kernel are compiled. The clock is outside of all.
 
     Args:
         module: what they are for.

@@ -22,7 +22,7 @@ _ATTRIBUTES: Final = frozenset(
 
 
 class PlaceholderParameter(nn.Parameter):
-    """A parameter on the meta device whose values nobody can use, not even by mistake.
+    """A parameter on the meta device whose values cannot be used, not even by mistake.
 
     Attributes:
         read: returns a copy of the values in host memory, for `state_dict()`; None where no engine has them.

@@ -29,7 +29,7 @@ class EscapeDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._taken = []
 
     def end(self, given: Any) -> bool:
-        """Watch no more; whether somebody keeps memory that was taken, and is none of what is given."""
+        """Stop watching; whether memory that was taken is still referenced, and is none of what is given."""
         taken, self._taken = self._taken, None
         assert taken is not None
         known = {storage.cdata for storage in _storages(given)}
@@ -55,7 +55,7 @@ class Recording:
         recorder: makes the pieces.
         modes: within which the forward runs, the last one sees its operators first.
         inside: one mode more, around the others, which watches what is computed within a part of the forward; None:
-            nobody asks for that.
+            it is not needed.
 
     Attributes:
         steps: what computes the forward, one after the other.

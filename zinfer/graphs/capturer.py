@@ -12,7 +12,7 @@ class GraphCapturer(Protocol):
     """Makes replayable what its thread launches."""
 
     def session(self) -> AbstractContextManager[None]:
-        """What the pieces of one recording lie within; one that is open at its end is given up."""
+        """The context of one capture's pieces; a piece that is open at its end is dropped."""
         ...
 
     def begin(self) -> None:
@@ -33,7 +33,7 @@ class GraphCapturer(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the memory of what was recorded back, once nobody holds that any more; may be called again."""
+        """Free the memory of what was captured, once nothing holds it any more. Idempotent."""
         ...
 
 

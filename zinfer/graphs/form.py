@@ -72,7 +72,7 @@ def _form(leaf: Any, device: torch.device) -> Hashable:
 
 
 def _addresses(cache: Cache) -> tuple[int, ...]:
-    """Where keys and values lie, of a cache that says on the device alone how many there are."""
+    """Addresses of keys and values, of a cache that keeps their number on the device alone."""
     if isinstance(cache, EncoderDecoderCache):
         both = cache.self_attention_cache, cache.cross_attention_cache
         if not all(cache.is_updated.get(layer) for layer in range(len(both[1].layers))):

@@ -47,11 +47,11 @@ class GraphCounts:
 
 
 class ForwardGraphs:
-    """Records a forward when a form of input comes again, and replays what it recorded.
+    """Captures a forward when a form of input is seen again, and replays it.
 
     Args:
         recorder: makes the graphs.
-        device: where all tensors lie.
+        device: of all tensors.
         most_streamed_bytes: as for `GraphSplits`.
 
     Attributes:

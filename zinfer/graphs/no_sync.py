@@ -107,7 +107,7 @@ def _writing_waits(
 
 
 def _are_elsewhere(kind: str, places: Any) -> bool:
-    """Whether some lie on the host, from where they are copied within the operator."""
+    """Whether some are on the host, from where they are copied within the operator."""
     return any(place is not None and place.device.type != kind for place in places)
 
 

@@ -22,7 +22,7 @@ class GraphSplits:
     """The streamed blocks of an engine, as steps of recorded forwards.
 
     A block may come to any of the slots, so it is recorded for each of them, in the memory of the first: what any of
-    them gives lies where the first one's lies. Nothing is streamed for a recording, which computes nothing; a slot's
+    them gives is where the first one's is. Nothing is streamed for a recording, which computes nothing; a slot's
     place is all that it takes. What a streamed block computes must leave it by what its module gives alone.
 
     Args:

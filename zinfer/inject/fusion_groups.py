@@ -37,7 +37,7 @@ class FusionGroup:
 
     @property
     def parameters(self) -> list[tuple[str, ...]]:
-        """Names in the model of those that are to lie one behind the other."""
+        """Names in the model of those that are to be neighbours in a slab."""
         return [tuple(f"{self.module}.{layer}.{leaf}" for layer in self.layers) for leaf in self.leaves]
 
 
@@ -61,12 +61,12 @@ class _Passing(nn.Module):
 
 
 def find_packs(model: nn.Module) -> list[FusionGroup]:
-    """Those of all modules that nobody has overlaid; parameters need not be there."""
+    """The groups of all modules that are not patched; parameters need not be there."""
     return [pack for name, module in model.named_modules() for pack in _packs_of(name, module)]
 
 
 def packs_in(blocks: Iterable[ModelBlock], packs: Iterable[FusionGroup], model: nn.Module) -> list[FusionGroup]:
-    """The packs whose weights lie in the blocks' slabs as one matrix, and biases as one vector."""
+    """The groups whose weights are one matrix in the blocks' slabs, and whose biases are one vector."""
     places: dict[tuple[nn.Module, str], tuple[int, SlabTensor]] = {}
     for block in blocks:
         tensors = {tensor.name: tensor for tensor in block.block.layout.tensors}

@@ -56,7 +56,7 @@ def overlay_gate(module: nn.Module) -> Overlay | None:
 
 
 def is_hooked(function: Any) -> bool:
-    """Whether somebody wants to see the module called, which the kernel does not do."""
+    """Whether the module has hooks, which the kernel would not call."""
     return isinstance(function, nn.Module) and bool(function._forward_hooks or function._forward_pre_hooks)
 
 

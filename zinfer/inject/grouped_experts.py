@@ -110,7 +110,7 @@ def _names(module: Any) -> tuple[str, str]:
 def _stored(parameter: torch.Tensor, is_transposed: bool) -> ExpertWeights | None:
     """The experts' matrices as the product takes them; None for what it does not.
 
-    Of quantized ones that the module holds transposed the groups run along what comes out, not along what is summed.
+    Of quantized ones that the module holds transposed the groups run along the outputs, not along what is summed.
     """
     if isinstance(parameter, QuantizedParameter):
         return None if is_transposed or parameter.dim() != 3 else parameter.matrix

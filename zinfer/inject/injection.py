@@ -39,7 +39,7 @@ class Injection:
 
     Args:
         model: its parameters need not be there.
-        packs: layers whose weights lie as one matrix, so that one product serves them.
+        packs: layers whose weights are one matrix in memory, so that one product serves them.
         replayed: whether forwards may be replayed as graphs. Weights that are there now stay where they are.
     """
 

@@ -25,7 +25,7 @@ class SharedProduct:
     Args:
         plain: the module's forward.
         layers: in the order in which it calls them.
-        leaves: what each of them holds; used is what lies there at each call.
+        leaves: what each of them holds; read anew at each call.
         multiply: computes x, weight and perhaps a bias to ``x @ weight.T + bias``; by default torch does.
     """
 
@@ -68,7 +68,7 @@ class SharedProduct:
         try:
             self._is_open = True
             return self._plain(*args, **kwargs)
-        finally:  # a part that nobody took must not outlive the weights that it was made of
+        finally:  # a part that was not taken must not outlive the weights that it was made of
             self._is_open = False
             self._forget()
 
@@ -86,7 +86,7 @@ class SharedProduct:
         return self._product(input, layer.weight, layer.bias)
 
     def _compute(self, input: torch.Tensor) -> None:
-        """Make the parts of all layers, if their weights lie together."""
+        """Make the parts of all layers, if their weights are neighbours in memory."""
         self._forget()
         if torch.is_grad_enabled() or input.is_inference():  # gradients are each weight's own; no versions are counted
             return
@@ -99,10 +99,10 @@ class SharedProduct:
         return (self._multiply or functional.linear)(*operands)  # type: ignore[arg-type]
 
     def _joined(self) -> list[torch.Tensor]:
-        """The layers' weights as one, and their biases; none where they lie apart."""
+        """The layers' weights as one, and their biases; none where they are apart."""
         parameters = [[layer._parameters[leaf] for layer in self._layers] for leaf in self._leaves]
         places = [_place_of(parameter) for several in parameters for parameter in several]
-        if places != self._places:  # what is kept keeps its memory: these places are nobody else's
+        if places != self._places:  # what is kept keeps its memory: nothing else can have these places
             found = [joined_parameter(several) for several in parameters]
             self._operands = [each for each in found if each is not None]
             self._places = places if len(self._operands) == len(found) else []
@@ -127,7 +127,7 @@ def _spares_memory(weight: torch.Tensor, input: torch.Tensor) -> bool:
 
 
 def joined_parameter(parameters: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Weights or biases as one, [rows of all, ...], if they lie so and are of one kind; else None."""
+    """Weights or biases as one, [rows of all, ...], if they are neighbours and of one kind; else None."""
     if all(type(each) is nn.Parameter for each in parameters):
         return joined([each.detach() for each in parameters if each is not None])
     quantized = [each for each in parameters if isinstance(each, QuantizedParameter)]
@@ -148,7 +148,7 @@ def joined_parameter(parameters: Sequence[torch.Tensor | None]) -> torch.Tensor 
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor over the memory of several, [rows of all, ...], where they lie one behind the other; else None."""
+    """One tensor over the memory of several, [rows of all, ...], where they are neighbours; else None."""
     first = tensors[0]
     end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for each in tensors:
@@ -160,7 +160,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _place_of(parameter: torch.Tensor | None) -> object:
-    """Where a parameter's values lie."""
+    """The addresses of a parameter's values."""
     if isinstance(parameter, QuantizedParameter):
         return parameter.matrix.codes.data_ptr(), parameter.matrix.scales.data_ptr()
     return None if parameter is None else parameter.data_ptr()

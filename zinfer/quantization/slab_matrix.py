@@ -20,7 +20,7 @@ def most_dequantized_bytes(blocks: Iterable[Block]) -> int:
 
 @dataclass(frozen=True)
 class SlabMatrix(SlabTensor):
-    """Where a quantized parameter lies; ``dtype`` and ``shape`` are those that its module sees.
+    """The place of a quantized parameter; ``dtype`` and ``shape`` are those that its module sees.
 
     Args:
         transposed: the module holds the matrix's transpose, [columns, rows].
@@ -78,7 +78,7 @@ class SlabMatrix(SlabTensor):
 
 
 def are_rows_of_one(tensors: Sequence[SlabTensor]) -> bool:
-    """Whether matrices could be rows of a single one, in full or quantized, if they lay so."""
+    """Whether matrices could be rows of a single one, in full or quantized, were they neighbours."""
     first = tensors[0]
     if not isinstance(first, SlabMatrix):
         return all(type(each) is SlabTensor and each.dtype == first.dtype for each in tensors)

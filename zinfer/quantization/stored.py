@@ -39,7 +39,7 @@ class StoredMatrix:
         parameter: its name in the checkpoint.
         scheme: what the parts mean.
         parts: the tensors by the scheme's names for them.
-        format, rows, columns: the matrix that comes out.
+        format, rows, columns: of the resulting matrix.
     """
 
     parameter: str
@@ -76,7 +76,7 @@ class StoredMatrix:
 
     @property
     def file(self) -> Path:
-        """Where its first part lies."""
+        """The file of its first part."""
         return self._first.file
 
     @property

@@ -1,1 +1,1 @@
-"""Stores: checkpoints of quantized weights that lie on disk as they stream; written here, and read."""
+"""Stores: checkpoints of quantized weights, on disk in the form that streams."""

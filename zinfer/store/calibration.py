@@ -1,4 +1,4 @@
-"""What a calibration has measured, kept beside a store that is being written: one that goes on rounds alike."""
+"""What a calibration has measured, kept beside an unfinished store so that a resumed run rounds alike."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

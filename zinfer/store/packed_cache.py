@@ -1,5 +1,5 @@
-"""The store that an engine writes for itself: under `nvme_path`, when weights that are to stream from the disk do not
-lie there in the form in which they stream. The first start writes it, later ones find it; nothing ever deletes it.
+"""The store that an engine writes for itself under `nvme_path`, when weights stream from the disk and are not there in
+the form that streams. The first start writes it and later ones find it; nothing deletes it.
 """
 
 import logging
@@ -39,13 +39,13 @@ _NOTHING: Final = Quantization(rules=())
 def stored_copy(
     checkpoint: Checkpoint, blocks: Sequence[ModelBlock], dtype: torch.dtype, settings: Settings
 ) -> Checkpoint | None:
-    """The store of a checkpoint under `nvme_path`, written now unless it is there; None where none is called for.
+    """The store of a checkpoint under `nvme_path`, written now unless it exists; None where none is needed.
 
-    Says in the log when it writes and when it has written. Where another process writes the same store, it waits.
+    Logs when it begins and ends writing. Waits for another process that writes the same store.
 
     Args:
         checkpoint: the model that the user has named.
-        blocks: cut from it; a store is called for if one of them cannot stream as it lies on the disk.
+        blocks: of the partitioned model; a store is needed if one of them must be converted.
         dtype: that products are computed in.
         settings: as the engine has them.
 
@@ -120,7 +120,7 @@ def _write(checkpoint: Checkpoint, folder: Path, settings: Settings, num_bytes: 
 
 @contextmanager
 def _damage_explained(folder: Path) -> Iterator[None]:
-    """Says of a damaged store that it is nobody's original."""
+    """Explain that a damaged cached store can be deleted, and is then written again."""
     try:
         yield
     except CheckpointError as error:

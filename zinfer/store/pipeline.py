@@ -1,4 +1,4 @@
-"""Makes the slabs of a store, one after the other, and has each written while the next ones are read and converted.
+"""Makes the slabs of a store one by one, and writes each while the next ones are read and converted.
 
 Two slabs in host memory take turns. What is stored as it is read goes into them straight; what is converted passes
 through two slots on the device first. Both kinds go through separately, so that none waits for a slab of the other.
@@ -64,14 +64,14 @@ class _Slabs:
             self._slabs.append(_Slab(HostBuffer(nbytes, pin=pin), reusable_after))
 
     def take(self) -> tuple[HostBuffer, "Future[None]", "Future[None]"]:
-        """The memory, the future of its being vacant, and the one to be fulfilled when it is so again."""
+        """The memory, the future that tells it is free, and the future to fulfil once it is free again."""
         slab = self._slabs[0]
         self._slabs.rotate(-1)
         reusable_after, slab.reusable_after = slab.reusable_after, Future()
         return slab.memory, reusable_after, slab.reusable_after
 
     def wait(self) -> None:
-        """Return when all that was taken is vacant again; raises what a writing failed with."""
+        """Return when all memory is free again; raises what a write failed with."""
         for slab in self._slabs:
             slab.reusable_after.result()
 
@@ -138,7 +138,7 @@ class Assembly:
                 self._slabs.wait()
 
     def close(self) -> None:
-        """Give up what has not begun, end the threads, give the memory back."""
+        """Drop what has not begun, end the threads and free the memory."""
         self._owned.close()
 
     def _place(self, blocks: Sequence[Block]) -> None:
@@ -169,7 +169,7 @@ class Assembly:
             try:
                 arrive()
                 self._keep(block, memory.memory[: block.nbytes])
-            except BaseException as failure:  # whoever wants the slab next gets it
+            except BaseException as failure:  # raised again by the next user of the slab
                 written.set_exception(failure)
             else:
                 written.set_result(None)
@@ -177,7 +177,7 @@ class Assembly:
         self._writer.submit(write)
 
     def _drain(self) -> None:
-        """Wait for copies from and to memory that is about to be given back."""
+        """Wait for copies from and to memory that is about to be freed."""
         try:
             self._stream.mark().synchronize()
             self._stream.mark_compute().synchronize()

@@ -1,4 +1,4 @@
-"""How far a store is."""
+"""The progress of writing a store."""
 
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Meter(Progress):
         self.started_s = time.monotonic()
 
     def start(self, read_bytes: Callable[[], int], total_bytes: int) -> None:
-        """Reading begins; the clock of the rate does too."""
+        """Start the clock of the rate; reading begins."""
         self.started_s = time.monotonic()
         self.read_bytes, self.total_bytes = read_bytes, total_bytes
 

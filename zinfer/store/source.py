@@ -30,7 +30,7 @@ class Source:
     """An opened checkpoint.
 
     Attributes:
-        checkpoint: where its tensors lie.
+        checkpoint: the files and tensors.
         rules: which of them are to be quantized.
         dtype: that products are computed in, and what stays in full is stored in.
         files: of the store, one a block.

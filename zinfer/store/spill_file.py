@@ -1,5 +1,6 @@
-"""The weights of a module that came in memory, under `nvme_path`: in a file without a name, for as long as one engine
-runs. They are no checkpoint, so nothing could tell a later start whose they were.
+"""The weights of a module given in memory, spilled under `nvme_path` to a nameless file that ends with its engine.
+
+They are no checkpoint, so a later start could not tell whose they were.
 """
 
 import logging
@@ -31,11 +32,11 @@ _PLACE_BYTES: Final = 1 << 20  # each slab begins at a multiple in the file
 
 @dataclass(frozen=True)
 class ModuleFile:
-    """The slabs of a module's blocks, as they stream.
+    """The slabs of a module's blocks, in the form that streams.
 
     Attributes:
-        scratch: where they lie.
-        blocks: the same, with the places of their bytes.
+        scratch: the file.
+        blocks: with the places of their bytes in it.
         identity: of the file, once it was written.
     """
 
@@ -54,7 +55,7 @@ def module_file(blocks: Sequence[ModelBlock], settings: Settings) -> ModuleFile 
         settings: they call for a file where layers are to stay on the disk, and `nvme_path` names a folder there.
 
     Returns:
-        the file; None where none is called for.
+        the file; None where none is needed.
 
     Raises:
         ConfigError: the folder cannot be made.
@@ -75,7 +76,7 @@ def module_file(blocks: Sequence[ModelBlock], settings: Settings) -> ModuleFile 
     )
     make_folder(folder)
     try:
-        with ExitStack() as owned:  # whoever keeps the traceback of a failure would keep the bytes on the disk
+        with ExitStack() as owned:  # else the traceback of a failure would keep the bytes on the disk
             file = owned.enter_context(closing(ScratchFile(folder, _PLACE_BYTES)))
             places = iter(file.take(sum(counts)))
             for count, slab in zip(counts, _slabs(blocks, device, max(counts) * _PLACE_BYTES), strict=True):
@@ -117,7 +118,7 @@ def _weights_of(block: ModelBlock) -> dict[str, torch.Tensor]:
 
 
 def _placed(block: ModelBlock, file: Path, begin: int) -> ModelBlock:
-    """The block, read from where its slab lies in the file."""
+    """The block, read from its slab in the file."""
     parts = (
         part
         for tensor in block.block.layout.tensors

@@ -46,7 +46,7 @@ def write_store(
     console: Console | None = None,
     caller: Caller = COMMAND,
 ) -> StoreSummary:
-    """Quantize a checkpoint into a store, or go on with one that was begun.
+    """Quantize a checkpoint into a store, or resume one.
 
     Args:
         model: the checkpoint, as `zinfer.init_inference` takes it.

@@ -1,4 +1,4 @@
-"""What every way of storing quantized weights has to say about a checkpoint."""
+"""The contract of every way to store quantized weights in a checkpoint."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -53,7 +53,7 @@ class Scheme(ABC):
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
         """Fill a matrix of the format that `format_of` gave out of its parts, rounding scales to the target's dtype.
 
-        The parts lie on one device, the target on the same or another; temporaries take up to twice the parts.
+        The parts are on one device, the target on the same or another; temporaries take up to twice the parts.
 
         Raises:
             CheckpointError: what only the data shows; names the part, not the parameter.

@@ -43,8 +43,8 @@ class Gptq(Section, Scheme):
     """Weights that GPTQ's tools wrote.
 
     Attributes:
-        desc_act: columns were quantized in the order of activations, so that groups may lie anywhere among them; each
-            product then puts what it multiplies with in their order first.
+        desc_act: columns were quantized in the order of activations, so that the columns of a group may be
+            apart; each product then puts what it multiplies with in their order first.
         dynamic: rules for single modules, which may leave them alone, but not store them otherwise.
     """
 

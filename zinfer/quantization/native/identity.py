@@ -23,7 +23,7 @@ _NAME = "name"
 
 @dataclass(frozen=True)
 class Identity:
-    """Compared: ``settings``, and ``source`` but for the folder's name, which is for people."""
+    """Compared: ``settings``, and ``source`` without the folder's name, which only messages show."""
 
     source: Mapping[str, str]
     settings: Mapping[str, Any]

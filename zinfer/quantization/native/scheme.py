@@ -1,4 +1,4 @@
-"""A store's quantized parameters as a checkpoint's scheme: parts that lie in the file as they lie in a slab."""
+"""A store's quantized parameters as a checkpoint's scheme: parts have the same form in the file and in a slab."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
