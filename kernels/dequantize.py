@@ -17,28 +17,26 @@ _TILE_ELEMENTS: Final = 4096
 _WARPS: Final = 4
 
 
-def dequantize(matrix: QuantizedMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The values of a matrix, [rows, columns] in its own dtype; on the CPU a slice of rows at a time.
-
-    Args:
-        out: where they are written; contiguous, of the matrix's shape, dtype and device.
-
-    Raises:
-        ValueError: ``out`` is something else.
-    """
-    out = _target(matrix, out)
+def dequantize(matrix: QuantizedMatrix) -> torch.Tensor:
+    """The values of a matrix, [rows, columns] in its own dtype; on the CPU a slice of rows at a time."""
+    if has_kernels(matrix):
+        return dequantize_kernel(matrix)
+    out = _empty(matrix)
     if matrix.column_order is not None:
         return _in_order(dequantize(replace(matrix, column_order=None)), matrix.column_order, out)
-    if has_kernels(matrix):
-        return dequantize_kernel(matrix, out)
     for rows in matrix.slices(_SLICE_ELEMENTS):
         out[rows] = dequantize_ref(matrix.part(rows))
     return out
 
 
 def dequantize_kernel(matrix: QuantizedMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
-    """As `dequantize`, by the Triton kernel: of a matrix on a GPU, or on the CPU under Triton's interpreter."""
-    out = _target(matrix, out)
+    """As `dequantize`, by the Triton kernel: of a matrix on a GPU, or on the CPU under Triton's interpreter.
+
+    Args:
+        out: filled and returned; contiguous, of the matrix's shape, dtype and device.
+    """
+    out = _empty(matrix) if out is None else out
+    assert out.is_contiguous()
     if matrix.column_order is not None:
         return _in_order(dequantize_kernel(replace(matrix, column_order=None)), matrix.column_order, out)
     if matrix.format.in_fragments:
@@ -137,16 +135,8 @@ def kernel_codes(matrix: QuantizedMatrix) -> torch.Tensor:
     return codes.view(torch.uint8) if matrix.format.is_float else codes
 
 
-def _target(matrix: QuantizedMatrix, out: torch.Tensor | None) -> torch.Tensor:
-    shape, dtype, device = (matrix.rows, matrix.columns), matrix.dtype, matrix.codes.device
-    if out is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    if (out.shape, out.dtype, out.device) != (shape, dtype, device) or not out.is_contiguous():
-        raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()}; the matrix needs "
-            f"contiguous {dtype} {shape} on {device}"
-        )
-    return out
+def _empty(matrix: QuantizedMatrix) -> torch.Tensor:
+    return torch.empty(matrix.rows, matrix.columns, dtype=matrix.dtype, device=matrix.codes.device)
 
 
 @triton.jit

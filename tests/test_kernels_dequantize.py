@@ -116,21 +116,5 @@ def test_the_cpu_takes_rows_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heights == [10, 10, 10, 7]
 
 
-@pytest.mark.parametrize(
-    "out",
-    [
-        torch.empty(7, 161, dtype=torch.float16),
-        torch.empty(7, 160, dtype=torch.float32),
-        torch.empty(160, 7, dtype=torch.float16).T,
-        torch.empty(7, 160, dtype=torch.float16, device="meta"),
-    ],
-    ids=["shape", "dtype", "strides", "device"],
-)
-def test_an_out_of_another_kind_is_refused(out: torch.Tensor) -> None:
-    matrix = random_matrix(QuantFormat(8), 7, 160, torch.float16, "cpu")
-    with pytest.raises(ValueError, match=r"needs contiguous torch.float16 \(7, 160\) on cpu"):
-        dequantize(matrix, out)
-
-
 def test_no_rows() -> None:
     assert dequantize(QuantizedMatrix.empty(QuantFormat(8), 0, 16, torch.float16, "cpu")).shape == (0, 16)
