@@ -67,10 +67,10 @@ def supported(
     return Key(path, Status.HONOURED, reason, default, aliases, parse, field=field, same_as=same_as)
 
 
-def unsupported(path: str, what: str, *aliases: str, idle: tuple[object, ...] = (), is_section: bool = False) -> Key:
+def unsupported(path: str, what: str, *aliases: str, idle: tuple[object, ...] = ()) -> Key:
     """A key that may ask for nothing only."""
     default = idle[0] if idle else None
-    return Key(path, Status.NOT_YET, what, default, aliases, is_section=is_section, idle=idle)
+    return Key(path, Status.NOT_YET, what, default, aliases, idle=idle)
 
 
 def ignored(parent: str, reason: str, *names: str) -> Iterable[Key]:

@@ -91,17 +91,9 @@ class Reading:
         self.ignored[key.path] = Given(key, written, raw, raw, self.source, reason)
 
     def _not_yet(self, key: Key, written: str, value: object) -> None:
-        if key.is_section and isinstance(value, Mapping):
-            self._names(value, key.path, written)
-        if _asks(key, value):
+        if number_of(value) not in key.idle and _asks(value, off_is_idle=not key.idle):
             quiet = key.idle[0] if key.idle else None
             raise self._not_available(written, value, key.reason, show(quiet))
-
-    def _names(self, keys: Mapping[str, object], path: str, written: str) -> None:
-        for name, value in keys.items():
-            key, spelt = self._known(name, path, written)
-            if key.is_section and isinstance(value, Mapping):
-                self._names(value, key.path, spelt)
 
     def _known(self, name: object, path: str, written: str) -> tuple[Key, str]:
         """The key that `name` means in a section, and the full path as the user spells it."""
@@ -167,17 +159,12 @@ def _one_meaning(given: dict[str, Given]) -> dict[str, Given]:
     return meant
 
 
-def _asks(key: Key | None, value: object) -> bool:
-    """Whether the value of a key that is not available yet asks for anything; the key is None inside free content."""
-    if _is_unstated(value) or (key is not None and number_of(value) in key.idle):
-        return False
-    if value is False or (_is_off(value) and (key is None or not key.idle)):
+def _asks(value: object, *, off_is_idle: bool = True) -> bool:
+    """Whether the value of a key that is not available yet asks for anything; numbers may be off in any spelling."""
+    if _is_unstated(value) or value is False or (off_is_idle and _is_off(value)):
         return False
     if isinstance(value, Mapping):
-        if _is_off(value.get("enabled")):
-            return False
-        known = BY_NAME.get(key.path, {}) if key is not None else {}
-        return any(_asks(known.get(name), part) for name, part in value.items())
+        return not _is_off(value.get("enabled")) and any(map(_asks, value.values()))
     return not isinstance(value, (str, list, tuple, set)) or len(value) > 0
 
 
