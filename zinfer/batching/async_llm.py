@@ -22,7 +22,9 @@ class AsyncLLM:
     event loop is never blocked: another thread encodes prompts, and the LLM's own runs the passes.
 
     Args:
-        model, config, kwargs: as for `LLM`, which reads the weights before this returns.
+        model: as for `LLM`, which reads the weights before this returns.
+        config: as for `LLM`.
+        kwargs: as for `LLM`.
 
     Attributes:
         llm: for what an `LLM` counts, plans and predicts.
