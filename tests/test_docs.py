@@ -134,7 +134,7 @@ def test_measured_figures_are_those_of_the_benchmarks(page: Path) -> None:
     assert [figure for figure in figures if figure not in words_of(ROOT / "docs" / "benchmarks.md")] == []
 
 
-def test_the_keys_that_matter_are_honoured() -> None:
+def test_the_keys_that_matter_are_supported() -> None:
     text = (GUIDE / "configuration.md").read_text(encoding="utf-8")
     table = text.split("## The keys that matter")[1].split("## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
@@ -153,8 +153,8 @@ def test_the_table_of_keys_has_every_key_once() -> None:
     rows = re.findall(r"(?m)^\| `([^`]+)`.*? \| (\w[\w ]*) \|", table.key_table())
     assert sorted(path for path, _ in rows) == sorted(key.path for key in KEYS)
     fates = dict(rows)
-    assert all(fates[key.path] == "without effect" for key in KEYS if key.status is Status.NO_EFFECT)
-    assert all(fates[key.path] == "not yet" for key in KEYS if key.status is Status.NOT_YET)
+    assert all(fates[key.path] == "ignored" for key in KEYS if key.status is Status.NO_EFFECT)
+    assert all(fates[key.path] == "unsupported" for key in KEYS if key.status is Status.NOT_YET)
 
 
 def test_a_page_whose_table_is_old_is_told_and_mended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,9 +21,9 @@ _TITLES: Final = {
     "zinfer": "zinfer's own keys: `zinfer`",
 }
 _WORDS: Final = {
-    Status.HONOURED: "honoured",
-    Status.NO_EFFECT: "without effect",
-    Status.NOT_YET: "not yet",
+    Status.HONOURED: "supported",
+    Status.NO_EFFECT: "ignored",
+    Status.NOT_YET: "unsupported",
 }
 
 
@@ -53,7 +53,7 @@ def with_table(page: str) -> str:
 def _section(name: str, keys: Sequence[Key]) -> Iterator[str]:
     yield f"### {_TITLES.get(name, f'`{name}`')}"
     yield ""
-    yield "| key | what becomes of it | what it does, or why not |"
+    yield "| key | status | what it does, or why not |"
     yield "|---|---|---|"
     for key in keys:
         yield f"| {_names(key)} | {_fate(key)} | {_reason(key)} |"
