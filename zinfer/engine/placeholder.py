@@ -36,7 +36,7 @@ class PlaceholderParameter(nn.Parameter):
         """One with the shape and dtype of ``tensor``."""
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         made: PlaceholderParameter = torch.Tensor._make_subclass(PlaceholderParameter, empty, False)
-        made.read, made._copy = None, _nothing
+        made.read, made._copy = None, lambda: None
         return made
 
     def _values(self) -> torch.Tensor:
@@ -69,7 +69,3 @@ class PlaceholderParameter(nn.Parameter):
                 "the model's forward, and none is after destroy()"
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-
-def _nothing() -> None:
-    return None

@@ -30,19 +30,18 @@ class Caller:
 
     Attributes:
         subject: what messages call the folder, before its path.
-        option: what states the folder, with its ``article``.
+        option: what states the folder.
         on_cpu: how to have the weights converted without a GPU.
         waits: for another process that writes there, instead of refusing.
     """
 
     subject: str
     option: str
-    article: str
     on_cpu: str
     waits: bool
 
 
-COMMAND: Final = Caller("output", "--output", "an", "convert with --device cpu", waits=False)
+COMMAND: Final = Caller("output", "--output", "convert with --device cpu", waits=False)
 """`zinfer quantize`."""
 
 
@@ -103,7 +102,7 @@ def locked(folder: Path, caller: Caller = COMMAND) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                reason = f"{error.strerror}; give {caller.article} {caller.option} on a file system with locks"
+                reason = f"{error.strerror}; give another {caller.option}, on a file system with locks"
                 raise OSError(error.errno, reason, str(folder / LOCK_NAME)) from error
             if not caller.waits:
                 what = "is being written by another process; wait for it or end it"

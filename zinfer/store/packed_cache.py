@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 KEY: Final = "zero_optimization.offload_param.nvme_path"
 ENGINE: Final = Caller(
-    f"{KEY}:", KEY, "a", "write a store with `zinfer quantize --device cpu` and give that as the model", waits=True
+    f"{KEY}:", KEY, "write a store with `zinfer quantize --device cpu` and give that as the model", waits=True
 )
 """An engine that finds no store yet."""
 _NAME_CHARS: Final = 60  # of up to 4 bytes: with the digits within the 255 bytes that file systems give a name

@@ -159,8 +159,8 @@ class _Writing:
         if free < needed:
             raise ConfigError(
                 f"{self._caller.subject} {self._folder}: {needed:,} bytes ({human_bytes(needed)}) are needed there, "
-                f"{free:,} ({human_bytes(free)}) are free; make room, or give {self._caller.article} "
-                f"{self._caller.option} on another disk"
+                f"{free:,} ({human_bytes(free)}) are free; make room, or give another "
+                f"{self._caller.option}, on another disk"
             )
 
     def _say_what_is_known(self, left: Sequence[BlockFile]) -> None:

@@ -46,7 +46,8 @@ class Identity:
             "weights_sample": weights_sample(tuple(checkpoint.files)),
             "weights_written": _written(checkpoint.files),
         }
-        settings = {"dtype": str(dtype).removeprefix("torch.")} | _settings(rules)
+        settings = {"dtype": str(dtype).removeprefix("torch.")} | rules.as_document()
+        del settings["activations"]  # changes no byte of a store
         return cls(source, settings | ({"calibration_sha256": calibration} if calibration else {}))
 
     def digest(self) -> str:
@@ -67,13 +68,6 @@ class Identity:
             for path in dict.fromkeys((*old_values, *new_values))
             if old_values.get(path) != new_values.get(path)
         ]
-
-
-def _settings(rules: Quantization) -> dict[str, Any]:
-    """What changes a store's bytes."""
-    settings = rules.as_document()
-    del settings["activations"]
-    return settings
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
