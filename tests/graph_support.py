@@ -22,7 +22,7 @@ from transformers.utils import import_utils
 from triton.runtime import interpreter
 
 from zinfer.engine import open_graphs
-from zinfer.graphs.capturer import CudaRecorder, GraphCapturer
+from zinfer.graphs.capturer import CudaCapturer, GraphCapturer
 from zinfer.kernels import paged_attention
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -184,8 +184,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Graphs also on the CPU; on a GPU they stay those of CUDA."""
     found = StandIn()
 
-    def recorder_for(device: torch.device) -> GraphCapturer:
-        return CudaRecorder() if device.type == "cuda" else found
+    def capturer_for(device: torch.device) -> GraphCapturer:
+        return CudaCapturer() if device.type == "cuda" else found
 
-    monkeypatch.setattr(open_graphs, "recorder_for", recorder_for)
+    monkeypatch.setattr(open_graphs, "capturer_for", capturer_for)
     return found

@@ -68,7 +68,7 @@ def test_what_was_recorded_before_is_forgotten(monkeypatch: pytest.MonkeyPatch, 
 
     def counted() -> tuple[int, int]:
         assert engine.generate(ids, max_new_tokens=NEW, do_sample=False).tolist() == wanted
-        return engine.graphs.recorded, engine.graphs.eager[FIRST]
+        return engine.graphs.captured, engine.graphs.eager[FIRST]
 
     assert [counted(), counted()] == [(1, 1), (1, 2)]
     engine.compile(backend="eager")

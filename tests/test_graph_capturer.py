@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zinfer.graphs.capturer import CudaRecorder
+from zinfer.graphs.capturer import CudaCapturer
 
 
 class Captures:
@@ -125,7 +125,7 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return found
 
 
-def record(recorder: CudaRecorder, compute: Callable[[], object]) -> Callable[[], None]:
+def record(recorder: CudaCapturer, compute: Callable[[], object]) -> Callable[[], None]:
     with recorder.session():
         recorder.begin()
         compute()
@@ -136,7 +136,7 @@ def record(recorder: CudaRecorder, compute: Callable[[], object]) -> Callable[[]
 def test_torch_is_put_right_after_a_capture_that_broke_off(
     captures: Captures, error: type[BaseException] | None
 ) -> None:
-    recorder = CudaRecorder()
+    recorder = CudaCapturer()
     kept = [record(recorder, lambda: None)]
 
     def break_off() -> None:
@@ -158,7 +158,7 @@ def test_torch_is_put_right_after_a_capture_that_broke_off(
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_capture_that_still_holds_is_ended(captures: Captures, error: type[BaseException]) -> None:
-    recorder = CudaRecorder()
+    recorder = CudaCapturer()
 
     def fail() -> None:
         raise error("the first")
@@ -173,7 +173,7 @@ def test_a_capture_that_still_holds_is_ended(captures: Captures, error: type[Bas
 
 def test_a_capture_that_never_began(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C strikes right before."""
-    recorder = CudaRecorder()
+    recorder = CudaCapturer()
     record(recorder, lambda: None)
     plain, strikes = Capture.__enter__, iter([True])
 

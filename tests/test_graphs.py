@@ -17,7 +17,7 @@ import zinfer
 from zinfer.engine import open_graphs
 from zinfer.errors import NonFiniteError
 from zinfer.graphs import static_layer
-from zinfer.graphs.capturer import CudaRecorder
+from zinfer.graphs.capturer import CudaCapturer
 from zinfer.graphs.forward_graphs import FIRST, ForwardGraphs
 from zinfer.graphs.static_caches import StaticCaches
 
@@ -30,7 +30,7 @@ COPYING = ("bloom", "falcon")
 WAITING = "opt"
 """Whose code asks the device how many tokens there are where it is given no mask, as in the pass of a prompt without
 padding: it makes a mask of ones that is as long. Its other passes are given one."""
-REFUSED = "cannot be recorded"
+REFUSED = "cannot be captured"
 ALLOWED = 100
 """Steps of float32 at the largest logit: a capture writes masks out, so that another kernel sums up attention, and what
 it rounds differently passes through all layers. On an H200 that were 25 steps."""
@@ -75,7 +75,7 @@ def test_tokens_are_those_of_transformers(family: str, device: str, tmp_path: Pa
     seen = []
     for text, tokens in zip(texts, wanted, strict=True):
         assert greedy(engine.generate, text) == tokens
-        seen.append((counts.recorded, counts.replayed))
+        seen.append((counts.captured, counts.replayed))
     assert engine.stats().passes == 3 * NEW == counts.replayed + counts.eager.total()
     if device == "cuda" and family in COPYING:
         assert any(REFUSED in reason for reason in counts.eager), counts
@@ -108,7 +108,7 @@ def test_keys_and_values_of_transformers_own(engine: zinfer.InferenceEngine) -> 
         given = engine(input_ids=ids_of(1), past_key_values=cache, attention_mask=torch.ones(1, 9, dtype=torch.long))
         found.append(given.logits)
         cache.reset()
-    assert (engine.graphs.recorded, engine.graphs.replayed) == (1, 1)
+    assert (engine.graphs.captured, engine.graphs.replayed) == (1, 1)
     assert_rounded_alike(found[2], found[0])
     engine.destroy()
 
@@ -132,7 +132,7 @@ def test_lengths_of_many_kinds(engine: zinfer.InferenceEngine, tmp_path: Path) -
     for rows in (1, 2, 3, 4, 5, 6, 1, 2):
         ids = ids_of(rows, rows)
         assert greedy(engine.generate, ids, 5) == greedy(plain.generate, ids, 5)
-    assert engine.graphs.recorded == 8
+    assert engine.graphs.captured == 8
     assert len(engine._fittings.caches._caches) == 4
     plain.destroy()
     engine.destroy()
@@ -153,7 +153,7 @@ def test_ways_to_generate_that_no_graph_serves(
     plain = zinfer.init_inference(tmp_path, device=engine.device.type)
     fresh = {name: DynamicCache() if name == "past_key_values" else value for name, value in options.items()}
     assert greedy(engine.generate, ids_of(1), **options) == greedy(plain.generate, ids_of(1), **fresh)
-    assert engine.graphs.recorded == 0
+    assert engine.graphs.captured == 0
     assert any(reason in why for why in engine.graphs.eager), engine.graphs
     plain.destroy()
     engine.destroy()
@@ -172,9 +172,9 @@ def test_what_one_replay_gave_is_not_changed_by_the_next(engine: zinfer.Inferenc
     plain = [engine(input_ids=ids_of(1)).logits, engine(input_ids=ids_of(2)).logits]
     kept = [engine(input_ids=ids_of(seed)).logits for seed in (1, 2)]
     assert engine.graphs.replayed == 0
-    assert engine.graphs.eager["cannot be recorded: it gives a DynamicCache"] == 3, "each call is to have its own"
+    assert engine.graphs.eager["cannot be captured: it gives a DynamicCache"] == 3, "each call is to have its own"
     once = [engine(input_ids=ids_of(seed), use_cache=False).logits for seed in (1, 2, 1, 2)]
-    assert (engine.graphs.recorded, engine.graphs.replayed) == (1, 3)
+    assert (engine.graphs.captured, engine.graphs.replayed) == (1, 3)
     for found, wanted in zip([*kept, *once], plain * 3, strict=True):
         assert_rounded_alike(found, wanted)
     assert rounding_between(*plain) > 1000 * ALLOWED, "what one overwrote would not be seen"
@@ -184,7 +184,7 @@ def test_what_one_replay_gave_is_not_changed_by_the_next(engine: zinfer.Inferenc
 def test_a_layer_that_breaks_in_a_replayed_pass_is_named(engine: zinfer.InferenceEngine) -> None:
     for seed in range(3):
         greedy(engine.generate, ids_of(seed))
-    assert engine.graphs.recorded == 2, "prompts and tokens"
+    assert engine.graphs.captured == 2, "prompts and tokens"
     engine.module.model.layers[1].mlp.down_proj.weight.data.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match=r"come first from model\.layers\.1"):
         greedy(engine.generate, ids_of(4))
@@ -236,19 +236,19 @@ def test_what_cannot_be_recorded_is_launched_by_python(
 ) -> None:
     wanted = greedy(engine.generate, ids_of(1))
     with monkeypatch.context() as patch:
-        for recorder in (StandIn, CudaRecorder):
+        for recorder in (StandIn, CudaCapturer):
             patch.setattr(recorder, part, fails)
         engine._fittings.caches.close()
         try:
             raise ValueError("what the caller was busy with")
         except ValueError:
             assert greedy(engine.generate, ids_of(1)) == wanted
-    assert engine.graphs.eager[f"cannot be recorded: {reason}"] > NEW // 2, engine.graphs
+    assert engine.graphs.eager[f"cannot be captured: {reason}"] > NEW // 2, engine.graphs
     if engine.device.type == "cuda":
         assert_in_order()  # a session ends what is open, whoever was to end it
-    assert engine.graphs.recorded == 1, "before it failed"
+    assert engine.graphs.captured == 1, "before it failed"
     assert greedy(engine.generate, ids_of(1).repeat(2, 1)) == wanted * 2
-    assert engine.graphs.recorded == 2
+    assert engine.graphs.captured == 2
     engine.destroy()
 
 
@@ -258,7 +258,7 @@ def test_engines_that_replay_nothing_say_why(device: str, tmp_path: Path, caplog
     engine = zinfer.init_inference(folder, device=device, enable_cuda_graph=True, check_finite=True)
     assert "check_finite" in caplog.text
     greedy(engine.generate, ids_of(1))
-    assert engine.graphs.recorded == engine.graphs.replayed == 0
+    assert engine.graphs.captured == engine.graphs.replayed == 0
     engine.destroy()
 
 
@@ -287,7 +287,7 @@ def test_an_encoder_decoder(device: str) -> None:
     wanted = [greedy(model.generate, ids_of(seed)) for seed in range(3)]
     model.to(device)  # type: ignore[arg-type]
     where = torch.device(device)
-    recorder = open_graphs.recorder_for(where)
+    recorder = open_graphs.capturer_for(where)
     assert recorder is not None
     graphs = ForwardGraphs(recorder, where)
     found = StaticCaches(model, graphs)
@@ -302,5 +302,5 @@ def test_an_encoder_decoder(device: str) -> None:
     assert kinds == [{static_layer.FusedStaticLayer}, {StaticLayer}], "an encoder's are written once"
     # The first pass over what the encoder made fills the keys and values of the decoder's look at it.
     assert graphs.counts.eager["the first pass over an encoder's output"] == 3
-    assert (graphs.counts.recorded, graphs.counts.replayed) == (1, 3 * (NEW - 1) - 1)
+    assert (graphs.counts.captured, graphs.counts.replayed) == (1, 3 * (NEW - 1) - 1)
     assert graphs.counts.eager[FIRST] == 1

@@ -1,4 +1,4 @@
-"""Forwards that cannot be recorded: the same results, launched by Python, and torch as it was before."""
+"""Forwards that cannot be captured: the same results, launched by Python, and torch as it was before."""
 
 import gc
 import re
@@ -10,12 +10,12 @@ import pytest
 import torch
 from graph_support import StandIn, assert_in_order, stand_in
 
-from zinfer.graphs.capturer import CudaRecorder
+from zinfer.graphs.capturer import CudaCapturer
 from zinfer.graphs.forward_graphs import FIRST, ForwardGraphs
 
 __all__ = ["stand_in"]  # a fixture
 
-ASKED = "cannot be recorded: aten::_local_scalar_dense waits for the device"
+ASKED = "cannot be captured: aten::_local_scalar_dense waits for the device"
 BEHIND_TORCH: dict[str, Callable[[torch.Tensor], object]] = {
     "synchronize": lambda x: torch.cuda.current_stream().synchronize(),
     "a tensor of numbers": lambda x: torch.tensor([1.0, 2.0], device=x.device),
@@ -46,12 +46,12 @@ def assert_replayed(graphs: ForwardGraphs, device: str, rows: int) -> None:
 
 def assert_launched_by_python(graphs: ForwardGraphs, device: str, wait: Wait) -> str:
     """What waits gives what it gives, and says why; the reason."""
-    before = graphs.counts.recorded
+    before = graphs.counts.captured
     already = graphs.counts.eager.copy()
     for seed in range(4):
         x = numbers(1, device) + seed
         assert torch.equal(graphs.call(lambda x: forward(x, wait), x), forward(x, None))
-    assert graphs.counts.recorded == before
+    assert graphs.counts.captured == before
     seen = graphs.counts.eager - already
     assert seen.pop(FIRST) == 1
     ((reason, count),) = seen.items()
@@ -60,19 +60,19 @@ def assert_launched_by_python(graphs: ForwardGraphs, device: str, wait: Wait) ->
 
 
 def test_a_forward_that_asks_the_device(device: str, stand_in: StandIn) -> None:
-    graphs = ForwardGraphs(CudaRecorder() if device == "cuda" else stand_in, torch.device(device))
+    graphs = ForwardGraphs(CudaCapturer() if device == "cuda" else stand_in, torch.device(device))
     assert_replayed(graphs, device, 2)
     assert assert_launched_by_python(graphs, device, lambda x: x.sum().item()) == ASKED
     if device == "cuda":
         assert_in_order()
     assert_replayed(graphs, device, 2)
     assert_replayed(graphs, device, 3)
-    assert graphs.counts.recorded == 2
+    assert graphs.counts.captured == 2
     graphs.close()
 
 
 def test_a_forward_that_goes_on_without_what_it_asked_for(device: str, stand_in: StandIn) -> None:
-    graphs = ForwardGraphs(CudaRecorder() if device == "cuda" else stand_in, torch.device(device))
+    graphs = ForwardGraphs(CudaCapturer() if device == "cuda" else stand_in, torch.device(device))
 
     def wait(x: torch.Tensor) -> None:
         try:
@@ -104,15 +104,15 @@ def test_nothing_is_kept_of_a_forward_that_failed(stand_in: StandIn) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", BEHIND_TORCH)
 def test_a_capture_that_breaks_off(kind: str) -> None:
-    graphs = ForwardGraphs(CudaRecorder(), torch.device("cuda"))
+    graphs = ForwardGraphs(CudaCapturer(), torch.device("cuda"))
     assert_replayed(graphs, "cuda", 2)
     reason = assert_launched_by_python(graphs, "cuda", BEHIND_TORCH[kind])
     # Torch looks itself at what it copies from memory that is not pinned.
-    assert re.match("cannot be recorded: (CUDA error|Cannot copy between CPU and CUDA)", reason), reason
+    assert re.match("cannot be captured: (CUDA error|Cannot copy between CPU and CUDA)", reason), reason
     assert_in_order()
     assert_replayed(graphs, "cuda", 2)  # what was recorded before still holds
     assert_replayed(graphs, "cuda", 3)
-    assert graphs.counts.recorded == 2
+    assert graphs.counts.captured == 2
     graphs.close()
     assert_replayed(graphs, "cuda", 4)
     assert_in_order()
@@ -120,14 +120,14 @@ def test_a_capture_that_breaks_off(kind: str) -> None:
 
 @pytest.mark.gpu
 def test_a_capture_that_code_breaks_off_and_says_nothing_of() -> None:
-    graphs = ForwardGraphs(CudaRecorder(), torch.device("cuda"))
+    graphs = ForwardGraphs(CudaCapturer(), torch.device("cuda"))
 
     def wait(x: torch.Tensor) -> None:
         with suppress(RuntimeError):
             torch.cuda.current_stream().synchronize()
 
     reason = assert_launched_by_python(graphs, "cuda", wait)
-    assert reason.startswith("cannot be recorded: CUDA error"), reason
+    assert reason.startswith("cannot be captured: CUDA error"), reason
     assert_in_order()
     assert_replayed(graphs, "cuda", 2)
 
@@ -141,7 +141,7 @@ def test_memory_of_what_failed_is_given_back(kind: str) -> None:
     x = torch.ones(1 << 20, device="cuda")
 
     def fail() -> None:
-        graphs = ForwardGraphs(CudaRecorder(), torch.device("cuda"))
+        graphs = ForwardGraphs(CudaCapturer(), torch.device("cuda"))
         for _ in range(3):
             graphs.call(lambda x: forward(x, wait), x)
         assert graphs.counts.eager.total() == 3

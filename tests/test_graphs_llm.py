@@ -38,15 +38,15 @@ def test_tokens_are_those_alone(
         for prompt, wanted in zip(prompts[:2], alone[:2], strict=True):  # one by one
             assert llm.generate(by_ids([prompt]), GREEDY)[0].token_ids == wanted
         counts = llm.graphs
-        assert (counts.recorded, counts.replayed) == (1, 2 * (NUM_NEW - 1) - 1), counts
+        assert (counts.captured, counts.replayed) == (1, 2 * (NUM_NEW - 1) - 1), counts
         found = llm.generate(by_ids(prompts), GREEDY)
         assert [completion.token_ids for completion in found] == alone
         # 13 texts are filled up to 16.
-        assert (counts.recorded, counts.eager[FIRST]) == (2, 2), counts
+        assert (counts.captured, counts.eager[FIRST]) == (2, 2), counts
         lengths = [SamplingParams(max_new_tokens=1 + number % NUM_NEW) for number in range(len(prompts))]
         for completion, wanted in zip(llm.generate(by_ids(prompts), lengths), alone, strict=True):
             assert completion.token_ids == wanted[: len(completion.token_ids)]
-        assert counts.recorded <= 5, "16, 8, 4, 2 and 1 rows"
+        assert counts.captured <= 5, "16, 8, 4, 2 and 1 rows"
         assert llm.stats().passes == len(llm._batcher.pass_sizes) + 3 * NUM_NEW
 
 
@@ -61,9 +61,9 @@ def test_families(family: str, tmp_path: Path, open_llm: Callable[..., LLM], dev
         for _ in range(2):
             assert [completion.token_ids for completion in llm.generate(ids, GREEDY)] == wanted
         if device == "cuda" and family in COPYING:
-            assert any("cannot be recorded" in reason for reason in llm.graphs.eager), llm.graphs
+            assert any("cannot be captured" in reason for reason in llm.graphs.eager), llm.graphs
         else:
-            assert (llm.graphs.recorded, llm.graphs.replayed) == (1, 2 * (NUM_NEW - 1) - 1), llm.graphs
+            assert (llm.graphs.captured, llm.graphs.replayed) == (1, 2 * (NUM_NEW - 1) - 1), llm.graphs
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])

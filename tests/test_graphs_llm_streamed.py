@@ -101,7 +101,7 @@ def test_logits_are_those_of_resident_weights(
         assert torch.equal(one, other)
     resident, streaming = counts
     assert resident.eager == streaming.eager
-    assert resident.recorded == streaming.recorded == 1
+    assert resident.captured == streaming.captured == 1
     assert resident.replayed == streaming.replayed == 2 * (NUM_NEW - 1) - 1
     assert (resident.pieces, streaming.pieces) == (1, 6 + num_slots * 5)
 
@@ -154,7 +154,7 @@ def test_families(family: str, tmp_path: Path, device: str) -> None:
         for _ in range(2):
             assert [completion.token_ids for completion in llm.generate(ids, GREEDY)] == wanted
         if device == "cuda" and family == "bloom":  # it copies numbers from the host in its forward
-            assert any("cannot be recorded" in reason for reason in llm.graphs.eager), llm.graphs
+            assert any("cannot be captured" in reason for reason in llm.graphs.eager), llm.graphs
         else:
             assert llm.graphs.replayed == 2 * (NUM_NEW - 1) - 1, llm.graphs
 

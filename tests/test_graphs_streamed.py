@@ -16,7 +16,7 @@ from transformers import AlbertConfig, AlbertModel, PreTrainedModel, T5Config, T
 
 import zinfer
 from zinfer.graphs import forward_graphs
-from zinfer.graphs.capturer import CudaRecorder
+from zinfer.graphs.capturer import CudaCapturer
 from zinfer.graphs.forward_graphs import FIRST
 from zinfer.offload.block import Tier
 from zinfer.offload.streamer import Streamer
@@ -92,7 +92,7 @@ def test_logits_are_those_of_resident_weights(
     with opened(folder, extra, device) as engine:
         wanted = [logits_of(engine, ids) for _ in range(CALLS)]
         counts = engine.graphs
-        assert counts.pieces == counts.recorded == 2, "prompts and tokens"
+        assert counts.pieces == counts.captured == 2, "prompts and tokens"
     assert not torch.equal(wanted[0][1], wanted[0][2])
     stand_in.order.clear()
     with opened(folder, streamed(folder, homes, num_slots, device, extra), device) as engine:
@@ -100,7 +100,7 @@ def test_logits_are_those_of_resident_weights(
         for each in wanted:
             assert_equal(logits_of(engine, ids), each)
         found = engine.graphs
-        assert (found.recorded, found.replayed, found.eager) == (2, counts.replayed, counts.eager)
+        assert (found.captured, found.replayed, found.eager) == (2, counts.replayed, counts.eager)
         num_streamed = len(engine.plan.homes) - engine.plan.num_blocks(Tier.DEVICE)
         assert num_streamed >= NUM_LAYERS - 1
         assert found.pieces == 2 * (num_streamed + 1 + num_slots * num_streamed)
@@ -149,7 +149,7 @@ def test_layers_alone_stream(folder: Path, ids: torch.Tensor, device: str) -> No
     with opened(folder, HOST, device) as engine:
         for _ in range(CALLS):
             logits_of(engine, ids)
-        assert engine.graphs.pieces == engine.graphs.recorded * (NUM_LAYERS + 1 + 2 * NUM_LAYERS)
+        assert engine.graphs.pieces == engine.graphs.captured * (NUM_LAYERS + 1 + 2 * NUM_LAYERS)
         assert engine.graphs.replayed > NEW
 
 
@@ -177,7 +177,7 @@ def test_other_families(model_class: str, device: str) -> None:
     with opened(model, HOST, device) as engine:
         assert engine.stats().streamed_bytes_per_pass > 0
         found = [compute(engine) for _ in range(4)]
-        assert engine.graphs.recorded > 0, engine.graphs
+        assert engine.graphs.captured > 0, engine.graphs
         assert engine.graphs.replayed > 1
         assert all(torch.allclose(each, found[0], rtol=1e-4, atol=1e-4) for each in found)
         assert wanted is None or torch.allclose(found[0], wanted, rtol=1e-4, atol=1e-4)
@@ -214,8 +214,8 @@ def test_what_keeps_its_inside_is_launched_by_python(device: str) -> None:
     with opened(model, {**HOST, "injection_policy": {Keeping: ("linear",)}}, device) as engine:
         for _ in range(3):
             assert torch.allclose(engine(x.to(device)).cpu(), wanted, atol=1e-5)
-        assert engine.graphs.recorded == engine.graphs.replayed == 0
-        reason = "cannot be recorded: something keeps what the streamed block layers.0 computes inside"
+        assert engine.graphs.captured == engine.graphs.replayed == 0
+        reason = "cannot be captured: something keeps what the streamed block layers.0 computes inside"
         assert engine.graphs.eager == {FIRST: 1, reason: 2}
 
 
@@ -226,7 +226,7 @@ def test_what_cannot_be_recorded_is_launched_by_python(
     with opened(folder, HOST, device) as engine:
         wanted = engine.generate(input_ids=ids, max_new_tokens=2, do_sample=False)
         num_ended = 0
-        plain = {recorder: recorder.end for recorder in (StandIn, CudaRecorder)}
+        plain = {recorder: recorder.end for recorder in (StandIn, CudaCapturer)}
 
         def end(self: Any) -> Callable[[], None]:
             nonlocal num_ended
@@ -241,8 +241,8 @@ def test_what_cannot_be_recorded_is_launched_by_python(
         for _ in range(3):
             found = engine.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False)
             assert torch.equal(found[:, : wanted.shape[1]], wanted)
-        assert engine.graphs.recorded == 0
-        assert engine.graphs.eager["cannot be recorded: out of room"] > NEW, engine.graphs
+        assert engine.graphs.captured == 0
+        assert engine.graphs.eager["cannot be captured: out of room"] > NEW, engine.graphs
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
@@ -286,4 +286,4 @@ def test_pieces_are_bounded(folder: Path, ids: torch.Tensor, device: str, monkey
         replayed = engine.graphs.replayed
         for rows in (1, 2, 1, 2):
             engine(input_ids=ids[:rows].to(device), use_cache=False)
-        assert (engine.graphs.recorded, engine.graphs.replayed) == (2, replayed + 4)
+        assert (engine.graphs.captured, engine.graphs.replayed) == (2, replayed + 4)

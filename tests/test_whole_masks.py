@@ -118,7 +118,7 @@ def test_padding_counts_in_every_call(family: str, class_name: str, how: str, de
         model.set_attn_implementation("sdpa")  # what is written out takes the softmax in float32
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (args, kwargs))
         exact = model.double()(*args, **kwargs)[0].to(device)[shown]
-    assert engine.graphs.recorded == 1
+    assert engine.graphs.captured == 1
     # A replay may attend by another kernel than Python's launch, which rounds as much and otherwise.
     rounding = max(float((first[shown] - exact).abs().max()), 1e-5)
     assert (first[shown] - whole[shown]).abs().max() > 100 * rounding, "padding that is seen by nobody"

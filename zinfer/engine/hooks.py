@@ -174,7 +174,7 @@ class StreamingHooks:
         assert streamer is not None, f"block {block.block.name} is not resident and nothing streams it"
 
         def bring(site: nn.Module, args: object) -> None:
-            if self._cuts is None or not self._cuts.is_recording:
+            if self._cuts is None or not self._cuts.is_capturing:
                 strike()
                 deferred(lambda: self._bind(block, streamer.wait(block.block)))
 

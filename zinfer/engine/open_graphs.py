@@ -6,7 +6,7 @@ from typing import Final
 import torch
 
 from zinfer.config import Settings
-from zinfer.graphs.capturer import CudaRecorder, GraphCapturer
+from zinfer.graphs.capturer import CudaCapturer, GraphCapturer
 from zinfer.graphs.forward_graphs import ForwardGraphs
 from zinfer.planning.placement import Plan
 
@@ -28,8 +28,8 @@ def open_graphs(
     """
     if not (by_default if settings.cuda_graph is None else settings.cuda_graph):
         return None
-    recorder = recorder_for(device)
-    if recorder is None:
+    capturer = capturer_for(device)
+    if capturer is None:
         hindrance = "graphs need a CUDA device"
     elif settings.check_finite:
         hindrance = "zinfer.check_finite looks at every layer"
@@ -37,12 +37,12 @@ def open_graphs(
         hindrance = "the places of keys and values in host memory change"
     else:
         most_bytes = _MOST_BYTES_A_BLOCK * len(plan.homes) if settings.cuda_graph is None else None
-        return ForwardGraphs(recorder, device, most_bytes)
+        return ForwardGraphs(capturer, device, most_bytes)
     level = logging.WARNING if settings.cuda_graph else logging.DEBUG
     log.log(level, "enable_cuda_graph: %s; Python launches every forward", hindrance)
     return None
 
 
-def recorder_for(device: torch.device) -> GraphCapturer | None:
-    """What records on a device."""
-    return CudaRecorder() if device.type == "cuda" else None
+def capturer_for(device: torch.device) -> GraphCapturer | None:
+    """What captures on a device."""
+    return CudaCapturer() if device.type == "cuda" else None

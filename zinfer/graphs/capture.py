@@ -1,4 +1,4 @@
-"""A forward while it is recorded: pieces, in the order in which they are replayed."""
+"""A forward while it is captured: pieces, in the order in which they are replayed."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ from zinfer.graphs.float_masks import float_masks
 class EscapeDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches the memory that torch's operators take between `begin` and `end`.
 
-    What is computed within a part of a forward must not be seen outside of it: of several recordings of the part, each
+    What is computed within a part of a forward must not be seen outside of it: of several captures of the part, each
     computes it somewhere else.
     """
 
@@ -48,24 +48,24 @@ def _storages(tree: Any) -> list[StorageWeakRef]:
     return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]  # type: ignore[no-untyped-call]
 
 
-class Recording:
+class Capture:
     """Steps that together compute a forward: one piece, or several where something has to be done between them.
 
     Args:
-        recorder: makes the pieces.
+        capturer: makes the pieces.
         modes: within which the forward runs, the last one sees its operators first.
         inside: one mode more, around the others, which watches what is computed within a part of the forward; None:
             it is not needed.
 
     Attributes:
         steps: what computes the forward, one after the other.
-        num_pieces: recorded so far.
+        num_pieces: captured so far.
     """
 
     def __init__(
-        self, recorder: GraphCapturer, modes: Sequence[TorchDispatchMode], inside: EscapeDetector | None
+        self, capturer: GraphCapturer, modes: Sequence[TorchDispatchMode], inside: EscapeDetector | None
     ) -> None:
-        self._recorder = recorder
+        self._capturer = capturer
         self._modes = [*([] if inside is None else [inside]), *modes]
         self._forget_masks: Callable[[], None] | None = None
         self.inside = inside
@@ -73,12 +73,12 @@ class Recording:
         self.num_pieces = 0
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """Record a forward; what it gives, with memory that holds nothing yet.
+        """Capture a forward; what it gives, with memory that holds nothing yet.
 
         Raises:
-            RuntimeError, CannotCapture: it cannot be recorded.
+            RuntimeError, CannotCapture: it cannot be captured.
         """
-        with self._recorder.session(), float_masks() as self._forget_masks, ExitStack() as modes:
+        with self._capturer.session(), float_masks() as self._forget_masks, ExitStack() as modes:
             for mode in self._modes:
                 modes.enter_context(mode)
             self.begin()
@@ -88,11 +88,11 @@ class Recording:
 
     def begin(self) -> None:
         """Begin a piece."""
-        self._recorder.begin()
+        self._capturer.begin()
 
     def end(self) -> Callable[[], None]:
         """End a piece; what computes it. Its numbers of masks are its own: another may be replayed for it."""
         assert self._forget_masks is not None
         self._forget_masks()
         self.num_pieces += 1
-        return self._recorder.end()
+        return self._capturer.end()

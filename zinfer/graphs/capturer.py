@@ -1,4 +1,4 @@
-"""Records what is launched, without computing it, in pieces that are replayed one by one."""
+"""Captures what is launched, without computing it, in pieces that are replayed one by one."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ class GraphCapturer(Protocol):
     def begin(self) -> None:
         """Begin a piece: what is launched from here on computes nothing, and leaves memory that holds nothing yet.
 
-        Memory that is let go of within a session may be taken again by what is recorded after. So pieces must be
-        replayed in the order in which they were recorded; of several that are recorded one after the other from the
+        Memory that is let go of within a session may be taken again by what is captured after. So pieces must be
+        replayed in the order in which they were captured; of several that are captured one after the other from the
         same state, one is enough.
         """
         ...
@@ -28,7 +28,7 @@ class GraphCapturer(Protocol):
         """End the piece; what computes it, in the same memory, again and again.
 
         Raises:
-            RuntimeError: something was done that cannot be recorded, such as waiting for the device.
+            RuntimeError: something was done that cannot be captured, such as waiting for the device.
         """
         ...
 
@@ -37,7 +37,7 @@ class GraphCapturer(Protocol):
         ...
 
 
-class CudaRecorder:
+class CudaCapturer:
     """CUDA graphs that share their memory, since no two run at once: what one gives holds until the next runs.
 
     No kernel of a graph begins before what was enqueued ahead of its launch is done, nor is the graph done before all
@@ -67,7 +67,7 @@ class CudaRecorder:
             self._keeper = _empty_graph()
         graph = torch.cuda.CUDAGraph()
         # Open from before its begin until after its end: Ctrl-C may strike between any two lines.
-        self._open = graph, _recording(graph, self._keeper.pool())
+        self._open = graph, _capture(graph, self._keeper.pool())
         self._open[1].__enter__()
 
     def end(self) -> Callable[[], None]:
@@ -115,12 +115,12 @@ def _end_allocation(device: int, pool: Any) -> bool:
 def _empty_graph() -> torch.cuda.CUDAGraph:
     """One with a memory pool of its own."""
     graph = torch.cuda.CUDAGraph()
-    with warnings.catch_warnings(action="ignore"), _recording(graph, torch.cuda.graph_pool_handle()):
+    with warnings.catch_warnings(action="ignore"), _capture(graph, torch.cuda.graph_pool_handle()):
         pass  # torch warns that it is empty
     return graph
 
 
-def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> torch.cuda.graph:
+def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> torch.cuda.graph:
     # A capture may take another way than the run before it (transformers then writes masks out), whose kernels are
     # loaded only now: that is forbidden in all modes but this one.
     return torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed")

@@ -1,4 +1,4 @@
-"""Sums of few tokens, while a graph is recorded, by a kernel that lets the one after it begin early."""
+"""Sums of few tokens, while a graph is captured, by a kernel that lets the one after it begin early."""
 
 from typing import Any, Final
 

@@ -13,7 +13,7 @@ _NAME: Final = "sdpa"
 _HIDDEN: Final = -65504.0
 """Weights become exactly 0 with it in all dtypes. torch gives -inf to most kernels, and this to cuDNN's: both mean the
 same to a row that sees anything, and a single token sees itself."""
-_recording = threading.Lock()
+_capturing = threading.Lock()
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def float_masks() -> Iterator[Callable[[], None]]:
     transformers looks the function up by the name in a model's config. Some models ask for that name themselves: so it
     stays, and stands for another function meanwhile.
     """
-    with _recording:
+    with _capturing:
         local = ALL_ATTENTION_FUNCTIONS._local_mapping
         before = local.get(_NAME)
         ALL_ATTENTION_FUNCTIONS[_NAME] = attention = _Attention(ALL_ATTENTION_FUNCTIONS[_NAME])
@@ -49,7 +49,7 @@ class _Attention:
         self._plain = plain
         self._thread = threading.get_ident()
         self._made: MutableMapping[torch.Tensor, tuple[int, torch.Tensor]] = WeakTensorKeyDictionary()
-        """By mask: how often that was changed, and its numbers. A graph's masks and numbers die with its recording."""
+        """By mask: how often that was changed, and its numbers. A graph's masks and numbers die with its capture."""
 
     def forget(self) -> None:
         """Make numbers anew from here on."""

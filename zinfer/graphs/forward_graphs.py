@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
-from zinfer.graphs.capture import EscapeDetector, Recording
+from zinfer.graphs.capture import Capture, EscapeDetector
 from zinfer.graphs.capturer import GraphCapturer
 from zinfer.graphs.dependent_adds import DependentLaunchAdds
 from zinfer.graphs.form import CONSTANTS, Call, CannotCapture
@@ -33,14 +33,14 @@ class GraphCounts:
     """What has become of the forwards since the engine was made.
 
     Attributes:
-        recorded: forwards recorded.
+        captured: forwards captured.
         pieces: graphs that they consist of: one, or where weights stream one for each slot that each streamed block may
             come to, and those in between.
-        replayed: forwards that were launched as recorded.
+        replayed: forwards that were launched as captured.
         eager: forwards and calls of `generate` that Python launched, by the reason.
     """
 
-    recorded: int = 0
+    captured: int = 0
     pieces: int = 0
     replayed: int = 0
     eager: Counter[str] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class ForwardGraphs:
     """Captures a forward when a form of input is seen again, and replays it.
 
     Args:
-        recorder: makes the graphs.
+        capturer: makes the graphs.
         device: of all tensors.
         most_streamed_bytes: as for `GraphSplits`.
 
@@ -58,14 +58,14 @@ class ForwardGraphs:
         cuts: where weights stream.
     """
 
-    def __init__(self, recorder: GraphCapturer, device: torch.device, most_streamed_bytes: int | None = None) -> None:
+    def __init__(self, capturer: GraphCapturer, device: torch.device, most_streamed_bytes: int | None = None) -> None:
         self.cuts = GraphSplits(most_streamed_bytes)
-        self._recorder = recorder
+        self._capturer = capturer
         self._device = device
         self._graphs: OrderedDict[tuple[Hashable, Hashable], _Graph] = OrderedDict()
         """By form, and by the places of streamed blocks."""
         self._seen: OrderedDict[Hashable, str] = OrderedDict()
-        """Why forms are not replayed: for their first time, or because they could not be recorded."""
+        """Why forms are not replayed: for their first time, or because they could not be captured."""
         self._is_off = self._is_compiled = False
         self.counts = GraphCounts()
 
@@ -112,14 +112,14 @@ class ForwardGraphs:
             del self._graphs[form]
 
     def close(self) -> None:
-        """Give all graphs' memory back; what is called after is recorded anew. May be called again."""
+        """Give all graphs' memory back; what is called after is captured anew. May be called again."""
         self._graphs.clear()
-        self._recorder.close()
+        self._capturer.close()
 
     def begin_anew(self) -> None:
-        """Forget all forms: forwards have parts by torch.compile from now on, which are compiled before a recording.
+        """Forget all forms: forwards have parts by torch.compile from now on, which are compiled before a capture.
 
-        Within a mode for dispatching, as those of a recording are, torch runs none of them.
+        Within a mode for dispatching, as those of a capture are, torch runs none of them.
         """
         self.close()
         self._seen.clear()
@@ -129,9 +129,9 @@ class ForwardGraphs:
         graph = self._graphs.get(form)
         if graph is None:
             self._expect_again(form)
-            graph = self._record(call, form, forward)
+            graph = self._capture(call, form, forward)
             self._make_room(graph, form)
-            self.counts.recorded += 1
+            self.counts.captured += 1
             self.counts.pieces += graph.num_pieces
             self._graphs[form] = graph
         self._graphs.move_to_end(form)
@@ -155,7 +155,7 @@ class ForwardGraphs:
     def _num_pieces(self) -> int:
         return sum(graph.num_pieces for graph in self._graphs.values())
 
-    def _record(self, call: Call, form: Hashable, forward: Callable[..., Any]) -> "_Graph":
+    def _capture(self, call: Call, form: Hashable, forward: Callable[..., Any]) -> "_Graph":
         # Where this fails nothing was computed: Python launches it anew, and what is really wrong is raised there.
         handled = sys.exception()
         modes: list[TorchDispatchMode] = []
@@ -163,12 +163,12 @@ class ForwardGraphs:
         if not self._is_compiled:
             modes = [NoSyncMode(self._device), DependentLaunchAdds()]  # type: ignore[no-untyped-call]
             inside = EscapeDetector() if self.cuts.are_any else None
-        recording = Recording(self._recorder, modes, inside)
+        capture = Capture(self._capturer, modes, inside)
         try:
-            with self.cuts.within(recording):
-                return _Graph(forward, recording, call)
+            with self.cuts.within(capture):
+                return _Graph(forward, capture, call)
         except (RuntimeError, CannotCapture) as error:
-            self._seen[form] = f"cannot be recorded: {_reason(error, handled)}"
+            self._seen[form] = f"cannot be captured: {_reason(error, handled)}"
             raise CannotCapture(self._seen[form]) from error
 
     def _expect_again(self, form: Hashable) -> None:
@@ -203,9 +203,9 @@ def _first_cause(error: BaseException, handled: BaseException | None) -> BaseExc
 
 
 class _Graph:
-    """One recorded forward, with the places that it reads and what it leaves."""
+    """One captured forward, with the places that it reads and what it leaves."""
 
-    def __init__(self, forward: Callable[..., Any], recording: Recording, call: Call) -> None:
+    def __init__(self, forward: Callable[..., Any], capture: Capture, call: Call) -> None:
         self.leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves]
         self._places = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         args, kwargs = pytree.tree_unflatten(self.leaves, call.spec)
@@ -214,8 +214,8 @@ class _Graph:
             with spared(call.padding):
                 return forward(*args, **kwargs)
 
-        given = recording.run(compute)
-        self._steps, self.num_pieces = recording.steps, recording.num_pieces
+        given = capture.run(compute)
+        self._steps, self.num_pieces = capture.steps, capture.num_pieces
         self._given, self._spec = pytree.tree_flatten(given)
         known = [id(leaf) for leaf in self.leaves]
         for leaf in self._given:

@@ -1,4 +1,4 @@
-"""Operators that make the host wait for the device, as nothing may while a graph is recorded."""
+"""Operators that make the host wait for the device, as nothing may while a graph is captured."""
 
 from types import TracebackType
 from typing import Any, Final
@@ -19,14 +19,14 @@ _WRITING: Final = (_aten.index_put, _aten.index_put_, _aten._index_put_impl_, _a
 class NoSyncMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses such operators of the code within it before anything of them reaches the device.
 
-    CUDA refuses them too, but breaks off what is recorded, and leaves torch in disorder. Waits inside of operators, and
+    CUDA refuses them too, but breaks off what is captured, and leaves torch in disorder. Waits inside of operators, and
     those that are none of torch's, are not seen here.
 
     Args:
-        device: where what is recorded computes.
+        device: where what is captured computes.
 
     Raises:
-        CannotCapture: out of the operator, and once more at the end where code went on another way: what was recorded
+        CannotCapture: out of the operator, and once more at the end where code went on another way: what was captured
             then is not what would have been computed.
     """
 

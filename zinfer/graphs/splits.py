@@ -1,4 +1,4 @@
-"""Cuts recorded forwards where blocks compute whose weights stream: those have to be waited for, and let go of."""
+"""Cuts captured forwards where blocks compute whose weights stream: those have to be waited for, and let go of."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from zinfer.graphs.capture import Recording
+from zinfer.graphs.capture import Capture
 from zinfer.graphs.form import CannotCapture
 from zinfer.offload.block import Block
 from zinfer.offload.streamer import Streamer
@@ -19,26 +19,26 @@ Bind: TypeAlias = Callable[[Mapping[str, nn.Parameter]], None]
 
 
 class GraphSplits:
-    """The streamed blocks of an engine, as steps of recorded forwards.
+    """The streamed blocks of an engine, as steps of captured forwards.
 
-    A block may come to any of the slots, so it is recorded for each of them, in the memory of the first: what any of
-    them gives is where the first one's is. Nothing is streamed for a recording, which computes nothing; a slot's
+    A block may come to any of the slots, so it is captured for each of them, in the memory of the first: what any of
+    them gives is where the first one's is. Nothing is streamed for a capture, which computes nothing; a slot's
     place is all that it takes. What a streamed block computes must leave it by what its module gives alone.
 
     Args:
-        most_bytes: that may stream in a forward which is worth a recording; None: any number.
+        most_bytes: that may stream in a forward which is worth a capture; None: any number.
     """
 
     def __init__(self, most_bytes: int | None) -> None:
         self._most_bytes = most_bytes
         self._streamer: Streamer | None = None
-        self._recording: Recording | None = None
+        self._capture: Capture | None = None
         self._entered: _Site | None = None
 
     @property
-    def is_recording(self) -> bool:
+    def is_capturing(self) -> bool:
         """Whether what modules launch now computes nothing."""
-        return self._recording is not None
+        return self._capture is not None
 
     @property
     def are_any(self) -> bool:
@@ -46,7 +46,7 @@ class GraphSplits:
         return self._streamer is not None
 
     def arrangement(self) -> Hashable:
-        """What the places of blocks depend on; recordings for one serve no other.
+        """What the places of blocks depend on; captures for one serve no other.
 
         Raises:
             CannotCapture: blocks are on their way to where they will stay, or more stream than was said.
@@ -61,13 +61,13 @@ class GraphSplits:
         return cached
 
     @contextmanager
-    def within(self, recording: Recording) -> Iterator[None]:
-        """Cut what is recorded meanwhile."""
-        self._recording = recording
+    def within(self, capture: Capture) -> Iterator[None]:
+        """Cut what is captured meanwhile."""
+        self._capture = capture
         try:
             yield
         finally:
-            self._recording = None
+            self._capture = None
             if self._entered is not None:  # it failed within a block
                 self._entered.unbind()
                 self._entered = None
@@ -75,7 +75,7 @@ class GraphSplits:
     def add(
         self, module: nn.Module, block: Block, streamer: Streamer, bind: Bind, unbind: Callable[[], None]
     ) -> list[RemovableHandle]:
-        """Cut at the calls of a module. Its hooks give way to these while `is_recording`; they are to be there already.
+        """Cut at the calls of a module. Its hooks give way to these while `is_capturing`; they are to be there already.
 
         Args:
             block: the streamed one that the module uses.
@@ -85,44 +85,44 @@ class GraphSplits:
         site = _Site(module, block, bind, unbind)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._recording is not None:
-                self._enter(site, self._recording, streamer)
+            if self._capture is not None:
+                self._enter(site, self._capture, streamer)
 
         def leave(module: nn.Module, args: Any, kwargs: Any, given: Any) -> None:
-            if self._recording is not None:
-                self._leave(site, self._recording, streamer, (args, kwargs), given)
+            if self._capture is not None:
+                self._leave(site, self._capture, streamer, (args, kwargs), given)
 
-        # First of all that looks at what the module gives: that is recorded behind the block, once.
+        # First of all that looks at what the module gives: that is captured behind the block, once.
         return [
             module.register_forward_pre_hook(enter, with_kwargs=True),
             module.register_forward_hook(leave, with_kwargs=True, prepend=True),
         ]
 
-    def _enter(self, site: "_Site", recording: Recording, streamer: Streamer) -> None:
+    def _enter(self, site: "_Site", capture: Capture, streamer: Streamer) -> None:
         if self._entered is not None:
             raise CannotCapture(f"the streamed block {site.block.name} lies within {self._entered.block.name}")
-        recording.steps.append(recording.end())
+        capture.steps.append(capture.end())
         self._entered = site
         site.bind(streamer.places(site.block)[0].views(site.block.layout))
-        if recording.inside is not None:
-            recording.inside.begin()
-        recording.begin()
+        if capture.inside is not None:
+            capture.inside.begin()
+        capture.begin()
 
-    def _leave(self, site: "_Site", recording: Recording, streamer: Streamer, taken: Any, given: Any) -> None:
+    def _leave(self, site: "_Site", capture: Capture, streamer: Streamer, taken: Any, given: Any) -> None:
         first, *others = streamer.places(site.block)
-        pieces = {first.address: recording.end()}
-        if recording.inside is not None and recording.inside.end(given):
+        pieces = {first.address: capture.end()}
+        if capture.inside is not None and capture.inside.end(given):
             raise CannotCapture(f"something keeps what the streamed block {site.block.name} computes inside")
         args, kwargs = taken
         for slot in others:
             site.bind(slot.views(site.block.layout))
-            recording.begin()
+            capture.begin()
             _put(given, site.module.forward(*args, **kwargs))
-            pieces[slot.address] = recording.end()
+            pieces[slot.address] = capture.end()
         site.unbind()
         self._entered = None
-        recording.steps.append(_Stop(streamer, site.block, pieces))
-        recording.begin()
+        capture.steps.append(_Stop(streamer, site.block, pieces))
+        capture.begin()
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ class _Stop:
 
 
 def _put(places: Any, given: Any) -> None:
-    """Put what a block gives where another recording of it has put the same."""
+    """Put what a block gives where another capture of it has put the same."""
     (targets, form), (sources, found) = pytree.tree_flatten(places), pytree.tree_flatten(given)
     if form != found:
         raise CannotCapture("a streamed block gives something else each time")

@@ -1,7 +1,7 @@
 """Spares masks that hide nothing.
 
 transformers leaves such a mask out, so that an attention kernel without one computes. It looks at the mask's numbers
-for that, and cannot while a graph is recorded: it then writes masks out, and several kernels a layer take the place of
+for that, and cannot while a graph is captured: it then writes masks out, and several kernels a layer take the place of
 the one. So the numbers are looked at before, as part of the form of a call.
 """
 
@@ -66,7 +66,7 @@ def _deciding(decide: Callable[..., bool], padding: Padding, thread: int) -> Cal
 
 @contextmanager
 def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Recordings come one after the other (`float_masks`), so that what is put back is transformers' own."""
+    """Captures come one after the other (`float_masks`), so that what is put back is transformers' own."""
     plain = getattr(masking_utils, name)
     setattr(masking_utils, name, function)
     try:
