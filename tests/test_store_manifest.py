@@ -19,6 +19,7 @@ from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.model.outline import read_outline
 from zinfer.quantization.native.identity import Identity
 from zinfer.quantization.native.manifest import (
+    FORMAT_VERSION,
     MANIFEST_NAME,
     Manifest,
     StoredBlock,
@@ -55,7 +56,9 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
     }
     (tmp_path / "block").write_bytes(b"12345")
     blocks = {"block": StoredBlock(name="model.layers.0", num_bytes=5, checksum="0123")}
-    manifest = Manifest(identity=identity, parameters=parameters, blocks=blocks, finished=True)
+    manifest = Manifest(
+        format_version=FORMAT_VERSION, identity=identity, parameters=parameters, blocks=blocks, finished=True
+    )
     manifest.write(tmp_path)
     assert read_manifest(tmp_path) == manifest
 
@@ -70,7 +73,9 @@ def test_the_scheme_gives_matrices_back(tmp_path: Path, name: str, columns: int)
     if matrix.zeros is not None:
         tensors["zeros"] = matrix.zeros
     parameters = {"p.weight": StoredParameter(format=format, columns=columns)}
-    scheme = StoreScheme(tmp_path, Manifest(identity=Identity({}, {}), parameters=parameters))
+    scheme = StoreScheme(
+        tmp_path, Manifest(format_version=FORMAT_VERSION, identity=Identity({}, {}), parameters=parameters)
+    )
     assert scheme.is_native
     names = {part: f"p.weight.{part}" for part in tensors}
     assert scheme.stored([*names.values(), "other"]) == {"p.weight": names}
@@ -118,6 +123,7 @@ FAULTS: dict[str, tuple[Callable[[Document], object], str]] = {
         lambda d: d.update(format_version=2, formats=[]),
         r"format_version is 2, this zinfer reads 3; write the store again with zinfer quantize",
     ),
+    "no version": (lambda d: d.pop("format_version"), r"format_version is missing, this zinfer reads 3"),
     "no identity": (lambda d: d.pop("identity"), r"json: identity: Field required: the manifest is damaged; copy the"),
     "a source that is no text": (
         lambda d: d["identity"]["source"].update(fingerprint=1),

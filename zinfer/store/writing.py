@@ -24,7 +24,7 @@ from zinfer.errors import ConfigError
 from zinfer.offload.block import Block
 from zinfer.probe.limits import choose_device
 from zinfer.quantization.native.identity import Identity
-from zinfer.quantization.native.manifest import Manifest, StoredBlock
+from zinfer.quantization.native.manifest import FORMAT_VERSION, Manifest, StoredBlock
 from zinfer.store.calibration import CALIBRATION_NAME, Calibration
 from zinfer.store.files import BlockFile, sidecar_files
 from zinfer.store.folder import COMMAND, LOCK_NAME, TEMPORARY, Caller, find_manifest, locked, place_file
@@ -72,7 +72,9 @@ def write_store(
         if manifest is None or not manifest.finished:
             with locked(folder, caller):
                 manifest = find_manifest(folder, identity, caller)  # another process may have finished meanwhile
-                manifest = manifest or Manifest(identity=identity, parameters=dict(source.parameters))
+                manifest = manifest or Manifest(
+                    format_version=FORMAT_VERSION, identity=identity, parameters=dict(source.parameters)
+                )
                 if not manifest.finished:
                     return _Writing(source, manifest, folder, device, meter, calibration, caller).run()
     meter.note(f"{folder} is finished already, from this model with these settings; nothing was written.")

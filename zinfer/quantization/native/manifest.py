@@ -58,7 +58,7 @@ class Manifest(_Part):
         blocks: by their files' names; of a finished store in the model's order.
     """
 
-    format_version: Literal[3] = FORMAT_VERSION
+    format_version: Literal[3]
     finished: bool = False
     identity: Identity
     parameters: dict[str, StoredParameter]
@@ -86,7 +86,8 @@ class Manifest(_Part):
         except ValidationError as error:
             fault = error.errors()[0]
             if fault["loc"] == ("format_version",):
-                what = f"format_version is {fault['input']!r}, this zinfer reads {FORMAT_VERSION}"
+                found = "missing" if fault["type"] == "missing" else fault["input"]
+                what = f"format_version is {found}, this zinfer reads {FORMAT_VERSION}"
                 remedy = "write the store again with zinfer quantize, or use the zinfer that wrote it"
                 raise CheckpointError(f"{path}: {what}; {remedy}") from error
             what = ": ".join(part for part in (".".join(map(str, fault["loc"])), fault["msg"]) if part)
