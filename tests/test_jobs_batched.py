@@ -204,7 +204,7 @@ def test_a_job_of_long_batches_takes_smaller_ones_and_keeps_to_them(
     monkeypatch.setattr("zinfer.jobs.batched._LEAST_PACE", 0.4)
     summary = run(model, prompts, output, batch_size=None)
     assert 1 <= json.loads(manifest_path(output).read_text())["settings"]["batch_size"] < len(ROWS)
-    assert any("at most the batch under way is computed again: " in note for note in summary.notes)
+    assert any("if stopped, at most " in note for note in summary.notes)
     whole = output.read_bytes()
     output.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
     monkeypatch.undo()

@@ -5,24 +5,24 @@ job was ended or how often, nor on the memory budgets of a run that goes on.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
-from zinfer.config.without_effect import said_before, say_without_effect
+from zinfer.config.without_effect import say_without_effect
 from zinfer.display import shown
 from zinfer.errors import JobError
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.execution_mode import EngineFactory, Method
 from zinfer.jobs.index import scan_input
+from zinfer.jobs.loaded_model import LoadedModel
 from zinfer.jobs.manifest import Manifest, model_identity, result_settings, versions
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, Resumed
@@ -33,14 +33,13 @@ from zinfer.jobs.records import Records
 from zinfer.jobs.request import JobRequest, PathLike, Pooling, Task, UnusableInput
 from zinfer.jobs.rows import RowState
 from zinfer.jobs.run_page import write_run_page
-from zinfer.jobs.summary import JobSummary, weights_line
-from zinfer.jobs.timeline import Timeline
+from zinfer.jobs.summary import JobSummary
 from zinfer.jobs.weights import Weights
 from zinfer.jobs.writer import RowWriter
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
 from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, find_tokenizer
-from zinfer.units import duration, name_values
+from zinfer.units import name_values
 
 
 def run_job(
@@ -106,33 +105,32 @@ def run_job(
     request.check()
     with shown(Meter(console)) as meter:
         job = _Job(request, meter, engine_factory)
-        with closing(job), OutputFile(request.output) as out:
+        with OutputFile(request.output) as out, closing(job):
             return job.run(out)
 
 
 class _Job:
-    """One run of a job: what it reads, how it computes, its weights, and the model once that is loaded."""
+    """One run of a job: the rows that it reads, its weights, how it computes, and the model once that is loaded."""
 
     def __init__(self, request: JobRequest, meter: Meter, engine_factory: EngineFactory | None) -> None:
         self._request, self._meter = request, meter
         generates = request.task is Task.GENERATE
-        self._settings = resolve_settings(request.config, {"device": request.device}, parks=generates)
-        say_without_effect(self._settings, meter.note)
+        settings = resolve_settings(request.config, {"device": request.device}, parks=generates)
+        say_without_effect(settings, meter.note)
         self._checkpoint = Checkpoint.open(request.model)
-        self._model = build_meta_model(self._checkpoint, self._settings.dtype)
-        self._method = Method(request, self._settings, self._model, engine_factory, meter)
-        self._limits = read_limits(self._model, self._settings.max_out_tokens, generates=generates)
+        model = build_meta_model(self._checkpoint, settings.dtype)
+        self._method = Method(request, settings, model, engine_factory, meter)
+        self._settings = result_settings(request, settings, model.dtype)
+        self._limits = read_limits(model, settings.max_out_tokens, generates=generates)
         tokenizer = find_tokenizer(self._checkpoint.folder)
-        self._encoder = PromptEncoder(tokenizer, self._model.config.get_text_config().vocab_size, self._limits)
+        self._encoder = PromptEncoder(tokenizer, model.config.get_text_config().vocab_size, self._limits)
         # Rows are encoded by another thread, which must not share its tokenizer.
         self._tokenizer = deepcopy(tokenizer)
         self._index = scan_input(request.input, may_be_empty=True)
         self._reader = PromptReader(self._encoder, self._index, request.max_new_tokens, generates=generates)
         self._weights = Weights(self._checkpoint)
-        self._completer: Completer | None = None
-        self._timeline: Timeline | None = None
-        self._computing_s = 0.0
-        self._said_cost = False
+        self._device = str(self._settings["device"])
+        self._loaded = LoadedModel(request, self._device, self._weights, meter, self._open)
         if tokenizer is None and self._index.num_rows and not self._reader.has_usable_row():
             raise UnusableInput(f"model {self._checkpoint.folder} has no tokenizer; {NO_TOKENIZER}")
 
@@ -167,21 +165,19 @@ class _Job:
 
     def close(self) -> None:
         """End threads and processes and give memory back."""
-        try:
-            self._encoder.close()
-            self._weights.close()
-            if self._timeline is not None:
-                self._timeline.close()
-        finally:
-            if self._completer is not None:
-                self._completer.close()
+        with closing(self._loaded), closing(self._weights), closing(self._encoder):
+            pass
+
+    def _open(self, prompts: Sequence[Prompt]) -> Completer:
+        sizes, checksums = self._manifest.sizes, self._weights.checksums
+        return self._method.open(prompts, sizes, self._tokenizer, self._limits, checksums)
 
     def _new_manifest(self) -> Manifest:
         request, began = self._request, datetime.now().astimezone()
         return Manifest(
             model=model_identity(self._checkpoint, self._encoder.template_hash),
             input={"sha256": self._index.sha256, "size_bytes": self._index.size_bytes},
-            settings={**result_settings(request, self._settings, self._model.dtype), **self._method.settings()},
+            settings={**self._settings, **self._method.settings()},
             versions=versions(),
             began=began.isoformat(),
             model_name=Path(request.model).name or self._checkpoint.folder.name,
@@ -217,12 +213,12 @@ class _Job:
         batches = BatchCutter(self._reader, nothing, self._method.batch_size)
         prompts = next((batch.prompts for batch in batches if batch.prompts), None)
         if prompts is not None:
-            size = self._method.batch_size = self._loaded(prompts).rows_together(prompts)
+            size = self._method.batch_size = self._loaded.load(prompts).rows_together(prompts)
             self._manifest = replace(self._manifest, settings={**self._manifest.settings, "batch_size": size})
 
     def _finish(self, batch: Batch, out: OutputFile, records: Records) -> None:
         """Compute a batch where that is needed and have its missing rows written."""
-        completer = self._loaded(batch.prompts) if batch.prompts else None
+        completer = self._loaded.load(batch.prompts) if batch.prompts else None
         if not out.is_begun:
             out.begin(self._manifest)
         assert out.manifest is not None
@@ -230,35 +226,13 @@ class _Job:
             out.keep(replace(out.manifest, sizes=completer.sizes))
         self._meter.begin("running")
         missing = records.begin_batch(batch.missing)
-        if completer is not None:
-            self._complete(completer, batch.prompts, missing, out, records)
-
-    def _complete(
-        self,
-        completer: Completer,
-        prompts: Sequence[Prompt],
-        missing: Mapping[int, int],
-        out: OutputFile,
-        records: Records,
-    ) -> None:
-        """missing: ordinals of the rows that the output lacks, by the identity of their prompts."""
-        begin_s = time.monotonic()
-        self._say_what_a_kill_costs(len(prompts))
-        self._meter.begin_batch(len(missing), len(prompts))
-        if num_again := len(prompts) - len(missing):
-            self._meter.note(
-                f"computing {num_again:,} rows again that are in the output already, beside {len(missing):,} that are "
-                "missing: they shared passes, and so every row stays as it would have been"
-            )
-        rows = f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}"
-        with _stopping(rows, self._request.output), closing(completer.complete(prompts, missing.keys())) as completed:
-            for prompt, answer in completed:
-                self._weights.read_rest()
+        if completer is None:
+            return
+        with closing(self._loaded.complete(batch.prompts, missing.keys())) as answers:
+            for prompt, answer in answers:
                 self._keep_weights(out)
                 if (ordinal := missing.get(id(prompt))) is not None:
                     records.write(ordinal, prompt, answer)
-        self._meter.end_batch()
-        self._computing_s += time.monotonic() - begin_s
 
     def _keep_weights(self, out: OutputFile) -> None:
         """Put checksums into the manifest that have become known."""
@@ -266,35 +240,8 @@ class _Job:
             assert out.manifest is not None
             out.keep(replace(out.manifest, weights=self._weights.files))
 
-    def _say_what_a_kill_costs(self, num_rows: int) -> None:
-        """Say once that rows that share passes are computed together or not at all."""
-        if self._said_cost:
-            return
-        self._said_cost = True
-        seconds = self._meter.predicted_row_s * num_rows
-        taking = f" ({duration(seconds)})" if seconds else ""
-        self._meter.note(f"if stopped, at most {num_rows:,} rows are computed again{taking}; written rows are kept")
-
-    def _loaded(self, prompts: Sequence[Prompt]) -> Completer:
-        """The completer, made when the first batch needs it, with room for that one."""
-        if self._completer is None:
-            self._meter.begin("loading")
-            with _stopping("loading the model", self._request.output), said_before():
-                completer = self._completer = self._method.open(
-                    prompts, self._manifest.sizes, self._tokenizer, self._limits, self._weights.checksums
-                )
-                self._weights.check_unchanged()
-                stats, device = completer.stats(), str(self._manifest.settings["device"])
-                self._meter.note(f"weights: {weights_line(stats, device)}")
-                forecast = completer.forecast(prompts)
-            self._meter.note(f"predicted: {forecast.text}")
-            self._meter.expect(forecast, len(prompts))
-            if self._request.report is not None:
-                self._timeline = Timeline(completer.stats, completer.load)
-        return self._completer
-
     def _summary(self, records: Records) -> JobSummary:
-        meter, completer = self._meter, self._completer
+        meter, completer = self._meter, self._loaded.completer
         return JobSummary(
             num_rows=meter.num_rows,
             num_done=records.states.count(RowState.DONE),
@@ -305,12 +252,12 @@ class _Job:
             wall_s=time.monotonic() - meter.started_s,
             running_s=meter.running_s,
             predicted_s=0.0 if completer is None else completer.predicted_s,
-            computing_s=self._computing_s,
+            computing_s=self._loaded.computing_s,
             stats=None if completer is None else completer.stats(),
             notes=tuple(meter.notes),
             output=str(self._request.output),
             failures=dict(records.failures.most_common()),
-            device=str(self._manifest.settings["device"]),
+            device=self._device,
             predicted_tokens_per_s=meter.predicted_tokens_per_s,
         )
 
@@ -318,27 +265,9 @@ class _Job:
         report, output = self._request.report, self._request.output
         if report is None:
             return
-        if self._timeline is not None:
-            self._timeline.close()
         try:
-            write_run_page(report, str(output), summary, [] if self._timeline is None else self._timeline.moments)
+            write_run_page(report, str(output), summary, self._loaded.close_timeline())
         except OSError as error:
             raise JobError(
                 f"report {report} cannot be written: {error.strerror} (errno {error.errno}). All rows are in {output}"
             ) from error
-
-
-@contextmanager
-def _stopping(what: str, output: Path) -> Iterator[None]:
-    """Turns a failure of the engine into a JobError that says what was under way; the cause stays attached."""
-    try:
-        yield
-    except (RuntimeError, OSError, MemoryError) as error:
-        remedy = "run the same command again to go on"
-        if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            remedy = (
-                "lower zinfer.max_device_memory or zinfer.max_host_memory in the config, which leaves more for the "
-                f"rows, and {remedy}; or begin anew with a smaller --batch-size and --restart"
-            )
-        kind = type(error).__name__
-        raise JobError(f"{what}: {kind}: {error}\nThe rows in {output} are kept; {remedy}") from error
