@@ -12,10 +12,9 @@ from jobs_support import CHAT_TEMPLATE, EOS, ResidentEngine, letters_model, lett
 
 from zinfer.engine.finite_check import BEFORE
 from zinfer.errors import CheckpointError
-from zinfer.jobs.padded import complete
+from zinfer.jobs.padded import Text, TextStops, complete
 from zinfer.jobs.prompts import Prompt, encoded
 from zinfer.jobs.rows import BadRow, Row
-from zinfer.jobs.text import Text, TextStops
 from zinfer.jobs.token_rows import left_padded
 from zinfer.requests.completion import Completion
 from zinfer.requests.length_limits import LengthLimits, Limit

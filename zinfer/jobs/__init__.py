@@ -3,6 +3,7 @@
 The names are resolved on first use, so that importing the package does not import torch.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,18 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = ["JobSummary", "UnusableInput", "run_job"]
 
+_MODULES = {"JobSummary": "summary", "UnusableInput": "request", "run_job": "job"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "run_job":
-        from zinfer.jobs.job import run_job
-
-        return run_job
-    if name == "JobSummary":
-        from zinfer.jobs.summary import JobSummary
-
-        return JobSummary
-    if name == "UnusableInput":
-        from zinfer.jobs.request import UnusableInput
-
-        return UnusableInput
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
