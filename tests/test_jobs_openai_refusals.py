@@ -34,6 +34,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (chat("", logit_bias={"5000": 1}), "logit_bias must be made of token ids below 131"),
     (chat("", stream=True), "stream must be False, not True"),
     (chat("", response_format={"type": "json_object"}), "response_format.type must be 'text'"),
+    (chat("", response_format={"type": "text", "strict": 1}), "unknown field 'response_format.strict'"),
     (chat("", logprobs=1), "logprobs must be a valid boolean, not 1"),
     (chat("", logprobs=True, top_logprobs=21), "top_logprobs must be less than or equal to 20, not 21"),
     (chat("", logprobs=True, top_logprobs=-1), "top_logprobs must be greater than or equal to 0, not -1"),

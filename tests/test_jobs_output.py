@@ -165,6 +165,12 @@ def test_a_file_that_was_never_begun_leaves_nothing(path: Path) -> None:
             b' "began": "2026-01-02", "sizes": {"kv_page_size": 1.5}}',
             "is damaged: sizes.kv_page_size must be a valid integer, not 1.5",
         ),
+        (
+            b'{"kind": "zinfer batch job", "version": 2, "model": {}, "input": {}, "settings": {}, "versions": {},'
+            b' "began": "2026-01-02", "weights": {"a": {"size_bytes": 1, "mtime_ns": 1, "sha1": ""}}}',
+            "is damaged: unknown field 'weights.a.sha1'",
+        ),
+        (b'{"kind": "zinfer batch job", "version": 2, "model": {"a": "\\ud800"}}', "is damaged: Invalid JSON: "),
     ],
 )
 def test_a_manifest_that_is_none_is_refused_and_kept(path: Path, content: bytes, message: str) -> None:

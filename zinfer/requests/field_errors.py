@@ -15,21 +15,21 @@ def field_error(error: ValidationError, model: Any) -> str:
     Args:
         model: the pydantic model or dataclass; a field's ``description`` says what the field must be.
     """
-    problem = error.errors(include_url=False)[0]
-    place, message, given = problem["loc"], problem["msg"], problem["input"]
-    fields = model.__pydantic_fields__
-    field = str(place[0]) if place else ""
-    if problem["type"] == "missing":
-        return f"{'.'.join(map(str, place))} is missing"
-    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return unknown_field(field, list(fields))
-    if problem["type"] == "value_error":
+    problem, fields = error.errors(include_url=False)[0], model.__pydantic_fields__
+    kind, place, message, given = problem["type"], problem["loc"], problem["msg"], problem["input"]
+    path = ".".join(map(str, place))
+    if kind == "value_error":
         reason = str(problem["ctx"]["error"])
-        return f"{field}: {reason}" if field else reason
-    allowed = fields[field].description
-    if allowed is None:
-        return f"{'.'.join(map(str, place))} must be {message.removeprefix('Input should be ')}, not {short(given)}"
-    return f"{field} must be {allowed}, not {short(given)}{_inside(place[1:])}"
+        return f"{path}: {reason}" if path else reason
+    if kind == "missing":
+        return f"{path} is missing"
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return unknown_field(path, list(fields)) if len(place) == 1 else f"unknown field {path!r}"
+    if not place or place[0] not in fields:  # no JSON, for one
+        return message
+    if (allowed := fields[place[0]].description) is not None:
+        return f"{place[0]} must be {allowed}, not {short(given)}{_inside(place[1:])}"
+    return f"{path} must be {message.removeprefix('Input should be ')}, not {short(given)}"
 
 
 def unknown_field(name: str, known: Sequence[str]) -> str:
