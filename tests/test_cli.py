@@ -74,7 +74,7 @@ def test_the_summary_says_why_rows_failed(model: Path, output: Path, tmp_path: P
     unusable = [{"prompt_token_ids": [10**6]}, {"prompt": "a" * 9999}, {"prompt": 5}, deep]
     result = zinfer_run(model, write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}, *unusable]), output)
     said = " ".join(result.stdout.replace("│", " ").split())
-    assert "1 done, 4 failed: 2 x malformed, 1 x other, 1 x too long" in said, said
+    assert "1 done, 4 failed: 2 x malformed, 1 x unknown token ids, 1 x too long" in said, said
 
 
 def without_shard(model: Path) -> None:

@@ -22,6 +22,8 @@ _WORDS: Final = (
     ("leaves no room", "too long"),
     ("KV cache", "too long"),
     ("template", "refused by the chat template"),
+    ("has no tokens", "empty"),
+    ("token ids", "unknown token ids"),
 )
 
 
