@@ -1,8 +1,9 @@
-"""The host's part of a plan: which blocks live in host memory, which of those are pinned, and the staging ring."""
+"""The host's part of a plan: which blocks are kept in host memory, which of those pinned, and the staging ring."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Final
 
 from zinfer.config import Settings
@@ -35,7 +36,7 @@ class HostSide:
 def choose_host_side(
     streamed: Sequence[Block], blocks: Sequence[Block], limits: MachineLimits, settings: Settings
 ) -> HostSide:
-    """As many streamed blocks in host memory as the budgets hold, the others on disk, spread evenly among them.
+    """Keep as many streamed blocks in host memory as the budgets hold, the others on disk, spread evenly among them.
 
     Args:
         streamed: the blocks that are not resident, in the model's order.
@@ -60,8 +61,7 @@ class _HostPlanner:
     settings: Settings
 
     def choose(self) -> HostSide:
-        in_memory = [block for block in self.streamed if not block.extents]  # these cannot live on disk
-        self._check_offload(in_memory)
+        self._check_offload()
         sides = [side for ring in self._rings() if (side := self._best_side(ring)) is not None]
         if not sides:
             raise self._too_little_host_memory()
@@ -83,9 +83,14 @@ class _HostPlanner:
         largest = max([*self._read_bytes, *self._slab_bytes], default=0)
         return max(slot_bytes * num for slot_bytes, num in (self._sized(ring, largest) for ring in self._rings()))
 
+    @cached_property
+    def _in_memory(self) -> list[Block]:
+        """Streamed blocks that no file holds as they are: they cannot be kept on disk."""
+        return [block for block in self.streamed if not block.extents]
+
     def _best_side(self, ring: tuple[int, int]) -> HostSide | None:
         """With as many blocks in host memory as the budgets hold; None if they hold too few."""
-        least = sum(not block.extents for block in self.streamed)  # these cannot live on disk
+        least = len(self._in_memory)
         most = least if self.settings.offload.device == "nvme" else len(self.streamed)
         most_numel = self.settings.offload.max_in_cpu
         for count in range(most, least - 1, -1):
@@ -100,35 +105,27 @@ class _HostPlanner:
         return None
 
     def _too_little_host_memory(self) -> PlanError:
-        in_memory = sum(not block.extents for block in self.streamed)
-        least = self._host_side(self._hosted(in_memory), _RINGS[-1])
-        staging = f"{least.num_staging} staging slots of {human_bytes(least.staging_bytes)}"
-        kv_bytes, beside = self.limits.host_kv_bytes, ""
+        least = self._host_side(self._hosted(len(self._in_memory)), _RINGS[-1])
+        needs = f"{least.num_staging} staging slots of {human_bytes(least.staging_bytes)}"
+        key, what = "max_pinned_memory", "the host memory that may be pinned"
+        given, needed, kv_bytes = self.limits.pinned_bytes, least.pinned_bytes, self.limits.host_kv_bytes
+        if least.host_bytes > self.limits.host_bytes:
+            key, what = "max_host_memory", "the host memory for weights"
+            given, needed = self.limits.host_bytes, least.host_bytes
+            needs += ", and the weights that no file holds"
         if kv_bytes:
-            beside = f", and {human_bytes(kv_bytes)} of keys and values; lower zinfer.kv_cache_memory"
-        if least.host_bytes <= self.limits.host_bytes:
-            given, needed = self.limits.pinned_bytes + kv_bytes, least.pinned_bytes + kv_bytes
-            what = self._named("max_pinned_memory", "the host memory that may be pinned")
-            return PlanError(
-                f"{what} is {human_bytes(given)}; at least {needed} "
-                f"bytes ({human_bytes(needed)}) are needed, for {staging}{beside}"
-            )
-        given, needed = self.limits.host_bytes + kv_bytes, least.host_bytes + kv_bytes
-        what = self._named("max_host_memory", "the host memory for weights")
+            needs += f", and {human_bytes(kv_bytes)} of keys and values; lower zinfer.kv_cache_memory"
+        what = what if getattr(self.settings.memory, key) is None else f"zinfer.{key}"
         return PlanError(
-            f"{what} is {human_bytes(given)}; at least {needed} bytes "
-            f"({human_bytes(needed)}) are needed: {staging}, and the weights that no file holds{beside}"
+            f"{what} is {human_bytes(given + kv_bytes)}; at least {needed + kv_bytes} bytes "
+            f"({human_bytes(needed + kv_bytes)}) are needed: {needs}"
         )
 
-    def _named(self, key: str, otherwise: str) -> str:
-        """A budget by its key, if that is what states it."""
-        return otherwise if getattr(self.settings.memory, key) is None else f"zinfer.{key}"
-
-    def _check_offload(self, in_memory: list[Block]) -> None:
-        """What no file holds as it is has one home when it is streamed, host memory."""
-        if not in_memory:
+    def _check_offload(self) -> None:
+        """What no file holds as it is can stream from host memory alone."""
+        if not self._in_memory:
             return
-        if any(block.conversion for block in in_memory):
+        if any(block.conversion for block in self._in_memory):
             what = "are quantized while they are loaded"
             remedy = "write a quantized checkpoint with `zinfer quantize` and give that"
         else:
@@ -140,7 +137,7 @@ class _HostPlanner:
                 f'zero_optimization.offload_param.device is "nvme", but weights {what} and in no file to stream from; '
                 f'{remedy}, or set the device to "cpu"'
             )
-        numel, most = sum(block.layout.numel for block in in_memory), self.settings.offload.max_in_cpu
+        numel, most = sum(block.layout.numel for block in self._in_memory), self.settings.offload.max_in_cpu
         if most is not None and numel > most:
             raise PlanError(
                 f"zero_optimization.offload_param.max_in_cpu is {most} elements, but {numel} weights {what} and in no "
@@ -148,28 +145,28 @@ class _HostPlanner:
             )
 
     def _hosted(self, count: int) -> frozenset[int]:
-        """Blocks for host memory: those that came in memory, and others spread evenly among the ones on disk."""
-        fixed = [block.index for block in self.streamed if not block.extents]
+        """Blocks for host memory: those that no file holds, and others spread evenly among the ones on disk."""
+        fixed = [block.index for block in self._in_memory]
         free = [block.index for block in self.streamed if block.extents]
         return frozenset([*fixed, *spread(free, count - len(fixed))])
 
     def _host_side(self, hosted: frozenset[int], ring: tuple[int, int]) -> HostSide:
         wants_pinned = self.limits.on_cuda and self.settings.offload.pin_memory
-        all_pinned = wants_pinned and sum(self._slab_bytes[index] for index in hosted) <= self.limits.pinned_bytes
+        slab_bytes = [self._slab_bytes[index] for index in sorted(hosted)]
         staged = [*self._read_bytes]  # homes are filled through the ring too
-        if self.limits.on_cuda and not all_pinned:
-            staged += [self._slab_bytes[index] for index in hosted]
+        if self.limits.on_cuda and not (wants_pinned and sum(slab_bytes) <= self.limits.pinned_bytes):
+            staged += slab_bytes
         staging_bytes, num_staging = self._sized(ring, max(staged, default=0))
         staging_total = num_staging * staging_bytes
-        room = self.limits.pinned_bytes - staging_total
-        pinned = frozenset(self._fitting(sorted(hosted), room) if wants_pinned else ())
+        most_pinned = self.limits.pinned_bytes - staging_total if wants_pinned else -1
+        num_pinned = sum(total <= most_pinned for total in accumulate(slab_bytes))
         return HostSide(
-            hosted,
-            pinned,
-            num_staging,
-            staging_bytes,
-            sum(self._slab_bytes[index] for index in hosted) + staging_total,
-            (staging_total if self.limits.on_cuda else 0) + sum(self._slab_bytes[index] for index in pinned),
+            hosted=hosted,
+            pinned=frozenset(sorted(hosted)[:num_pinned]),
+            num_staging=num_staging,
+            staging_bytes=staging_bytes,
+            host_bytes=sum(slab_bytes) + staging_total,
+            pinned_bytes=(staging_total if self.limits.on_cuda else 0) + sum(slab_bytes[:num_pinned]),
         )
 
     def _sized(self, ring: tuple[int, int], largest: int) -> tuple[int, int]:
@@ -188,13 +185,6 @@ class _HostPlanner:
     def _slab_bytes(self) -> list[int]:
         """Bytes that each block's slab takes in host memory, whole pages."""
         return [align_up(block.nbytes) for block in self.blocks]
-
-    def _fitting(self, indices: list[int], room: int) -> Iterator[int]:
-        for index in indices:
-            room -= self._slab_bytes[index]
-            if room < 0:
-                return
-            yield index
 
 
 def spread(items: Sequence[int], count: int) -> list[int]:

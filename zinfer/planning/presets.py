@@ -10,10 +10,9 @@ import torch
 from zinfer.config import Settings
 from zinfer.errors import ConfigError
 from zinfer.planning.preset_names import check_preset_name
-from zinfer.probe.limits import MachineLimits, find_limits, free_device_bytes
+from zinfer.probe.limits import HOST_SHARE, MachineLimits, find_limits, free_device_bytes
 from zinfer.probe.rates import Rates
 
-_HOST_SHARE: Final = 0.8  # as `zinfer.probe.limits` lends: the rest is the host's own
 # What an H200 was measured to reach of its published 989 TFLOP/s (dense bf16) and 4.8 TB/s; taken for other cards too.
 _MATRIX_SHARE: Final = 0.8
 _DEVICE_MEMORY_SHARE: Final = 0.85
@@ -37,7 +36,7 @@ class Machine:
 
 
 def _preset(name: str, device_memory_bytes: int, host_memory_bytes: int, rates: Rates) -> Machine:
-    host_bytes = int(host_memory_bytes * _HOST_SHARE)
+    host_bytes = int(host_memory_bytes * HOST_SHARE)
     limits = MachineLimits(torch.device("cuda", 0), device_memory_bytes, host_bytes, host_bytes)
     return Machine(name, limits, device_memory_bytes, rates)
 
@@ -94,16 +93,7 @@ def find_preset(name: str, settings: Settings) -> Machine:
     check_preset_name(name)
     if settings.device == "cpu":
         raise ConfigError(f'zinfer.device is "cpu", but --machine {name} is a GPU; remove one of the two')
-    machine, memory = PRESETS[name], settings.memory
-    limits = machine.limits
-    host_bytes = limits.host_bytes if memory.max_host_memory is None else memory.max_host_memory
-    stated = MachineLimits(
-        limits.device,
-        limits.device_bytes if memory.max_device_memory is None else memory.max_device_memory,
-        host_bytes,
-        host_bytes if memory.max_pinned_memory is None else memory.max_pinned_memory,
-    )
-    return replace(machine, limits=stated)
+    return replace(PRESETS[name], limits=PRESETS[name].limits.stated(settings.memory))
 
 
 def this_machine(settings: Settings, files: Sequence[Path]) -> Machine:

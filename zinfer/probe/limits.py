@@ -1,19 +1,19 @@
 """What this machine lends a run: the device, and the memory budgets where the configuration states none."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import psutil
 import torch
 
-from zinfer.config import Settings
+from zinfer.config import Memory, Settings
 from zinfer.errors import ConfigError
 
 # Shares of what is free that weights may take; the rest is for activations, the KV cache and the host's own needs.
 _DEVICE_SHARE: Final = 0.8
-_HOST_SHARE: Final = 0.8
+HOST_SHARE: Final = 0.8
 _CPU_SHARE: Final = 0.4  # on a CPU run device and host memory are the same memory
 
 
@@ -32,6 +32,16 @@ class MachineLimits:
     def on_cuda(self) -> bool:
         """Whether there is memory to pin and a link to cross."""
         return self.device.type == "cuda"
+
+    def stated(self, memory: Memory) -> "MachineLimits":
+        """The same with the budgets that the configuration states; host memory may be pinned unless it says less."""
+        host_bytes = self.host_bytes if memory.max_host_memory is None else memory.max_host_memory
+        return replace(
+            self,
+            device_bytes=self.device_bytes if memory.max_device_memory is None else memory.max_device_memory,
+            host_bytes=host_bytes,
+            pinned_bytes=host_bytes if memory.max_pinned_memory is None else memory.max_pinned_memory,
+        )
 
 
 def choose_device(settings: Settings) -> torch.device:
@@ -53,17 +63,10 @@ def find_limits(settings: Settings) -> MachineLimits:
     device = choose_device(settings)
     free_host = free_host_bytes()
     if device.type == "cuda":
-        device_bytes, host_bytes = int(_free_on(device) * _DEVICE_SHARE), int(free_host * _HOST_SHARE)
+        device_bytes, host_bytes = int(_free_on(device) * _DEVICE_SHARE), int(free_host * HOST_SHARE)
     else:
         device_bytes = host_bytes = int(free_host * _CPU_SHARE)
-    memory = settings.memory
-    host_bytes = host_bytes if memory.max_host_memory is None else memory.max_host_memory
-    return MachineLimits(
-        device,
-        device_bytes if memory.max_device_memory is None else memory.max_device_memory,
-        host_bytes,
-        host_bytes if memory.max_pinned_memory is None else memory.max_pinned_memory,
-    )
+    return MachineLimits(device, device_bytes, host_bytes, host_bytes).stated(settings.memory)
 
 
 def free_host_bytes() -> int:
