@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,6 +12,8 @@ from zinfer.cli.ending import failing_disk_explained, importing
 from zinfer.display import print_text
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from zinfer.config import Settings
     from zinfer.errors import PlanError
     from zinfer.planning.plan import Case
@@ -56,20 +58,26 @@ def plan(
 
             check_preset_name(machine)
         if rows is None and input is None:
-            _print_plan(model, config, machine, probe, (batch_size or 32, prompt_len, new_tokens), as_json=as_json)
+            found = _plan_batch(model, config, machine, probe, (batch_size or 32, prompt_len, new_tokens))
         else:
-            _print_job(model, config, machine, probe, rows, input, (prompt_len, new_tokens), as_json=as_json)
+            found = _plan_job(model, config, machine, probe, rows, input, (prompt_len, new_tokens))
+        document, table, lines = found
+        if as_json:
+            print(json.dumps(document, indent=2))
+            return
+        console = Console()
+        console.print(table)
+        for line in lines:
+            print_text(console, line)
 
 
-def _print_plan(
-    model: Path,
-    config: Path | None,
-    machine_name: str | None,
-    probe: Path | None,
-    lengths: tuple[int, int, int],
-    *,
-    as_json: bool,
-) -> None:
+_Found = tuple[dict[str, Any], "Table", list[str]]
+"""A plan as a document, as a table, and the lines below that."""
+
+
+def _plan_batch(
+    model: Path, config: Path | None, machine_name: str | None, probe: Path | None, lengths: tuple[int, int, int]
+) -> _Found:
     with importing():
         from zinfer.config import resolve_settings
         from zinfer.errors import PlanError
@@ -85,16 +93,11 @@ def _print_plan(
     except PlanError as error:
         raise _with_changes(error, fitting_changes(case, request)) from error
     advice = advise(planned)
-    if as_json:
-        print(json.dumps(plan_document(planned, advice), indent=2))
-        return
-    console = Console()
-    console.print(plan_table(planned))
-    for line in (str(planned.prediction), *(f"advice: {each}" for each in advice)):
-        print_text(console, line)
+    lines = [str(planned.prediction), *(f"advice: {each}" for each in advice)]
+    return plan_document(planned, advice), plan_table(planned), lines
 
 
-def _print_job(
+def _plan_job(
     model: Path,
     config: Path | None,
     machine_name: str | None,
@@ -102,9 +105,7 @@ def _print_job(
     rows: int | None,
     input: Path | None,
     lengths: tuple[int, int],
-    *,
-    as_json: bool,
-) -> None:
+) -> _Found:
     with importing():
         from zinfer.config import resolve_settings
         from zinfer.config.source import config_source
@@ -119,27 +120,21 @@ def _print_job(
     settings, given = resolve_settings(config), config_source(config).keys
     case = _case(machine_name, probe, settings, model)
     prompt_len, new_tokens = lengths
-    num_looked_at = num_unusable = 0
-    job = Job(rows or 1, [prompt_len], [new_tokens])
+    job, skipped = Job(rows or 1, [prompt_len], [new_tokens]), []
     if input is not None:
         vocab, limits = case.outline.spec.vocab, case.outline.limits(settings)
-        job, num_looked_at, num_unusable = sample_lengths(input, model, vocab, new_tokens, limits)
+        job, num_rows, num_unusable = sample_lengths(input, model, vocab, new_tokens, limits)
+        if num_unusable:
+            of_all = f"{num_unusable:,} of {num_rows:,} rows"
+            skipped.append(f"{of_all} that were looked at get an error, and are left out")
     try:
         planned = plan_job(case, job)
     except PlanError as error:
         raise _with_changes(error, fitting_job_changes(case, job)) from error
     advice = job_advice(planned, given)
-    if as_json:
-        print(json.dumps(job_document(job, planned, advice, given), indent=2))
-        return
-    console = Console()
-    console.print(job_table(job, planned))
-    if num_unusable:
-        of_all = f"{num_unusable:,} of {num_looked_at:,} rows"
-        print_text(console, f"{of_all} that were looked at get an error, and are left out")
     configuration = f"configuration: {json.dumps(planned.configuration(given))}"
-    for line in (configuration, *(f"advice: {each}" for each in advice)):
-        print_text(console, line)
+    lines = [*skipped, configuration, *(f"advice: {each}" for each in advice)]
+    return job_document(job, planned, advice, given), job_table(job, planned), lines
 
 
 def _with_changes(error: "PlanError", changes: Iterable[str]) -> "PlanError":
