@@ -1,5 +1,6 @@
-"""A job's rehearsal: the passes that the job then takes, and seconds out of what each of them carries."""
+"""Simulated jobs: their passes are those that the job takes, kept ones are those made anew, and seconds follow."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,13 @@ from checkpoints import random_prompts, tiny_checkpoint
 
 from zinfer import LLM, SamplingParams
 from zinfer.errors import PlanError
+from zinfer.planning import simulation
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.memory import Footprint
-from zinfer.planning.simulation import JobEstimator
+from zinfer.planning.simulation import JobEstimator, Simulations, simulate
 from zinfer.planning.step_time import PassTime
 from zinfer.scheduling.schedule import PassSize
+from zinfer.scheduling.sequence import Sequence as Text
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
@@ -76,3 +79,61 @@ def test_a_text_that_the_cache_cannot_hold(tmp_path: Path) -> None:
     message = r"9000000 prompt tokens and 1 new ones take \d+ pages"
     with LLM(folder, device="cpu", kv_cache_memory="1MB") as llm, pytest.raises(PlanError, match=message):
         llm.predict([3, 9_000_000], 1)
+
+
+LIMITS = (9, 70, 10_000, 300, 1_500, 9_000, 70)
+
+
+def budget_of(draw: random.Random) -> BatchingBudget:
+    """A small one, in host memory or on the device."""
+    num_pages = draw.randint(40, 400)
+    footprint = Footprint(num_pages << 20, 0, 0, host_bytes=draw.choice([0, num_pages << 20]))
+    parks = draw.random() < 0.3
+    return BatchingBudget(
+        1, 1, draw.choice([3, 20, 500]), num_pages, 4, torch.float16, "arrival", True, footprint, parks_on_disk=parks
+    )
+
+
+def lengths_of(draw: random.Random) -> tuple[list[int], list[int]]:
+    count = draw.randint(1, 60)
+    return [draw.randint(1, 90) for _ in range(count)], [draw.randint(1, 40) for _ in range(count)]
+
+
+def with_names(
+    prompt_lens: list[int], new_tokens: list[int], budget: BatchingBudget, window: int | None
+) -> list[PassSize]:
+    """The passes of texts whose pages all have names, as those of a real job."""
+    scheduler = budget.scheduler(window)
+    for number, (prompt_len, count) in enumerate(zip(prompt_lens, new_tokens, strict=True)):
+        scheduler.add(Text(number, (number, *[0] * (prompt_len - 1)), count))
+    sizes = []
+    while (coming := scheduler.schedule()) is not None:
+        sizes.append(coming.size)
+        scheduler.advance(coming)
+    return sizes
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_what_is_kept_is_what_would_be_simulated_anew(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    draw, num_anew, num_preempted = random.Random(5), 0, 0
+
+    def counting(*args: object) -> list[PassSize]:
+        nonlocal num_anew
+        num_anew += 1
+        return simulate(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(simulation, "simulate", counting)
+    for _ in range(20):
+        budget, lengths = budget_of(draw), lengths_of(draw)
+        kept = Simulations(*lengths, window)
+        for limit in LIMITS:
+            limited = replace(budget, tokens_per_pass=limit)
+            wanted = with_names(*lengths, limited, window)
+            assert kept.under(limited) == wanted
+            num_tokens = sum(lengths[0]) + sum(lengths[1]) - len(lengths[0])
+            num_preempted += sum(size.num_tokens for size in wanted) > num_tokens
+        assert kept.under(replace(limited, num_pages=1000)) == with_names(
+            *lengths, replace(limited, num_pages=1000), window
+        )
+    assert 0 < num_anew < 20 * len(LIMITS) * 0.9
+    assert num_preempted > 0, "texts that are computed again"
