@@ -238,12 +238,6 @@ def test_rows_that_do_not_fit_are_told_the_numbers() -> None:
     assert prompt("a" * 120, max_new_tokens=8).max_new_tokens == 8
 
 
-def test_the_configurations_limit_may_only_be_tighter() -> None:
-    assert LengthLimits.of_decoder(128, 64) == LengthLimits(Limit(64, "max_out_tokens"))
-    assert LengthLimits.of_decoder(128, 256) == LengthLimits(Limit(128, "the model's positions"))
-    assert LengthLimits.of_decoder(None, None) == LengthLimits()
-
-
 def test_an_empty_prompt_begins_with_bos() -> None:
     assert prompt("").token_ids == (0,)
     tokenizer = letters_tokenizer()
