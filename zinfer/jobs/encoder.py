@@ -97,17 +97,17 @@ class EncodingCompleter(EngineCompleter[InferenceEngine]):
         return labelled(numbers, self._engine.module.config) if self._labels else embedded(numbers)
 
 
-def reserve_of(shape: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int, *, on_cuda: bool) -> FindReserve:
+def reserve_of(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int, *, on_cuda: bool) -> FindReserve:
     """What passes leave no room for weights in: full ones of rows as long as the longest of these.
 
     Args:
-        shape: of the encoder.
+        spec: of the encoder.
     """
     row_len = max(len(prompt.token_ids) for prompt in prompts)
     num_rows = max(tokens_per_pass // row_len, 1)
 
     def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
-        return find_encoding_footprint(shape, find_dtype(module), num_rows, row_len, on_cuda=on_cuda)
+        return find_encoding_footprint(spec, find_dtype(module), num_rows, row_len, on_cuda=on_cuda)
 
     return find_reserve
 

@@ -50,6 +50,13 @@ class Findings:
         """The disk with this device number, None if it was not measured."""
         return next((disk for disk in self.disks if disk.number == number), None)
 
+    def read_bytes_per_s(self, disk_number: int | None = None) -> float | None:
+        """The best rate of reads from a disk, by default the last that was measured; None if it was not."""
+        last = self.disks[-1] if self.disks else None
+        disk = last if disk_number is None else self.find_disk(disk_number)
+        reads = disk.best("read") if disk is not None else None
+        return None if reads is None else reads.bytes_per_s
+
     def with_disks_of(self, older: "Findings") -> "Findings":
         """These findings, and the older ones' disks that these have not measured."""
         kept = tuple(disk for disk in older.disks if self.find_disk(disk.number) is None)
@@ -63,15 +70,13 @@ class Findings:
         """
         if not 0 <= device_index < len(self.devices):
             raise ConfigError(f"the probe of {self.taken_on} has no device {device_index}; run `zinfer probe` again")
-        last = self.disks[-1] if self.disks else None
-        disk = last if disk_number is None else self.find_disk(disk_number)
-        reads = disk.best("read") if disk is not None else None
+        reads = self.read_bytes_per_s(disk_number)
         if reads is None:
             raise ConfigError(f"the probe of {self.taken_on} has not read this disk; run `zinfer probe --path FOLDER`")
         device = self.devices[device_index]
         return Rates(
             link_bytes_per_s=device.link.to_device_bytes_per_s,
-            disk_bytes_per_s=reads.bytes_per_s,
+            disk_bytes_per_s=reads,
             host_bytes_per_s=self.memory.copy_all_bytes_per_s,
             device_bytes_per_s=device.copy_bytes_per_s,
             flops_per_s=device.flops_per_s,

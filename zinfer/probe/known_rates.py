@@ -13,7 +13,7 @@ import torch
 from zinfer.errors import ConfigError
 from zinfer.probe.card import read_card
 from zinfer.probe.disk import checked_file, disk_number, quick_read
-from zinfer.probe.findings import Findings, recall
+from zinfer.probe.findings import recall
 from zinfer.probe.measure import measure_copy, measure_device
 from zinfer.probe.rates import Rates
 from zinfer.probe.sizes import quick_sizes
@@ -54,7 +54,7 @@ def known_rates(device: torch.device, files: Sequence[Path] | None) -> Rates:
             return replace(rates, disk_bytes_per_s=math.inf)
         if not files:
             return rates
-        probed = {number: _probed_read(found, number) for number in by_disk}
+        probed = {number: found and found.read_bytes_per_s(number) for number in by_disk}
         reads = [probed[number] or _hurried_disk(device, number, on_disk) for number, on_disk in by_disk.items()]
     hurried = found is not None and not all(probed.values())
     return replace(
@@ -70,12 +70,6 @@ def _files_by_disk(files: Sequence[Path]) -> dict[int, list[Path]]:
     for file in files:
         by_disk.setdefault(disk_number(checked_file(file)), []).append(file)
     return by_disk
-
-
-def _probed_read(found: Findings | None, number: int) -> float | None:
-    disk = found.find_disk(number) if found is not None else None
-    reads = disk.best("read") if disk is not None else None
-    return reads.bytes_per_s if reads is not None else None
 
 
 def _hurried_device(device: torch.device) -> Rates:

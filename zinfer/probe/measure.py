@@ -170,16 +170,13 @@ def measure_link(device: torch.device, nbytes: int, *, repeats: int) -> LinkRate
 
 def measure_together(devices: Sequence[torch.device], nbytes: int, *, repeats: int) -> tuple[LinksTogether, ...]:
     """Two of several devices at once, and all of them; nothing for a single one."""
-    counts = sorted({2, len(devices)}) if len(devices) > 1 else []
-    return tuple(
-        LinksTogether(count, count * nbytes / _median_together(devices[:count], nbytes, repeats)) for count in counts
-    )
-
-
-def _median_together(devices: Sequence[torch.device], nbytes: int, repeats: int) -> float:
-    with ExitStack() as owned:
-        push = _enter_pushes(owned, devices, nbytes)
-        return median_seconds(push, devices, repeats=repeats)
+    found = []
+    for count in sorted({2, len(devices)}) if len(devices) > 1 else []:
+        with ExitStack() as owned:
+            push = _enter_pushes(owned, devices[:count], nbytes)
+            seconds = median_seconds(push, devices[:count], repeats=repeats)
+        found.append(LinksTogether(count, count * nbytes / seconds))
+    return tuple(found)
 
 
 def _enter_pushes(owned: ExitStack, devices: Sequence[torch.device], nbytes: int) -> Callable[[], None]:
