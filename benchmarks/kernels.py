@@ -48,7 +48,7 @@ from zinfer.kernels.fragment_linear import can_multiply, fragment_linear
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.int8_linear import int8_linear, int8_linear_kernel, int8_linear_ref, quantize_tokens_kernel
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.kernels.quantized_linear import quantized_linear, quantized_linear_ref
+from zinfer.kernels.quantized_linear import quantized_linear_ref
 from zinfer.kernels.tiles import Tiles, block_tokens_for
 
 _TUNED_FORMATS: Final = (QuantFormat(8), QuantFormat(4, group_size=128, symmetric=False))
@@ -74,7 +74,7 @@ def check_kernels(dtype: torch.dtype, names: Sequence[str]) -> None:
             with mock.patch.object(torch, "empty", poisoned):
                 right = torch.equal(dequantize_kernel(matrix), dequantize_ref(matrix))
                 if can_multiply(matrix) if format.in_fragments else can_fuse(matrix):
-                    found = quantized_linear(x, matrix, bias, "fused")
+                    found = (fragment_linear if format.in_fragments else fused_linear)(x, matrix, bias)
                     right &= _is_near(found, quantized_linear_ref(x, matrix, bias), x, matrix)
                 if format == QuantFormat(8):
                     right &= _is_near(int8_linear_kernel(x, matrix, bias), int8_linear_ref(x, matrix, bias), x, matrix)

@@ -72,10 +72,10 @@ def test_large_products(format: QuantFormat, dtype: torch.dtype, shape: Shape) -
     torch.manual_seed(0)
     matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cuda")
     x, bias = random_input(shape, dtype, "cuda")
-    found = [quantized_linear(x, matrix, bias, "fused") for _ in range(5)]
+    found = [fused_linear(x, matrix, bias) for _ in range(5)]
     assert_right(found[0], x, matrix, bias)
     assert all(torch.equal(found[0], other) for other in found)
-    assert_right(quantized_linear(x, matrix, bias, "dequantize"), x, matrix, bias, rounds=True)
+    assert_right(functional.linear(x, dequantize(matrix), bias), x, matrix, bias, rounds=True)
 
 
 @pytest.mark.gpu
