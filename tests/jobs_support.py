@@ -47,8 +47,6 @@ def letters_model(folder: Path, *, chat_template: str | None = None, seed: int =
 class ResidentEngine:
     """Has an engine's names over a plain transformers model; `calls` counts batches."""
 
-    plan = "everything resident"
-
     def __init__(self, model: str, config: object = None, device: str = "auto", **_shape: int) -> None:
         self.module = AutoModelForCausalLM.from_pretrained(model)
         self.device = torch.device("cpu")

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Final
+from typing import Final
 
 from zinfer.batching.llm import LLM
 from zinfer.config.settings import Batching
@@ -70,10 +70,6 @@ class RaggedCompleter:
             "kv_page_size": budget.page_size,
             "kv_cache_memory": budget.kv_bytes,
         }
-
-    @property
-    def plan(self) -> Any:
-        return self._llm.plan
 
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
         """Of the first rows alone: the passes of all of them would take long to rehearse."""

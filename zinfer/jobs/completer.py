@@ -27,9 +27,6 @@ class Completer(Protocol):
     @property
     def sizes(self) -> dict[str, int]: ...
 
-    @property
-    def plan(self) -> Any: ...
-
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
         """What completing these prompts takes."""
         ...
@@ -55,18 +52,15 @@ class Completer(Protocol):
     def close(self) -> None: ...
 
 
-class PlannedEngine(Protocol):
+class CountedEngine(Protocol):
     """What every completer over one engine needs of it."""
-
-    @property
-    def plan(self) -> Any: ...
 
     def stats(self) -> Any: ...
 
     def destroy(self) -> None: ...
 
 
-EngineT = TypeVar("EngineT", bound=PlannedEngine)
+EngineT = TypeVar("EngineT", bound=CountedEngine)
 
 
 class EngineCompleter(Generic[EngineT]):
@@ -81,10 +75,6 @@ class EngineCompleter(Generic[EngineT]):
         self._meter = meter
         self.sizes: dict[str, int] = {}
         self.predicted_s = 0.0
-
-    @property
-    def plan(self) -> Any:
-        return self._engine.plan
 
     def rows_together(self, prompts: Sequence[Prompt]) -> int:
         """All of them: they are few, or every pass is one of its own."""

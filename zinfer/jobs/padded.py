@@ -17,7 +17,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from zinfer.errors import JobError, PlanError
-from zinfer.jobs.completer import EngineCompleter, PlannedEngine
+from zinfer.jobs.completer import CountedEngine, EngineCompleter
 from zinfer.jobs.progress import Forecast, Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.timeline import Load
@@ -30,7 +30,7 @@ from zinfer.requests.stop_criteria import StopCriteria, find_end_token_ids
 from zinfer.sampling.sampler import Row, Sampler, row_uniform
 
 
-class Engine(PlannedEngine, Protocol):
+class Engine(CountedEngine, Protocol):
     """What padded batches need of an engine beside that."""
 
     @property
