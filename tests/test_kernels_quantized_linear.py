@@ -26,6 +26,7 @@ from torch.nn import functional
 from triton.runtime.errors import OutOfResources
 
 from zinfer.kernels.dequantize import dequantize, dequantize_ref
+from zinfer.kernels.fragment_linear import fragment_linear
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
@@ -72,7 +73,8 @@ def test_large_products(format: QuantFormat, dtype: torch.dtype, shape: Shape) -
     torch.manual_seed(0)
     matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cuda")
     x, bias = random_input(shape, dtype, "cuda")
-    found = [fused_linear(x, matrix, bias) for _ in range(5)]
+    multiply = fragment_linear if format.in_fragments else fused_linear
+    found = [multiply(x, matrix, bias) for _ in range(5)]
     assert_right(found[0], x, matrix, bias)
     assert all(torch.equal(found[0], other) for other in found)
     assert_right(functional.linear(x, dequantize(matrix), bias), x, matrix, bias, rounds=True)
