@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
+from typing import Final
 
 import torch
 
@@ -26,6 +27,8 @@ from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.sequence import PENDING, SequenceState
 from zinfer.scheduling.sequence import Sequence as Text
+
+_MOST_NOTED_PASSES: Final = 1 << 18
 
 
 @dataclass
@@ -54,8 +57,8 @@ class Batcher:
     Passes are pipelined: pass n+1 launches before the host has seen pass n's tokens, which go from one to the other on
     the device. So scheduling, reading text, and whatever happens between two steps cost no time of the device's.
 
-    ``pass_sizes`` and ``pass_ends_s`` tell of the passes since `begin`: what each carried, and when its tokens were on
-    the host (`time.perf_counter`), one that is under way left out.
+    ``pass_sizes`` and ``pass_ends_s`` tell of the passes since `begin`, of very many the last: what each carried, and
+    when its tokens were on the host (`time.perf_counter`), one that is under way left out.
 
     Args:
         runner: runs the passes.
@@ -220,6 +223,8 @@ class Batcher:
         """Take the tokens of the pass before; the requests that are complete with them, and tokens of others."""
         sampled = drawn.result.take()
         self.pass_ends_s.append(time.perf_counter())
+        if len(self.pass_ends_s) > _MOST_NOTED_PASSES:  # requests have kept coming for days
+            del self.pass_sizes[: _MOST_NOTED_PASSES // 2], self.pass_ends_s[: _MOST_NOTED_PASSES // 2]
         writing = self._writing  # without those that were cancelled meanwhile
         broken = {number for place in sampled.broken if (number := drawn.sequences[place].number) in writing}
         if self._watch.is_on and (where := drawn.looks.where()) is not None:
