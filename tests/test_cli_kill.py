@@ -125,6 +125,7 @@ def handles_signals(process: Process) -> bool:
     return bool(int(handled.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_strikes", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_ctrl_c_at_random_moments_loses_and_doubles_no_row(folder: Path, whole: bytes, num_strikes: int) -> None:
     """It ends the command in time, and what is written is the beginning of an undisturbed run's rows."""

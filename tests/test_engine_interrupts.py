@@ -108,6 +108,25 @@ def test_a_second_ctrl_c_strikes_at_once(engine: zinfer.InferenceEngine, eager: 
     assert torch.equal(greedy(engine), greedy(eager))
 
 
+def test_of_two_signals_none_is_left_for_later(engine: zinfer.InferenceEngine, eager: PreTrainedModel) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+
+    def both(*args: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+
+    hook = engine.module.lm_head.register_forward_hook(both)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine(PROMPT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    hook.remove()
+    assert seen == [signal.SIGTERM]
+    assert torch.equal(greedy(engine), greedy(eager))
+
+
 def test_a_handler_that_does_not_raise_is_called_and_the_call_goes_on(
     engine: zinfer.InferenceEngine, eager: PreTrainedModel
 ) -> None:

@@ -38,9 +38,10 @@ def deferred(work: Callable[[], _T]) -> _T:
         for number, handler in former.items():
             if signal.getsignal(number) is _note:  # the handler itself may have chosen another
                 signal.signal(number, handler)
+        noted = list(_noted)
         _former.clear()
-        while _noted:
-            number = _noted.pop()
+        _noted.clear()
+        for number in noted:
             former[number](number, None)
 
 
