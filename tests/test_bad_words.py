@@ -122,4 +122,5 @@ def test_rows_of_jobs(model: Path, tmp_path: Path, options: dict[str, Any]) -> N
     assert set(found["few"]["token_ids"]) <= {70, 71}
     for name in bodies:
         assert found[f"their {name}"]["response"]["body"]["choices"][0]["text"] == found[name]["text"]
-    assert found["none"]["error"] == "line 5: allowed_token_ids must be a list of one token id at least, not []"
+    wanted = "allowed_token_ids must be a list of token ids, whole numbers of at least 0, one at least, not []"
+    assert found["none"]["error"] == f"line 5: {wanted}"

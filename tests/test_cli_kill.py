@@ -129,6 +129,8 @@ def handles_signals(process: Process) -> bool:
 @pytest.mark.parametrize("num_strikes", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_ctrl_c_at_random_moments_loses_and_doubles_no_row(folder: Path, whole: bytes, num_strikes: int) -> None:
     """It ends the command in time, and what is written is the beginning of an undisturbed run's rows."""
+    if folder.name == "cuda" and num_strikes > 3:
+        pytest.skip("beside a GPU every process starts cold; many strikes are for the CPU")
     command, chance = Command(folder, f"struck-{num_strikes}.jsonl"), random.Random(num_strikes)
     begin_s = time.monotonic()
     assert command.start().wait(timeout=120) == 0

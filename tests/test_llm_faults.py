@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import zinfer
 from zinfer import LLM, SamplingParams
+from zinfer.batching.batcher import Batcher
 from zinfer.batching.runner import PassRunner
 from zinfer.errors import ConfigError
 from zinfer.scheduling.scheduler import Scheduler
@@ -158,14 +160,35 @@ def test_params_of_another_type(llm: LLM, params: Any) -> None:
         llm.generate([{"prompt_token_ids": [3]}], params)
 
 
-def test_calls_do_not_mix(llm: LLM, prompts: list[list[int]]) -> None:
-    first = llm.stream(by_ids(prompts), SamplingParams(max_new_tokens=8))
-    next(first)
-    with pytest.raises(RuntimeError, match="another call of this LLM is under way"):
-        llm.generate(by_ids(prompts))
-    assert len(list(first)) == len(prompts) - 1
-    assert len(llm.generate(tuple(by_ids(prompts[:2])), SamplingParams(max_new_tokens=1))) == 2
+def test_calls_share_passes_and_each_gets_its_own(
+    llm: LLM, prompts: list[list[int]], alone: list[tuple[int, ...]]
+) -> None:
+    params = SamplingParams(max_new_tokens=NUM_NEW)
+    first = llm.stream(by_ids(prompts), params)
+    found = [next(first)]
+    second = llm.generate(tuple(by_ids(prompts[2:4])), params)
+    assert [each.token_ids for each in second] == alone[2:4]
+    found += first
+    assert {each.prompt_index: each.token_ids for each in found} == dict(enumerate(alone))
     assert llm.generate([]) == []
+
+
+def test_pages_are_not_forgotten_under_requests(llm: LLM, prompts: list[list[int]]) -> None:
+    handle = llm.prepare(by_ids(prompts[:2]), SamplingParams(max_new_tokens=60, ignore_eos=True))
+    llm.submit(handle)
+    with pytest.raises(RuntimeError, match="requests of this LLM are under way; wait"):
+        llm.reset_prefix_cache()
+    llm.cancel(handle)
+    llm.reset_prefix_cache()
+    assert {each.finish_reason for each in handle} == {"cancelled"}  # type: ignore[union-attr]
+
+
+def test_calls_from_a_hook_of_its_own_are_refused(llm: LLM, prompts: list[list[int]]) -> None:
+    hook = llm._engine.layers[1].register_forward_hook(lambda *_: llm.generate(by_ids(prompts[:1])))
+    with pytest.raises(RuntimeError, match="called within a pass of its own"):
+        llm.generate(by_ids(prompts[:1]))
+    hook.remove()
+    assert llm.generate(by_ids(prompts[:1]), max_new_tokens=1)[0].error is None
 
 
 def test_closed_twice_and_used_after(folder: Path) -> None:
@@ -214,37 +237,58 @@ def test_a_family_is_refused_before_a_quantized_copy_is_written(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("owner", "name"), [(Workload, "add"), (WaitingQueue, "add"), (Scheduler, "end")])
-def test_an_interrupt_anywhere_around_a_call_leaves_the_next_one_right(
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_a_failure_around_a_pass_leaves_the_next_one_right(
     llm: LLM,
     prompts: list[list[int]],
     alone: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
     owner: type,
     name: str,
+    error: type[BaseException],
 ) -> None:
-    """While texts are added, and while those of a stream that was left are given up."""
+    """While requests are added, and while some end: all that are under way end with it."""
 
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
+    def failing(*args: object) -> None:
+        raise error("of a test")
 
     params = [SamplingParams(max_new_tokens=1 if number == 0 else NUM_NEW) for number in range(len(prompts))]
     for _ in range(2):
-        stream = llm.stream(by_ids(prompts), params)
-        if name == "end":
-            next(stream)
         with monkeypatch.context() as patched:
-            patched.setattr(owner, name, interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                stream.close() if name == "end" else next(stream)
+            patched.setattr(owner, name, failing)
+            with pytest.raises(error, match="of a test"):
+                llm.generate(by_ids(prompts), [replace(each, stop_token_ids=tuple(range(100))) for each in params])
         found = llm.generate(by_ids(prompts), SamplingParams(max_new_tokens=NUM_NEW))
         assert [each.token_ids for each in found] == alone
-    assert llm._batcher._scheduler.pool.num_used == 0
-    assert llm._batcher._scheduler.num_wanted_pages == 0
+    assert pages_used(llm) == 0
+
+
+def pages_used(llm: LLM) -> int:
+    scheduler = llm._batcher._scheduler
+    return scheduler.pool.num_used + scheduler.num_wanted_pages
+
+
+def test_a_failure_that_cannot_be_cleared_away_ends_the_loop(
+    llm: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*args: object) -> None:
+        raise OSError("the device is lost")
+
+    monkeypatch.setattr(PassRunner, "run", failing)
+    monkeypatch.setattr(Batcher, "abort", failing)
+    with pytest.raises(OSError, match="the device is lost"):
+        llm.generate(by_ids(prompts))
+    with pytest.raises(RuntimeError, match="this LLM was closed"):
+        llm.generate(by_ids(prompts))
+    with pytest.raises(OSError, match="the device is lost"):
+        llm.close()
+    llm.close()
 
 
 def test_a_stream_that_outlives_its_llm_says_so(folder: Path, prompts: list[list[int]]) -> None:
     with LLM(folder, device="cpu", kv_cache_memory="1MB") as made:
-        stream = made.stream(by_ids(prompts), [SamplingParams(max_new_tokens=1 + i) for i in range(len(prompts))])
+        params = [SamplingParams(max_new_tokens=1 if i == 0 else 60, ignore_eos=True) for i in range(len(prompts))]
+        stream = made.stream(by_ids(prompts), params)
         next(stream)
     with pytest.raises(RuntimeError, match="this LLM was closed"):
         list(stream)

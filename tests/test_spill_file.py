@@ -216,7 +216,7 @@ def test_a_module_whose_hooks_ctrl_c_has_cut_short_keeps_its_weights(batch: Tens
             return None
         left -= event == "line"
         if event == "line" and not left:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return strike
 
     struck, traced = True, sys.gettrace()

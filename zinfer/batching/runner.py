@@ -65,6 +65,7 @@ class PassRunner:
         if self._graphs is not None:
             self._graphs.close()
         self._patches.undo()
+        self._layers.set(())
         self._config._attn_implementation = self._before
 
     def _call(self, work: Any) -> torch.Tensor:

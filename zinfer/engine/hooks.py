@@ -73,7 +73,14 @@ class StreamingHooks:
         self._copies: dict[tuple[str, str], torch.Tensor] = {}  # what is left of the block that was read last
         self.passes = 0
         self.copying_s = 0.0
-        deferred(lambda: self._put_on(resident, wrap))
+        before = [(held, leaf, held[leaf]) for places in self._places for held, leaf, _ in places]
+        try:
+            deferred(lambda: self._put_on(resident, wrap))
+        except BaseException:  # Ctrl-C: the module is as it was, with its weights if it came with them
+            self._take_off()
+            for held, leaf, parameter in before:
+                held[leaf] = parameter
+            raise
 
     def _put_on(
         self, resident: Mapping[int, Mapping[str, nn.Parameter]], wrap: Callable[[Forward], Forward] | None

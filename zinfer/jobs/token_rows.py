@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from zinfer.errors import ConfigError
 from zinfer.jobs.index import scan_input
@@ -39,7 +39,9 @@ def read_token_rows(
             f"{prompts}: only decoders that generate are measured on prompts, and a {type(model).__name__} is none; "
             "leave the prompts out"
         )
-    reader = _reader(prompts, tokenizer, model.config, read_limits(model, most_tokens), num_new_tokens)
+    reader = _reader(
+        prompts, tokenizer, model.config.get_text_config().vocab_size, read_limits(model, most_tokens), num_new_tokens
+    )
     found: list[tuple[int, ...]] = []
     for line in read_lines(prompts):
         prompt = reader.read(line)
@@ -62,14 +64,12 @@ class Sample(NamedTuple):
     num_unusable: int
 
 
-def sample_lengths(
-    input: Path, folder: Path, config: PretrainedConfig, max_new_tokens: int, limits: LengthLimits
-) -> Sample:
+def sample_lengths(input: Path, folder: Path, vocab_size: int, max_new_tokens: int, limits: LengthLimits) -> Sample:
     """Return the job of an input file, by a sample of its rows spread over the whole file.
 
     Args:
         folder: of the checkpoint, with its tokenizer.
-        config: of the model.
+        vocab_size: of the model.
         max_new_tokens: for rows that do not say themselves.
         limits: of lengths.
 
@@ -77,7 +77,7 @@ def sample_lengths(
         UnusableInput: no rows, or no tokenizer.
         ConfigError: none of the sampled rows can be used.
     """
-    reader = _reader(input, folder, config, limits, max_new_tokens)
+    reader = _reader(input, folder, vocab_size, limits, max_new_tokens)
     num_rows = reader.index.num_rows
     step = max(1, num_rows // _NUM_SAMPLED)
     sampled = [reader.read(line) for number, line in enumerate(read_lines(input)) if number % step == 0]
@@ -91,10 +91,8 @@ def sample_lengths(
     return Sample(job, len(sampled), len(sampled) - len(usable))
 
 
-def _reader(
-    input: Path, tokenizer: Path, config: PretrainedConfig, limits: LengthLimits, max_new_tokens: int
-) -> PromptReader:
-    encoder = PromptEncoder(find_tokenizer(tokenizer), config.get_text_config().vocab_size, limits)
+def _reader(input: Path, tokenizer: Path, vocab_size: int, limits: LengthLimits, max_new_tokens: int) -> PromptReader:
+    encoder = PromptEncoder(find_tokenizer(tokenizer), vocab_size, limits)
     return PromptReader(encoder, scan_input(input), max_new_tokens)
 
 
