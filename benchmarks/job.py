@@ -111,7 +111,7 @@ class Bench:
         # Resident passes of few texts would be replayed in forms of their own, whose products round otherwise.
         config["enable_cuda_graph"] = False
         # Rates that are measured anew in each engine must not decide what passes carry.
-        with zinfer.LLM(self._folder, config, parks_on_disk=False) as llm:
+        with zinfer.LLM(self._folder, config, swaps_to_disk=False) as llm:
             print(case, home, llm.plan, flush=True)
             llm.generate(_as_prompts(self._warm_up), _warm_up_params(home))
             disk_rates = [self._disk_rate(home)]

@@ -89,7 +89,7 @@ def cut_chunks(extents: Sequence[Extent], chunk_bytes: int) -> tuple[Chunk, ...]
 def covered_bytes(extents: tuple[Extent, ...]) -> int:
     """Bytes of the aligned reads that bring the extents in, if they passed through one staging slot.
 
-    Kept, because whoever looks for the best plan asks it of the same blocks many times.
+    Cached, because the search for the best plan asks it of the same blocks many times.
     """
     nbytes = sum(covering_range(extent.offset, extent.nbytes)[1] for extent in extents)
     if not nbytes:

@@ -14,7 +14,7 @@ from zinfer.offload.stream import CopyStream, Event
 class Slot:
     """A device buffer that any slab fits in.
 
-    ``reusable_after`` is the event of the last reader of the bytes: whoever overwrites the slot waits for it first. A
+    ``reusable_after`` is the event of the last reader of the bytes: wait for it before overwriting the slot. A
     block that is moved into a ``borrowed`` slot stays there.
     """
 

@@ -25,9 +25,9 @@ class RunStats:
         load_s: seconds that filling the homes took.
         link_share: of the link's measured rate, what streaming used over ``span_s``; None before either is known.
         disk_share: of the disk's, likewise.
-        kv_bytes_to_device: of keys and values that are at home in host memory, copied to the device.
+        kv_bytes_to_device: of the KV cache in host memory, copied to the device.
         kv_bytes_to_host: of those, copied back.
-        swapped_bytes_written: of keys and values of texts that had to make room, written to the disk.
+        swapped_bytes_written: of the KV cache of preempted sequences, written to the disk.
         swapped_bytes_read: of those, read again.
         passes: forwards of the whole model.
         wall_s: seconds inside forward and generate calls; on a CUDA device a forward may return before it is computed.

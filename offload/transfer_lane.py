@@ -104,7 +104,7 @@ class TransferLane:
                 staging = self._staging.take()
                 begun_at_s = time.perf_counter()
                 loading = move.source.load(number, staging.memory)
-            except BaseException as failure:  # whoever waits for the move gets it
+            except BaseException as failure:  # raised where the move is waited for
                 move.fail(failure)
             self._parts.put(_Part(move, number, staging, loading, begun_at_s))
 

@@ -63,6 +63,7 @@ def storages() -> Iterator[Storages]:
         gc.enable()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize(
     ("home", "options"),
@@ -107,7 +108,7 @@ def test_of_an_llm_with_texts_parked_on_the_disk(
     monkeypatch.setattr(budget, "_MOST_PARKED_BYTES", 0)
     config = {"zero_optimization": {"offload_param": {"device": "none", "nvme_path": str(tmp_path)}}}
     sizes = {"kv_page_size": 4, "kv_cache_memory": 24 * 4 * token_bytes(folder)}
-    llm = LLM(folder, config, device="cpu", parks_on_disk=True, **sizes)
+    llm = LLM(folder, config, device="cpu", swaps_to_disk=True, **sizes)
     stream = llm.stream(by_ids([[9, 9 + number] for number in range(9)]), SamplingParams(40, ignore_eos=True))
     assert any(llm.num_swapped_pages for _ in stream)
     assert llm.stats().swapped_bytes_written > 0

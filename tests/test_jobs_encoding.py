@@ -216,7 +216,7 @@ def test_infinite_logits_are_no_certain_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("class_name", "task", "message"),
     [
-        ("BertModel", "generate", "a BertModel does not go on with texts; use the task embed"),
+        ("BertModel", "generate", "a BertModel cannot generate text; use --task embed"),
         ("BertModel", "classify", r"a BertModel gives no labels; the task classify takes a \*ForSequenceClass"),
         ("CLIPModel", "embed", "a CLIPModel takes pictures beside text"),
     ],

@@ -102,7 +102,7 @@ def test_a_limit_that_is_stated_is_of_prompt_and_answer_together(tmp_path: Path)
 @pytest.mark.parametrize(
     ("model_type", "class_name", "message"),
     [
-        ("bert", "BertModel", "a BertModel does not go on with texts"),
+        ("bert", "BertModel", "a BertModel cannot generate text"),
         ("whisper", "WhisperForConditionalGeneration", "a WhisperForConditionalGeneration takes no text"),
     ],
 )

@@ -88,9 +88,9 @@ def budget_of(draw: random.Random) -> BatchingBudget:
     """A small one, in host memory or on the device."""
     num_pages = draw.randint(40, 400)
     footprint = Footprint(num_pages << 20, 0, 0, host_bytes=draw.choice([0, num_pages << 20]))
-    parks = draw.random() < 0.3
+    swaps = draw.random() < 0.3
     return BatchingBudget(
-        1, 1, draw.choice([3, 20, 500]), num_pages, 4, torch.float16, "arrival", True, footprint, parks_on_disk=parks
+        1, 1, draw.choice([3, 20, 500]), num_pages, 4, torch.float16, "arrival", True, footprint, swaps_to_disk=swaps
     )
 
 

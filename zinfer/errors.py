@@ -2,7 +2,7 @@
 
 
 class ZinferError(Exception):
-    """Root of every error that zinfer raises on purpose."""
+    """Root of the errors of configurations, checkpoints, budgets and jobs. Failed reads are `OSError`s of their own."""
 
 
 class ConfigError(ZinferError, ValueError):
@@ -30,4 +30,4 @@ class NotProfiledError(ZinferError, AssertionError):
 
 
 class JobError(ZinferError):
-    """A batch job cannot start or go on: unusable input, or an output that belongs to another job."""
+    """A batch job cannot start or continue: unusable input, an output of another job, a failed disk or engine."""

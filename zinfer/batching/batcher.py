@@ -43,7 +43,7 @@ class _Writing:
 
 @dataclass(frozen=True, eq=False)
 class _Drawing:
-    """The texts that get a token by a pass, and the tokens, wherever they are."""
+    """The sequences that get a token in a pass, and the tokens, on the device or the host."""
 
     sequences: Sequence[Text]
     rows: Sequence[_Writing]
@@ -77,7 +77,7 @@ class Batcher:
         self._builder = BatchBuilder(cache.page_size, cache.device, budget.most_part_tokens, cache.stride)
         self._budget = budget
         self._window = window
-        # Pages at home elsewhere are none of the device's memory.
+        # Pages kept elsewhere take none of the device's memory.
         self._loan = IdlePageLender(cache, runner.engine) if isinstance(cache, KVCache) else None
         self._scheduler = self._new_scheduler()
         self._drawn: _Drawing | None = None
@@ -87,7 +87,7 @@ class Batcher:
         self._last_ids: set[int] = set()
         self._reads = self._tells = False
         self._watch = FiniteWatch(runner.engine.module, runner.engine.named_layers)
-        self._suspects: dict[int, str] = {}  # texts that are tried again, and where they broke
+        self._suspects: dict[int, str] = {}  # sequences that are computed again, and where they broke
         self._num_added = 0
         self.num_tokens = 0
         self.num_new_tokens = 0
@@ -151,7 +151,7 @@ class Batcher:
 
     @property
     def num_swapped_pages(self) -> int:
-        """Pages of texts that had to make room."""
+        """Pages of preempted sequences."""
         return self._scheduler.num_swapped_pages
 
     def fits(self, num_prompt: int, max_new_tokens: int) -> bool:

@@ -1,4 +1,4 @@
-"""Passes that carry a token of a few texts each, in so few forms that each comes again and a graph can replay it."""
+"""Passes of a few decoding sequences, padded to few sizes, so that a graph captured for one can replay the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _FEWEST_TOKENS: Final = 1024
 class DecodeBucket:
     """What such a pass is filled up to.
 
-    num_rows: rows; those beyond the pass's texts repeat the last one, which computes and writes the same twice.
+    num_rows: rows; those beyond the pass's sequences repeat the last one, which computes and writes the same twice.
     num_pages: of each row's table.
     """
 

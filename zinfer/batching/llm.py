@@ -48,7 +48,7 @@ class LLM:
             ``kv_cache_dtype`` and ``kv_page_size`` decide about the batches.
         tokenizer: one of transformers'; by default the one in the model's folder, if there is one. Without it prompts
             are token ids.
-        parks_on_disk: whether texts that had to make room are kept in ``offload_param.nvme_path`` once host memory has
+        swaps_to_disk: whether preempted sequences are kept in ``offload_param.nvme_path`` once host memory has
             its share of them; None: where a path is stated and that takes less than computing them again.
         checksums: taken of weights as they are read; a job's.
         kwargs: the same keys as in ``config``.
@@ -68,11 +68,11 @@ class LLM:
         config: str | os.PathLike[str] | Mapping[str, object] | None = None,
         *,
         tokenizer: Any = None,
-        parks_on_disk: bool | None = None,
+        swaps_to_disk: bool | None = None,
         checksums: TensorChecksums | None = None,
         **kwargs: object,
     ) -> None:
-        settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module), parks=True)
+        settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module), swaps=True)
         say_without_effect(settings)
         settings = settings.for_batches(on_cuda=find_limits(settings).on_cuda)
         budget: BatchingBudget | None = None
@@ -96,12 +96,12 @@ class LLM:
         )
         assert budget is not None
         try:
-            self._open(settings, budget, tokenizer, parks_on_disk)
+            self._open(settings, budget, tokenizer, swaps_to_disk)
         except BaseException:
             self._engine.destroy()
             raise
 
-    def _open(self, settings: Settings, budget: BatchingBudget, tokenizer: Any, parks_on_disk: bool | None) -> None:
+    def _open(self, settings: Settings, budget: BatchingBudget, tokenizer: Any, swaps_to_disk: bool | None) -> None:
         """Make what stands on the engine."""
         module = self._engine.module
         self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
@@ -112,9 +112,9 @@ class LLM:
         device = self._engine.device
         spec, folder = ModelSpec.read(module.config), settings.offload.nvme_path
         token_bytes = spec.kv.token_bytes(budget.kv_dtype)
-        if folder is not None and parks_on_disk is None:
-            parks_on_disk = self._engine.outlook.disk_spares_time(token_bytes)
-        budget = replace(budget, parks_on_disk=folder is not None and bool(parks_on_disk))
+        if folder is not None and swaps_to_disk is None:
+            swaps_to_disk = self._engine.outlook.disk_spares_time(token_bytes)
+        budget = replace(budget, swaps_to_disk=folder is not None and bool(swaps_to_disk))
         self._cache = open_pages(self._engine, spec, budget)
         self._graphs = self._engine.pass_graphs
         self._runner = PassRunner(self._engine, self._cache, self._graphs)
@@ -143,7 +143,7 @@ class LLM:
 
     @property
     def graphs(self) -> GraphCounts:
-        """What has become of the passes of few texts that could be replayed; all zero where none can: on a CPU, with
+        """What became of the passes of few sequences that could be replayed; all zero where none can: on a CPU, with
         keys and values in host memory, with `enable_cuda_graph` false."""
         return self._graphs.counts if self._graphs else GraphCounts()
 
@@ -158,7 +158,7 @@ class LLM:
         return replace(found, passes=self._runner.num_passes)
 
     def predict(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
-        """What completing such prompts takes on this machine: the passes are rehearsed, nothing is computed.
+        """What completing such prompts takes on this machine: the passes are simulated, nothing is computed.
 
         Rates are those of `zinfer probe` if it has run here, else measured in a hurry at the first call.
 
@@ -207,7 +207,7 @@ class LLM:
 
     @property
     def num_swapped_pages(self) -> int:
-        """Pages of texts that had to make room, in host memory or on the disk."""
+        """Pages of preempted sequences, in host memory or on the disk."""
         return self._batcher.num_swapped_pages
 
     def passes(self) -> list[tuple[PassSize, float]]:

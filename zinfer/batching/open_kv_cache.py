@@ -20,8 +20,8 @@ def open_pages(engine: InferenceEngine, spec: ModelSpec, budget: BatchingBudget)
         PlanError, ScratchError: as `HostedKVCache`.
     """
     settings, folder = engine.settings, None
-    if budget.parks_on_disk:
-        assert settings.offload.nvme_path is not None, "texts are to be kept on a disk, and none is named"
+    if budget.swaps_to_disk:
+        assert settings.offload.nvme_path is not None, "sequences are to be swapped to a disk, and none is named"
         folder = settings.offload.nvme_path.absolute()
     place = (spec.kv, budget.num_pages, budget.page_size, budget.kv_dtype, engine.device)
     swap_place = SwapPlace(budget.most_swapped_in_memory, folder)

@@ -128,7 +128,7 @@ class ServingLoop:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             self._serve()
-        except BaseException as failure:  # not even `abort` succeeded: whoever waits, asks or closes gets it
+        except BaseException as failure:  # not even `abort` succeeded: raised where the loop is used or closed
             self._failure = error = failure
         self.stop()
         while not self._commands.empty():

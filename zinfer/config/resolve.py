@@ -31,7 +31,7 @@ def resolve_settings(
     kwargs: Mapping[str, object] | None = None,
     *,
     is_module: bool = False,
-    parks: bool = False,
+    swaps: bool = False,
 ) -> Settings:
     """The settings that `init_inference(model, config, **kwargs)` states. Neither mapping is changed.
 
@@ -40,7 +40,7 @@ def resolve_settings(
     `kwargs`. "auto" and None mean the default. A key in both must have one meaning. What every key becomes is in
     `zinfer.config.keys.KEYS`; those given without effect are listed in the result.
 
-    `is_module` tells that the model is a module, whose weights are in memory unless a checkpoint is named; `parks` that
+    `is_module` tells that the model is a module, whose weights are in memory unless a checkpoint is named; `swaps` that
     an `LLM` runs it, which may keep sequences under `nvme_path` that had to make room.
 
     Raises:
@@ -64,7 +64,7 @@ def resolve_settings(
         "dtype": _dtype(given),
         "checkpoint": _checkpoint(given),
         "quantization": quantization,
-        "without_effect": _without_effect(reading) + idle + (() if parks else _idle_nvme_path(given, writes=writes)),
+        "without_effect": _without_effect(reading) + idle + (() if swaps else _idle_nvme_path(given, writes=writes)),
     }
     return Settings(
         **fields[""],
@@ -148,7 +148,7 @@ def _idle_nvme_path(given: Mapping[str, Given], *, writes: bool) -> tuple[Ignore
     """`nvme_path` where no weights are written there, as far as the configuration alone can tell."""
     if NVME_PATH not in given:
         return ()
-    beside = "only zinfer.LLM keeps what texts have left that had to make room"
+    beside = "only zinfer.LLM swaps preempted sequences there"
     if OFFLOAD_DEVICE not in given or given[OFFLOAD_DEVICE].value != "nvme":
         return (Ignored(NVME_PATH, f'no weights are written there unless {OFFLOAD_DEVICE} is "nvme"; {beside}'),)
     if not writes:

@@ -20,7 +20,7 @@ class Offload:
     device: Literal["none", "cpu", "nvme"] | None = None
     nvme_path: Path | None = None
     """Folder where weights that stream from disk, but are not there in the form that streams, are written once, and
-    where `zinfer.LLM` keeps what texts have left that had to make room."""
+    where `zinfer.LLM` swaps preempted sequences."""
     pin_memory: bool = True
     buffer_count: int | None = None
     """Staging slots."""
@@ -71,7 +71,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batching:
-    """How texts are batched by `zinfer.LLM`; None means that it chooses."""
+    """How `zinfer.LLM` batches sequences; None means that it chooses."""
 
     tokens_per_pass: int | None = None
     max_sequences: int | None = None
@@ -110,7 +110,7 @@ class Settings:
     kernel_inject: bool | None = None
     """Whether fused kernels take the place of what modules write out; None: where `LLM` runs on a GPU."""
     cuda_graph: bool | None = None
-    """Whether forwards are replayed as CUDA graphs; None: `LLM`'s passes of few texts, where little streams."""
+    """Whether forwards are replayed as CUDA graphs; None: `LLM`'s passes of few sequences, where little streams."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     checkpoint: Path | CheckpointListing | None = None
     block_classes: tuple[BlockClass, ...] = ()

@@ -90,7 +90,7 @@ class InferenceEngine(AroundModule):
         cut = PreparedModel.of(self.module, checkpoint, settings)
         reserve = find_reserve(self.module, cut.blocks, free_device_bytes(limits)) if find_reserve else None
         cut = cut.with_packed_copy()
-        with ExitStack() as owned:  # whoever keeps the traceback of a failure would keep what was written
+        with ExitStack() as owned:  # a kept traceback would keep what was written
             owned.callback(cut.close)
             self._blocks = cut.blocks
             self.plan: Plan = cut.plan(limits, reserve)

@@ -1,7 +1,7 @@
 """Streams a module tree's weights under its own forward: before a block computes its tensors are put in, after it they
 are taken out again.
 
-Between uses a streamed parameter is an `PlaceholderParameter`, so that using it outside the model's forward is an error
+Between uses a streamed parameter is a `PlaceholderParameter`, so that using it outside the model's forward is an error
 instead of another block's bytes. For `state_dict()` blocks are brought one by one, and copied to host memory.
 """
 
@@ -40,7 +40,7 @@ class StreamingHooks:
         streamer: moves the others; None when there are none.
         wrap: around the model's own forward.
         cuts: to be told where blocks are streamed; nothing is streamed while they are recorded.
-        lock: held by whoever runs the model.
+        lock: held while the model runs.
 
     Attributes:
         passes: forwards of the model so far.

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 _MOST_BYTES_A_BLOCK: Final = 64 << 20
 """Streamed in a pass, for each block of the model: the link takes more than a millisecond for them, and Python 0.6 to
-launch a layer. Where more stream, passes wait for the link whoever launches them."""
+launch a layer. Where more stream, passes wait for the link, launched by a graph or not."""
 
 
 def open_graphs(

@@ -70,7 +70,7 @@ class Runtime:
         trace: where reads, copies and computes are noted.
         wrap: around the model's own forward, inside of what counts passes.
         cuts: of recorded forwards, where blocks stream.
-        lock: held by whoever runs the model.
+        lock: held while the model runs.
         checksums: taken of weights as they are read.
     """
 

@@ -16,10 +16,10 @@ from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.job_plan import ROWS_TOGETHER
 from zinfer.requests.completion import Completion
 
-_MOST_REHEARSED: Final = 1024
+_MOST_SIMULATED: Final = 1024
 _MOST_BATCH_S: Final = 600.0
 _LEAST_PACE: Final = 0.9
-_PARKS: Final = "parks_on_disk"
+_SWAPS: Final = "swaps_to_disk"
 
 
 class RaggedCompleter:
@@ -40,17 +40,17 @@ class RaggedCompleter:
         meter: Meter,
         checksums: TensorChecksums | None = None,
     ) -> None:
-        sizes = {name: size for name, size in kept.items() if name != _PARKS}
+        sizes = {name: size for name, size in kept.items() if name != _SWAPS}
         options: dict[str, object] = {name: size for name, size in sizes.items() if getattr(stated, name) is None}
         if request.trace is not None:
             options["trace"] = str(request.trace)
         # Which texts are computed again decides what passes carry: not by rates that are measured anew.
-        parks = _PARKS in kept if kept else None
+        swaps = _SWAPS in kept if kept else None
         self._llm = LLM(
             request.model,
             request.config,
             device=request.device,
-            parks_on_disk=parks,
+            swaps_to_disk=swaps,
             checksums=checksums,
             **options,
         )
@@ -61,10 +61,10 @@ class RaggedCompleter:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By the names of the configuration's keys, and whether texts that had to make room are kept on the disk."""
+        """By the names of the configuration's keys, and whether preempted sequences are kept on the disk."""
         budget = self._llm.batching
-        parks = {_PARKS: 1} if budget.parks_on_disk else {}
-        return parks | {
+        swaps = {_SWAPS: 1} if budget.swaps_to_disk else {}
+        return swaps | {
             "tokens_per_pass": budget.tokens_per_pass,
             "max_sequences": budget.max_sequences,
             "kv_page_size": budget.page_size,
@@ -72,13 +72,13 @@ class RaggedCompleter:
         }
 
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
-        """Of the first rows alone: the passes of all of them would take long to rehearse."""
+        """Of the first rows alone: the passes of all of them would take long to simulate."""
         fitting = [each for each in prompts if self._llm.fits(len(each.token_ids), each.max_new_tokens)]
-        texts = [prompt for prompt in fitting[:_MOST_REHEARSED] for _ in range(prompt.params.n)]
+        texts = [prompt for prompt in fitting[:_MOST_SIMULATED] for _ in range(prompt.params.n)]
         if not texts:
             return Forecast("nothing, since no row of the first batch fits the KV cache")
         predicted = self._llm.predict([len(each.token_ids) for each in texts], [each.max_new_tokens for each in texts])
-        more = len(fitting) / min(len(fitting), _MOST_REHEARSED)
+        more = len(fitting) / min(len(fitting), _MOST_SIMULATED)
         text = f"{predicted} for {len(texts):,} texts"
         return Forecast(text, predicted.tokens_per_s, predicted.seconds * more, predicted.num_passes * more)
 

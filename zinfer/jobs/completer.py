@@ -19,7 +19,7 @@ class Completer(Protocol):
 
     Attributes:
         predicted_s: seconds that the plan gives what was completed so far.
-        sizes: of its passes and its cache, kept for whoever goes on with the job.
+        sizes: of its passes and its cache, kept for a run that resumes the job.
     """
 
     predicted_s: float

@@ -158,7 +158,7 @@ def _check_task(model: PreTrainedModel, task: Task) -> None:
     if model.main_input_name != "input_ids":
         raise ConfigError(f"a {name} takes no text; give a model that does")
     if task is Task.GENERATE and not model.can_generate():
-        raise ConfigError(f"a {name} does not go on with texts; use the task embed or classify, or another model")
+        raise ConfigError(f"a {name} cannot generate text; use --task embed or classify, or another model")
     if task is Task.CLASSIFY and not name.endswith(_CLASSIFIER):
         raise ConfigError(f"a {name} gives no labels; the task classify takes a *{_CLASSIFIER}")
     if task is Task.EMBED and getattr(model.config, "vision_config", None) is not None:

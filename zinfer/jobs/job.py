@@ -115,7 +115,7 @@ class _Job:
     def __init__(self, request: JobRequest, meter: Meter, engine_factory: EngineFactory | None) -> None:
         self._request, self._meter = request, meter
         generates = request.task is Task.GENERATE
-        settings = resolve_settings(request.config, {"device": request.device}, parks=generates)
+        settings = resolve_settings(request.config, {"device": request.device}, swaps=generates)
         say_without_effect(settings, meter.note)
         self._checkpoint = Checkpoint.open(request.model)
         model = build_meta_model(self._checkpoint, settings.dtype)

@@ -39,8 +39,8 @@ def _iso_time(text: str) -> str:
 class Manifest:
     """Compared: `model`, `input` and `settings`. Kept: `versions` of the software that began the job, the local time
     when it `began` (ISO 8601, with its zone), which stays "now" for chat templates that write the date, the `sizes` of
-    passes and cache that were chosen when the first row was computed, for whoever goes on: empty before that, and the
-    `model_name` of OpenAI rows that name none. `weights`, by the names of files, are compared by `jobs.weights`.
+    passes and cache that were chosen when the first row was computed, for a run that resumes: empty before that, and
+    the `model_name` of OpenAI rows that name none. `weights`, by the names of files, are compared by `jobs.weights`.
     """
 
     model: dict[str, str]
@@ -100,7 +100,7 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Replaces the file in one step: whoever reads it finds the old one or the whole new one, after a crash too.
+    """Replaces the file in one step: a reader finds the old one or the whole new one, after a crash too.
 
     Raises:
         JobError: it cannot be written; nothing is left behind.

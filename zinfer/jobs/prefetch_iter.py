@@ -23,7 +23,7 @@ def ahead(items: Iterable[_T]) -> Generator[_T, None, None]:
                 made.put((next(walk),))
             except StopIteration:
                 made.put(None)
-            except BaseException as failure:  # whoever takes the item gets it
+            except BaseException as failure:  # raised where the item is taken
                 made.put(failure)
 
     threading.Thread(target=make, name="zinfer-ahead", daemon=True).start()

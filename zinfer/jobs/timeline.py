@@ -19,8 +19,8 @@ class Load:
     Attributes:
         num_tokens: computed, of prompts and of what came after.
         num_new_tokens: generated.
-        num_running: texts that hold keys and values.
-        num_swapped_pages: of texts that had to make room, in host memory or on the disk.
+        num_running: sequences that hold KV-cache pages.
+        num_swapped_pages: of preempted sequences, in host memory or on the disk.
     """
 
     num_tokens: int
@@ -86,7 +86,7 @@ class Timeline:
                 if len(self.moments) >= _MOST_MOMENTS:
                     self.moments = self.moments[::2]
                     self._interval_s *= 2
-        except BaseException as failure:  # whoever closes gets it
+        except BaseException as failure:  # raised by close
             self._failure = failure
 
     def _take(self) -> None:

@@ -45,7 +45,7 @@ class Weights:
     """The weights of one run of a job.
 
     Attributes:
-        checksums: to be fed by whoever reads the files; None where the manifest has all of them already.
+        checksums: fed while the files are read; None if the manifest has all of them already.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:

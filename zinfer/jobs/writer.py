@@ -64,6 +64,6 @@ class RowWriter:
             try:
                 self._out.append(rows)
                 self._on_written(len(rows))
-            except BaseException as failure:  # whoever puts or closes gets it
+            except BaseException as failure:  # raised by put or close
                 self._failure = failure
                 return

@@ -1,4 +1,4 @@
-"""What passes ask of the pages of all layers, wherever those are at home."""
+"""What passes ask of the pages of all layers, on the device or in host memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class PageCache(ABC):
     """Pages of one model; page i is page i of every layer.
 
     ``layers`` has each layer's view of the pages, in which page i is number i * ``stride``, as long as the layer
-    computes; None where it is not on the device. One object: whoever holds it sees what changes. ``bytes_to_device``
+    computes; None where it is not on the device. One object: its holders see changes. ``bytes_to_device``
     counts what came from elsewhere.
     """
 
@@ -42,11 +42,11 @@ class PageCache(ABC):
 
     @abstractmethod
     def arrive(self) -> None:
-        """Wait until what was computed lies where the pages are at home, if it does not already for who asks."""
+        """Wait for pending write-backs to the pages' home tier."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give memory and files back, whoever still holds the object; may be called again."""
+        """Release memory and files, even if the object is still referenced; idempotent."""
 
     def add_to(self, stats: RunStats) -> RunStats:
         """An engine's counters with those of the pages."""

@@ -1,4 +1,4 @@
-"""Owns the pages of all layers: keys and values of running sequences on the device; `swap_space` has those of parked
+"""Owns the pages of all layers: keys and values of running sequences on the device; `swap_space` has those of preempted
 ones.
 
 [Note: page by page] A page's keys lie beside each other for all layers, and so do its values: page i of layer j is
@@ -22,7 +22,7 @@ _MOVED_AT_ONCE_BYTES: Final = 1 << 30  # what moves on the device is copied twic
 
 
 class KVCache(PageCache):
-    """Pages that are at home on one device.
+    """Pages on one device.
 
     Args:
         shape: of the model's cache.

@@ -1,4 +1,4 @@
-"""Owns pages that are at home in host memory: a layer's come into a slot on the device for as long as it computes.
+"""Owns pages in host memory: a layer's come into a slot on the device for as long as it computes.
 
 [Note: layer by layer] In host memory all pages of a layer lie beside each other, and so they do in a slot: page i has
 the same place in both, so that tables of pages hold for either, and runs of pages move in one copy for each tensor.

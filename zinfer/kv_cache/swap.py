@@ -1,4 +1,4 @@
-"""What texts that had to make room have left: in host memory as far as that goes, beyond it in a file."""
+"""What preempted sequences leave behind: in host memory as far as that goes, beyond it in a file."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

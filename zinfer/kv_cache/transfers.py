@@ -45,7 +45,7 @@ def find_traffic(
         read[pages[first:num_held]] = True
         begun[pages[num_held:num_after]] = True
         written[pages[begin // page_size : num_after]] = True
-    read &= ~begun  # whoever shares a page that this pass begins finds it in the slot
+    read &= ~begun  # a page that this pass begins and shares is in the slot already
     coming = _runs(read, most_gap, np.ones(num_pages, dtype=np.bool_))
     present = written.copy()
     for run in coming:

@@ -164,7 +164,7 @@ def plan_sizes(case: Case, batching: Batching, job: Job, simulations: Simulation
     work = case.work(is_fused=bool(settings.for_batches(on_cuda=machine.limits.on_cuda).kernel_inject))
     token_bytes = outline.spec.kv.token_bytes(budget.kv_dtype)
     if settings.offload.nvme_path is not None and disk_spares_time(work, machine.rates, token_bytes):
-        budget = replace(budget, parks_on_disk=True)
+        budget = replace(budget, swaps_to_disk=True)
     clock = PassClock(plan, work, machine.rates)
     estimator = JobEstimator(budget, simulations.window, token_bytes, clock.pass_time)
     simulated = estimator.of_passes(simulations.under(budget))

@@ -63,7 +63,7 @@ class BatchingBudget:
         lends: whether idle pages are lent to weights. On a CPU pages that were never written to take no memory, and
             are lent only where the configuration has given it to them.
         footprint: bytes that all of it takes.
-        parks_on_disk: whether pages of preempted sequences are kept on the disk once host memory has its share.
+        swaps_to_disk: whether pages of preempted sequences are kept on the disk once host memory has its share.
     """
 
     tokens_per_pass: int
@@ -75,7 +75,7 @@ class BatchingBudget:
     order: Order
     lends: bool
     footprint: Footprint
-    parks_on_disk: bool = False
+    swaps_to_disk: bool = False
 
     @property
     def is_hosted(self) -> bool:
@@ -97,7 +97,7 @@ class BatchingBudget:
     @property
     def most_swapped_pages(self) -> int:
         """The same with those on the disk, as many as there are pages; what is beyond them is computed again."""
-        return self.most_swapped_in_memory + (self.num_pages if self.parks_on_disk else 0)
+        return self.most_swapped_in_memory + (self.num_pages if self.swaps_to_disk else 0)
 
     def scheduler(self, window: int | None = None) -> Scheduler:
         """Make a scheduler over free pages; ``window`` is the `Scheduler`'s."""

@@ -17,7 +17,7 @@ class PreemptedQueue:
         self.most_swapped_pages = most_swapped_pages
         self.num_swapped_pages = 0
         self._sequences: deque[Sequence] = deque()
-        self._parked: dict[int, int] = {}  # pages by number
+        self._swapped: dict[int, int] = {}  # pages by number
 
     def first(self) -> Sequence | None:
         """The one that comes back next, which stays; None where there is none."""
@@ -26,7 +26,7 @@ class PreemptedQueue:
     def add(self, sequence: Sequence, num_pages: int) -> None:
         """Put a sequence in front: SWAPPED where its pages are kept, else WAITING with nothing computed."""
         if self._may_keep(num_pages):
-            self._parked[sequence.number] = num_pages
+            self._swapped[sequence.number] = num_pages
             self.num_swapped_pages += num_pages
             sequence.state = SequenceState.SWAPPED
         else:
@@ -38,7 +38,7 @@ class PreemptedQueue:
         """Take a sequence out, if it is here."""
         if sequence in self._sequences:
             self._sequences.remove(sequence)
-            self.num_swapped_pages -= self._parked.pop(sequence.number, 0)
+            self.num_swapped_pages -= self._swapped.pop(sequence.number, 0)
 
     def _may_keep(self, num_pages: int) -> bool:
         most = self.most_swapped_pages

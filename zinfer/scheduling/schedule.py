@@ -82,8 +82,8 @@ class PassSize(NamedTuple):
     """What one pass carries.
 
     num_tokens: tokens that are computed.
-    num_samples: texts that get a next token.
-    num_context: tokens that are attended to, over all texts.
+    num_samples: sequences that get a next token.
+    num_context: tokens that are attended to, over all sequences.
     num_lent_pages: pages that were to spare, and lent to weights, in the pass before.
     num_pairs: of a prompt's token and one that it attends to.
     """

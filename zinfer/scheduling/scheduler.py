@@ -32,7 +32,8 @@ class Scheduler:
     """Continuous batching of sequences over one pool.
 
     The order of calls: `schedule`, `advance`, and again; between two calls of `advance`, `receive` of the pass before.
-    The others may be called at any time, also while a pass is computed: it is computed whole, whoever ends meanwhile.
+    The others may be called at any time, also while a pass is computed: it is computed whole, even if a sequence ends
+    meanwhile.
 
     Args:
         pool: all pages that there are; only this scheduler takes them.

@@ -1,4 +1,4 @@
-"""Whole pages of tokens that several prompts begin with: they are needed once, whoever of them runs."""
+"""Whole pages of tokens that several prompts begin with: they are needed once, however many of them run."""
 
 from array import array
 from collections.abc import Iterator
