@@ -1,6 +1,6 @@
 """A model's files, damaged at random, end a command with one sentence and the right exit code, never a traceback.
 
-A few dozen by default; ``ZINFER_CORRUPTIONS=1000`` makes so many. The number of a corruption is its seed, so that
+A dozen by default; ``ZINFER_CORRUPTIONS=1000`` makes so many. The number of a corruption is its seed, so that
 ``-k "corruption and [17]"`` repeats one alone.
 """
 
@@ -17,7 +17,7 @@ import commands
 import pytest
 from jobs_support import CHAT_TEMPLATE, letters_model, write_rows
 
-NUM_CORRUPTIONS = int(os.environ.get("ZINFER_CORRUPTIONS", "24"))
+NUM_CORRUPTIONS = int(os.environ.get("ZINFER_CORRUPTIONS", "12"))
 MOST_S = 20
 WILD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 7, 64, 100_000, 10**9, 2**31, 2**63, 2**64, -(2**63), 1e308, 0.5, -0.5),

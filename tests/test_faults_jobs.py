@@ -143,6 +143,7 @@ def test_a_shard_that_is_rewritten_under_a_running_job(own: Workplace, whole: by
     assert len(whole) // 10 <= len(kept) < len(whole), "some rows were written before, and not all of them"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("call", ["write", "fsync"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_full_disk_stops_a_streamed_job_and_a_second_run_completes_it(

@@ -113,6 +113,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("width", "dtype"),
     [
@@ -162,6 +163,7 @@ ENCODERS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ENCODERS)
@@ -181,6 +183,7 @@ def test_the_bound_of_encoders_holds_and_is_near(family: str, attention: str, dt
         check_bound(find_encoding_footprint(spec, dtype, num_rows, row_len, on_cuda=False), peak_bytes, most_over)
 
 
+@pytest.mark.slow
 def test_a_cpu_without_16_bit_products_stays_within_the_bound() -> None:
     """oneDNN then sums them in float32 buffers; which instructions it may use it reads once a process."""
     test = f"{__file__}::test_the_bound_of_encoders_holds_and_is_near[llama-sdpa-torch.bfloat16]"

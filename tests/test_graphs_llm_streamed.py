@@ -78,6 +78,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("lends_nothing")
 @pytest.mark.parametrize(("homes", "num_slots", "extra"), CASES)
 def test_logits_are_those_of_resident_weights(

@@ -42,6 +42,7 @@ def references(family: str) -> Reference:
     return reference
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "family",
     [

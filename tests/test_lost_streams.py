@@ -42,6 +42,7 @@ def lose(way: str, numbers: tuple[int, ...]) -> None:
             os.dup2(screen, number)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("numbers", [(1,), (2,), (1, 2)], ids=["stdout", "stderr", "both"])
 @pytest.mark.parametrize("way", ["closed", "full", "without a reader", "a terminal that is gone"])
 def test_a_job_ends_as_if_it_were_seen(

@@ -123,6 +123,7 @@ QUANTIZED: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_weights_are_one_matrix_too(

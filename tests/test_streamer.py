@@ -67,6 +67,7 @@ def test_a_block_in_use_holds_its_own_bytes(
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("num_slots", [2, 3, 4])
 @pytest.mark.parametrize("kind", HOMES)
