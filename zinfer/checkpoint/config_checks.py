@@ -26,7 +26,7 @@ def read_config(path: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read, or is not an object.
     """
     try:
-        return parse_file(path, path.read_bytes(), "download it again", lenient=True)
+        return parse_file(path, path.read_bytes(), "download it again")
     except OSError as error:
         raise unreadable(path, error) from error
 
