@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -51,18 +52,12 @@ class Pool:
         """Cancel what has not begun, wait for what has, end the threads; may be called again."""
         with self._lock:
             self._is_closed = True
-        waiting: list[Future[Any]] = []
-        while not self._calls.empty():
-            try:
+        with suppress(queue.Empty):
+            while True:
                 item = self._calls.get_nowait()
-            except queue.Empty:  # a thread was faster
-                break
-            if item is not None:
-                waiting.append(item[0])
-        # One for all, each hands it on: where Ctrl-C struck, a thread may run that is not in the list.
-        self._calls.put(None)
-        for future in waiting:
-            future.cancel()
+                if item is not None:
+                    item[0].cancel()
+        self._calls.put(None)  # each thread hands it on
         for thread in self._threads:
             thread.join()
         self._threads.clear()

@@ -1,7 +1,7 @@
-"""Where slabs come from: one class a home, behind one contract.
+"""Where slabs are copied from: one class per home.
 
-A move consists of parts. `load` begins to bring a part within the device's reach, into a staging slot; `send` enqueues
-its copies into a device slot. The parts of a source that is not ``staged`` are within reach already and only sent.
+A transfer consists of parts. `load` starts to copy a part into a staging slot; `send` enqueues its copies into a device
+slot. A source that is not ``staged`` sends its parts without loading them.
 """
 
 from abc import ABC, abstractmethod
@@ -12,12 +12,11 @@ import torch
 
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, Tier
-from zinfer.offload.checksum import BlockChecksum
 from zinfer.offload.chunks import cut_chunks
 from zinfer.offload.host_memory import MOST_REGISTERED_BYTES, HostBuffer
 from zinfer.offload.staging import StagingBuffer
 from zinfer.offload.stream import CopyStream
-from zinfer.offload.tensor_checksums import BlockTap, TensorChecksums
+from zinfer.offload.tensor_checksums import BlockChecksum, BlockHash, BlockTap, TensorChecksums
 
 
 class Source(ABC):
@@ -28,9 +27,9 @@ class Source(ABC):
     """Whether the parts pass through staging slots."""
     num_parts: int
     wire_bytes: int
-    """Bytes that cross to the device in one move."""
+    """Bytes copied to the device in one transfer."""
     read_bytes: int = 0
-    """Bytes that one move needs from the disk, margins before them included."""
+    """Bytes that one transfer reads from the disk, alignment margins before them included."""
 
     @abstractmethod
     def load(self, part: int, staging: StagingBuffer) -> Sequence["Future[None]"]:
@@ -45,7 +44,7 @@ class DiskSource(Source):
     """Reads a block's extents in place from the checkpoint files, at most ``chunk_bytes`` a part.
 
     Args:
-        checksums: taken of what passes, on its first way.
+        checksums: filled by the first transfer.
     """
 
     tier = Tier.DISK
@@ -56,8 +55,9 @@ class DiskSource(Source):
     ) -> None:
         assert block.extents, f"block {block.name} has no bytes on disk"
         self._chunks = cut_chunks(block.extents, chunk_bytes)
-        self._checksum = BlockChecksum(block) if block.checksum is not None else None
-        self._tap = BlockTap(checksums, block.extents) if checksums is not None else None
+        self._hashes: list[BlockHash] = [BlockChecksum(block)] if block.checksum is not None else []
+        if checksums is not None:
+            self._hashes.append(BlockTap(checksums, block.extents))
         self._reader = reader
         self.num_parts = len(self._chunks)
         self.wire_bytes = sum(chunk.wire_bytes for chunk in self._chunks)
@@ -75,10 +75,9 @@ class DiskSource(Source):
         assert staging is not None
         placements = self._chunks[part].placements
         sources = [staging.tensor[piece.staging_offset : piece.staging_offset + piece.nbytes] for piece in placements]
-        if self._checksum is not None and not self._checksum.is_checked:
-            self._checksum.add(part, self.num_parts, sources)
-        if self._tap is not None and not self._tap.is_done:
-            self._tap.add(part, self.num_parts, sources)
+        for each in self._hashes:
+            if not each.is_done:
+                each.add(part, self.num_parts, sources)
         for piece, source in zip(placements, sources, strict=True):
             place = target[piece.slab_offset : piece.slab_offset + piece.slab_nbytes]
             if piece.dtype == piece.slab_dtype:
@@ -95,10 +94,10 @@ def _typed(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class HostSource(Source):
-    """A slab in host memory: copied as it lies, or by way of pinned staging slots when it is pageable.
+    """A slab in host memory: copied directly, or through pinned staging slots when it is pageable.
 
     Args:
-        part_bytes: size of a staging slot; None sends the slab as it lies.
+        part_bytes: size of a staging slot; None copies the slab directly.
     """
 
     tier = Tier.HOST

@@ -1,6 +1,11 @@
-"""Takes checksums of tensors when their bytes are first read from their files, so that nothing is read for it alone."""
+"""Checksums of blocks and tensors, taken when their bytes first pass on the way to the device.
 
+All are xxh3_128 (Collet, github.com/Cyan4973/xxHash).
+"""
+
+import errno
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -8,16 +13,17 @@ from typing import TypeAlias
 import torch
 import xxhash
 
-from zinfer.offload.block import Extent
+from zinfer.nvme.reader import DiskReadError
+from zinfer.offload.block import Block, Extent
 
 Place: TypeAlias = tuple[Path, int]
 """A file, and the byte at which a tensor begins in it."""
 
 
 class TensorChecksums:
-    """xxh3_128 (Collet, github.com/Cyan4973/xxHash) of each tensor of some files; any thread may ask and add.
+    """The checksum of each tensor of some files; safe to use from several threads.
 
-    They do not depend on how blocks are cut and where these have their homes, so that two loads can be compared.
+    They do not depend on the partition into blocks or on placement, so two loads of one model can be compared.
 
     Args:
         sizes_bytes: of the tensors.
@@ -52,8 +58,64 @@ class TensorChecksums:
         return xxhash.xxh3_128(b"".join(self._found[place] for place in places)).hexdigest()
 
 
-class BlockTap:
-    """Feeds `TensorChecksums` from the moves of one block, until one has brought the whole block.
+class BlockHash(ABC):
+    """Sees all bytes of a block once, in the file's order; a transfer that was cut short starts again with part 0."""
+
+    is_done = False
+    _next_part = 0
+
+    def add(self, part: int, num_parts: int, pieces: Sequence[torch.Tensor]) -> None:
+        """Take a part's bytes (uint8) into account. Raises DiskReadError: the block's checksum is another."""
+        if part == 0:
+            self._next_part = 0
+            self._begin()
+        if part != self._next_part:
+            return
+        for piece in pieces:
+            self._update(piece.cpu().numpy().data)
+        self._next_part += 1
+        if self._next_part == num_parts:
+            self._finish()
+            self.is_done = True
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Forget the parts so far."""
+
+    @abstractmethod
+    def _update(self, data: memoryview) -> None:
+        """Take the next bytes into account."""
+
+    def _finish(self) -> None:  # noqa: B027
+        """All bytes were seen."""
+
+
+class BlockChecksum(BlockHash):
+    """Compares a block's bytes with the checksum that was stored when they were written."""
+
+    def __init__(self, block: Block) -> None:
+        assert len({extent.file for extent in block.extents}) == 1, "a checksum is of one file"
+        self._block = block
+
+    def _begin(self) -> None:
+        self._hash = xxhash.xxh3_128()
+
+    def _update(self, data: memoryview) -> None:
+        self._hash.update(data)
+
+    def _finish(self) -> None:
+        found, expected = self._hash.hexdigest(), self._block.checksum
+        if found != expected:
+            extent = self._block.extents[0]
+            reason = (
+                f"block {self._block.name}: its bytes are not those that were written (xxh3_128 {found}, expected "
+                f"{expected}): the file is damaged; copy it again, or write the store again with zinfer quantize"
+            )
+            raise DiskReadError(errno.EIO, reason, extent.file, extent.offset)
+
+
+class BlockTap(BlockHash):
+    """Adds the checksums of a block's tensors to `TensorChecksums`.
 
     Args:
         extents: the block's.
@@ -65,28 +127,14 @@ class BlockTap:
         self._extents = sorted(
             (each for each in extents if each.nbytes), key=lambda each: (str(each.file), each.offset)
         )
-        self._next_part = 0
-        self._begin(0)
         self.is_done = not any(map(checksums.wants, self._extents))
 
-    def add(self, part: int, num_parts: int, pieces: Sequence[torch.Tensor]) -> None:
-        """Take a part's bytes (uint8) into account; a move that was cut short begins anew with part 0."""
-        if part == 0:
-            self._next_part = 0
-            self._begin(0)
-        if part != self._next_part:
-            return
-        for piece in pieces:
-            self._take(piece.cpu().numpy().data)
-        self._next_part += 1
-        self.is_done = self._next_part == num_parts
-
-    def _begin(self, index: int) -> None:
+    def _begin(self, index: int = 0) -> None:
         self._index = index
         self._left_bytes = self._extents[index].nbytes if index < len(self._extents) else 0
         self._hash = xxhash.xxh3_128()
 
-    def _take(self, data: memoryview) -> None:
+    def _update(self, data: memoryview) -> None:
         while data.nbytes:
             taken, data = data[: self._left_bytes], data[self._left_bytes :]
             self._hash.update(taken)

@@ -1,7 +1,5 @@
 """Threads that run calls, and end."""
 
-import threading
-
 import pytest
 
 from zinfer.nvme.pool import Pool
@@ -16,17 +14,3 @@ def test_calls_are_made_and_their_failures_told() -> None:
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit(lambda: 1)
-
-
-def test_a_thread_that_is_not_listed_keeps_no_close_waiting() -> None:
-    """As where Ctrl-C strikes between a thread's start and its listing."""
-    pool = Pool(3, "listed")
-    threads = list(pool._threads)
-    del pool._threads[1]
-    closing = threading.Thread(target=pool.close, daemon=True)
-    closing.start()
-    closing.join(10)
-    assert not closing.is_alive()
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
