@@ -4,7 +4,7 @@ A slab holds a block's tensors back to back, each at a multiple of 256 bytes, in
 that neighbours in the file stay neighbours in the slab and move in one copy.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -109,6 +109,11 @@ class SlabLayout:
     def views(self, buffer: torch.Tensor) -> dict[str, torch.nn.Parameter]:
         """Tensors by name over ``buffer`` (uint8, at least ``nbytes`` long), in the form that modules hold."""
         return {tensor.name: tensor.parameter(buffer) for tensor in self.tensors}
+
+    def fill(self, slab: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors, by name, to their places in ``slab`` (uint8)."""
+        for tensor in self.tensors:
+            tensor.view(slab).copy_(values[tensor.name])
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class _UnderWay:
     block: Block
     conversion: Conversion
     slot: Slot
-    move: Transfer | None
+    transfer: Transfer | None
     home: torch.Tensor
     ready: "Future[None] | None"
 
@@ -93,17 +93,18 @@ class Conversions:
         if not self._free:
             self._finish_oldest()
         slot = self._free.popleft()
-        move: Transfer | None = None
+        transfer: Transfer | None = None
         if conversion.extents:
             stored = Block(block.index, block.name, conversion.layout, conversion.extents, checksum=block.checksum)
             source = DiskSource(stored, self._reader, self._lane.slot_bytes, self._checksums)
-            move = Transfer(block.name, source, Target(slot.buffer, self._lane.stream, slot.reusable_after))
-        self._under_way.append(_UnderWay(block, conversion, slot, move, home, ready))
-        if move is None:
-            self._take(block, conversion, slot)
+            transfer = Transfer(block.name, source, Target(slot.buffer, self._lane.stream, slot.reusable_after))
+        self._under_way.append(_UnderWay(block, conversion, slot, transfer, home, ready))
+        if transfer is None:
+            assert self._take_tensors is not None, f"block {block.name} has bytes neither on disk nor in memory"
+            conversion.layout.fill(slot.buffer, self._take_tensors(block))
             return 0
-        self._lane.submit(move)
-        return move.source.wire_bytes
+        self._lane.submit(transfer)
+        return transfer.source.wire_bytes
 
     def finish(self) -> None:
         """Convert what is left, and give the slots back."""
@@ -117,19 +118,11 @@ class Conversions:
         nbytes = max(conversion.layout.nbytes for conversion in conversions)
         self._free.extend(Slot.allocate(nbytes, self._lane.stream) for _ in range(NUM_SLOTS))
 
-    def _take(self, block: Block, conversion: Conversion, slot: Slot) -> None:
-        assert self._take_tensors is not None, f"block {block.name} has bytes neither on disk nor in memory"
-        tensors = self._take_tensors(block)
-        for tensor in conversion.layout.tensors:
-            tensor.view(slot.buffer).copy_(tensors[tensor.name])
-
     def _finish_oldest(self) -> None:
         oldest = self._under_way.popleft()
-        if oldest.move is not None:
-            failure = oldest.move.failure()
-            if failure is not None:
-                raise failure
-            self._lane.stream.join(oldest.move.sent())
+        if oldest.transfer is not None:
+            oldest.transfer.raise_failure()
+            self._lane.stream.join(oldest.transfer.sent())
         stored = oldest.slot.buffer[: oldest.conversion.layout.nbytes]
         if oldest.ready is not None:
             oldest.ready.result()

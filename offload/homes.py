@@ -1,6 +1,5 @@
 """Fills and owns the slabs that have a home: resident ones on the device, host ones in memory of exact size."""
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -16,12 +15,10 @@ from zinfer.offload.conversions import Conversions, TakeTensors
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.slots import Slot
 from zinfer.offload.source import DiskSource, HostSource, Source
-from zinfer.offload.stream import CopyStream, HostStream
+from zinfer.offload.stream import HostStream, drain
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.transfer import Target, Transfer
 from zinfer.offload.transfer_lane import TransferLane
-
-log = logging.getLogger(__name__)
 
 _NUM_COPIERS: Final = 2  # one copies 6 GB/s at best, and half of that beside reads and touches; four are no faster
 
@@ -29,22 +26,22 @@ _NUM_COPIERS: Final = 2  # one copies 6 GB/s at best, and half of that beside re
 class Homes:
     """The homes of a model's blocks, filled when the constructor returns.
 
-    While the lanes read and place the bytes of one slab, this thread has the pages of the next ones touched, and
-    another one has those registered that are.
+    Three things overlap: the lanes fill one slab, this thread faults in the pages of the next ones, and a third thread
+    pins those already faulted in.
 
     Args:
         blocks: all blocks in the model's order.
         homes: the home of each, by index.
         reader: reads the checkpoint files, now and while streaming.
-        lanes: carry what is on disk, that of HOST into host slabs, that of DISK to the device.
-        take_tensors: where the bytes of blocks without extents come from.
-        checksums: taken of what is read from disk: now, of blocks that stay there when they first stream.
+        lanes: read from disk; that of HOST into host slabs, that of DISK to the device.
+        take_tensors: where the tensors of blocks without extents come from.
+        checksums: filled by what is read from disk; by blocks that stay there, when they first stream.
 
     ``sources`` has the streamed blocks' sources and ``resident`` the other blocks' tensors, by block index;
-    ``loaded_bytes`` and ``load_s`` tell what was read from disk to fill them and how long filling them took.
+    ``loaded_bytes`` were read from disk, in ``load_s`` seconds.
 
     Raises:
-        DiskReadError: and whatever else a read or a copy failed with; what was filled until then is given back.
+        DiskReadError: or whatever else a read or a copy failed with; all memory is freed then.
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class Homes:
         self._take_tensors = take_tensors
         self._slabs: list[HostBuffer] = []
         self._pinned: list[Future[None]] = []
-        self._moves: list[Transfer] = []
+        self._transfers: list[Transfer] = []
         self._checksums = checksums
         self._conversions = Conversions(blocks, lanes[Tier.DISK], reader, take_tensors, checksums=checksums)
         self.sources: dict[int, Source] = {}
@@ -75,14 +72,14 @@ class Homes:
             self._into_host = HostStream(copiers)
             try:
                 for block, home in zip(blocks, homes, strict=True):
-                    self._settle(block, home)
+                    self._place(block, home)
                     self._raise_early_failure()
                 self._wait()
             except BaseException:
                 for lane in lanes.values():
                     lane.close()
                 for lane in lanes.values():
-                    _drain(lane.stream)  # copies under way write into the slabs, and read staging
+                    drain(lane.stream)  # copies under way write into the slabs, and read staging
                 self._pins.close()
                 self.close()
                 raise
@@ -104,12 +101,12 @@ class Homes:
             slab.close()
         self._slabs.clear()
 
-    def _settle(self, block: Block, home: Home) -> None:
+    def _place(self, block: Block, home: Home) -> None:
         """Allocate a block's home and have it filled."""
         if home.tier is Tier.DISK:
             self.sources[block.index] = self._disk_source(block, Tier.DISK)
         elif home.tier is Tier.HOST:
-            self._settle_on_host(block, home)
+            self._place_on_host(block, home)
         else:
             slot = Slot.allocate(block.nbytes, self._stream)
             self.device_bytes += block.nbytes
@@ -120,7 +117,7 @@ class Homes:
             else:
                 self._convert(block, slot.buffer)
 
-    def _settle_on_host(self, block: Block, home: Home) -> None:
+    def _place_on_host(self, block: Block, home: Home) -> None:
         slab = HostBuffer(block.nbytes)
         self._slabs.append(slab)
         # As planned, also where a registration is refused: there is no staging slot then, and torch copies by itself.
@@ -137,14 +134,12 @@ class Homes:
     def _fill(self, block: Block, target: Target, tier: Tier) -> None:
         """Have the lane of a tier fill the target, or copy what came in memory."""
         if block.extents:
-            self._moves.append(Transfer(block.name, self._disk_source(block, tier), target))
-            self._lanes[tier].submit(self._moves[-1])
-            self.loaded_bytes += self._moves[-1].source.wire_bytes
+            self._transfers.append(Transfer(block.name, self._disk_source(block, tier), target))
+            self._lanes[tier].submit(self._transfers[-1])
+            self.loaded_bytes += self._transfers[-1].source.wire_bytes
             return
         assert self._take_tensors is not None, f"block {block.name} has bytes neither on disk nor in memory"
-        tensors = self._take_tensors(block)
-        for tensor in block.layout.tensors:
-            tensor.view(target.memory).copy_(tensors[tensor.name])
+        block.layout.fill(target.memory, self._take_tensors(block))
 
     def _convert(self, block: Block, home: torch.Tensor, ready: "Future[None] | None" = None) -> None:
         assert block.conversion is not None
@@ -155,29 +150,14 @@ class Homes:
         return DiskSource(block, self._reader, self._lanes[tier].slot_bytes, self._checksums)
 
     def _raise_early_failure(self) -> None:
-        while self._moves and self._moves[0].is_over:
-            self._raise_failure(self._moves.pop(0))
+        while self._transfers and self._transfers[0].is_over:
+            self._transfers.pop(0).raise_failure()
 
     def _wait(self) -> None:
         self._conversions.finish()
-        while self._moves:
-            self._raise_failure(self._moves.pop(0))
+        while self._transfers:
+            self._transfers.pop(0).raise_failure()
         for pinned in self._pinned:
             pinned.result()
         self._stream.mark().synchronize()
         self._stream.mark_compute().synchronize()  # conversions write slabs by the compute stream
-
-    @staticmethod
-    def _raise_failure(move: Transfer) -> None:
-        failure = move.failure()
-        if failure is not None:
-            raise failure
-
-
-def _drain(stream: CopyStream) -> None:
-    """Wait for a stream's copies on the way out of a failure, which a failing device must not hide."""
-    try:
-        stream.mark().synchronize()
-        stream.mark_compute().synchronize()
-    except RuntimeError as error:
-        log.warning("the device failed while the copies of a failed load were waited for: %s", error)

@@ -5,6 +5,7 @@ events hold nothing back.
 """
 
 import ctypes
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,6 +17,8 @@ import torch
 
 from zinfer.nvme.aligned import align_up
 from zinfer.nvme.pool import Pool
+
+log = logging.getLogger(__name__)
 
 _LEAST_SHARED_BYTES: Final = 4 << 20  # a millisecond of one thread: handing over less costs more than it saves
 _YIELD_BYTES: Final = 256 << 20  # some 5 ms of a link; yielding costs it a few microseconds
@@ -277,6 +280,15 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     rows = max(1, _YIELD_BYTES * len(tensor) // tensor.nbytes)
     yield from torch.split(tensor, rows)
+
+
+def drain(stream: CopyStream) -> None:
+    """Wait for copies and compute on the way out of a failure, which a failing device must not hide."""
+    try:
+        stream.mark().synchronize()
+        stream.mark_compute().synchronize()
+    except RuntimeError as error:
+        log.warning("the device failed while its copies were waited for: %s", error)
 
 
 def open_stream(device: torch.device) -> CopyStream:

@@ -36,12 +36,12 @@ class Transfer:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it is under way any more."""
+        """Whether it has ended, well or not."""
         return self._over.is_set()
 
     @property
     def has_failed(self) -> bool:
-        """Whether a part has failed so far; nothing more of it need be moved."""
+        """Whether a part has failed so far; the rest is not copied."""
         return self._failure is not None
 
     def fail(self, failure: BaseException) -> None:
@@ -49,7 +49,7 @@ class Transfer:
         self._failure = self._failure or failure
 
     def finish(self, sent: Event | None, at_s: float) -> None:
-        """Let the waiter go on: nothing of the move writes to the target after ``sent``; None if there is no event."""
+        """Wake the waiter: nothing writes to the target after ``sent``; None if the device could not record it."""
         self._sent, self.finished_at_s = sent, at_s
         self._over.set()
 
@@ -62,11 +62,17 @@ class Transfer:
         self.wait()
         return self._failure
 
+    def raise_failure(self) -> None:
+        """Wait until it is over; raise what it failed with."""
+        failure = self.failure()
+        if failure is not None:
+            raise failure
+
     def sent(self) -> Event:
-        """The event after which the target is full, of a move that did not fail."""
+        """The event after which the target is full, of a transfer that did not fail."""
         assert self._sent is not None
         return self._sent
 
     def last_write(self) -> Event | None:
-        """Of a move that is over, failed or not: the event after which it no longer writes to the target."""
+        """Once it is over, failed or not: the event after which it no longer writes to the target."""
         return self._sent

@@ -67,7 +67,7 @@ def moved(engine: zinfer.InferenceEngine) -> tuple[int, int]:
     assert engine._runtime is not None
     assert engine._runtime._streamer is not None
     for use in engine._runtime._streamer._moving.values():
-        use.move.wait()
+        use.transfer.wait()
     stats = engine.stats()
     return stats.bytes_to_device, stats.bytes_read_disk
 

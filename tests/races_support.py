@@ -249,8 +249,8 @@ def compute_last(engine: zinfer.InferenceEngine) -> None:
         assert engine._runtime is not None
         assert engine._runtime._streamer is not None
         for use in list(engine._runtime._streamer._moving.values()):
-            if use.move.failure() is None:
-                use.move.sent().synchronize()
+            if use.transfer.failure() is None:
+                use.transfer.sent().synchronize()
 
     for layer in engine.module.model.layers:
         layer.mlp.register_forward_pre_hook(wait)

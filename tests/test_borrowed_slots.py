@@ -58,7 +58,7 @@ def test_whatever_is_borrowed_and_given_back_a_block_in_use_holds_its_own_bytes(
             for block in order:
                 use(streamer, block, contents, compute_s=0)
             assert streamer.num_passing == max(len(blocks) - num_loans * count, 0)
-            streamer.give_back()
+            streamer.remove_cache_slots()
             for memory in memories:
                 memory.fill_(SPOILT)
         for block in blocks:
@@ -78,7 +78,7 @@ def test_blocks_that_stay_are_moved_once(file: Path, device: str, num_borrowed: 
             for block in blocks:
                 use(streamer, block, contents, compute_s=0)
         for ahead in list(streamer._moving.values()):
-            ahead.move.wait()
+            ahead.transfer.wait()
         num_passing = max(5 - num_borrowed, 0)
         num_moves = 5 - num_passing + 4 * num_passing
         assert streamer.bytes_arrived()[0] == num_moves * streamer._sources[0].wire_bytes
@@ -106,7 +106,7 @@ def test_a_pass_that_is_cut_short_leaves_blocks_where_they_stay(file: Path, devi
         cached = set(streamer._cached)
         for block in blocks[:2]:
             streamer.wait(block)
-        streamer.settle()
+        streamer.release_all()
         assert not streamer.held()
         assert set(streamer._cached) == cached
         for block in blocks:

@@ -11,19 +11,10 @@ import torch
 from checkpoints import tiny_checkpoint
 from engines import config_for, engine_for
 from faults_support import Fault, Holdings, failure_of, logits_of
-from threads import within
 
 import zinfer
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.reader import DiskReadError, Reader
-from zinfer.offload.block import Block, Extent, SlabLayout
-from zinfer.offload.host_memory import HostBuffer
-from zinfer.offload.source import DiskSource
-from zinfer.offload.staging import StagingRing
-from zinfer.offload.stream import HostStream
-from zinfer.offload.trace import Trace
-from zinfer.offload.transfer import Target, Transfer
-from zinfer.offload.transfer_lane import TransferLane
 
 PAGE = 4096
 BEYOND_CALENDARS_NS = 10**12 * 10**9  # the year 33658; file systems with 64-bit times hold it
@@ -137,29 +128,4 @@ def test_a_file_dated_beyond_calendars_is_an_error_and_no_hang(file: Path, monke
         assert isinstance(error, DiskReadError)
         assert "has changed since" in str(error)
     finally:
-        reader.close()
-
-
-class FullTrace(Trace):
-    """Cannot take a slice in."""
-
-    def add(self, lane: str, name: str, begin_s: float, end_s: float) -> None:
-        raise MemoryError("no room for another slice")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_lane_that_cannot_note_what_it_did(file: Path) -> None:
-    """Its thread has no room for a slice: the move fails or goes on, and its waiter learns which."""
-    layout = SlabLayout.pack([("weight", torch.uint8, (PAGE,))])
-    block = Block(0, "block", layout, (Extent(file, 0, PAGE, torch.uint8, 0, torch.uint8),))
-    ring, reader, stream = StagingRing(), Reader(num_threads=1), HostStream()
-    ring.add(HostBuffer(2 * PAGE))
-    lane = TransferLane("disk", stream, ring, FullTrace())
-    move = Transfer("block", DiskSource(block, reader, 2 * PAGE), Target(torch.zeros(PAGE, dtype=torch.uint8), stream))
-    try:
-        lane.submit(move)
-        answer = within(3, lambda: (move.failure(),))
-        assert answer is not None, "it hangs"
-    finally:
-        lane.close()
         reader.close()

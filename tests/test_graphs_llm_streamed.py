@@ -172,16 +172,16 @@ def test_a_call_that_fails_in_a_replay(
         assert streamer is not None
         for _ in range(2):
             llm.generate(by_ids(prompts[:1]), GREEDY)
-        plain, num_waits = streamer.place, 0
+        plain, num_waits = streamer.slot_of, 0
 
-        def place(block: Any) -> Any:
+        def slot_of(block: Any) -> Any:
             nonlocal num_waits
             num_waits += 1
             if num_waits == 8:
                 raise KeyboardInterrupt
             return plain(block)
 
-        monkeypatch.setattr(streamer, "place", place)
+        monkeypatch.setattr(streamer, "slot_of", slot_of)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(by_ids(prompts[:1]), GREEDY)
         assert [each.token_ids for each in llm.generate(by_ids(prompts), GREEDY)] == alone

@@ -252,16 +252,16 @@ def test_a_replay_that_is_cut_short(
 ) -> None:
     with opened(folder, HOST, device) as engine:
         wanted = [logits_of(engine, ids) for _ in range(CALLS)][-1]
-        replayed, plain, num_waits = engine.graphs.replayed, Streamer.place, 0
+        replayed, plain, num_waits = engine.graphs.replayed, Streamer.slot_of, 0
 
-        def place(self: Streamer, block: Any) -> Any:
+        def slot_of(self: Streamer, block: Any) -> Any:
             nonlocal num_waits
             num_waits += 1
             if num_waits == NUM_LAYERS + 3:
                 raise error("in the middle of the second pass")
             return plain(self, block)
 
-        monkeypatch.setattr(Streamer, "place", place)
+        monkeypatch.setattr(Streamer, "slot_of", slot_of)
         with pytest.raises(error):
             logits_of(engine, ids)
         assert engine._runtime is not None

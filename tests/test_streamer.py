@@ -80,8 +80,8 @@ def test_every_pass_moves_every_block_once(file: Path, device: str, num_blocks: 
             for block in blocks:
                 use(streamer, block, contents, compute_s=0)
         for ahead in list(streamer._moving.values()):
-            ahead.move.wait()
-            ahead.move.sent().synchronize()
+            ahead.transfer.wait()
+            ahead.transfer.sent().synchronize()
         sources = streamer._sources.values()
         wire_bytes, read_bytes = sum(each.wire_bytes for each in sources), sum(each.read_bytes for each in sources)
         # Not what was moved ahead for the next pass.
@@ -99,7 +99,7 @@ def test_held_blocks_of_an_aborted_pass_are_let_go(file: Path, device: str) -> N
         streamer.wait(blocks[1])
         with pytest.raises(RuntimeError, match=r"all 2 device slots are in use at once; raise zinfer\.num_slots"):
             streamer.wait(blocks[3])
-        streamer.settle()
+        streamer.release_all()
         for block in blocks:
             use(streamer, block, contents, compute_s=0)
 
@@ -127,7 +127,7 @@ def test_a_file_that_changes_is_seen_and_the_streamer_goes_on_once_it_is_mended(
             opened.seek(end)
             opened.write(contents[end:])
         os.utime(short, ns=(found.st_atime_ns, found.st_mtime_ns))
-        streamer.settle()
+        streamer.release_all()
         for block in blocks:
             use(streamer, block, contents, compute_s=0)
 

@@ -112,7 +112,7 @@ class StreamingHooks:
             self._copies.clear()
             for block in self._streamer.held():
                 self._unbind(self._blocks[block.index])
-            self._streamer.settle()
+            self._streamer.release_all()
 
     def remove(self) -> None:
         """Take the hooks off and leave every parameter absent; the slabs may be freed after."""

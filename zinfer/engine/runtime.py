@@ -171,7 +171,7 @@ class Runtime:
     def give_back(self) -> None:
         """Use no borrowed memory any more; compute that follows may write to it. Between passes."""
         if self._streamer is not None:
-            self._streamer.give_back()
+            self._streamer.remove_cache_slots()
 
     def _slots_in(self, memory: Sequence[torch.Tensor]) -> list[Slot]:
         stream = self._lanes[Tier.HOST].stream

@@ -103,13 +103,13 @@ class GraphSplits:
             raise CannotCapture(f"the streamed block {site.block.name} lies within {self._entered.block.name}")
         capture.steps.append(capture.end())
         self._entered = site
-        site.bind(streamer.places(site.block)[0].views(site.block.layout))
+        site.bind(streamer.possible_slots(site.block)[0].views(site.block.layout))
         if capture.inside is not None:
             capture.inside.begin()
         capture.begin()
 
     def _leave(self, site: "_Site", capture: Capture, streamer: Streamer, taken: Any, given: Any) -> None:
-        first, *others = streamer.places(site.block)
+        first, *others = streamer.possible_slots(site.block)
         pieces = {first.address: capture.end()}
         if capture.inside is not None and capture.inside.end(given):
             raise CannotCapture(f"something keeps what the streamed block {site.block.name} computes inside")
@@ -148,7 +148,7 @@ class _Stop:
 
     def __call__(self) -> None:
         self.streamer.wait(self.block)
-        self.pieces[self.streamer.place(self.block).address]()
+        self.pieces[self.streamer.slot_of(self.block).address]()
         self.streamer.release(self.block)
 
 

@@ -4,13 +4,11 @@ Two slabs in host memory take turns. What is stored as it is read goes into them
 through two slots on the device first. Both kinds go through separately, so that none waits for a slab of the other.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -25,12 +23,10 @@ from zinfer.offload.conversions import Conversions, conversion_bytes
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.source import DiskSource
 from zinfer.offload.staging import StagingRing
-from zinfer.offload.stream import HostStream, open_stream
+from zinfer.offload.stream import HostStream, drain, open_stream
 from zinfer.offload.transfer import Target, Transfer
 from zinfer.offload.transfer_lane import TransferLane
 from zinfer.units import human_bytes
-
-log = logging.getLogger(__name__)
 
 _NUM_SLABS: Final = 2
 # As plans have it: 256 MiB outlast any hiccup of a disk that gives 4 GB/s.
@@ -113,7 +109,7 @@ class Assembly:
             self._slabs = owned.enter_context(closing(_Slabs()))
             # On the way out the lane ends first: what waits in the writer's thread for it is let go then.
             self._writer = owned.enter_context(closing(Pool(1, "zinfer-write")))
-            owned.callback(self._drain)
+            owned.callback(drain, self._stream)  # copies from and to memory that is about to be freed
             self._lane = owned.enter_context(closing(TransferLane("disk", self._stream, staging)))
             self._owned = owned.pop_all()
 
@@ -147,9 +143,9 @@ class Assembly:
             memory, reusable_after, written = self._slabs.take()
             reusable_after.result()
             source = DiskSource(block, self._reader, self._lane.slot_bytes)
-            move = Transfer(block.name, source, Target(memory.tensor, HostStream()))
-            self._lane.submit(move)
-            self._hand_over(block, memory, written, partial(_arrive, move))
+            transfer = Transfer(block.name, source, Target(memory.tensor, HostStream()))
+            self._lane.submit(transfer)
+            self._hand_over(block, memory, written, transfer.raise_failure)
 
     def _convert(self, blocks: Sequence[Block]) -> None:
         places: dict[int, tuple[HostBuffer, Future[None]]] = {}
@@ -175,17 +171,3 @@ class Assembly:
                 written.set_result(None)
 
         self._writer.submit(write)
-
-    def _drain(self) -> None:
-        """Wait for copies from and to memory that is about to be freed."""
-        try:
-            self._stream.mark().synchronize()
-            self._stream.mark_compute().synchronize()
-        except RuntimeError as error:  # on the way out of a failure, which it must not hide
-            log.warning("the device failed while its copies were waited for: %s", error)
-
-
-def _arrive(move: Transfer) -> None:
-    failure = move.failure()
-    if failure is not None:
-        raise failure

@@ -4,7 +4,7 @@ They are no checkpoint, so a later start could not tell whose they were.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
@@ -17,7 +17,7 @@ from zinfer.config import Settings
 from zinfer.model.partition import ModelBlock
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchError, ScratchFile
-from zinfer.offload.block import Extent, SlabLayout
+from zinfer.offload.block import Extent
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.probe.limits import choose_device
 from zinfer.quantization.slab_matrix import SlabMatrix
@@ -97,19 +97,14 @@ def _slabs(blocks: Sequence[ModelBlock], device: torch.device, num_bytes: int) -
     for block in blocks:
         weights, conversion, nbytes = _weights_of(block), block.block.conversion, block.block.nbytes
         if conversion is None:
-            _fill(slab.tensor, block.block.layout, weights)
+            block.block.layout.fill(slab.tensor, weights)
         else:
             source = torch.empty(conversion.layout.nbytes, dtype=torch.uint8, device=device)
-            _fill(source, conversion.layout, weights)
+            conversion.layout.fill(source, weights)
             made = torch.empty(nbytes, dtype=torch.uint8, device=device)
             conversion.convert(source, made)
             slab.tensor[:nbytes].copy_(made)
         yield slab.memory
-
-
-def _fill(slab: torch.Tensor, layout: SlabLayout, weights: Mapping[str, torch.Tensor]) -> None:
-    for tensor in layout.tensors:
-        tensor.view(slab).copy_(weights[tensor.name])
 
 
 def _weights_of(block: ModelBlock) -> dict[str, torch.Tensor]:
