@@ -1,8 +1,4 @@
-"""What a reader asks of whatever moves its bytes: the contract of a backend.
-
-A backend starts requests and gives futures of byte counts. It knows nothing of splitting, of how many bytes ought to
-be there, of files that change, or of counters: those are the reader's.
-"""
+"""The contract of a backend, which reads for a `Reader`: it starts requests and returns futures of byte counts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -42,10 +38,9 @@ class OpenFile(ABC):
         """Start filling ``buffer`` from ``offset`` (bytes) on and return at once; called by any thread.
 
         The future gives the bytes read: all of ``buffer``, fewer only where the file ends. It raises OSError when the
-        disk fails, and is cancelled when the backend was closed before the request began. Once it is done nothing
-        writes to the buffer any more; until then the backend keeps the buffer alive. Offset and length are multiples
-        of 4096, and so is the address of host memory. What is enqueued on a device stream and still uses device memory
-        is the caller's to wait for.
+        disk fails, and is cancelled when the backend was closed before the request began. Until it is done the backend
+        keeps the buffer alive; afterwards nothing writes to it. Offset and length are multiples of 4096, and so is the
+        address of host memory. The caller waits for device streams that still use the buffer.
 
         Raises:
             RuntimeError: the backend is closed.
@@ -59,8 +54,6 @@ class OpenFile(ABC):
 class Backend(ABC):
     """Moves bytes from files to buffers."""
 
-    name: ClassVar[str]
-    """For messages."""
     reads_device_memory: ClassVar[bool]
     """Whether a `DeviceBuffer` may be filled, not only host memory."""
 

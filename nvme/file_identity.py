@@ -1,4 +1,4 @@
-"""Which file a path stood for, and in which state, so that a file that changes under a reader is noticed.
+"""Identifies a file and its state, so that a file that changes while it is read is noticed.
 
 A write, a truncation and a replacement all show in ``stat``; only a write that keeps the size and then sets the old
 modification time back does not.
@@ -8,15 +8,11 @@ import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
-
-# Of the year 9999; the times of a damaged inode may lie beyond what a date can say.
-_CALENDAR_END_NS: Final = 253_402_300_800 * 10**9
 
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """What ``stat`` says of a file; equal for two moments between which nobody touched its bytes."""
+    """What ``stat`` returns for a file; equal as long as its bytes are unchanged."""
 
     device: int
     inode: int
@@ -25,10 +21,10 @@ class FileIdentity:
 
     @classmethod
     def of(cls, path: Path) -> "FileIdentity":
-        """The file that ``path`` stands for now, links followed.
+        """The file at ``path``, links followed.
 
         Raises:
-            OSError: there is none, or it cannot be looked at.
+            OSError: there is none, or `stat` fails.
         """
         return cls.from_stat(os.stat(path))
 
@@ -39,19 +35,13 @@ class FileIdentity:
 
     @property
     def written_at(self) -> str:
-        """The moment of the last write, in UTC to the millisecond, for people."""
-        return _moment(self.mtime_ns)
+        """When the file was last written, in UTC to the millisecond, for messages."""
+        return datetime.fromtimestamp(self.mtime_ns / 1e9, UTC).isoformat(timespec="milliseconds")
 
     def difference(self, now: "FileIdentity") -> str:
-        """In what a later identity of the same path differs, for people."""
+        """How a later identity of the same path differs, for messages."""
         if now.num_bytes != self.num_bytes:
             return f"{self.num_bytes} bytes then, {now.num_bytes} now"
         if (now.device, now.inode) != (self.device, self.inode):
             return "another file stands in its place"
         return f"last written at {self.written_at} then, at {now.written_at} now"
-
-
-def _moment(time_ns: int) -> str:
-    if not 0 <= time_ns < _CALENDAR_END_NS:
-        return f"{time_ns / 1e9:.3f} s after 1970"
-    return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(timespec="milliseconds")

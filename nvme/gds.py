@@ -1,8 +1,7 @@
 """GPUDirect Storage: reads from the disk straight into device memory, by NVIDIA's cuFile and the ``kvikio`` package.
 
-An optional extra (``pip install 'zinfer[gds]'``). Host memory goes the way of the reference backend, because kvikio
-reads into it through the page cache. Refuses to stand for GPUDirect Storage where kvikio would only imitate it with
-copies through host memory: `choose_backend` takes threads then, and says why.
+An optional extra (``pip install 'zinfer[gds]'``). Host memory is read by `ThreadsBackend`, because kvikio would read it
+through the page cache. Where kvikio would only imitate GPUDirect Storage, `choose_backend` takes threads and logs why.
 """
 
 import errno
@@ -13,17 +12,13 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 from zinfer.nvme.backend import Backend, Buffer, DeviceBuffer, OpenFile
 from zinfer.nvme.pool import Pool
 from zinfer.nvme.threads import ThreadsBackend, ThreadsFile
 
 log = logging.getLogger(__name__)
-
-_INSTALL: Final = "pip install 'zinfer[gds]'"
-_LOAD_DRIVER: Final = "load NVIDIA's driver with `modprobe nvidia-fs`"
-_LEAVE_COMPATIBILITY: Final = "install libcufile, make /run/udev readable and leave KVIKIO_COMPAT_MODE unset"
 
 
 class GdsUnavailable(RuntimeError):
@@ -35,19 +30,17 @@ class GdsBackend(Backend):
 
     Args:
         num_threads: requests under way at once. kvikio's own pool, which the whole process shares, is set to as many.
-        direct: for host memory, as `ThreadsBackend` takes it.
 
     Raises:
         GdsUnavailable: kvikio or the driver is missing.
     """
 
-    name = "GPUDirect Storage"
     reads_device_memory = True
 
-    def __init__(self, *, num_threads: int, direct: bool = True) -> None:
+    def __init__(self, *, num_threads: int) -> None:
         self._kvikio = _load_kvikio()
         self._kvikio.defaults.set({"num_threads": num_threads})
-        self._host = ThreadsBackend(num_threads=num_threads, direct=direct)
+        self._host = ThreadsBackend(num_threads=num_threads)
         self._waiters = Pool(num_threads, "zinfer-gds")
 
     def open(self, path: Path) -> "GdsFile":
@@ -96,14 +89,14 @@ class GdsFile(OpenFile):
             raise _disk_error(error) from error
 
 
-def choose_backend(use_gds: bool, *, num_threads: int, direct: bool = True) -> Backend:
+def choose_backend(use_gds: bool, *, num_threads: int) -> Backend:
     """The backend for a configuration's ``aio.use_gds``; threads, with a warning, where it cannot be had."""
     if use_gds:
         try:
-            return GdsBackend(num_threads=num_threads, direct=direct)
+            return GdsBackend(num_threads=num_threads)
         except GdsUnavailable as reason:
             log.warning("GPUDirect Storage is not used, blocks are read by way of host memory: %s", reason)
-    return ThreadsBackend(num_threads=num_threads, direct=direct)
+    return ThreadsBackend(num_threads=num_threads)
 
 
 def _load_kvikio() -> ModuleType:
@@ -113,11 +106,12 @@ def _load_kvikio() -> ModuleType:
         defaults = importlib.import_module("kvikio.defaults")
         driver = importlib.import_module("kvikio.cufile_driver")
     except (ImportError, OSError, RuntimeError) as error:  # also a library that kvikio cannot load
-        raise GdsUnavailable(f"kvikio cannot be imported ({error}); {_INSTALL}") from error
+        raise GdsUnavailable(f"kvikio cannot be imported ({error}); pip install 'zinfer[gds]'") from error
     if defaults.is_compat_mode_preferred():
-        raise GdsUnavailable(f"kvikio does not use cuFile here; {_LEAVE_COMPATIBILITY}")
+        remedy = "install libcufile, make /run/udev readable and leave KVIKIO_COMPAT_MODE unset"
+        raise GdsUnavailable(f"kvikio does not use cuFile here; {remedy}")
     if not driver.get("is_gds_available"):
-        raise GdsUnavailable(f"the nvidia-fs driver is not loaded; {_LOAD_DRIVER}")
+        raise GdsUnavailable("the nvidia-fs driver is not loaded; load NVIDIA's driver with `modprobe nvidia-fs`")
     return kvikio
 
 

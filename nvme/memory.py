@@ -25,10 +25,11 @@ def map_memory(nbytes: int) -> mmap.mmap:
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError as error:  # a kernel built without them
-        _say_once(f"no huge pages for host memory ({error.strerror}): loading and disk reads will be slower")
+        warn_once(f"no huge pages for host memory ({error.strerror}): loading and disk reads will be slower")
     return memory
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Log a warning the first time it is given."""
     log.warning(text)

@@ -1,8 +1,7 @@
-"""Reads byte ranges of files into callers' buffers, in blocks that a backend moves several at a time.
+"""Reads byte ranges of files into callers' buffers, in blocks that a backend reads several at a time.
 
-Launch and wait are two things: ``read_async`` returns a future, ``read`` is one line over it. Refuses unaligned
-ranges: the caller reads the covering range (``nvme.aligned``) and takes its bytes from inside. Refuses files that have
-changed since they were opened: their bytes belong to another state than the offsets do.
+Ranges must be aligned: read the covering range (``nvme.aligned``) and take the bytes from inside. A file that has
+changed since it was opened is refused, because offsets learned before no longer fit it.
 """
 
 import ctypes
@@ -58,13 +57,13 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Source:
-    """A file that stays open until the reader closes, and what it was when its offsets were learned."""
+    """A file, open until the reader closes, and its identity when its offsets were learned."""
 
     file: OpenFile
     identity: FileIdentity
 
     def change(self, offset: int) -> DiskReadError | None:
-        """Why the bytes at ``offset`` cannot be trusted: the path stands for another file or state by now."""
+        """The error to raise if the path now stands for another file or another state of it."""
         path = self.file.path
         try:
             now = FileIdentity.of(path)
@@ -90,13 +89,11 @@ class Reader:
     """Fills buffers from files, several blocks at a time.
 
     Args:
-        num_threads: blocks under way at once.
-        direct: read past the page cache. This and ``num_threads`` are for the `ThreadsBackend` that is made when no
-            backend is given.
+        num_threads: blocks under way at once, of the `ThreadsBackend` that is made when no backend is given.
         block_bytes: the size of one request to the backend; longer ranges are split. A multiple of 4096.
-        backend: what moves the bytes; the reader takes it over and closes it.
-        expected: what the files were when whoever knows their offsets looked at them. A file that is not listed is
-            taken as it is when its first read begins.
+        backend: what reads; the reader owns and closes it.
+        expected: what the files were when their offsets were learned. Other files are taken as they are at their first
+            read.
     """
 
     def __init__(
@@ -104,14 +101,13 @@ class Reader:
         *,
         num_threads: int = DEFAULT_NUM_THREADS,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
-        direct: bool = True,
         backend: Backend | None = None,
         expected: Mapping[Path, FileIdentity] | None = None,
     ) -> None:
         if block_bytes < ALIGNMENT_BYTES or block_bytes % ALIGNMENT_BYTES:
             raise ValueError(f"block_bytes must be a positive multiple of {ALIGNMENT_BYTES}, not {block_bytes}")
         self.block_bytes = block_bytes
-        self.backend = backend or ThreadsBackend(num_threads=num_threads, direct=direct)
+        self.backend = backend or ThreadsBackend(num_threads=num_threads)
         self._expected = dict(expected or {})
         self._sources: dict[Path, _Source] = {}
         self._lock = threading.Lock()
@@ -138,7 +134,7 @@ class Reader:
             required: how many leading bytes must exist; the aligned range may reach past the end of the file.
 
         The future raises DiskReadError when the file cannot be opened or read, ends before ``required`` bytes, has
-        changed since it was opened (ESTALE) or is gone (ENOENT); whatever else ends a request reaches it as it is.
+        changed since it was opened (ESTALE) or is gone (ENOENT); any other failure is raised unchanged.
         """
         _check_aligned(path, offset, buffer)
         chunks = list(self._split(buffer, offset, buffer.nbytes if required is None else required))
@@ -155,7 +151,7 @@ class Reader:
             except RuntimeError as error:  # closed in between; what has begun may still write to the buffer
                 request.tick(error)
             else:
-                task.add_done_callback(partial(self._settle, request, chunk))
+                task.add_done_callback(partial(self._finish_chunk, request, chunk))
         return request.future
 
     def read(self, path: Path, offset: int, buffer: Buffer, required: int | None = None) -> None:
@@ -196,7 +192,7 @@ class Reader:
             raise DiskReadError.of(error, path, offset) from error
         raise _changed(identity, now, path, offset)
 
-    def _settle(self, request: "_Request", chunk: _Chunk, task: "Future[int]") -> None:
+    def _finish_chunk(self, request: "_Request", chunk: _Chunk, task: "Future[int]") -> None:
         """Count what a block delivered, and tell its request how it ended."""
         if task.cancelled():
             request.tick(RuntimeError("the reader was closed before the read began"))
@@ -223,7 +219,7 @@ class _Request:
         self._lock = threading.Lock()
 
     def tick(self, failure: BaseException | None) -> None:
-        """One block is over. The last one looks whether the file is still the one that was opened."""
+        """One block is over. The last one checks that the file is still the one that was opened."""
         with self._lock:
             self._failure = self._failure or failure
             self._left -= 1
@@ -232,7 +228,7 @@ class _Request:
         try:
             if self._failure is None or isinstance(self._failure, DiskReadError):
                 self._failure = self.source.change(self._offset) or self._failure
-        except BaseException as failure:  # whatever it is: a request that never ends hangs its waiter
+        except BaseException as failure:  # or its waiter would hang
             self._failure = failure
         _end(self.future, self._failure)
 

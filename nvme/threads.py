@@ -23,44 +23,38 @@ class ThreadsBackend(Backend):
 
     Args:
         num_threads: requests under way at once.
-        direct: open with ``O_DIRECT``. Where a file system refuses it the file is read through the page cache instead,
-            which is logged once per backend and shows in the file's ``direct``.
+
+    Where a file system refuses ``O_DIRECT`` the file is read through the page cache instead, which is logged once per
+    backend and shows in the file's ``direct``.
     """
 
-    name = "preadv threads"
     reads_device_memory = False
 
-    def __init__(self, *, num_threads: int, direct: bool = True) -> None:
+    def __init__(self, *, num_threads: int) -> None:
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, not {num_threads}")
-        self.num_threads = num_threads
-        self._direct = direct
         self._pool = Pool(num_threads, "zinfer-read")
-        self._lock = threading.Lock()
-        self._refusal_said = False
+        self._has_warned = False
 
     def open(self, path: Path) -> "ThreadsFile":
-        if self._direct:
-            try:
-                return ThreadsFile(self, path, os.open(path, _READ_ONLY | os.O_DIRECT), direct=True)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.say_refused(path)
+        try:
+            return ThreadsFile(self, path, os.open(path, _READ_ONLY | os.O_DIRECT), direct=True)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        self.warn_buffered(path)
         return ThreadsFile(self, path, os.open(path, _READ_ONLY), direct=False)
 
     def submit(self, file: "ThreadsFile", buffer: memoryview, offset: int) -> "Future[int]":
         """Have a thread of the pool fill the buffer."""
         return self._pool.submit(partial(file.fill, buffer, offset))
 
-    def say_refused(self, path: Path) -> None:
+    def warn_buffered(self, path: Path) -> None:
         """Warn, the first time that direct I/O is refused."""
-        with self._lock:
-            if self._refusal_said:
-                return
-            self._refusal_said = True
-        remedy = "a local ext4 or xfs disk avoids that"
-        log.warning("%s: the file system refuses direct I/O; reading through the page cache instead; %s", path, remedy)
+        if not self._has_warned:
+            self._has_warned = True
+            refusal = "the file system refuses direct I/O; reading through the page cache instead"
+            log.warning("%s: %s; a local ext4 or xfs disk avoids that", path, refusal)
 
     def close(self) -> None:
         self._pool.close()
@@ -110,7 +104,7 @@ class ThreadsFile(OpenFile):
         with self._lock:
             if not self._direct:
                 return
-            self._backend.say_refused(self.path)
+            self._backend.warn_buffered(self.path)
             plain = os.open(self.path, _READ_ONLY)
             # dup2 keeps the number valid for threads that are about to read from it.
             os.dup2(plain, self._fd, inheritable=False)

@@ -6,7 +6,6 @@ two of them.
 """
 
 import ctypes
-import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Final
 import torch
 
 from zinfer.nvme.aligned import ALIGNMENT_BYTES, align_up
-from zinfer.nvme.memory import map_memory
+from zinfer.nvme.memory import map_memory, warn_once
 
 log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -60,7 +59,7 @@ class HostBuffer:
             nbytes = min(_TOUCH_BYTES, self.nbytes - begin)
             if _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE):
                 why = os.strerror(ctypes.get_errno())
-                _say_once(f"MADV_POPULATE_WRITE: {why}; pages are given one by one instead (Linux has it since 5.14)")
+                warn_once(f"MADV_POPULATE_WRITE: {why} (needs Linux 5.14); pages are faulted in one by one")
 
         with ThreadPoolExecutor(num_threads, thread_name_prefix="zinfer-touch") as pool:
             # From front to back, as the bytes come: a share a thread would leave the first ones to the copies.
@@ -105,11 +104,6 @@ class HostBuffer:
 
     def _unregister(self, begin: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr() + begin)  # type: ignore[no-untyped-call]
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    log.warning(text)
 
 
 def _clear_last_error() -> None:

@@ -76,9 +76,9 @@ def test_a_kernel_without_huge_pages_is_said_once_and_the_memory_works(
             super().madvise(option, *args)
 
     monkeypatch.setattr(memory.mmap, "mmap", NoHugePages)
-    memory._say_once.cache_clear()
+    memory.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         first, second = map_memory(4096), map_memory(4096)
-    memory._say_once.cache_clear()
+    memory.warn_once.cache_clear()
     assert (len(first), second[:4]) == (4096, bytes(4))
     assert caplog.text.count("no huge pages for host memory (Invalid argument)") == 1

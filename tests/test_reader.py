@@ -25,17 +25,16 @@ __all__ = ["contents", "file", "reader", "shared_file"]  # fixtures
     nbytes=st.integers(1, FILE_BYTES),
     num_pages=st.integers(1, 40),
     num_threads=st.integers(1, 8),
-    direct=st.booleans(),
 )
 @settings(max_examples=80)
 def test_any_range_equals_the_files_bytes(
-    shared_file: Path, contents: bytes, offset: int, nbytes: int, num_pages: int, num_threads: int, direct: bool
+    shared_file: Path, contents: bytes, offset: int, nbytes: int, num_pages: int, num_threads: int
 ) -> None:
     nbytes = min(nbytes, FILE_BYTES - offset)
     start, covered = covering_range(offset, nbytes)
     required = offset + nbytes - start
     buffer = buffer_of(covered)
-    reader = Reader(num_threads=num_threads, block_bytes=num_pages * PAGE, direct=direct)
+    reader = Reader(num_threads=num_threads, block_bytes=num_pages * PAGE)
     try:
         reader.read(shared_file, start, buffer, required=required)
         assert buffer[offset - start : required] == contents[offset : offset + nbytes]
@@ -110,7 +109,8 @@ def test_odd_short_reads_of_a_buffered_file_are_gone_on_with(
         return real(fd, [memoryview(buffers[0])[:1001]], offset, *flags)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    reader = Reader(num_threads=2, block_bytes=8 * PAGE, direct=False)
+    refuse_direct(monkeypatch)
+    reader = Reader(num_threads=2, block_bytes=8 * PAGE)
     buffer = buffer_of(40 * PAGE)
     reader.read(file, 0, buffer, required=FILE_BYTES)
     assert buffer[:FILE_BYTES] == contents
@@ -173,23 +173,6 @@ def test_direct_io_refused_at_the_first_read_falls_back_too(
     finally:
         reader.close()
     assert open_descriptors_of(file) == 0
-
-
-def test_direct_io_is_asked_for_unless_switched_off(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, asked = os.open, []
-
-    def opening(path: object, flags: int, *args: object, **kwargs: object) -> int:
-        asked.append(bool(flags & os.O_DIRECT))
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", opening)
-    for direct in (True, False):
-        reader = Reader(direct=direct)
-        reader.read(file, 0, buffer_of(PAGE))
-        assert asked[0] == direct
-        assert direct or reader.buffered_files == [file]
-        reader.close()
-        asked.clear()
 
 
 def test_close_with_reads_pending(file: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

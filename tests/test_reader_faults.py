@@ -102,16 +102,15 @@ def test_a_failed_read_is_over_when_its_future_is(file: Path, reader: Reader, mo
     assert bytes(buffer) == bytes([POISON]) * len(buffer)
 
 
-@pytest.mark.parametrize("direct", [True, False])
 def test_a_disk_that_delivers_too_little_and_no_error(
-    file: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch, direct: bool
+    file: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.preadv
 
     def preadv(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
         return 0 if offset >= 3 * PAGE else real(fd, [memoryview(buffers[0])[:PAGE]], offset, *flags)
 
-    reader = Reader(num_threads=2, block_bytes=8 * PAGE, direct=direct)
+    reader = Reader(num_threads=2, block_bytes=8 * PAGE)
     try:
         with monkeypatch.context() as patched:
             patched.setattr(os, "preadv", preadv)

@@ -213,5 +213,5 @@ def test_the_best_is_the_fastest_with_the_least_under_way(rates: list[DiskRate])
 def test_the_printed_section_leads_back_to_the_setting(block_bytes: int, num_threads: int) -> None:
     section = aio_section(DiskRate("read", block_bytes, num_threads, 1e9, True))
     reader = open_reader(resolve_settings(section).aio, {}, on_cuda=False)
-    assert (reader.block_bytes, reader.backend.num_threads) == (block_bytes, num_threads)
+    assert (reader.block_bytes, reader.backend._pool.num_threads) == (block_bytes, num_threads)  # type: ignore[attr-defined]
     reader.close()
