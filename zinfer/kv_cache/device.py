@@ -44,7 +44,7 @@ class KVCache(PageCache):
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        swapping: SwapPlace = UNLIMITED,
+        swap_place: SwapPlace = UNLIMITED,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
@@ -58,7 +58,7 @@ class KVCache(PageCache):
             takes_kernels(whole)
         except ValueError as error:
             raise ConfigError(f"zinfer.kv_cache_dtype: {error}") from error
-        self.swap_space = SwapSpace(self._rows(), swapping)
+        self.swap_space = SwapSpace(self._rows(), swap_place)
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
         """Nothing has to come."""

@@ -88,7 +88,7 @@ class HostedKVCache(PageCache):
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        swapping: SwapPlace = UNLIMITED,
+        swap_place: SwapPlace = UNLIMITED,
         *,
         windows: Sequence[int | None] | None = None,
         synchronous: bool = False,
@@ -126,7 +126,7 @@ class HostedKVCache(PageCache):
         self._homes = [[self._home(part) for part in self._slots[0].parts] for _ in self.layers]
         self._traffic: dict[int | None, PageTraffic] = {}
         rows = [_bits(part).view(num_pages, -1) for home in self._homes for part in home]
-        self.swap_space = SwapSpace(rows, swapping)
+        self.swap_space = SwapSpace(rows, swap_place)
 
     @property
     def host_bytes(self) -> int:

@@ -48,14 +48,14 @@ class SwapSpace:
         ScratchError: no file can be made in the folder.
     """
 
-    def __init__(self, rows: Sequence[torch.Tensor], swapping: SwapPlace) -> None:
+    def __init__(self, rows: Sequence[torch.Tensor], swap_place: SwapPlace) -> None:
         self._rows = rows
-        self._most_in_memory = swapping.most_in_memory
+        self._most_in_memory = swap_place.most_in_memory
         self._kept: dict[int, list[torch.Tensor] | _InFile] = {}
         self._num_in_memory = 0
         self._file: ScratchFile | None = None
-        if swapping.folder is not None:
-            self._file = ScratchFile(swapping.folder, align_up(sum(map(_row_bytes, rows))))
+        if swap_place.folder is not None:
+            self._file = ScratchFile(swap_place.folder, align_up(sum(map(_row_bytes, rows))))
             num_rows = max(1, _MOVED_AT_ONCE_BYTES // self._file.place_bytes)
             whole = torch.frombuffer(map_memory(num_rows * self._file.place_bytes), dtype=torch.uint8)
             self._staged = whole[: num_rows * self._file.place_bytes].view(num_rows, -1)
