@@ -126,8 +126,8 @@ def test_masks_of_a_pass_do_not_grow_with_layers(family: str, tmp_path: Path) ->
         engine = zinfer.init_inference(folder, device="cpu", enable_cuda_graph=True)
         assert engine.module.config._attn_implementation == "sdpa"
         engine.generate(input_ids=torch.arange(2, 11)[None], max_new_tokens=4, do_sample=False, pad_token_id=1)
-        assert engine._fittings._graphs is not None
-        (graph,) = engine._fittings._graphs._graphs.values()
+        assert engine._acceleration._graphs is not None
+        (graph,) = engine._acceleration._graphs._graphs.values()
         with Counted() as counted, torch.no_grad():
             for step in graph._steps:
                 step()

@@ -91,7 +91,7 @@ def test_tokens_are_those_of_transformers(family: str, device: str, tmp_path: Pa
 def test_keys_and_values_are_written_by_one_kernel(engine: zinfer.InferenceEngine) -> None:
     for seed in range(3):
         greedy(engine.generate, ids_of(seed))
-    ((_, cache),) = engine._fittings.caches._caches
+    ((_, cache),) = engine._acceleration.caches._caches
     assert {type(layer) for layer in cache.layers} == {static_layer.FusedStaticLayer}
     for layer in cache.layers:
         assert (layer.cumulative_length, layer.arrivals) == (9 + NEW - 1, 0)
@@ -133,7 +133,7 @@ def test_lengths_of_many_kinds(engine: zinfer.InferenceEngine, tmp_path: Path) -
         ids = ids_of(rows, rows)
         assert greedy(engine.generate, ids, 5) == greedy(plain.generate, ids, 5)
     assert engine.graphs.captured == 8
-    assert len(engine._fittings.caches._caches) == 4
+    assert len(engine._acceleration.caches._caches) == 4
     plain.destroy()
     engine.destroy()
 
@@ -238,7 +238,7 @@ def test_what_cannot_be_recorded_is_launched_by_python(
     with monkeypatch.context() as patch:
         for recorder in (StandIn, CudaCapturer):
             patch.setattr(recorder, part, fails)
-        engine._fittings.caches.close()
+        engine._acceleration.caches.close()
         try:
             raise ValueError("what the caller was busy with")
         except ValueError:
@@ -274,7 +274,7 @@ def test_the_model_is_left_as_it_was(engine: zinfer.InferenceEngine) -> None:
     assert "_prepare_static_cache" not in vars(module)
     engine.destroy()
     assert "forward" not in vars(module)
-    assert not engine._fittings.caches._caches
+    assert not engine._acceleration.caches._caches
 
 
 @pytest.mark.usefixtures("stand_in")

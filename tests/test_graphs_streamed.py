@@ -278,8 +278,8 @@ def test_pieces_are_bounded(folder: Path, ids: torch.Tensor, device: str, monkey
         for rows in (1, 2, 1, 2):
             for _ in range(3):
                 engine(input_ids=ids[:rows].to(device), use_cache=False)
-        assert engine._fittings._graphs is not None
-        assert len(engine._fittings._graphs._graphs) == 2
+        assert engine._acceleration._graphs is not None
+        assert len(engine._acceleration._graphs._graphs) == 2
         monkeypatch.setattr(forward_graphs, "_MOST_PIECES", 20)
         for _ in range(3):
             engine(input_ids=ids[:, :5].to(device), use_cache=False)

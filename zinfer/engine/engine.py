@@ -103,7 +103,7 @@ class InferenceEngine(AroundModule):
             self.trace = trace or (Trace() if settings.trace else None)
             graphs = open_graphs(self.plan, settings, self.device, by_default=replays_passes)
             self.pass_graphs = graphs if replays_passes else None
-            self._fittings = Acceleration(self.module, self.device, None if replays_passes else graphs)
+            self._acceleration = Acceleration(self.module, self.device, None if replays_passes else graphs)
             runtime = Runtime(
                 self.module,
                 cut.blocks,
@@ -113,7 +113,7 @@ class InferenceEngine(AroundModule):
                 cut.files,
                 scratch=cut.scratch,
                 trace=self.trace,
-                wrap=self._fittings.wrap,
+                wrap=self._acceleration.wrap,
                 cuts=graphs.cuts if graphs else None,
                 lock=self._lock,
                 checksums=checksums,
@@ -121,10 +121,10 @@ class InferenceEngine(AroundModule):
             owned.pop_all()
         self._runtime: Runtime | None = runtime
         self._process_id = os.getpid()
-        self._close = weakref.finalize(self, _close, self._fittings, runtime, self._process_id)
-        self._fittings.keep_experts()
+        self._close = weakref.finalize(self, _close, self._acceleration, runtime, self._process_id)
+        self._acceleration.keep_experts()
         if settings.kernel_inject:
-            self._fittings.inject(cut.packs, replayed=graphs is not None)
+            self._acceleration.inject(cut.packs, replayed=graphs is not None)
         files = tuple(cut.files) or None
         self.outlook = PassEstimator(self.module, self._blocks, self.plan, self.device, files, bool(self.injected))
 
@@ -156,7 +156,7 @@ class InferenceEngine(AroundModule):
         """
         work, repeats = self._generation(args, kwargs), can_repeat(args, kwargs)
         logits = looks_at_logits(kwargs, args[1] if len(args) > 1 else self.module.generation_config)
-        again = self._fittings.eagerly(work) or work if repeats else None
+        again = self._acceleration.eagerly(work) or work if repeats else None
         layers, watch = self.settings.check_finite, self._watch()
         return self.call(lambda: watch.check(work, self.device, layers=layers, logits=logits, again=again))
 
@@ -170,7 +170,7 @@ class InferenceEngine(AroundModule):
         ``work`` calls this engine; a tensor that it returns is looked at too.
         """
         with self._lock:
-            return self._watch(num_rows).broken_rows(self._fittings.eagerly(work) or work)
+            return self._watch(num_rows).broken_rows(self._acceleration.eagerly(work) or work)
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Take the time of every forward call of the module from now on, for `model_times`.
@@ -178,7 +178,7 @@ class InferenceEngine(AroundModule):
         Args:
             use_cuda_events: on a CUDA device, mark begin and end on its stream instead of waiting for it twice a call.
         """
-        self._fittings.time_passes(use_cuda_events=use_cuda_events)
+        self._acceleration.time_passes(use_cuda_events=use_cuda_events)
 
     def model_times(self) -> list[float]:
         """Milliseconds of each forward call of the module since the last time that this was asked.
@@ -186,7 +186,7 @@ class InferenceEngine(AroundModule):
         Raises:
             NotProfiledError: `profile_model_time` was not called.
         """
-        return self._fittings.take_times()
+        return self._acceleration.take_times()
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
         """Let `torch.compile` fuse what layers compute beside attention; the first calls after it take long.
@@ -200,12 +200,12 @@ class InferenceEngine(AroundModule):
         """
         with self._lock:
             self._running()
-            self._fittings.compile(self.layers, backend, compile_kwargs or {})
+            self._acceleration.compile(self.layers, backend, compile_kwargs or {})
 
     @property
     def is_compiled(self) -> bool:
         """Whether `compile` was called."""
-        return self._fittings.is_compiled
+        return self._acceleration.is_compiled
 
     def stats(self, other_bytes: int = 0) -> RunStats:
         """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs.
@@ -225,12 +225,12 @@ class InferenceEngine(AroundModule):
     @property
     def injected(self) -> dict[str, str]:
         """What is computed by fused kernels: names of modules, and what is fused in each."""
-        return self._fittings.injected
+        return self._acceleration.injected
 
     @property
     def graphs(self) -> GraphCounts:
         """What has become of the forwards under `enable_cuda_graph`; all zero without it, or where it has no effect."""
-        return self._fittings.counts
+        return self._acceleration.counts
 
     def predict(self, batch_size: int, prompt_len: int, new_tokens: int) -> Prediction:
         """What a `generate` of this shape takes on this machine: seconds a pass, tokens a second, the bottleneck.
@@ -348,7 +348,7 @@ class InferenceEngine(AroundModule):
 
         def generate() -> Any:
             check_generate(self.module, args, kwargs, self.settings.max_out_tokens)
-            return self._fittings.generate(*moved(args, self.device), **moved(kwargs, self.device))
+            return self._acceleration.generate(*moved(args, self.device), **moved(kwargs, self.device))
 
         return generate
 
