@@ -158,7 +158,7 @@ def test_the_command_plans_a_job_of_a_config_alone(tmp_path: Path) -> None:
     options = ("--machine", "h200", "--rows", "1000000", "--prompt-len", "512", "--new-tokens", "32")
     result = zinfer_plan(folder, *options)
     assert result.exit_code == 0, result.output
-    for words in ("1,000,000 texts of 512 tokens, 32 new ones each", "tokens a pass", "KV cache", "configuration"):
+    for words in ("1,000,000 rows of 512 tokens, 32 new ones each", "tokens a pass", "KV cache", "configuration"):
         assert words in result.stdout
     found = json.loads(zinfer_plan(folder, *options, "--json").stdout)
     assert found["rows"] == 1_000_000

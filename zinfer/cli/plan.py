@@ -48,7 +48,7 @@ def plan(
         raise typer.BadParameter("say which model to plan for", param_hint="--model")
     if batch_size is not None and (rows is not None or input is not None):
         raise typer.BadParameter(
-            f"is of a batch, but {'--rows' if input is None else '--input'} plans a job, which chooses how many texts "
+            f"is of a batch, but {'--rows' if input is None else '--input'} plans a job, which chooses how many rows "
             "run at once; remove it, or state zinfer.max_sequences in --config",
             param_hint="--batch-size",
         )

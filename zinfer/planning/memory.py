@@ -136,7 +136,7 @@ def weight_budget(device_memory_bytes: int, footprint: Footprint, *, on_cuda: bo
             f"the request does not fit: the KV cache takes {human_bytes(footprint.kv_bytes)}, activations "
             f"{human_bytes(footprint.activation_bytes)} and the reserve {human_bytes(reserve_bytes)} of "
             f"{human_bytes(device_memory_bytes)} device memory, which leaves nothing for weights; lower the batch size "
-            f"first, then the lengths of prompts and outputs; where texts are encoded, zinfer.tokens_per_pass"
+            f"first, then the lengths of prompts and outputs; where prompts are encoded, zinfer.tokens_per_pass"
         )
     return left_bytes
 

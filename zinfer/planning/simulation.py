@@ -10,7 +10,7 @@ from zinfer.errors import ConfigError
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.step_time import PassTime, speed
 from zinfer.scheduling.schedule import PassSize
-from zinfer.scheduling.sequence import Sequence as Text
+from zinfer.scheduling.sequence import Sequence as TokenSequence
 from zinfer.units import duration
 
 
@@ -157,7 +157,7 @@ def _passes(
     """
     scheduler = budget.scheduler(window)
     for number, (prompt_len, count) in enumerate(zip(prompt_lens, new_tokens, strict=True)):
-        scheduler.add(Text(number, (number, *[0] * (prompt_len - 1)), count, shares=shares))
+        scheduler.add(TokenSequence(number, (number, *[0] * (prompt_len - 1)), count, shares=shares))
     sizes = []
     while (coming := scheduler.schedule()) is not None:
         if scheduler.has_preempted and not shares:

@@ -123,11 +123,11 @@ def job_table(job: Job, planned: JobPlan) -> Table:
     budget, plan, simulated = planned.budget, planned.plan, planned.simulated
     table = _titled(planned.case)
     lengths = f"{mean(job.prompt_lens):,.0f} tokens, {mean(job.new_tokens):,.0f} new ones each"
-    table.add_row("job", f"{job.num_rows:,} texts of {lengths}")
+    table.add_row("job", f"{job.num_rows:,} rows of {lengths}")
     table.add_row("rates", planned.case.machine.rates.origin)
     table.add_section()
     table.add_row("tokens a pass", f"{budget.tokens_per_pass:,} at most, {simulated.tokens_per_pass:,.0f} on average")
-    table.add_row("texts at once", _together(simulated.most_together, budget.max_sequences))
+    table.add_row("sequences", _together(simulated.most_together, budget.max_sequences))
     dtype = str(budget.kv_dtype).removeprefix("torch.")
     pages = f"{budget.num_pages:,} pages of {budget.page_size} tokens in {dtype}"
     where = f" of host memory, {human_bytes(budget.footprint.kv_bytes)} of the device" if budget.is_hosted else ""
