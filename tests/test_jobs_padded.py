@@ -12,7 +12,7 @@ from jobs_support import CHAT_TEMPLATE, EOS, ResidentEngine, letters_model, lett
 
 from zinfer.engine.finite_check import BEFORE
 from zinfer.errors import CheckpointError
-from zinfer.jobs.padded import Text, TextStops, complete
+from zinfer.jobs.padded import PaddedSequence, SequenceStops, complete
 from zinfer.jobs.prompts import Prompt, encoded
 from zinfer.jobs.rows import BadRow, Row
 from zinfer.jobs.token_rows import left_padded
@@ -104,23 +104,23 @@ def test_a_stop_string_cuts_the_text_and_keeps_the_tokens(engine: ResidentEngine
     assert len(free.token_ids) == 12
 
 
-def texts(*prompts: Prompt, end_token_ids: tuple[int, ...] = ()) -> list[Text]:
-    return [Text.of(prompt, 0, end_token_ids, TOKENIZER) for prompt in prompts]
+def texts(*prompts: Prompt, end_token_ids: tuple[int, ...] = ()) -> list[PaddedSequence]:
+    return [PaddedSequence.of(prompt, 0, end_token_ids, TOKENIZER) for prompt in prompts]
 
 
 def test_an_end_token_is_kept_as_token_and_left_out_of_the_text() -> None:
     rows = texts(prompt("a"), prompt("b", stop=(EOS,)), prompt("c"), end_token_ids=(7,))
-    stops = TextStops(rows, lambda num_running: None)
+    stops = SequenceStops(rows, lambda num_running: None)
     for newest in ([5, 5, 5], [7, 2, 6], [9, 9, 6]):
         done = stops(torch.tensor([[token] for token in newest]), None)
     assert done.tolist() == [True, True, False]
     assert [row.token_ids for row in rows] == [[5, 7], [5, 2], [5, 6, 6]]
-    assert [row.ending.text(row.token_ids) for row in rows] == ['"', '"', '"##']
+    assert [row.stop_criteria.text(row.token_ids) for row in rows] == ['"', '"', '"##']
 
 
 def test_progress_counts_the_rows_that_still_run() -> None:
     counts: list[int] = []
-    stops = TextStops(texts(prompt("a", max_new_tokens=1), prompt("b", max_new_tokens=3)), counts.append)
+    stops = SequenceStops(texts(prompt("a", max_new_tokens=1), prompt("b", max_new_tokens=3)), counts.append)
     for _ in range(3):
         stops(torch.tensor([[5], [5]]), None)
     assert counts == [2, 1, 1]

@@ -44,7 +44,7 @@ class RaggedCompleter:
         options: dict[str, object] = {name: size for name, size in sizes.items() if getattr(stated, name) is None}
         if request.trace is not None:
             options["trace"] = str(request.trace)
-        # Which texts are computed again decides what passes carry: not by rates that are measured anew.
+        # Which sequences are computed again decides what passes carry: not by rates that are measured anew.
         swaps = _SWAPS in kept if kept else None
         self._llm = LLM(
             request.model,
@@ -74,12 +74,13 @@ class RaggedCompleter:
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
         """Of the first rows alone: the passes of all of them would take long to simulate."""
         fitting = [each for each in prompts if self._llm.fits(len(each.token_ids), each.max_new_tokens)]
-        texts = [prompt for prompt in fitting[:_MOST_SIMULATED] for _ in range(prompt.params.n)]
-        if not texts:
+        sequences = [prompt for prompt in fitting[:_MOST_SIMULATED] for _ in range(prompt.params.n)]
+        if not sequences:
             return Forecast("nothing, since no row of the first batch fits the KV cache")
-        predicted = self._llm.predict([len(each.token_ids) for each in texts], [each.max_new_tokens for each in texts])
+        prompt_lens = [len(each.token_ids) for each in sequences]
+        predicted = self._llm.predict(prompt_lens, [each.max_new_tokens for each in sequences])
         more = len(fitting) / min(len(fitting), _MOST_SIMULATED)
-        text = f"{predicted} for {len(texts):,} texts"
+        text = f"{predicted} for {len(sequences):,} sequences"
         return Forecast(text, predicted.tokens_per_s, predicted.seconds * more, predicted.num_passes * more)
 
     def rows_together(self, prompts: Sequence[Prompt]) -> int:

@@ -95,7 +95,7 @@ class PaddedCompleter(EngineCompleter[Engine]):
 
 
 @dataclass
-class Text:
+class PaddedSequence:
     """A completion under way: its tokens so far, and how it ends by its own row's settings.
 
     Attributes:
@@ -106,15 +106,15 @@ class Text:
     prompt: Prompt
     sample: int
     end_token_ids: frozenset[int]
-    ending: StopCriteria
+    stop_criteria: StopCriteria
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: str | None = None
     broken_by: str | None = None
 
     @classmethod
-    def of(cls, prompt: Prompt, sample: int, end_token_ids: Collection[int], tokenizer: Any) -> "Text":
-        """A text that has no token yet."""
+    def of(cls, prompt: Prompt, sample: int, end_token_ids: Collection[int], tokenizer: Any) -> "PaddedSequence":
+        """A sequence that has no token yet."""
         params = prompt.params
         ends = frozenset() if params.ignore_eos else frozenset(end_token_ids)
         return cls(prompt, sample, ends, StopCriteria.of(tokenizer, params, ends))
@@ -139,62 +139,62 @@ class Text:
         return Completion(
             prompt_index=0,
             sample_index=self.sample,
-            text=self.ending.text(self.token_ids),
+            text=self.stop_criteria.text(self.token_ids),
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
             logprobs=logprobs,
-            stop_reason=self.ending.stop_reason(self.token_ids) if self.finish_reason == "stop" else None,
+            stop_reason=self.stop_criteria.stop_reason(self.token_ids) if self.finish_reason == "stop" else None,
         )
 
 
-class TextSampler(LogitsProcessor):  # type: ignore[misc]
-    """Forces each text's next token. Give it to a greedy `generate` as the only processor; it serves one call."""
+class SequenceSampler(LogitsProcessor):  # type: ignore[misc]
+    """Forces each sequence's next token. Give it to a greedy `generate` as the only processor; it serves one call."""
 
-    def __init__(self, texts: Sequence[Text], sampler: Sampler) -> None:
-        self._texts = texts
+    def __init__(self, sequences: Sequence[PaddedSequence], sampler: Sampler) -> None:
+        self._sequences = sequences
         self._sampler = sampler
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """scores: [texts, vocabulary]. A text whose logits are not numbers ends with an error, the others go on."""
-        running = [i for i, text in enumerate(self._texts) if text.finish_reason is None]
-        sampled = self._sampler.sample(scores[running], [self._texts[i].row() for i in running])
+        """scores: [sequences, vocabulary]. Logits that are not finite end their own sequence with an error."""
+        running = [i for i, sequence in enumerate(self._sequences) if sequence.finish_reason is None]
+        sampled = self._sampler.sample(scores[running], [self._sequences[i].row() for i in running])
         for i in sampled.broken:
-            self._texts[running[i]].finish_reason = "error"
+            self._sequences[running[i]].finish_reason = "error"
         for i, logprobs in zip(running, sampled.logprobs, strict=True):
             if logprobs is not None:
-                self._texts[i].logprobs.append(logprobs)
+                self._sequences[i].logprobs.append(logprobs)
         forced = torch.full_like(scores, -torch.inf)
-        forced[:, 0] = 0  # of texts that have ended
+        forced[:, 0] = 0  # of sequences that have ended
         forced[running, 0] = -torch.inf
         forced[running, [max(token_id, 0) for token_id in sampled.token_ids]] = 0
         return forced
 
 
-class TextStops(StoppingCriteria):  # type: ignore[misc]
+class SequenceStops(StoppingCriteria):  # type: ignore[misc]
     """Follows a batch token by token. One instance serves one call of `generate`.
 
-    on_step: called after each step with the number of texts that were still running; it may raise to end the job.
+    on_step: called after each step with the number of sequences still running; it may raise to end the job.
     """
 
-    def __init__(self, texts: Sequence[Text], on_step: Callable[[int], None]) -> None:
-        self._texts = texts
+    def __init__(self, sequences: Sequence[PaddedSequence], on_step: Callable[[int], None]) -> None:
+        self._sequences = sequences
         self._on_step = on_step
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """input_ids: [texts, tokens so far]. Returns [texts], True where the text has ended."""
+        """input_ids: [sequences, tokens so far]. Returns [sequences], True where the sequence has ended."""
         running = 0
-        for text, token_id in zip(self._texts, input_ids[:, -1].tolist(), strict=True):
-            if text.finish_reason is None:
+        for sequence, token_id in zip(self._sequences, input_ids[:, -1].tolist(), strict=True):
+            if sequence.finish_reason is None:
                 running += 1
-                text.token_ids.append(token_id)
-                text.finish_reason = text.ending.reason(text.token_ids)
+                sequence.token_ids.append(token_id)
+                sequence.finish_reason = sequence.stop_criteria.reason(sequence.token_ids)
         self._on_step(running)
-        done = [text.finish_reason is not None for text in self._texts]
+        done = [sequence.finish_reason is not None for sequence in self._sequences]
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
 
 def batch_shape(prompts: Sequence[Prompt]) -> dict[str, int]:
-    """Texts side by side, tokens of the longest prompt, and the most new ones."""
+    """Sequences side by side, tokens of the longest prompt, and the most new ones."""
     return {
         "batch_size": sum(prompt.params.n for prompt in prompts),
         "prompt_len": max(len(prompt.token_ids) for prompt in prompts),
@@ -205,40 +205,42 @@ def batch_shape(prompts: Sequence[Prompt]) -> dict[str, int]:
 def complete(
     engine: Engine, prompts: Sequence[Prompt], tokenizer: Any, on_step: Callable[[int], None]
 ) -> list[tuple[Completion, ...]]:
-    """The completions of a batch, in the prompts' order. `on_step` is `TextStops`' own.
+    """The completions of a batch, in the prompts' order. `on_step` is `SequenceStops`' own.
 
-    Texts whose logits broke are computed once more, without the others, to learn which layer broke each.
+    Sequences whose logits are not finite are computed once more, without the others, to find the layer at fault.
     """
     end_token_ids = find_end_token_ids(engine.module.generation_config, tokenizer)
     pad_token_id = _pad_token_id(engine.module.generation_config, tokenizer, end_token_ids)
 
-    def text(prompt: Prompt, sample: int) -> Text:
-        return Text.of(prompt, sample, end_token_ids, tokenizer)
+    def sequence(prompt: Prompt, sample: int) -> PaddedSequence:
+        return PaddedSequence.of(prompt, sample, end_token_ids, tokenizer)
 
-    texts = [text(prompt, sample) for prompt in prompts for sample in range(prompt.params.n)]
-    _generate(engine, texts, pad_token_id, on_step)
-    broken = [each for each in texts if each.finish_reason == "error"]
+    sequences = [sequence(prompt, sample) for prompt in prompts for sample in range(prompt.params.n)]
+    _generate(engine, sequences, pad_token_id, on_step)
+    broken = [each for each in sequences if each.finish_reason == "error"]
     if broken:
-        again = [text(each.prompt, each.sample) for each in broken]
+        again = [sequence(each.prompt, each.sample) for each in broken]
         named = engine.find_broken(lambda: _generate(engine, again, pad_token_id, lambda num_running: None), len(again))
         for each, name in zip(broken, named, strict=True):
             each.broken_by = name
-    found = iter(texts)
+    found = iter(sequences)
     return [tuple(next(found).completion() for _ in range(prompt.params.n)) for prompt in prompts]
 
 
-def _generate(engine: Engine, texts: Sequence[Text], pad_token_id: int, on_step: Callable[[int], None]) -> None:
-    """Write texts that have no token yet."""
+def _generate(
+    engine: Engine, sequences: Sequence[PaddedSequence], pad_token_id: int, on_step: Callable[[int], None]
+) -> None:
+    """Generate for sequences that have no token yet."""
     vocab_size = engine.module.config.get_text_config().vocab_size
     padded = right_padded if is_encoder_decoder(engine.module) else left_padded
-    input_ids, attention_mask = padded([text.prompt.token_ids for text in texts], pad_token_id)
+    input_ids, attention_mask = padded([sequence.prompt.token_ids for sequence in sequences], pad_token_id)
     engine.generate_unchecked(
         input_ids=input_ids.to(engine.device),
         attention_mask=attention_mask.to(engine.device),
-        logits_processor=LogitsProcessorList([TextSampler(texts, Sampler(vocab_size, engine.device))]),
-        stopping_criteria=StoppingCriteriaList([TextStops(texts, on_step)]),
-        max_new_tokens=max(text.prompt.max_new_tokens for text in texts),
-        eos_token_id=[vocab_size],  # which never comes: each text ends by its own tokens
+        logits_processor=LogitsProcessorList([SequenceSampler(sequences, Sampler(vocab_size, engine.device))]),
+        stopping_criteria=StoppingCriteriaList([SequenceStops(sequences, on_step)]),
+        max_new_tokens=max(sequence.prompt.max_new_tokens for sequence in sequences),
+        eos_token_id=[vocab_size],  # which never comes: each sequence ends by its own tokens
         pad_token_id=pad_token_id,
         do_sample=False,
         num_beams=1,
