@@ -15,7 +15,7 @@ from zinfer.kv_cache.device import KVCache
 from zinfer.kv_cache.host import HostedKVCache
 from zinfer.model.spec import ModelSpec
 from zinfer.scheduling.schedule import Chunk, Chunks
-from zinfer.scheduling.sequence import Sequence as Text
+from zinfer.scheduling.sequence import Sequence as TokenSequence
 
 _WINDOW: Final = {"sliding_window": 16}
 _HEADS: Final = {"head_dim": 16}
@@ -165,7 +165,7 @@ class Reference:
         cache = make_cache(shape, len(self.prompts) * pages_each, page_size, torch.float32, device)
         spoil(cache)
         texts = [
-            Text(number, tuple(prompt), num_new, pages=list(range(number, cache.num_pages, len(self.prompts))))
+            TokenSequence(number, tuple(prompt), num_new, pages=list(range(number, cache.num_pages, len(self.prompts))))
             for number, prompt in enumerate(self.prompts)
         ]
         runner, builder = PassRunner(engine, cache), BatchBuilder(page_size, device, most_part_tokens, cache.stride)
@@ -177,7 +177,7 @@ class Reference:
         cache.close()
 
     @staticmethod
-    def _chunk(text: Text, most_tokens: int) -> Chunk:
+    def _chunk(text: TokenSequence, most_tokens: int) -> Chunk:
         end = min(text.num_computed + most_tokens, text.num_tokens)
         return Chunk(text, text.num_computed, end, end == text.num_tokens)
 

@@ -17,7 +17,7 @@ from zinfer.batching.decode_bucket import DecodeBucket, find_form
 from zinfer.batching.ragged import BatchBuilder
 from zinfer.graphs.forward_graphs import FIRST
 from zinfer.scheduling.schedule import Chunk, Chunks
-from zinfer.scheduling.sequence import Sequence as Text
+from zinfer.scheduling.sequence import Sequence as TokenSequence
 
 __all__ = ["alone", "folder", "prompts", "stand_in"]  # fixtures
 
@@ -80,8 +80,8 @@ def test_codes_and_drawn_tokens(
         assert llm.graphs.replayed > NUM_NEW
 
 
-def text_of(number: int, length: int, pages: list[int]) -> Text:
-    return Text(number, (5,) * length, 1, pages=pages)
+def text_of(number: int, length: int, pages: list[int]) -> TokenSequence:
+    return TokenSequence(number, (5,) * length, 1, pages=pages)
 
 
 @given(

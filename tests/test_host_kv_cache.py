@@ -18,7 +18,7 @@ from zinfer.errors import PlanError
 from zinfer.kv_cache.host import HostedKVCache
 from zinfer.model.spec import KVShape, ModelSpec
 from zinfer.scheduling.schedule import Chunk
-from zinfer.scheduling.sequence import Sequence as Text
+from zinfer.scheduling.sequence import Sequence as TokenSequence
 
 NUM_LAYERS = 5
 """More than there are slots, which do not divide them."""
@@ -110,7 +110,7 @@ def cache_of(num_pages: int, device: str = "cpu", **options: Any) -> HostedKVCac
 
 
 def chunk_of(begin: int, end: int, pages: list[int]) -> Chunk:
-    return Chunk(Text(0, (5,) * end, 1, pages=pages), begin, end, True)
+    return Chunk(TokenSequence(0, (5,) * end, 1, pages=pages), begin, end, True)
 
 
 def compute(cache: HostedKVCache, layer: int, number: float, pages: list[int]) -> list[float]:

@@ -16,7 +16,7 @@ from zinfer.planning.memory import Footprint
 from zinfer.planning.simulation import JobEstimator, Simulations, simulate
 from zinfer.planning.step_time import PassTime
 from zinfer.scheduling.schedule import PassSize
-from zinfer.scheduling.sequence import Sequence as Text
+from zinfer.scheduling.sequence import Sequence as TokenSequence
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
@@ -105,7 +105,7 @@ def with_names(
     """The passes of texts whose pages all have names, as those of a real job."""
     scheduler = budget.scheduler(window)
     for number, (prompt_len, count) in enumerate(zip(prompt_lens, new_tokens, strict=True)):
-        scheduler.add(Text(number, (number, *[0] * (prompt_len - 1)), count))
+        scheduler.add(TokenSequence(number, (number, *[0] * (prompt_len - 1)), count))
     sizes = []
     while (coming := scheduler.schedule()) is not None:
         sizes.append(coming.size)

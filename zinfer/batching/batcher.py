@@ -26,17 +26,17 @@ from zinfer.sampling.sampler import BROKEN, Drawn, Row, Sampler, row_uniform
 from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.sequence import PENDING, SequenceState
-from zinfer.scheduling.sequence import Sequence as Text
+from zinfer.scheduling.sequence import Sequence as TokenSequence
 
 _MOST_NOTED_PASSES: Final = 1 << 18
 
 
 @dataclass
-class _Writing:
+class _Running:
     """A request under way."""
 
     request: Request
-    sequence: Text
+    sequence: TokenSequence
     row: Row
     logprobs: list[Logprobs] = field(default_factory=list)
 
@@ -45,8 +45,8 @@ class _Writing:
 class _Drawing:
     """The sequences that get a token in a pass, and the tokens, on the device or the host."""
 
-    sequences: Sequence[Text]
-    rows: Sequence[_Writing]
+    sequences: Sequence[TokenSequence]
+    rows: Sequence[_Running]
     result: Drawn
     looks: Looks
 
@@ -81,7 +81,7 @@ class Batcher:
         self._loan = IdlePageLender(cache, runner.engine) if isinstance(cache, KVCache) else None
         self._scheduler = self._new_scheduler()
         self._drawn: _Drawing | None = None
-        self._writing: dict[int, _Writing] = {}
+        self._running: dict[int, _Running] = {}
         # Of all requests since there were none: the tokens after which to look at one, whether any has stop strings,
         # and whether any wants its tokens one by one.
         self._last_ids: set[int] = set()
@@ -96,7 +96,7 @@ class Batcher:
 
     def begin(self) -> None:
         """Forget the passes so far; with no request unfinished."""
-        assert not self._writing
+        assert not self._running
         self._drawn = None  # tokens for requests that had ended
         self._last_ids, self._reads, self._tells = {BROKEN}, False, False
         self.pass_sizes.clear()
@@ -109,12 +109,12 @@ class Batcher:
             PlanError: the cache could not hold it even alone.
         """
         params, ends, seed = request.params, request.end_token_ids, request.seed
-        sequence = Text(self._num_added, request.prompt_ids, params.most_new_tokens)
+        sequence = TokenSequence(self._num_added, request.prompt_ids, params.most_new_tokens)
         self._scheduler.add(sequence)
         self._num_added += 1
         uniform_at, output_ids = partial(row_uniform, seed), sequence.output_ids
         row = Row(params, sequence.prompt_ids, output_ids, ends, uniform_at, request.bad_word_ids)
-        self._writing[sequence.number] = _Writing(request, sequence, row)
+        self._running[sequence.number] = _Running(request, sequence, row)
         self._last_ids |= request.stop_criteria.last_ids
         self._reads |= request.stop_criteria.reads
         self._tells |= request.detokenizer is not None
@@ -122,7 +122,7 @@ class Batcher:
     def cancel(self, requests: Collection[Request]) -> list[Event]:
         """End those of these requests that are not finished, between two passes; their completions so far."""
         unwanted = set(requests)
-        return [self._finish(each, "cancelled") for each in [*self._writing.values()] if each.request in unwanted]
+        return [self._finish(each, "cancelled") for each in [*self._running.values()] if each.request in unwanted]
 
     def step(self) -> list[Event]:
         """Begin a pass, and take what the pass before has come to while it is computed.
@@ -163,21 +163,21 @@ class Batcher:
 
         No page is found again: some were to be filled by it.
         """
-        for number in self._writing:
+        for number in self._running:
             self._cache.forget(number)
         self.close()
         self._scheduler = self._new_scheduler()
 
     def forget_prefixes(self) -> None:
         """Let no request find the pages of one before it; with no request unfinished."""
-        assert not self._writing
+        assert not self._running
         self._scheduler = self._new_scheduler()
 
     def close(self) -> None:
         """Give everything up for good, whatever state a pass is in; the counters stay."""
         self._watch.stop()
         self._drawn = None
-        self._writing.clear()
+        self._running.clear()
         self._suspects.clear()
         self._scheduler = self._budget.scheduler(self._window)
 
@@ -215,7 +215,7 @@ class Batcher:
         if len(sequences) < len(sampling):
             places = [place for place, sequence in enumerate(sampling) if sequence.state is running]
             logits = logits[send(places, torch.int64, logits.device)]
-        writing = self._writing
+        writing = self._running
         rows = [writing[sequence.number] for sequence in sequences]
         return _Drawing(sequences, rows, self._sampler.draw(logits, [each.row for each in rows]), self._watch.take())
 
@@ -225,7 +225,7 @@ class Batcher:
         self.pass_ends_s.append(time.perf_counter())
         if len(self.pass_ends_s) > _MOST_NOTED_PASSES:  # requests have kept coming for days
             del self.pass_sizes[: _MOST_NOTED_PASSES // 2], self.pass_ends_s[: _MOST_NOTED_PASSES // 2]
-        writing = self._writing  # without those that were cancelled meanwhile
+        writing = self._running  # without those that were cancelled meanwhile
         broken = {number for place in sampled.broken if (number := drawn.sequences[place].number) in writing}
         if self._watch.is_on and (where := drawn.looks.where()) is not None:
             self._suspects |= {number: self._suspects[number] or where for number in self._suspects}
@@ -250,10 +250,10 @@ class Batcher:
         """The tokens of the pass before of requests that want them and go on."""
         for each in drawn.rows:
             number = each.sequence.number
-            if each.request.detokenizer is not None and number in self._writing and number not in broken:
+            if each.request.detokenizer is not None and number in self._running and number not in broken:
                 yield each.request, Token(each.sequence.output_ids[-1], each.logprobs[-1] if each.logprobs else None)
 
-    def _perhaps_complete(self, drawn: _Drawing, token_ids: Sequence[int]) -> Sequence[_Writing]:
+    def _perhaps_complete(self, drawn: _Drawing, token_ids: Sequence[int]) -> Sequence[_Running]:
         """Those to look at with their new tokens: few; a look at more than this for each costs."""
         if self._reads:
             return drawn.rows
@@ -267,9 +267,9 @@ class Batcher:
 
         Whoever began like a damaged text has its pages, and is broken with it: the first time each is tried alone.
         """
-        restarted = {number for number in broken if self._writing[number].sequence.shares}
+        restarted = {number for number in broken if self._running[number].sequence.shares}
         for number in sorted(restarted, reverse=True):
-            self._scheduler.restart(self._writing[number].sequence)
+            self._scheduler.restart(self._running[number].sequence)
             self._cache.forget(number)
             self._suspects[number] = ""
             self._watch.start()
@@ -277,17 +277,17 @@ class Batcher:
             self._scheduler.forget()
         return restarted
 
-    def _give_up(self, each: _Writing) -> Event:
+    def _give_up(self, each: _Running) -> Event:
         """What there is of a request whose logits broke."""
         each.sequence.output_ids.pop()
         return self._finish(each, "error", not_finite(self._suspects.get(each.sequence.number)))
 
-    def _finish(self, each: _Writing, reason: str, error: str | None = None) -> Event:
+    def _finish(self, each: _Running, reason: str, error: str | None = None) -> Event:
         request, sequence = each.request, each.sequence
         if sequence.state is not SequenceState.FINISHED:
             self._scheduler.end(sequence)
             self._cache.forget(sequence.number)
-        del self._writing[sequence.number]
+        del self._running[sequence.number]
         if self._suspects.pop(sequence.number, None) is not None and not self._suspects:
             self._watch.stop()
         output_ids = sequence.output_ids[: -1 if sequence.output_ids[-1:] == [PENDING] else None]

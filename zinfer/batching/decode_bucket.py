@@ -29,7 +29,7 @@ class DecodeBucket:
 
 
 def find_form(chunks: Sequence[Chunk], page_size: int, most_part_tokens: int | None = None) -> DecodeBucket | None:
-    """The form of a pass; None where it carries more than a token of each of a few texts, or would be of two parts."""
+    """The form of a pass; None where it carries more than one token each of a few sequences, or has two parts."""
     if len(chunks) > _MOST_ROWS or any(chunk.end - chunk.begin > 1 or not chunk.samples for chunk in chunks):
         return None
     most_tokens = max(_FEWEST_TOKENS, *(chunk.end for chunk in chunks))

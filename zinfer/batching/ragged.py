@@ -15,7 +15,7 @@ from zinfer.nvme.aligned import align_up
 from zinfer.sampling.async_copy import on_its_way
 from zinfer.scheduling.schedule import Chunks
 from zinfer.scheduling.sequence import PENDING
-from zinfer.scheduling.sequence import Sequence as Text
+from zinfer.scheduling.sequence import Sequence as TokenSequence
 
 _ALIGNMENT: Final = 32  # numbers: Triton compiles a kernel anew where a pointer's alignment is another
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -182,7 +182,7 @@ class _PageTables:
         self._pages: list[list[int] | None] = []
         self._lengths: list[int] = []
 
-    def of(self, sequences: Sequence[Text], fewest_pages: int = 0) -> Ints:
+    def of(self, sequences: Sequence[TokenSequence], fewest_pages: int = 0) -> Ints:
         """[sequences, most pages]; whatever is beyond a sequence's pages says nothing."""
         pages = [sequence.pages for sequence in sequences]
         lengths = list(map(len, pages))

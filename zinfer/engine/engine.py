@@ -356,9 +356,9 @@ class InferenceEngine(AroundModule):
         return FiniteWatch(self.module, self.named_layers, num_rows)
 
 
-def _close(fittings: Acceleration, runtime: Runtime, process_id: int) -> None:
+def _close(acceleration: Acceleration, runtime: Runtime, process_id: int) -> None:
     """End an engine in the process that made it; takes no engine, so that one that is dropped is collected."""
     if os.getpid() == process_id:
         with ExitStack() as owned:
             owned.callback(runtime.close)
-            owned.callback(fittings.remove)
+            owned.callback(acceleration.remove)

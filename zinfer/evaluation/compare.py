@@ -26,7 +26,7 @@ class Agreement:
         num_tokens: of the prompts, whose likelihood was taken: all but each one's first.
         full_log_likelihood, quantized_log_likelihood: mean over those tokens, natural logarithm.
         num_new_tokens: generated after each prompt, greedily.
-        equal_tokens: share of new tokens that both models chose; after the first that differs they read other texts.
+        equal_tokens: share of new tokens that both models chose; after the first that differs their inputs do.
     """
 
     num_prompts: int
@@ -38,7 +38,7 @@ class Agreement:
 
     @property
     def change(self) -> float:
-        """Of the mean log-likelihood a token; below 0 the quantized model expects the texts less."""
+        """Of the mean log-likelihood a token; below 0 the quantized model gives the prompts a lower likelihood."""
         return self.quantized_log_likelihood - self.full_log_likelihood
 
     @property

@@ -30,7 +30,7 @@ class Padding(Enum):
 
 
 def padding_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Padding:
-    """What the arguments of a forward say, of whole texts without keys and values from before. Waits for the device."""
+    """What the arguments of a forward say, of whole prompts without earlier keys and values. Waits for the device."""
     if len(args) > 1 or kwargs.get("past_key_values") is not None:
         return Padding.UNKNOWN
     given = {name for name, value in kwargs.items() if value is not None}

@@ -55,7 +55,7 @@ class CompletionDelta:
 
     Attributes:
         prompt_index, sample_index: as `Completion`'s.
-        text: what its text grows by; the texts of all deltas together are the completion's. Never half a character, and
+        text: what its text grows by; all deltas joined are the completion's. Never half a character, and
             nothing that a stop string takes back: so it may be empty, or belong to tokens before.
         token_ids: its next tokens, one but for the last delta.
         logprobs: of these, where they were asked for.

@@ -23,7 +23,7 @@ DEFAULT_NEW_TOKENS: Final = 128
 """Where no number is named, unless the model's context leaves fewer."""
 MAX_SEED: Final = 2**64 - 1  # eight bytes of every draw's hash
 MAX_N: Final = 1024  # each is a text of its own
-_MOST_DIGITS: Final = 18  # of a token id: int() refuses texts of thousands
+_MOST_DIGITS: Final = 18  # of a token id: int() refuses strings of thousands
 MAX_BIAS: Final = 100.0  # the range of OpenAI's and vLLM's interfaces; it forbids or forces any token of a sane model
 
 
@@ -217,7 +217,7 @@ def _two_spellings(one: str, first: object, other: str, second: object, field: s
 
 
 def _with_number_keys(biases: Mapping[Any, Any]) -> dict[Any, Any]:
-    """JSON's keys are texts. Raises ConfigError where two of them are the same token."""
+    """JSON's keys are strings. Raises ConfigError where two of them are the same token."""
     numbered = {
         int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= _MOST_DIGITS else key: bias
         for key, bias in biases.items()
