@@ -136,7 +136,7 @@ def test_passes_leave_no_room_for_weights_in_what_they_take(tmp_path: Path, monk
     write_rows(tmp_path / "in.jsonl", [{"id": 0, "prompt": "a" * 60}])
     paths = [tmp_path / name for name in ("model", "in.jsonl", "out.jsonl")]
     with pytest.raises(
-        PlanError, match=r"activations .* of 2.00 MB device memory.*where texts are encoded, zinfer.tokens_per_pass"
+        PlanError, match=r"activations .* of 2.00 MB device memory.*where prompts are encoded, zinfer.tokens_per_pass"
     ):
         run_job(*paths, config=DISK, device="cpu", task="embed")
     run_job(*paths, config=DISK | {"zinfer": {"tokens_per_pass": 256}}, device="cpu", task="embed")
