@@ -18,12 +18,12 @@ from zinfer.checkpoint.folder import (
     INDEX_SUFFIX,
     SAFETENSORS_SUFFIX,
     absolute,
+    check_file_name,
     check_weights_file,
     resolve_folder,
 )
 from zinfer.checkpoint.header import Header, TensorEntry, read_header
 from zinfer.checkpoint.json_text import parse_file
-from zinfer.checkpoint.weight_index import check_file_name, read_weight_map
 from zinfer.errors import CheckpointError
 from zinfer.nvme.file_identity import FileIdentity
 
@@ -36,10 +36,10 @@ MAX_TOTAL = 100_000
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The places of all tensors of a model. `tensors` goes by file, then by offset; `nbytes` is their sum; `files`
+    """The places of all tensors of a model. `tensors` is sorted by file, then by offset; `nbytes` is their sum; `files`
     identifies the files whose headers were read.
 
-    An index decides what is loaded: a tensor that a shard holds and the index does not name is a spare and left out.
+    A tensor that a shard holds and the index does not name is left out.
     """
 
     folder: Path
@@ -77,7 +77,7 @@ class Checkpoint:
             raise unreadable(error.filename or folder, error) from error
         if not tensors:
             raise CheckpointError(f"{folder}: its safetensors hold no tensor: download the weights again")
-        return cls._of(folder, headers, tensors, _fingerprint(folder, config, headers))
+        return cls._of(folder, config, headers, tensors)
 
     @classmethod
     def of_weights(cls, folder: Path) -> "Checkpoint":
@@ -107,33 +107,29 @@ class Checkpoint:
             return cls.open(paths[0])
         for path in paths:
             check_weights_file(path, label)
-        checkpoint = cls._of_files(paths)
-        if not checkpoint.tensors:
-            raise CheckpointError(f"{label}: the files hold no tensor: download the weights again")
-        return checkpoint
-
-    @classmethod
-    def _of_files(cls, paths: list[Path]) -> "Checkpoint":
         folder = Path(os.path.commonpath([path.parent for path in paths]))
         headers, tensors = _union(paths)
-        return cls._of(folder, headers, tensors, _fingerprint(folder, b"", headers), is_listed=True)
+        if not tensors:
+            raise CheckpointError(f"{label}: the files hold no tensor: download the weights again")
+        return cls._of(folder, b"", headers, tensors, is_listed=True)
 
     @classmethod
     def _of(
         cls,
         folder: Path,
+        config: bytes,
         headers: list[Header],
         tensors: dict[str, TensorEntry],
-        fingerprint: str,
-        *,
         is_listed: bool = False,
     ) -> "Checkpoint":
         files = {header.file: header.identity for header in headers}
+        fingerprint = _fingerprint(folder, config, headers)
         return cls(folder, tensors, files, sum(entry.nbytes for entry in tensors.values()), fingerprint, is_listed)
 
 
 def _gathered(folder: Path, config: bytes) -> tuple[list[Header], dict[str, TensorEntry]]:
-    weights = _explicit_file(folder, config) or _default_file(folder)
+    defaults = (path for path in (folder / SINGLE_NAME, folder / INDEX_NAME) if path.is_file())
+    weights = _explicit_file(folder, config) or next(defaults, None)
     if weights is None:
         return _union(_loose_files(folder))
     if weights.name.endswith(INDEX_SUFFIX):
@@ -155,13 +151,9 @@ def _explicit_file(folder: Path, config: bytes) -> Path | None:
     return folder / name
 
 
-def _default_file(folder: Path) -> Path | None:
-    return next((path for path in (folder / SINGLE_NAME, folder / INDEX_NAME) if path.is_file()), None)
-
-
 def _indexed(folder: Path, index: Path) -> tuple[list[Header], dict[str, TensorEntry]]:
     """What the index names, from the shards it names; those are relative to `folder`, as transformers has it."""
-    weight_map = read_weight_map(index)
+    weight_map = _weight_map(index)
     paths = {name: folder / name for name in sorted(set(weight_map.values()))}
     absent = [name for name, path in paths.items() if not path.is_file()]
     if absent:
@@ -183,6 +175,19 @@ def _indexed(folder: Path, index: Path) -> tuple[list[Header], dict[str, TensorE
         if weight_map.get(tensor) == name
     }
     return list(headers.values()), tensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, relative to the checkpoint's folder and inside it."""
+    members = parse_file(index, index.read_bytes(), "the index is corrupted, download it again")
+    weight_map = members.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: no weight_map of tensor names to file names: download the index again")
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str):
+            raise CheckpointError(f"{index}: weight_map[{shorten(name)}] is not a file name: download the index again")
+        check_file_name(file_name, f"{index}: weight_map[{shorten(name)}]")
+    return weight_map
 
 
 def _union(files: list[Path]) -> tuple[list[Header], dict[str, TensorEntry]]:
@@ -228,12 +233,9 @@ def _loose_files(folder: Path) -> list[Path]:
             "keep those of one model"
         )
     for _, total in numbered_sets:
-        _check_complete(folder, {int(match["part"]) for match in matches.values() if match}, total)
+        parts = {int(match["part"]) for match in matches.values() if match}
+        # A file's name states the number: do not count up to a huge one.
+        absent = [str(part) for part in range(1, min(total, MAX_TOTAL) + 1) if part not in parts]
+        if absent:
+            raise CheckpointError(f"{folder}: missing shard {listed(absent)} of {total}: download it")
     return [folder / name for name in chosen]
-
-
-def _check_complete(folder: Path, parts: set[int], total: int) -> None:
-    # A file's name states the number: do not count up to a huge one.
-    absent = [str(part) for part in range(1, min(total, MAX_TOTAL) + 1) if part not in parts]
-    if absent:
-        raise CheckpointError(f"{folder}: missing shard {listed(absent)} of {total}: download it")

@@ -1,5 +1,5 @@
-"""Looks at config.json and generation_config.json before transformers does: what would fetch code or weights from
-elsewhere, build for minutes, or change texts in silence is refused by the name of its key.
+"""Checks config.json and generation_config.json before transformers reads them: keys that would fetch code or weights
+from elsewhere, build for minutes, or silently change what is generated are refused.
 """
 
 import re
@@ -15,8 +15,9 @@ from zinfer.errors import CheckpointError
 TOKEN_KEYS: Final = ("eos_token_id", "bos_token_id", "pad_token_id")
 _LAYERS: Final = re.compile(r"(num_|n_|encoder_|decoder_|num_hidden_|num_encoder_|num_decoder_)layers?", re.ASCII)
 _IMPLEMENTATIONS: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?", re.ASCII)
+_FETCHED: Final = "which would be fetched from elsewhere; zinfer never does that"
 _MOST_LAYERS: Final = 10_000
-"""Where there are no tensors to count."""
+"""Limit where there are no tensors to count."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def check_config(path: Path, config: Mapping[str, Any], num_tensors: int) -> Non
     """Refuse what must not reach transformers.
 
     Args:
-        num_tensors: that the checkpoint holds, which has no fewer than layers; 0: there are no weights yet.
+        num_tensors: number of tensors in the checkpoint, at least the number of layers; 0: there are no weights yet.
 
     Raises:
         CheckpointError: names the key.
@@ -44,14 +45,10 @@ def check_config(path: Path, config: Mapping[str, Any], num_tensors: int) -> Non
         for key, value in part.items():
             name = f"{path}: {where}{shorten(key)[1:-1]}"
             if key == "backbone" and isinstance(value, str):
-                raise CheckpointError(
-                    f"{name} is {shorten(value)}, a model that would be fetched from elsewhere, which zinfer never "
-                    "does: take a checkpoint that describes its backbone in backbone_config"
-                )
+                remedy = "take a checkpoint that describes its backbone in backbone_config"
+                raise CheckpointError(f"{name} is {shorten(value)}, {_FETCHED}: {remedy}")
             if key == "architecture" and isinstance(value, str) and re.search("[:/]", value):
-                raise CheckpointError(
-                    f"{name} is {shorten(value)}, which would be fetched from elsewhere; zinfer never does that"
-                )
+                raise CheckpointError(f"{name} is {shorten(value)}, {_FETCHED}")
             if _IMPLEMENTATIONS.fullmatch(key):
                 _check_implementation(name, value)
             if _LAYERS.fullmatch(key) and type(value) is int and value > (num_tensors or _MOST_LAYERS):
@@ -62,9 +59,9 @@ def check_config(path: Path, config: Mapping[str, Any], num_tensors: int) -> Non
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Of a model: its size, None: not known; and the special tokens that its class has where a config states none.
+    """A model's vocabulary size (None: not known), and the default special tokens of its class.
 
-    Those are written into configs of smaller vocabularies too, and so are let pass.
+    Those defaults are accepted also where the vocabulary is smaller, because transformers writes them into configs.
     """
 
     size: int | None
@@ -72,7 +69,7 @@ class Vocabulary:
 
 
 def check_token_ids(path: Path, members: Mapping[str, Any], vocabulary: Vocabulary | None) -> None:
-    """Refuse special tokens that are none of the vocabulary: texts would end elsewhere, in silence.
+    """Refuse special tokens outside the vocabulary: generation would silently end elsewhere.
 
     Args:
         members: of the file, `config.json` or `generation_config.json`.
@@ -112,10 +109,7 @@ def _objects(value: object, where: str) -> Iterator[tuple[str, Mapping[str, Any]
 def _check_implementation(name: str, value: object) -> None:
     for each in value.values() if isinstance(value, Mapping) else [value]:
         if isinstance(each, str) and re.search("[:/]", each):
-            raise CheckpointError(
-                f"{name} is {shorten(each)}, code that would be fetched from elsewhere, which zinfer never does: "
-                "remove the key from the file"
-            )
+            raise CheckpointError(f"{name} is {shorten(each)}, {_FETCHED}: remove the key from the file")
 
 
 def _check_heads(where: str, part: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How a checkpoint's faults are worded: names and lists from damaged files, cut to fit a message."""
+"""Parts of error messages about checkpoints: names and lists from damaged files, cut to fit."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def unreadable(path: Path | str, error: OSError) -> CheckpointError:
 
 
 def shorten(name: str) -> str:
-    """A name as it may stand in a message: quoted, escaped, and cut where damage made it huge."""
+    """A name for a message: quoted, escaped, and cut where it is huge."""
     if len(name) <= MAX_NAME:
         return repr(name)
     return f"{name[:MAX_NAME]!r}... ({len(name)} characters)"

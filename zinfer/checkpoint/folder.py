@@ -6,7 +6,7 @@ index); everything else is refused with what to do about it.
 
 import os
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NoReturn
 
 from huggingface_hub import constants
@@ -78,6 +78,20 @@ def check_weights_file(path: Path, label: str) -> None:
         raise CheckpointError(f"{label} names {path}, which is no *{SAFETENSORS_SUFFIX}: name the files with weights")
     if not path.is_file():
         raise CheckpointError(f"{label} names {path}, which is not there: correct it, or state base_dir")
+
+
+def check_file_name(file_name: str, owner: str) -> None:
+    """Refuses a name that is empty, absolute or leads out of its folder; `owner` begins the message.
+
+    Links inside the folder are followed: the Hugging Face cache is made of them.
+    """
+    parts = PurePosixPath(file_name).parts
+    outside = PurePosixPath(file_name).is_absolute() or PureWindowsPath(file_name).anchor or ".." in parts
+    if not parts or outside or "\\" in file_name or "\0" in file_name:
+        raise CheckpointError(
+            f"{owner} names {shorten(file_name)}, not a file inside the checkpoint's folder: "
+            "do not trust this copy, download the checkpoint again from its authors"
+        )
 
 
 def _is_cached_repo(path: Path) -> bool:

@@ -10,8 +10,7 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from zinfer.checkpoint.faults import unreadable
-from zinfer.checkpoint.folder import STORE_NAME
-from zinfer.checkpoint.weight_index import check_file_name
+from zinfer.checkpoint.folder import STORE_NAME, check_file_name
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantized import QuantFormat
 from zinfer.nvme.whole_file import replace_file
