@@ -1,10 +1,11 @@
-"""A damaged safetensors header is refused by a message with the file and what to do."""
+"""Every fault of a safetensors header has its own message: the file, the tensor or byte, and what to do."""
 
 import json
 import os
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from zinfer.checkpoint import read_header
-from zinfer.checkpoint.header import DTYPES
+from zinfer.checkpoint.header import DTYPES, MAX_HEADER_BYTES
 from zinfer.errors import CheckpointError
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -50,6 +51,7 @@ def test_places_every_tensor_as_the_reference_does(path: Path) -> None:
     header = read_header(path)
     content = path.read_bytes()
     assert header.file == path
+    assert header.metadata == {"format": "pt"}
     assert header.identity.num_bytes == len(content)
     assert header.data_offset == 8 + int.from_bytes(content[:8], "little")
     assert header.tensors.keys() == tensors.keys()
@@ -88,11 +90,12 @@ def test_unknown_dtypes_of_the_reference_are_all_listed(path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b"", "8 bytes of its header are missing"),
-        (b"1234567", "bytes of its header are missing"),
-        (struct.pack("<Q", 0), "EOF while parsing"),
-        (struct.pack("<Q", 2**64 - 1) + b"{}", "bytes of its header are missing"),
-        (struct.pack("<Q", 50) + b"{}", "48 bytes of its header are missing"),
+        (b"", "0 bytes long, a safetensors file begins with 8 bytes of header length"),
+        (b"1234567", "7 bytes long, a safetensors file begins with 8 bytes"),
+        (struct.pack("<Q", 0), "header length at byte 0 is 0"),
+        (struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}", "length at byte 0 is 100000001, more than the format's"),
+        (struct.pack("<Q", 2**64 - 1) + b"{}", "length at byte 0 is 18446744073709551615, more than the format's"),
+        (struct.pack("<Q", 50) + b"{}", "length at byte 0 is 50, but the file has 10 bytes: 48 bytes are missing"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer, not the weights: run `git lfs pull`"),
     ],
 )
@@ -104,44 +107,136 @@ def test_header_length(path: Path, content: bytes, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "header",
+    ("header", "what"),
     [
-        b'{"\xff": 1}',
-        b" {}",
-        b"[]",
-        b'{"a": }',
-        b"{}{}",
-        b'{"a": NaN}',
-        b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
-        json.dumps({"t": ENTRY | {"extra": 1}})
-        .encode()
-        .replace(b": 1}", b": " + b"[" * 200_000 + b"]" * 200_000 + b"}"),
-        '{"a":{"dtype":"F32","dtype":"F32"}}',
-        '{"\\ud800":{}}',
-        {"__metadata__": {"k": 1}},
-        {"t": ["F32", [2], [0, 8]]},
-        {"t": {"dtype": "F32", "shape": [2]}},
-        {"x" * 1_000_000: None},
+        (b'{"\xff": 1}', "header at byte 10: not valid UTF-8"),
+        (b" {}", "header at byte 8 starts with b' ', not with '{'"),
+        (b"[]", "header at byte 8 starts with b'[', not with '{'"),
+        (b'{"a": }', "header at byte 14: not valid JSON: Expecting value"),
+        ('{"ä": }', "header at byte 15: not valid JSON: Expecting value"),
+        (b"{}{}", "header at byte 10: not valid JSON: Extra data"),
+        (b'{"a": NaN}', "header at byte 8: not valid JSON: NaN"),
+        (b'{"a": -Infinity}', "header at byte 8: not valid JSON: -Infinity"),
+        (b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}", "header at byte 8: nested too deeply"),
+        (f'{{"a":{json.dumps(ENTRY)},"\\u0061":{json.dumps(ENTRY)}}}', "the name 'a' stands twice in one object"),
+        ('{"a":{"dtype":"F32","dtype":"F32"}}', "the name 'dtype' stands twice in one object"),
+        ('{"__metadata__":{"k":"1","k":"2"}}', "the name 'k' stands twice in one object"),
+        ('{"\\ud800":{}}', "the text '\\ud800' holds half a surrogate pair"),
+        ('{"__metadata__":{"k":"\\udfff"}}', "the text '\\udfff' holds half a surrogate pair"),
+        ({"__metadata__": {"k": 1}}, "header entry '__metadata__' is not an object of texts"),
+        ({"__metadata__": []}, "header entry '__metadata__' is not an object of texts"),
     ],
 )
-def test_damaged_header(path: Path, header: object) -> None:
+def test_header_text(path: Path, header: object, what: str) -> None:
+    message = refusal(write(path, header, b""))
+    assert what in message
+    assert message.endswith("the file is corrupted: download it again")
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"extra": 1}, "its header entry is not an object of exactly dtype, shape and data_offsets"),
+        ({"dtype": None}, "its dtype is not a text"),
+        ({"dtype": ["F32"]}, "its dtype is not a text"),
+        ({"dtype": "Q3"}, "unknown dtype 'Q3', known are BOOL, U8"),
+        ({"dtype": "f32"}, "unknown dtype 'f32'"),
+        ({"dtype": "F4", "shape": [16]}, "dtype F4 packs elements below a byte: use a checkpoint in another dtype"),
+        ({"shape": None}, "must be lists of non-negative integers"),
+        ({"shape": 2}, "must be lists of non-negative integers"),
+        ({"shape": [True, 2]}, "must be lists of non-negative integers"),
+        ({"shape": ["2"]}, "must be lists of non-negative integers"),
+        ({"data_offsets": [0, 4, 8]}, "data_offsets (two of them)"),
+        ({"data_offsets": [8]}, "data_offsets (two of them)"),
+        ({"data_offsets": [False, 8]}, "must be lists of non-negative integers"),
+        ({"data_offsets": {"0": 0, "1": 8}}, "must be lists of non-negative integers"),
+        ({"shape": [2**32, 2**32, 0]}, "shape [4294967296, 4294967296, 0] overflows 64 bits"),
+        ({"shape": [0, 2**63]}, "shape [0, 9223372036854775808] overflows 64 bits"),
+        ({"shape": [3]}, "F32 of shape [3] takes 12 bytes, but its range from byte 128 to 136 of the file has 8"),
+        ({"shape": [1] * 20}, "F32 of shape [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, ... 20 dimensions] takes 4 bytes"),
+        ({"dtype": "F16"}, "F16 of shape [2] takes 4 bytes, but its range from byte 128 to 136 of the file has 8"),
+        ({"data_offsets": [8, 0]}, "begins at byte 136 of the file and ends before, at byte 128"),
+    ],
+)
+def test_tensor_entry(path: Path, change: dict[str, Any], what: str) -> None:
+    header = json.dumps({"layers.0.weight": ENTRY | change}).ljust(120)
     message = refusal(write(path, header))
-    assert message.endswith("the file is cut short or damaged: download it again")
+    assert "tensor 'layers.0.weight': " in message
+    assert what in message
+    assert message.endswith("download it again") or "use a checkpoint" in message
+
+
+@pytest.mark.parametrize("number", ["-0", "-1", "0.0", "0e0", "1e999", str(2**64), "9" * 5000])
+def test_numbers_that_only_look_like_sizes(path: Path, number: str) -> None:
+    text = json.dumps({"t": ENTRY | {"shape": [0], "data_offsets": [0, 0]}})
+    for damaged in (text.replace('"shape": [0]', f'"shape": [{number}]'), text.replace("[0, 0]", f"[0, {number}]")):
+        assert damaged != text
+        message = refusal(write(path, damaged, b""))
+        assert "tensor 't': shape and data_offsets (two of them) must be lists of non-negative integers" in message
+
+
+def test_an_entry_in_the_references_terse_forms_is_refused(path: Path) -> None:
+    for terse in (["F32", [2], [0, 8]], {"dtype": "F32", "shape": [2]}, None):
+        assert "is not an object of exactly dtype, shape and data_offsets" in refusal(write(path, {"t": terse}))
+
+
+def test_a_huge_name_is_cut_in_the_message(path: Path) -> None:
+    message = refusal(write(path, {"x" * 1_000_000: None}))
     assert len(message) < 500
+    assert "(1000000 characters)" in message
 
 
-@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
-def test_dtypes_below_a_byte(path: Path, dtype: str) -> None:
-    bits = int(dtype[1])
-    header = {"w": {"dtype": dtype, "shape": [16], "data_offsets": [0, 2 * bits]}}
-    message = refusal(write(path, header, bytes(2 * bits)))
-    assert f"tensor 'w': dtype {dtype} is not supported: use a checkpoint in another dtype" in message
+@pytest.mark.parametrize(
+    ("ranges", "what"),
+    [
+        ([(0, 8), (4, 12)], "tensor 'b': begins at byte 260 and overlaps tensor 'a', which ends at byte 264"),
+        ([(0, 8), (0, 8)], "tensor 'b': begins at byte 256 and overlaps tensor 'a', which ends at byte 264"),
+        ([(0, 8), (12, 20)], "'b': begins at byte 268, 4 bytes after the end of tensor 'a' at byte 264: a hole"),
+        ([(8, 16), (16, 24)], "'a': begins at byte 264, 8 bytes after the end of the header at byte 256: a hole"),
+    ],
+)
+def test_ranges_follow_each_other(path: Path, ranges: list[tuple[int, int]], what: str) -> None:
+    header = {name: ENTRY | {"data_offsets": span} for name, span in zip("ab", ranges, strict=True)}
+    message = refusal(write(path, json.dumps(header).ljust(248), bytes(ranges[-1][1])))
+    assert what in message
+    assert "corrupted: download it again" in message
+
+
+def test_truncated_file_names_the_first_tensor_cut_and_the_missing_bytes(path: Path) -> None:
+    header = {"a": ENTRY, "b": ENTRY | {"data_offsets": [8, 16]}, "c": ENTRY | {"data_offsets": [16, 24]}}
+    message = refusal(write(path, json.dumps(header).ljust(248), bytes(11)))
+    assert "tensor 'b' at byte 264 is not wholly in the file" in message
+    assert "13 bytes are missing at its end (byte 267 of 280)" in message
+    assert "cut short: download it again" in message
+
+
+def test_trailing_bytes(path: Path) -> None:
+    message = refusal(write(path, json.dumps({"a": ENTRY}).ljust(120), bytes(11)))
+    assert "3 bytes follow the last tensor, which ends at byte 136: the file is corrupted: download it again" in message
 
 
 def test_absent_file_keeps_the_errno(path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"No such file or directory \(errno 2\): check the path") as caught:
         read_header(path)
     assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_a_read_error_in_the_middle_keeps_the_errno(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(path, {"a": ENTRY})
+
+    def fail(descriptor: int, num_bytes: int) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "read", fail)
+    with pytest.raises(CheckpointError, match=r"Input/output error \(errno 5\): .* the disk"):
+        read_header(path)
+
+
+def test_a_file_that_shrinks_while_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(path, {"a": ENTRY})
+    read = os.read
+    monkeypatch.setattr(os, "read", lambda descriptor, num_bytes: read(descriptor, 8) if num_bytes == 8 else b"")
+    assert "shrank to 8 bytes while its header was read: wait for what writes it" in refusal(path)
 
 
 def test_folders_and_pipes_are_not_opened(path: Path, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_config_names_unusable_weights(folder: Path, name: object, what: str) ->
     [
         (b'{"a": ', "at byte 6 not valid JSON: Expecting value: download it again"),
         (b"\xff", "at byte 0 not valid UTF-8: download it again"),
-        (b"[]", "not a JSON object: download it again"),
+        (b"[]", "a JSON array instead of an object: download it again"),
         (b"[" * 100_000, "nested too deeply: download it again"),
     ],
 )
@@ -141,15 +141,21 @@ def test_index_names_a_tensor_that_its_shard_lacks(folder: Path) -> None:
 def test_a_damaged_shard_names_itself(folder: Path) -> None:
     path = sharded(folder) / PART_2
     path.write_bytes(path.read_bytes()[:-5])
-    assert re.search(rf"{PART_2}: .* cut short or damaged: download it again", refusal(folder))
+    assert re.search(
+        rf"{PART_2}: tensor 'c' at byte \d+ is not wholly in the file: 5 bytes are missing", refusal(folder)
+    )
 
 
 @pytest.mark.parametrize(
     ("content", "what"),
     [
         ("{", "at byte 1 not valid JSON: Expecting property name enclosed in double quotes: the index is corrupt"),
-        ("[]", "not a JSON object: the index is corrupted, download it again"),
+        ("[]", "a JSON array instead of an object: the index is corrupted, download it again"),
+        ('"text"', "a JSON string instead of an object"),
+        ("true", "a JSON boolean instead of an object"),
+        ("17", "a JSON number instead of an object"),
         ('{"a":' * 100_000, "nested too deeply"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "the name 'a' stands twice in one object"),
         ("{}", "no weight_map of tensor names to file names: download the index again"),
         ('{"weight_map": []}', "no weight_map of tensor names to file names"),
         ('{"weight_map": {}}', "no weight_map of tensor names to file names"),

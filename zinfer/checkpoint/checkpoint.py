@@ -140,7 +140,7 @@ def _gathered(folder: Path, config: bytes) -> tuple[list[Header], dict[str, Tens
 def _explicit_file(folder: Path, config: bytes) -> Path | None:
     """The weights file that the config names itself, if it does."""
     path = folder / CONFIG_NAME
-    name = parse_file(path, config, "download it again").get(EXPLICIT_KEY)
+    name = parse_file(path, config, "download it again", lenient=True).get(EXPLICIT_KEY)
     if name is None:
         return None
     if not isinstance(name, str) or not name.endswith((".safetensors", INDEX_SUFFIX)):

@@ -27,7 +27,7 @@ def read_config(path: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read, or is not an object.
     """
     try:
-        return parse_file(path, path.read_bytes(), "download it again")
+        return parse_file(path, path.read_bytes(), "download it again", lenient=True)
     except OSError as error:
         raise unreadable(path, error) from error
 

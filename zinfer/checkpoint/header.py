@@ -1,7 +1,9 @@
 """Reads and checks the header of one safetensors file; it reads the 8 + N header bytes and never a weight.
 
-The safetensors library checks the header, but does not tell where in the file a tensor begins: that is read here.
-Dtypes below one byte (F4, F6_*) are refused, because nothing here streams parts of bytes.
+The rules are those of the reference (huggingface/safetensors, safetensors/src/tensor.rs: `read_metadata`, `validate`):
+what it refuses is refused here. Stricter than it: the header starts with `{` (as the format's text says), no name or
+metadata key stands twice, an entry is an object of exactly `dtype`, `shape` and `data_offsets`, a dimension fits
+torch's signed 64 bits, and dtypes below one byte (F4, F6_*) are refused, for nothing here streams parts of bytes.
 """
 
 import hashlib
@@ -11,17 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from zinfer.checkpoint.faults import shorten, unreadable
-from zinfer.checkpoint.json_text import parse_file
+from zinfer.checkpoint.json_text import MAX_NATURAL, JsonFault, parse_object
 from zinfer.errors import CheckpointError
 from zinfer.nvme.file_identity import FileIdentity
 
 LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSION = 2**63 - 1
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -43,7 +46,9 @@ DTYPES = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
-DAMAGED = "the file is cut short or damaged: download it again"
+SUB_BYTE_DTYPES = ("F4", "F6_E2M3", "F6_E3M2")
+DOWNLOAD_AGAIN = "the file is corrupted: download it again"
+TRUNCATED = "the file is cut short: download it again"
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class Header:
 
     file: Path
     tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
     data_offset: int
     identity: FileIdentity
     sha256: str
@@ -120,48 +126,149 @@ def read_header(path: Path) -> Header:
     """Returns the checked header of the safetensors file at `path`.
 
     Raises:
-        CheckpointError: the file cannot be read or breaks a rule of the format; the message names the file, what is
-            wrong and the remedy. An `OSError` or `SafetensorError` behind it is chained.
+        CheckpointError: the file cannot be read or breaks a rule of the format; the message names the file, the tensor,
+            the byte offset in the file and the remedy. An `OSError` behind it is chained.
     """
     path = Path(path)
     try:
-        # Asked before opening: opening a named pipe would wait for a writer forever.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CheckpointError(f"{path}: not a regular file: name the safetensors file itself")
         raw, identity = _read_raw(path)
-        with safe_open(path, "np"):
-            pass
     except OSError as error:
         raise unreadable(path, error) from error
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: {shorten(str(error))}: {DAMAGED}") from error
-    members = parse_file(path, raw[LENGTH_BYTES:], DAMAGED)
-    members.pop("__metadata__", None)
-    entries = [_entry(path, len(raw), name, value) for name, value in members.items()]
+    data_offset = len(raw)
+    try:
+        members = parse_object(raw[LENGTH_BYTES:])
+    except JsonFault as fault:
+        offset = LENGTH_BYTES + (fault.position or 0)
+        raise CheckpointError(f"{path}: header at byte {offset}: {fault}: {DOWNLOAD_AGAIN}") from fault
+    metadata = _metadata(path, members.pop("__metadata__", None))
+    entries = [_entry(path, data_offset, name, value) for name, value in members.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
-    return Header(path, {entry.name: entry for entry in entries}, len(raw), identity, hashlib.sha256(raw).hexdigest())
+    _check_cover(path, entries, data_offset, identity.num_bytes)
+    tensors = {entry.name: entry for entry in entries}
+    return Header(path, tensors, metadata, data_offset, identity, hashlib.sha256(raw).hexdigest())
+
+
+def _fail(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN) -> NoReturn:
+    raise CheckpointError(f"{path}: {what}: {remedy}")
 
 
 def _read_raw(path: Path) -> tuple[bytes, FileIdentity]:
     """The length and the header as bytes of the file, and the file's identity."""
-    with path.open("rb") as file:
+    # Asked before opening: opening a named pipe would wait for a writer forever.
+    if not stat.S_ISREG(path.stat().st_mode):
+        _fail(path, "not a regular file", "name the safetensors file itself")
+    with path.open("rb", buffering=0) as file:
         identity = FileIdentity.from_stat(os.fstat(file.fileno()))
-        prefix = file.read(LENGTH_BYTES)
-        if prefix == b"version ":
-            raise CheckpointError(f"{path}: a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
+        file_bytes = identity.num_bytes
+        prefix = _read_exactly(file.fileno(), LENGTH_BYTES)
+        if len(prefix) < LENGTH_BYTES:
+            what = f"{file_bytes} bytes long, a safetensors file begins with {LENGTH_BYTES} bytes of header length"
+            _fail(path, what, TRUNCATED)
         header_bytes = int.from_bytes(prefix, "little")
-        missing_bytes = LENGTH_BYTES + header_bytes - identity.num_bytes
-        if missing_bytes > 0:
-            raise CheckpointError(f"{path}: {missing_bytes} bytes of its header are missing: {DAMAGED}")
-        return prefix + file.read(header_bytes), identity
+        _check_length(path, prefix, header_bytes, file_bytes)
+        raw = prefix + _read_exactly(file.fileno(), header_bytes)
+    if len(raw) < LENGTH_BYTES + header_bytes:
+        _fail(path, f"shrank to {len(raw)} bytes while its header was read", "wait for what writes it")
+    if raw[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
+        _fail(path, f"header at byte {LENGTH_BYTES} starts with {raw[LENGTH_BYTES:][:1]!r}, not with '{{'")
+    return raw, identity
 
 
-def _entry(path: Path, data_offset: int, name: str, value: Any) -> TensorEntry:
-    """Offsets in the header count from `data_offset`, those in the result from the file's start."""
-    if not isinstance(value, dict):  # the library also takes a list of the three
-        raise CheckpointError(f"{path}: tensor {shorten(name)}: its header entry is not an object: {DAMAGED}")
-    dtype, (begin, end) = value["dtype"], value["data_offsets"]
-    if dtype not in DTYPES:
-        remedy = "use a checkpoint in another dtype"
-        raise CheckpointError(f"{path}: tensor {shorten(name)}: dtype {dtype} is not supported: {remedy}")
-    return TensorEntry(name, DTYPES[dtype], tuple(value["shape"]), path, data_offset + begin, end - begin)
+def _read_exactly(descriptor: int, num_bytes: int) -> bytes:
+    """`num_bytes` from the descriptor, fewer only at the end of the file."""
+    chunks = []
+    while num_bytes > 0 and (chunk := os.read(descriptor, num_bytes)):
+        chunks.append(chunk)
+        num_bytes -= len(chunk)
+    return b"".join(chunks)
+
+
+def _check_length(path: Path, prefix: bytes, header_bytes: int, file_bytes: int) -> None:
+    if prefix == b"version ":
+        _fail(path, "a Git LFS pointer, not the weights", "run `git lfs pull` in its folder")
+    where = "header length at byte 0"
+    if header_bytes == 0:
+        _fail(path, f"{where} is 0")
+    if header_bytes > MAX_HEADER_BYTES:
+        _fail(path, f"{where} is {header_bytes}, more than the format's {MAX_HEADER_BYTES}")
+    missing_bytes = LENGTH_BYTES + header_bytes - file_bytes
+    if missing_bytes > 0:
+        what = f"{where} is {header_bytes}, but the file has {file_bytes} bytes: {missing_bytes} bytes are missing"
+        _fail(path, what, TRUNCATED)
+
+
+def _metadata(path: Path, value: object) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        _fail(path, "header entry '__metadata__' is not an object of texts")
+    return value
+
+
+def _entry(path: Path, data_offset: int, name: str, value: object) -> TensorEntry:
+    """The checked entry; offsets in the header count from `data_offset`, those in the result from the file's start."""
+    tensor = f"tensor {shorten(name)}"
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        _fail(path, f"{tensor}: its header entry is not an object of exactly dtype, shape and data_offsets")
+    dtype = _dtype(path, tensor, value["dtype"])
+    shape, offsets = value["shape"], value["data_offsets"]
+    if not _is_naturals(shape) or not _is_naturals(offsets) or len(offsets) != 2:
+        _fail(path, f"{tensor}: shape and data_offsets (two of them) must be lists of non-negative integers")
+    num_elements = _num_elements(path, tensor, shape)
+    begin, end = data_offset + offsets[0], data_offset + offsets[1]
+    if begin > end:
+        _fail(path, f"{tensor}: begins at byte {begin} of the file and ends before, at byte {end}")
+    nbytes = num_elements * dtype.itemsize
+    if end - begin != nbytes:
+        needs = f"{value['dtype']} of shape {_shown(shape)} takes {nbytes} bytes"
+        what = f"{needs}, but its range from byte {begin} to {end} of the file has {end - begin}"
+        _fail(path, f"{tensor}: {what}")
+    return TensorEntry(name, dtype, tuple(shape), path, begin, nbytes)
+
+
+def _dtype(path: Path, tensor: str, name: object) -> torch.dtype:
+    if not isinstance(name, str):
+        _fail(path, f"{tensor}: its dtype is not a text")
+    if name in SUB_BYTE_DTYPES:
+        _fail(path, f"{tensor}: dtype {name} packs elements below a byte", "use a checkpoint in another dtype")
+    if name not in DTYPES:
+        _fail(path, f"{tensor}: unknown dtype {shorten(name)}, known are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _is_naturals(value: Any) -> bool:
+    # `bool` is a kind of `int` in Python; an `int` of the parser is never negative.
+    return isinstance(value, list) and all(type(number) is int for number in value)
+
+
+def _num_elements(path: Path, tensor: str, shape: list[int]) -> int:
+    """The product as the reference takes it: from the left, an overflow counts even if a zero follows."""
+    product = 1
+    for dimension in shape:
+        product *= dimension
+        if product > MAX_NATURAL or dimension > MAX_DIMENSION:
+            _fail(path, f"{tensor}: shape {_shown(shape)} overflows 64 bits")
+    return product
+
+
+def _shown(shape: list[int]) -> str:
+    return str(shape) if len(shape) <= 12 else f"[{', '.join(map(str, shape[:12]))}, ... {len(shape)} dimensions]"
+
+
+def _check_cover(path: Path, entries: list[TensorEntry], data_offset: int, file_bytes: int) -> None:
+    """The ranges, sorted, follow each other without hole or overlap from `data_offset` to the file's end."""
+    end, before = data_offset, "the header"
+    for entry in entries:
+        tensor = f"tensor {shorten(entry.name)}"
+        if entry.offset < end:
+            _fail(path, f"{tensor}: begins at byte {entry.offset} and overlaps {before}, which ends at byte {end}")
+        if entry.offset > end:
+            what = f"begins at byte {entry.offset}, {entry.offset - end} bytes after the end of {before} at byte {end}"
+            _fail(path, f"{tensor}: {what}: a hole in the file")
+        end, before = entry.offset + entry.nbytes, tensor
+    if end > file_bytes:
+        cut = next(entry for entry in entries if entry.offset + entry.nbytes > file_bytes)
+        what = f"{end - file_bytes} bytes are missing at its end (byte {file_bytes} of {end})"
+        _fail(path, f"tensor {shorten(cut.name)} at byte {cut.offset} is not wholly in the file: {what}", TRUNCATED)
+    if end < file_bytes:
+        _fail(path, f"{file_bytes - end} bytes follow the last tensor, which ends at byte {end}")

@@ -1,10 +1,17 @@
-"""Parses the JSON that comes with a checkpoint: headers, indexes and configs."""
+"""Parses the JSON that travels with a checkpoint: headers, indexes and configs, all of them bytes from a stranger.
+
+Refuses what Python's `json` lets through and makes a header mean two things: duplicate keys, NaN and Infinity, lone
+surrogates, sizes that are no 64-bit naturals. Nesting too deep to parse is a fault like any.
+"""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from zinfer.checkpoint.faults import shorten
 from zinfer.errors import CheckpointError
+
+MAX_NATURAL = 2**64 - 1
 
 
 class JsonFault(ValueError):
@@ -15,32 +22,81 @@ class JsonFault(ValueError):
         self.position = position
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
+def parse_object(data: bytes, *, lenient: bool = False) -> dict[str, Any]:
     """Returns the JSON object in `data`, UTF-8 text.
 
+    Only the integers 0 .. 2**64 - 1 come out as `int`; every other number is a `float`, as serde_json hands them to
+    the reference, so that `-0` or an overflow cannot pass for a size. `lenient` takes whatever Python's parser takes:
+    transformers reads its configs so.
+
     Raises:
-        JsonFault: not UTF-8, not JSON, nested too deeply, or not an object.
+        JsonFault: not UTF-8, not JSON, nested too deeply, not an object; unless lenient, also a key twice in one
+            object, NaN, Infinity, or half a surrogate pair.
     """
     try:
         text = data.decode("utf-8")
-        value = json.loads(text)
     except UnicodeDecodeError as error:
         raise JsonFault("not valid UTF-8", error.start) from error
+    options: dict[str, Any] = {}
+    if not lenient:
+        options = {"object_pairs_hook": _unique_object, "parse_int": _natural, "parse_constant": _refuse_constant}
+    try:
+        value = json.loads(text, **options)
     except json.JSONDecodeError as error:
         raise JsonFault(f"not valid JSON: {error.msg}", len(text[: error.pos].encode("utf-8"))) from error
     except RecursionError as error:
         raise JsonFault("nested too deeply") from error
+    except JsonFault:
+        raise
     except ValueError as error:  # an integer longer than Python's limit on digits
         raise JsonFault(f"not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise JsonFault("not a JSON object", 0)
+        raise JsonFault(f"a JSON {_kind(value)} instead of an object", 0)
     return value
 
 
-def parse_file(path: Path, data: bytes, remedy: str) -> dict[str, Any]:
+def parse_file(path: Path, data: bytes, remedy: str, *, lenient: bool = False) -> dict[str, Any]:
     """As `parse_object`, of a file's bytes. Raises CheckpointError: names the file, the byte and the remedy."""
     try:
-        return parse_object(data)
+        return parse_object(data, lenient=lenient)
     except JsonFault as fault:
         where = "" if fault.position is None else f" at byte {fault.position}"
         raise CheckpointError(f"{path}:{where} {fault}: {remedy}") from fault
+
+
+def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    for key, value in pairs:
+        _check_unicode(key)
+        if isinstance(value, str):
+            _check_unicode(value)
+    if len(members) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise JsonFault(f"the name {shorten(key)} stands twice in one object")
+            seen.add(key)
+    return members
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise JsonFault(f"the text {shorten(text)} holds half a surrogate pair") from error
+
+
+def _natural(digits: str) -> int | float:
+    if len(digits) > 20 or digits.startswith("-"):
+        return float(digits)
+    number = int(digits)
+    return number if number <= MAX_NATURAL else float(digits)
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise JsonFault(f"not valid JSON: {text}")
+
+
+def _kind(value: object) -> str:
+    kinds = {list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return kinds.get(type(value), "number")

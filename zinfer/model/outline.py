@@ -183,7 +183,7 @@ def _check_config(checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
     """Without weights only config.json tells how wide they are, and it does not tell which of them are quantized."""
     path = checkpoint.config_path
     try:
-        config = parse_object(path.read_bytes())
+        config = parse_object(path.read_bytes(), lenient=True)
     except (OSError, JsonFault) as error:
         raise CheckpointError(f"{path}: {error}; download it again") from error
     if find_stored_scheme(checkpoint) is not None:

@@ -24,7 +24,7 @@ def find_stored_scheme(checkpoint: Checkpoint) -> Scheme | None:
     """
     if checkpoint.is_listed:
         return None
-    config = parse_object(checkpoint.config_path.read_bytes())
+    config = parse_object(checkpoint.config_path.read_bytes(), lenient=True)
     section = config.get("quantization_config")
     if isinstance(section, dict) and section.get("quant_method") == METHOD:
         return StoreScheme.open(checkpoint.folder)

@@ -98,7 +98,7 @@ def _header(tensors: Iterable[SlabTensor]) -> bytes:
 
 def sidecar_files(checkpoint: Checkpoint, dtype: torch.dtype, files: Sequence[BlockFile]) -> dict[str, bytes]:
     """config.json, the index and the tokenizer's files, by their names. Raises OSError: the source cannot be read."""
-    config = parse_object(checkpoint.config_path.read_bytes())
+    config = parse_object(checkpoint.config_path.read_bytes(), lenient=True)
     made = {checkpoint.config_path.name: _text(_config(config, dtype)), INDEX_NAME: _text(_index(files))}
     folder = checkpoint.folder
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in text_files(folder)} | made
