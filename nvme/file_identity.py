@@ -8,6 +8,10 @@ import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
+
+# The start of year 10000: a damaged inode may hold a time that `datetime` cannot.
+_CALENDAR_END_NS: Final = 253_402_300_800 * 10**9
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class FileIdentity:
     @property
     def written_at(self) -> str:
         """When the file was last written, in UTC to the millisecond, for messages."""
+        if not 0 <= self.mtime_ns < _CALENDAR_END_NS:
+            return f"{self.mtime_ns / 1e9:.3f} s after 1970"
         return datetime.fromtimestamp(self.mtime_ns / 1e9, UTC).isoformat(timespec="milliseconds")
 
     def difference(self, now: "FileIdentity") -> str:

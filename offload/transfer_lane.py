@@ -122,9 +122,7 @@ class TransferLane:
                 if failure is not None:
                     part.transfer.fail(failure)
             loaded_at_s = part.transfer.loaded_at_s = time.perf_counter()
-            if self._trace is not None and part.staging is not None:
-                # From where the load before it ended: a lane's reads overlap.
-                self._trace.add(self._name, part.transfer.name, max(part.begun_at_s, last_loaded_s), loaded_at_s)
+            self._trace_load(part, max(part.begun_at_s, last_loaded_s), loaded_at_s)
             last_loaded_s = loaded_at_s
             self._send(part)
 
@@ -139,6 +137,14 @@ class TransferLane:
         if self._closing:
             transfer.fail(LaneClosed(f"the {self._name} lane was closed while {transfer.name} was on its way"))
         return transfer.has_failed
+
+    def _trace_load(self, part: _Part, begun_at_s: float, loaded_at_s: float) -> None:
+        """Put a load into the trace, from where the one before it ended: a lane's reads overlap."""
+        try:
+            if self._trace is not None and part.staging is not None:
+                self._trace.add(self._name, part.transfer.name, begun_at_s, loaded_at_s)
+        except BaseException as failure:  # the thread must live: others wait for their transfers
+            part.transfer.fail(failure)
 
     def _send(self, part: _Part) -> None:
         transfer, stream, number = part.transfer, part.transfer.target.stream, part.number

@@ -1,5 +1,6 @@
 """What the reader's tests share: a file in which every page differs, buffers, and an open reader."""
 
+import errno
 import mmap
 import os
 import time
@@ -66,3 +67,15 @@ def open_descriptors_of(path: Path) -> int:
         except FileNotFoundError:
             continue
     return count
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files cannot be opened with O_DIRECT, as on some file systems."""
+    real = os.open
+
+    def open_buffered_only(path: object, flags: int, *args: object, **kwargs: object) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", open_buffered_only)

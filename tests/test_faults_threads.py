@@ -11,11 +11,22 @@ import torch
 from checkpoints import tiny_checkpoint
 from engines import config_for, engine_for
 from faults_support import Fault, Holdings, failure_of, logits_of
+from threads import within
 
 import zinfer
-from zinfer.nvme.reader import Reader
+from zinfer.nvme.file_identity import FileIdentity
+from zinfer.nvme.reader import DiskReadError, Reader
+from zinfer.offload.block import Block, Extent, SlabLayout
+from zinfer.offload.host_memory import HostBuffer
+from zinfer.offload.source import DiskSource
+from zinfer.offload.staging import StagingRing
+from zinfer.offload.stream import HostStream
+from zinfer.offload.trace import Trace
+from zinfer.offload.transfer import Target, Transfer
+from zinfer.offload.transfer_lane import TransferLane
 
 PAGE = 4096
+BEYOND_CALENDARS_NS = 10**12 * 10**9  # the year 33658; file systems with 64-bit times hold it
 NO_THREADS = RuntimeError("can't start new thread")
 
 
@@ -107,4 +118,50 @@ def test_a_request_that_failed_for_want_of_a_thread_writes_no_more(file: Path, m
             assert bytes(buffer) == b"\xa5" * PAGE, "it was written to after its request was over"
     finally:
         gate.set()
+        reader.close()
+
+
+def test_a_file_dated_beyond_calendars_is_an_error_and_no_hang(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged inode may say anything."""
+    reader = Reader(num_threads=1)
+    real = FileIdentity.of
+    try:
+        reader.read(file, 0, buffer_of(PAGE))
+
+        def of(path: Path) -> FileIdentity:
+            found = real(path)
+            return FileIdentity(found.device, found.inode, found.num_bytes, BEYOND_CALENDARS_NS)
+
+        monkeypatch.setattr(FileIdentity, "of", of)
+        error = reader.read_async(file, 0, buffer_of(PAGE)).exception(timeout=3)
+        assert isinstance(error, DiskReadError)
+        assert "has changed since" in str(error)
+    finally:
+        reader.close()
+
+
+class FullTrace(Trace):
+    """Has no room for another slice."""
+
+    def add(self, lane: str, name: str, begin_s: float, end_s: float) -> None:
+        raise MemoryError("no room for another slice")
+
+
+def test_a_lane_that_cannot_trace_a_load_fails_the_transfer(file: Path) -> None:
+    """Its thread goes on, and whoever waits for the transfer gets the error."""
+    layout = SlabLayout.pack([("weight", torch.uint8, (PAGE,))])
+    block = Block(0, "block", layout, (Extent(file, 0, PAGE, torch.uint8, 0, torch.uint8),))
+    ring, reader, stream = StagingRing(), Reader(num_threads=1), HostStream()
+    ring.add(HostBuffer(2 * PAGE))
+    lane = TransferLane("disk", stream, ring, FullTrace())
+    try:
+        for _ in range(2):
+            target = Target(torch.zeros(PAGE, dtype=torch.uint8), stream)
+            transfer = Transfer("block", DiskSource(block, reader, 2 * PAGE), target)
+            lane.submit(transfer)
+            answer = within(3, lambda transfer=transfer: (transfer.failure(),))
+            assert answer is not None, "it hangs"
+            assert isinstance(answer[0], MemoryError)
+    finally:
+        lane.close()
         reader.close()

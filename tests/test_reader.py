@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reader_support import FILE_BYTES, PAGE, buffer_of, contents, file, open_descriptors_of, reader, shared_file
+from reader_support import (
+    FILE_BYTES,
+    PAGE,
+    buffer_of,
+    contents,
+    file,
+    open_descriptors_of,
+    reader,
+    refuse_direct,
+    shared_file,
+)
 
 from zinfer.nvme.aligned import align_up, covering_range
 from zinfer.nvme.reader import Reader
@@ -25,18 +35,23 @@ __all__ = ["contents", "file", "reader", "shared_file"]  # fixtures
     nbytes=st.integers(1, FILE_BYTES),
     num_pages=st.integers(1, 40),
     num_threads=st.integers(1, 8),
+    direct=st.booleans(),
 )
 @settings(max_examples=80)
 def test_any_range_equals_the_files_bytes(
-    shared_file: Path, contents: bytes, offset: int, nbytes: int, num_pages: int, num_threads: int
+    shared_file: Path, contents: bytes, offset: int, nbytes: int, num_pages: int, num_threads: int, direct: bool
 ) -> None:
     nbytes = min(nbytes, FILE_BYTES - offset)
     start, covered = covering_range(offset, nbytes)
     required = offset + nbytes - start
     buffer = buffer_of(covered)
     reader = Reader(num_threads=num_threads, block_bytes=num_pages * PAGE)
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        if not direct:
+            refuse_direct(patched)
         reader.read(shared_file, start, buffer, required=required)
+    try:
+        assert direct or reader.buffered_files == [shared_file]
         assert buffer[offset - start : required] == contents[offset : offset + nbytes]
         assert required <= reader.bytes_read <= covered
         assert reader.bytes_read == min(covered, FILE_BYTES - start), "the margins up to the end of the file count"
@@ -118,17 +133,6 @@ def test_odd_short_reads_of_a_buffered_file_are_gone_on_with(
     reader.close()
 
 
-def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def open_buffered_only(path: object, flags: int, *args: object, **kwargs: object) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", open_buffered_only)
-
-
 def test_refused_direct_io_is_said_once_and_the_file_is_read(
     tmp_path: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,6 +177,20 @@ def test_direct_io_refused_at_the_first_read_falls_back_too(
     finally:
         reader.close()
     assert open_descriptors_of(file) == 0
+
+
+def test_direct_io_is_asked_for_first(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = os.open, []
+
+    def opening(path: object, flags: int, *args: object, **kwargs: object) -> int:
+        asked.append(bool(flags & os.O_DIRECT))
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", opening)
+    reader = Reader()
+    reader.read(file, 0, buffer_of(PAGE))
+    assert asked[0]
+    reader.close()
 
 
 def test_close_with_reads_pending(file: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

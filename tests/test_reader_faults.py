@@ -7,7 +7,17 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from reader_support import FILE_BYTES, PAGE, POISON, buffer_of, contents, file, open_descriptors_of, reader
+from reader_support import (
+    FILE_BYTES,
+    PAGE,
+    POISON,
+    buffer_of,
+    contents,
+    file,
+    open_descriptors_of,
+    reader,
+    refuse_direct,
+)
 
 from zinfer.nvme.aligned import align_up
 from zinfer.nvme.reader import DiskReadError, Reader
@@ -102,10 +112,13 @@ def test_a_failed_read_is_over_when_its_future_is(file: Path, reader: Reader, mo
     assert bytes(buffer) == bytes([POISON]) * len(buffer)
 
 
+@pytest.mark.parametrize("direct", [True, False])
 def test_a_disk_that_delivers_too_little_and_no_error(
-    file: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch
+    file: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
     real = os.preadv
+    if not direct:
+        refuse_direct(monkeypatch)
 
     def preadv(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
         return 0 if offset >= 3 * PAGE else real(fd, [memoryview(buffers[0])[:PAGE]], offset, *flags)
