@@ -86,7 +86,7 @@ class Bench:
             for _ in range(_WARM_UPS):
                 tokens = generate(1 + self._args.new)
             seconds = (self._median_s(generate, 1 + self._args.new) - self._median_s(generate, 1)) / self._args.new
-            blocks = llm._engine._blocks
+            blocks = llm._model._blocks
             found = {
                 "bytes": sum(block.block.nbytes for block in blocks),
                 "layer_bytes": max(block.block.nbytes for block in blocks if block.is_layer),

@@ -94,7 +94,7 @@ def test_closing_within_a_forward_hook_is_refused(folder: Path) -> None:
     assert greedy(engine).tolist() == expected
     engine.destroy()
     llm = llm_over(folder)
-    hook = llm._engine.layers[1].register_forward_hook(lambda *_: llm.close())
+    hook = llm._model.layers[1].register_forward_hook(lambda *_: llm.close())
     with pytest.raises(RuntimeError, match=r"close was called within a pass .* let the pass return first"):
         llm.generate(by_ids([[5, 6]]))
     hook.remove()

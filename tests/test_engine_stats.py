@@ -85,7 +85,7 @@ def test_shares_are_of_the_seconds_until_the_device_was_done(folder: Path) -> No
     rates = Rates(1e12, 1e12, 1e12, 1e12, 1e12, "made up")
     with engine_for(folder, "disk") as engine:
         logits_of(engine)
-        engine.outlook.__dict__["rates"] = rates
+        engine.estimator.__dict__["rates"] = rates
         first = engine.stats()
         engine._ended = LateEvent(time.perf_counter() + 5)
         late = engine.stats()

@@ -39,13 +39,13 @@ def test_the_layer_that_broke_a_text_is_named(place: int, home: str, folder: Pat
     model.save_pretrained(tmp_path)
     config = {"zero_optimization": {"offload_param": {"device": home}}}
     with LLM(tmp_path, config, device="cpu", kv_cache_memory="1MB") as llm:
-        hooks = num_hooks(llm._engine)
+        hooks = num_hooks(llm._model)
         for _ in range(2):
             found = llm.generate(by_ids([[3, 4, 5], [6, 7]]), SamplingParams(max_new_tokens=2))
             assert [each.finish_reason for each in found] == ["error"] * 2
             for each in found:
                 assert str(each.error).endswith(f"the first that are not come from model.layers.{place}")
-            assert num_hooks(llm._engine) == hooks, "nobody looks any more"
+            assert num_hooks(llm._model) == hooks, "nobody looks any more"
 
 
 def test_what_comes_before_the_layers_is_told_apart(folder: Path) -> None:

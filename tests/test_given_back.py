@@ -85,7 +85,7 @@ def test_of_an_llm(
     assert (stats.streamed_bytes_per_pass > 0) == (home != "none")
     assert storages.look() >= llm.batching.kv_bytes + stats.device_bytes
     llm.close()
-    assert storages.left(llm._engine.module) == []
+    assert storages.left(llm._model.module) == []
 
 
 @pytest.mark.parametrize("home", ["none", "cpu", "nvme"])
@@ -97,7 +97,7 @@ def test_of_an_llm_that_replays_passes(folder: Path, prompts: list[list[int]], s
     assert llm.graphs.replayed > 0
     assert storages.look() >= llm.batching.kv_bytes + llm.stats().device_bytes
     llm.close()
-    assert storages.left(llm._engine.module) == []
+    assert storages.left(llm._model.module) == []
     assert llm.graphs.replayed > 0
 
 
@@ -114,7 +114,7 @@ def test_of_an_llm_with_texts_parked_on_the_disk(
     assert llm.stats().swapped_bytes_written > 0
     assert storages.look() > llm.batching.kv_bytes + (32 << 20), "what passes between pages and file"
     llm.close()
-    assert storages.left(llm._engine.module) == []
+    assert storages.left(llm._model.module) == []
     with pytest.raises(RuntimeError, match="this LLM was closed"):
         list(stream)
 
@@ -125,12 +125,12 @@ def test_of_an_llm_that_has_lent_pages(folder: Path, prompts: list[list[int]], s
     stream = llm.stream(by_ids(prompts[:4]), lengths)
     for _ in range(3):
         next(stream)
-    streamer = llm._engine._running()._streamer
+    streamer = llm._model._running()._streamer
     assert streamer is not None
     assert streamer._num_borrowed > 0
     storages.look()
     llm.close()
-    assert storages.left(llm._engine.module) == []
+    assert storages.left(llm._model.module) == []
     assert stream is not None
 
 
@@ -146,11 +146,11 @@ def test_of_an_llm_whose_pass_failed(
     llm = LLM(folder, HOST, device="cpu", kv_cache_tier=tier, kv_cache_memory="2MB")
     llm.generate(by_ids(prompts[:1]), PARAMS)
     storages.look()
-    llm._engine.layers[2].register_forward_pre_hook(broken)
+    llm._model.layers[2].register_forward_pre_hook(broken)
     with pytest.raises(ValueError, match="out of memory") as failure:
         llm.generate(by_ids(prompts[:5]), PARAMS)
     llm.close()
-    assert storages.left(llm._engine.module) == []
+    assert storages.left(llm._model.module) == []
     assert failure.value.__traceback__ is not None
 
 

@@ -15,11 +15,11 @@ from transformers.cache_utils import StaticLayer
 
 import zinfer
 from zinfer.engine import open_graphs
+from zinfer.engine.static_caches import StaticCaches
 from zinfer.errors import NonFiniteError
 from zinfer.graphs import static_layer
 from zinfer.graphs.capturer import CudaCapturer
 from zinfer.graphs.forward_graphs import FIRST, ForwardGraphs
-from zinfer.graphs.static_caches import StaticCaches
 
 __all__ = ["stand_in"]  # a fixture
 

@@ -16,7 +16,7 @@ from zinfer import LLM, SamplingParams
 from zinfer.batching.ragged import RaggedBatch
 from zinfer.batching.runner import PassRunner
 from zinfer.engine import open_graphs
-from zinfer.engine.engine import InferenceEngine
+from zinfer.engine.streamed_model import StreamedModel
 from zinfer.graphs.forward_graphs import FIRST
 
 __all__ = ["alone", "folder", "prompts", "stand_in"]  # fixtures
@@ -33,7 +33,7 @@ SETTLING = "streamed blocks come to where they are to stay"
 @pytest.fixture
 def lends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where texts need all pages: weights go on streaming."""
-    monkeypatch.setattr(InferenceEngine, "can_borrow", lambda self, memory: False)
+    monkeypatch.setattr(StreamedModel, "can_borrow", lambda self, memory: False)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_bytes_moved_are_those_of_pythons_launches(
             assert (llm.graphs.replayed > NUM_NEW) == flag
             stats = llm.stats()
             assert stats.passes == 2 * NUM_NEW
-            seen.append(moved(llm._engine))
+            seen.append(moved(llm._model))
     assert seen[0] == seen[1]
     # Those that come for a pass that is never begun are as many as there are slots at the most.
     assert seen[0][homes == "disk"] >= 2 * NUM_NEW * stats.streamed_bytes_per_pass
@@ -168,7 +168,7 @@ def test_a_call_that_fails_in_a_replay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with opened(folder, HOST, device) as llm:
-        streamer = llm._engine._runtime._streamer  # type: ignore[union-attr]
+        streamer = llm._model._runtime._streamer  # type: ignore[union-attr]
         assert streamer is not None
         for _ in range(2):
             llm.generate(by_ids(prompts[:1]), GREEDY)
@@ -203,7 +203,7 @@ def test_by_default_where_python_would_be_slower_than_the_link(
     """Blocks that stay in pages stream no more."""
     monkeypatch.setattr(open_graphs, "_MOST_BYTES_A_BLOCK", most_bytes)
     if not lends:
-        monkeypatch.setattr(InferenceEngine, "can_borrow", lambda self, memory: False)
+        monkeypatch.setattr(StreamedModel, "can_borrow", lambda self, memory: False)
     with LLM(folder, HOST, device=device, kv_cache_memory="2MB", replace_with_kernel_inject=False) as llm:
         for _ in range(2):
             assert llm.generate(by_ids(prompts[:1]), GREEDY)[0].token_ids == alone[0]

@@ -184,7 +184,7 @@ def test_pages_are_not_forgotten_under_requests(llm: LLM, prompts: list[list[int
 
 
 def test_calls_from_a_hook_of_its_own_are_refused(llm: LLM, prompts: list[list[int]]) -> None:
-    hook = llm._engine.layers[1].register_forward_hook(lambda *_: llm.generate(by_ids(prompts[:1])))
+    hook = llm._model.layers[1].register_forward_hook(lambda *_: llm.generate(by_ids(prompts[:1])))
     with pytest.raises(RuntimeError, match="called within a pass of its own"):
         llm.generate(by_ids(prompts[:1]))
     hook.remove()

@@ -153,7 +153,7 @@ def test_what_is_cancelled_has_the_tokens_so_far(llm: LLM, alone: list[Completio
             reached.set()
             assert go.wait(100)
 
-    hook = llm._engine.layers[0].register_forward_pre_hook(hold)
+    hook = llm._model.layers[0].register_forward_pre_hook(hold)
     cancelled, other = prepared(llm, 7), prepared(llm, 6)
     llm.submit(cancelled)
     llm.submit(other)
@@ -173,7 +173,7 @@ def test_a_failed_pass_ends_those_in_it_alone(llm: LLM, alone: list[Completion])
     def fail(*args: object) -> None:
         raise OSError("the disk")
 
-    hook = llm._engine.layers[0].register_forward_pre_hook(fail)
+    hook = llm._model.layers[0].register_forward_pre_hook(fail)
     handles = [prepared(llm, number) for number in range(3)]
     for handle in handles:
         llm.submit(handle)

@@ -78,7 +78,7 @@ class Batcher:
         self._budget = budget
         self._window = window
         # Pages kept elsewhere take none of the device's memory.
-        self._loan = IdlePageLender(cache, runner.engine) if isinstance(cache, KVCache) else None
+        self._loan = IdlePageLender(cache, runner.model) if isinstance(cache, KVCache) else None
         self._scheduler = self._new_scheduler()
         self._drawn: _Drawing | None = None
         self._running: dict[int, _Running] = {}
@@ -86,7 +86,7 @@ class Batcher:
         # and whether any wants its tokens one by one.
         self._last_ids: set[int] = set()
         self._reads = self._tells = False
-        self._watch = FiniteWatch(runner.engine.module, runner.engine.named_layers)
+        self._watch = FiniteWatch(runner.model.module, runner.model.named_layers)
         self._suspects: dict[int, str] = {}  # sequences that are computed again, and where they broke
         self._num_added = 0
         self.num_tokens = 0

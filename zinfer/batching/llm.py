@@ -18,7 +18,7 @@ from zinfer.batching.runner import PassRunner
 from zinfer.batching.serving_loop import ServingLoop
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.without_effect import say_without_effect
-from zinfer.engine.engine import InferenceEngine
+from zinfer.engine.streamed_model import StreamedModel
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.model.batching_support import check_family
 from zinfer.model.context_length import read_limits
@@ -86,7 +86,7 @@ class LLM:
             return budget.footprint
 
         # What is replayed is a pass with its pages, not the module's forward alone.
-        self._engine = InferenceEngine(
+        self._model = StreamedModel(
             model,
             settings,
             check_model=check_family,
@@ -98,48 +98,48 @@ class LLM:
         try:
             self._open(settings, budget, tokenizer, swaps_to_disk)
         except BaseException:
-            self._engine.destroy()
+            self._model.destroy()
             raise
 
     def _open(self, settings: Settings, budget: BatchingBudget, tokenizer: Any, swaps_to_disk: bool | None) -> None:
         """Make what stands on the engine."""
-        module = self._engine.module
+        module = self._model.module
         self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
         vocab_size = int(module.config.get_text_config().vocab_size)
         lengths = read_limits(module, settings.max_out_tokens)
         ends = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
         self._builder = RequestBuilder(self.tokenizer, vocab_size, lengths, ends)
-        device = self._engine.device
+        device = self._model.device
         spec, folder = ModelSpec.read(module.config), settings.offload.nvme_path
         token_bytes = spec.kv.token_bytes(budget.kv_dtype)
         if folder is not None and swaps_to_disk is None:
-            swaps_to_disk = self._engine.outlook.disk_spares_time(token_bytes)
+            swaps_to_disk = self._model.estimator.disk_spares_time(token_bytes)
         budget = replace(budget, swaps_to_disk=folder is not None and bool(swaps_to_disk))
-        self._cache = open_pages(self._engine, spec, budget)
-        self._graphs = self._engine.pass_graphs
-        self._runner = PassRunner(self._engine, self._cache, self._graphs)
+        self._cache = open_pages(self._model, spec, budget)
+        self._graphs = self._model.pass_graphs
+        self._runner = PassRunner(self._model, self._cache, self._graphs)
         window = spec.common_window
         self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, window)
         closers = (
             self._cache.close,
-            self._engine.destroy,
+            self._model.destroy,
             self._batcher.close,
             self._runner.close,
             self._builder.close,
         )
         self._loop = ServingLoop(self._batcher, device, closers)
         self._loop.close_with(self)
-        self._outlook = JobEstimator(budget, window, token_bytes, self._engine.outlook.pass_time)
+        self._estimator = JobEstimator(budget, window, token_bytes, self._model.estimator.pass_time)
 
     @property
     def plan(self) -> Plan:
         """Homes, buffers and bytes of the weights."""
-        return self._engine.plan
+        return self._model.plan
 
     @property
     def injected(self) -> dict[str, str]:
         """What is computed by fused kernels: names of modules, and what is fused in each."""
-        return self._engine.injected
+        return self._model.injected
 
     @property
     def graphs(self) -> GraphCounts:
@@ -154,7 +154,7 @@ class LLM:
             RuntimeError: the LLM was closed.
         """
         self._check_open()
-        found = self._cache.add_to(self._engine.stats(self._cache.bytes_to_device))
+        found = self._cache.add_to(self._model.stats(self._cache.bytes_to_device))
         return replace(found, passes=self._runner.num_passes)
 
     def predict(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
@@ -170,7 +170,7 @@ class LLM:
             ConfigError: no prompts.
             PlanError: a text does not fit the cache even alone.
         """
-        return self._outlook.of_texts(prompt_lens, new_tokens)
+        return self._estimator.of_texts(prompt_lens, new_tokens)
 
     def predict_passes(self) -> JobPrediction:
         """What the passes ought to have taken since the LLM was idle last; rates as for `predict`.
@@ -178,12 +178,12 @@ class LLM:
         Raises:
             ConfigError: there were none.
         """
-        return self._outlook.of_passes(list(self._batcher.pass_sizes))
+        return self._estimator.of_passes(list(self._batcher.pass_sizes))
 
     @property
     def batching(self) -> BatchingBudget:
         """Sizes of passes and of the cache."""
-        return self._outlook.budget
+        return self._estimator.budget
 
     @property
     def num_tokens(self) -> int:
@@ -341,7 +341,7 @@ class LLM:
         Raises:
             RuntimeError: it was called within a pass, as in a forward hook.
         """
-        if not self._engine.is_forked:
+        if not self._model.is_forked:
             self._loop.close()
 
     def __enter__(self) -> Self:
@@ -353,5 +353,5 @@ class LLM:
         self.close()
 
     def _check_open(self) -> None:
-        self._engine.check_process()
+        self._model.check_process()
         self._loop.check_open()

@@ -4,22 +4,22 @@ A job ends with many passes of few tokens, each as long as the weights are on th
 Weights take its place until something new has to wait for pages.
 """
 
-from zinfer.engine.engine import InferenceEngine
+from zinfer.engine.streamed_model import StreamedModel
 from zinfer.kv_cache.device import KVCache
 from zinfer.scheduling.scheduler import Scheduler
 
 
 class IdlePageLender:
-    """The pages from a limit on, in which blocks of an engine stay.
+    """The pages from a limit on, in which blocks of a model stay.
 
     Args:
         cache: whose pages are lent.
-        engine: whose blocks stream.
+        model: whose blocks stream.
     """
 
-    def __init__(self, cache: KVCache, engine: InferenceEngine) -> None:
+    def __init__(self, cache: KVCache, model: StreamedModel) -> None:
         self._cache = cache
-        self._engine = engine
+        self._model = model
         self._limit = cache.num_pages
 
     def adjust(self, scheduler: Scheduler) -> None:
@@ -32,14 +32,14 @@ class IdlePageLender:
         if limit >= self._limit:
             return
         memory = cache.memory(limit, self._limit)
-        if self._engine.can_borrow(memory):
+        if self._model.can_borrow(memory):
             self._limit = limit  # first of all: where what follows fails, all is taken back
             moved = scheduler.confine(limit)
             cache.move(list(moved), list(moved.values()))
-            self._engine.add_cache_slots(memory)
+            self._model.add_cache_slots(memory)
 
     def take_back(self) -> None:
         """Let the blocks stream again; the pages may be written to when this returns."""
         if self._limit < self._cache.num_pages:
-            self._engine.give_back()
+            self._model.remove_cache_slots()
             self._limit = self._cache.num_pages

@@ -9,7 +9,7 @@ from zinfer.batching.adapters import patch_attention
 from zinfer.batching.attention import MASKED_NAME, NAME, PagedAttention, attending
 from zinfer.batching.parts import PartedLayers
 from zinfer.batching.ragged import Part, RaggedBatch
-from zinfer.engine.engine import InferenceEngine
+from zinfer.engine.streamed_model import StreamedModel
 from zinfer.graphs.forward_graphs import ForwardGraphs
 from zinfer.kernels.kv_pages import PagedLayout
 from zinfer.kv_cache.base import PageCache
@@ -18,10 +18,10 @@ from zinfer.model.module_patches import ModulePatches
 
 
 class PassRunner:
-    """An engine whose attention goes over a cache of pages until `close`.
+    """A model whose attention goes over a cache of pages until `close`.
 
     Args:
-        engine: its module's family is one that attends through transformers' interface, or has an attention here.
+        model: its module's family is one that attends through transformers' interface, or has an attention here.
         cache: with as many layers as the module.
         graphs: replay what batches compute that have a form; pages must stay where they are.
 
@@ -29,17 +29,17 @@ class PassRunner:
         num_passes: batches that were run.
     """
 
-    def __init__(self, engine: InferenceEngine, cache: PageCache, graphs: ForwardGraphs | None = None) -> None:
-        self.engine = engine
+    def __init__(self, model: StreamedModel, cache: PageCache, graphs: ForwardGraphs | None = None) -> None:
+        self.model = model
         self.num_passes = 0
         self._patches = ModulePatches()
-        patch_attention(engine.module, self._patches)
+        patch_attention(model.module, self._patches)
         self._attention = PagedAttention(cache.layers)
-        self._layers = PartedLayers(self._patches, engine.layers, self._attention, cache)
-        self._config: Any = engine.module.config.get_text_config(decoder=True)
+        self._layers = PartedLayers(self._patches, model.layers, self._attention, cache)
+        self._config: Any = model.module.config.get_text_config(decoder=True)
         self._before = self._config._attn_implementation
         self._config._attn_implementation = MASKED_NAME if wants_mask(self._config.model_type) else NAME
-        self._takes_positions = "position_ids" in inspect.signature(type(engine.module).forward).parameters
+        self._takes_positions = "position_ids" in inspect.signature(type(model.module).forward).parameters
         self._graphs = graphs
 
     @property
@@ -69,7 +69,7 @@ class PassRunner:
         self._config._attn_implementation = self._before
 
     def _call(self, work: Any) -> torch.Tensor:
-        found: torch.Tensor = self.engine.call(work)
+        found: torch.Tensor = self.model.call(work)
         return found
 
     def _forward(self, batch: RaggedBatch) -> torch.Tensor:
@@ -78,7 +78,7 @@ class PassRunner:
             inputs["position_ids"] = batch.position_ids
         self._layers.set(batch.parts)
         with attending(self._attention):
-            logits: torch.Tensor = self.engine.module(**inputs).logits
+            logits: torch.Tensor = self.model.module(**inputs).logits
         return logits[0]
 
     def _single(

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from zinfer.engine.forward_timer import PassTimes
 from zinfer.engine.hooks import Forward
+from zinfer.engine.static_caches import StaticCaches
 from zinfer.errors import NotProfiledError
 from zinfer.graphs.forward_graphs import ForwardGraphs, GraphCounts
-from zinfer.graphs.static_caches import StaticCaches
 from zinfer.inject.fusion_groups import FusionGroup
 from zinfer.inject.injection import Injection
 from zinfer.model.module_patches import ModulePatches, is_patched

@@ -1,132 +1,35 @@
 """`InferenceEngine`: a model that runs as it was written while its weights stream."""
 
 import os
-import threading
-import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from zinfer.config import Settings
-from zinfer.engine.acceleration import Acceleration
 from zinfer.engine.call_args import can_repeat, looks_at_logits, moved
-from zinfer.engine.estimator import PassEstimator
 from zinfer.engine.finite_check import FiniteWatch
-from zinfer.engine.interrupts import deferred
 from zinfer.engine.module_proxy import AroundModule
-from zinfer.engine.open_graphs import open_graphs
-from zinfer.engine.prepare import PreparedModel
-from zinfer.engine.runtime import Runtime, check_trace
+from zinfer.engine.streamed_model import StreamedModel
 from zinfer.errors import ConfigError
 from zinfer.graphs.forward_graphs import GraphCounts
-from zinfer.model.build import find_model
-from zinfer.model.context_length import check_forward, check_generate, check_min_out_tokens
-from zinfer.model.partition import ModelBlock
-from zinfer.offload.stats import RunStats
-from zinfer.offload.stream import CopyStream, Event, open_stream
-from zinfer.offload.tensor_checksums import TensorChecksums
-from zinfer.offload.trace import Trace
-from zinfer.planning.memory import Footprint, Request
-from zinfer.planning.placement import Plan
+from zinfer.model.context_length import check_forward, check_generate
+from zinfer.planning.memory import Request
 from zinfer.planning.step_time import Prediction
-from zinfer.probe.limits import find_limits, free_device_bytes
-
-FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]
 
 
-class InferenceEngine(AroundModule):
+class InferenceEngine(AroundModule, StreamedModel):
     """A model whose weights stream while it runs; made by `zinfer.init_inference`.
 
-    Attributes:
-        module: the transformers module, or the plain one that was given; its streamed parameters are absent between
-            uses (`zinfer.engine.placeholder`), but `state_dict` and `save_pretrained` read them. What the engine has
-            not itself is looked for there: `engine.config`.
-        settings: the resolved configuration.
-        plan: homes, buffers and bytes.
-        device: where it computes.
-        outlook: what passes take by arithmetic.
-        trace: where reads, copies and computes are noted, if they are.
-        pass_graphs: for a caller that replays its own passes, where that can be done.
+    It has the attributes of `StreamedModel`, and what it has not itself is looked for in its module: `engine.config`.
 
     One thread at a time: concurrent calls of `generate` and `forward` wait for each other.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | nn.Module,
-        settings: Settings,
-        open_stream: Callable[[torch.device], CopyStream] = open_stream,
-        trace: Trace | None = None,
-        check_model: Callable[[PreTrainedModel], object] | None = None,
-        find_reserve: FindReserve | None = None,
-        replays_passes: bool = False,
-        checksums: TensorChecksums | None = None,
-    ) -> None:
-        """As `zinfer.init_inference`, with settings that are resolved already.
-
-        Args:
-            open_stream: makes a copy stream for the device.
-            trace: where reads, copies and computes are noted; by default a new one if the settings name a file for it.
-            check_model: raises for a model that is not wanted, before anything is read or written for it.
-            find_reserve: what to leave of the device for others, from the module, its blocks and the bytes that are
-                free for all; by default the batch that the settings state.
-            replays_passes: the caller records more than the module's forward, by ``pass_graphs``.
-            checksums: taken of weights as they are read.
-        """
-        super().__init__()
-        check_trace(settings.trace)
-        limits = find_limits(settings)
-        self.settings = settings
-        self.device = limits.device
-        self.module, checkpoint = find_model(model, settings)
-        if check_model:
-            check_model(self.module)
-        check_min_out_tokens(self.module, settings.min_out_tokens)
-        cut = PreparedModel.of(self.module, checkpoint, settings)
-        reserve = find_reserve(self.module, cut.blocks, free_device_bytes(limits)) if find_reserve else None
-        cut = cut.with_packed_copy()
-        with ExitStack() as owned:  # a kept traceback would keep what was written
-            owned.callback(cut.close)
-            self._blocks = cut.blocks
-            self.plan: Plan = cut.plan(limits, reserve)
-            cut.take_to(self.device)
-            self._lock = threading.RLock()
-            self._calling: int | None = None  # the thread that is in `call`
-            self._wall_s = 0.0
-            self._began_s: float | None = None
-            self._ended: Event | None = None  # of the last call, on the device; None while one runs
-            self.trace = trace or (Trace() if settings.trace else None)
-            graphs = open_graphs(self.plan, settings, self.device, by_default=replays_passes)
-            self.pass_graphs = graphs if replays_passes else None
-            self._acceleration = Acceleration(self.module, self.device, None if replays_passes else graphs)
-            runtime = Runtime(
-                self.module,
-                cut.blocks,
-                self.plan,
-                lambda: open_stream(self.device),
-                settings,
-                cut.files,
-                scratch=cut.scratch,
-                trace=self.trace,
-                wrap=self._acceleration.wrap,
-                cuts=graphs.cuts if graphs else None,
-                lock=self._lock,
-                checksums=checksums,
-            )
-            owned.pop_all()
-        self._runtime: Runtime | None = runtime
-        self._process_id = os.getpid()
-        self._close = weakref.finalize(self, _close, self._acceleration, runtime, self._process_id)
-        self._acceleration.keep_experts()
-        if settings.kernel_inject:
-            self._acceleration.inject(cut.packs, replayed=graphs is not None)
-        files = tuple(cut.files) or None
-        self.outlook = PassEstimator(self.module, self._blocks, self.plan, self.device, files, bool(self.injected))
+    def __init__(self, model: str | os.PathLike[str] | nn.Module, settings: Settings, **options: Any) -> None:
+        """As `zinfer.init_inference`, with settings that are resolved already; options as for `StreamedModel`."""
+        nn.Module.__init__(self)
+        StreamedModel.__init__(self, model, settings, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; tensors among the arguments are moved to the device. No gradients.
@@ -207,26 +110,6 @@ class InferenceEngine(AroundModule):
         """Whether `compile` was called."""
         return self._acceleration.is_compiled
 
-    def stats(self, other_bytes: int = 0) -> RunStats:
-        """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs.
-
-        Args:
-            other_bytes: that others have copied to the device beside it; they are in the link's share alone.
-        """
-        return self._running().stats(self._wall_s, self._span_s(), self.outlook.known_rates, other_bytes)
-
-    def _span_s(self) -> float:
-        began_s, ended = self._began_s, self._ended
-        if began_s is None:
-            return 0.0
-        is_over = ended is not None and ended.is_reached()
-        return (ended.time_s() if ended is not None and is_over else time.perf_counter()) - began_s
-
-    @property
-    def injected(self) -> dict[str, str]:
-        """What is computed by fused kernels: names of modules, and what is fused in each."""
-        return self._acceleration.injected
-
     @property
     def graphs(self) -> GraphCounts:
         """What has become of the forwards under `enable_cuda_graph`; all zero without it, or where it has no effect."""
@@ -247,97 +130,7 @@ class InferenceEngine(AroundModule):
             ConfigError: a number below 1, files that cannot be read, or a module that is not one of transformers'.
             PlanError: the model is no decoder that generates, or keeps a state whose size is not known.
         """
-        return self.outlook.predict(Request(batch_size, prompt_len, new_tokens))
-
-    def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
-        """Whether `add_cache_slots` would spare a block the way in every pass."""
-        return self._running().can_borrow(memory)
-
-    def add_cache_slots(self, memory: Sequence[torch.Tensor]) -> None:
-        """Let streamed blocks stay in device memory (uint8, ranges of any size) that nobody else uses meanwhile."""
-        self._running().add_cache_slots(memory)
-
-    def give_back(self) -> None:
-        """Use no borrowed memory any more: what is computed from now on may write to it."""
-        self._running().give_back()
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The modules of the transformer's layers, in the model's order."""
-        return list(self.named_layers.values())
-
-    @property
-    def named_layers(self) -> dict[str, nn.Module]:
-        """As `layers`, by their names in the module."""
-        names = {module: name for name, module in self.module.named_modules()}
-        return {names[block.sites[0]]: block.sites[0] for block in self._blocks if block.is_layer}
-
-    def destroy(self) -> None:
-        """Stop the threads and give back memory and files; the engine cannot be used after. May be called again.
-
-        The memory is free when this returns, also where the engine or its module is still referred to.
-
-        An engine that is dropped without it is cleaned up when it is collected, or at the end of the process. Ctrl-C
-        strikes when everything is given back.
-
-        Raises:
-            RuntimeError: a call of this thread is under way, as in a forward hook.
-        """
-        if self.is_forked:  # the threads are not here, and the rest is the parent's
-            return
-        if self._calling == threading.get_ident():
-            raise RuntimeError(
-                "destroy was called within a call of this engine, in a forward hook perhaps, and the weights are in "
-                "use; let the call return first"
-            )
-        with self._lock:
-            self._runtime = None
-            deferred(self._close)
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this process was forked from the one that made the engine."""
-        return os.getpid() != self._process_id
-
-    def check_process(self) -> None:
-        """Refuse to run in a process that was forked from the one that made the engine.
-
-        Raises:
-            RuntimeError: it was.
-        """
-        if self.is_forked:
-            raise RuntimeError(
-                f"process {os.getpid()} was forked from process {self._process_id}, which made this engine, and a fork "
-                'has none of its threads; make the engine in the child, or start the child with "spawn" '
-                "(multiprocessing.get_context)"
-            )
-
-    def _running(self) -> Runtime:
-        if self._runtime is None:
-            raise RuntimeError("this engine was destroyed; make a new one with zinfer.init_inference")
-        return self._runtime
-
-    def call(self, work: Callable[[], Any]) -> Any:
-        """Whatever runs the module's forward: one thread at a time, no gradients, left in order however it ends.
-
-        In the main thread Ctrl-C strikes where a pass begins, or a block is about to be waited for.
-        """
-        self.check_process()  # before the lock: another thread may have held it when the process was forked
-        with self._lock, torch.no_grad():
-            return deferred(lambda: self._call(work, self._running()))
-
-    def _call(self, work: Callable[[], Any], runtime: Runtime) -> Any:
-        begin_s = time.perf_counter()
-        self._began_s, self._ended = self._began_s or begin_s, None
-        runtime.resume()
-        outer, self._calling = self._calling, threading.get_ident()
-        try:
-            return work()
-        finally:
-            self._calling = outer
-            self._ended = runtime.pause()
-            self._wall_s += time.perf_counter() - begin_s
-            runtime.settle()
+        return self.estimator.predict(Request(batch_size, prompt_len, new_tokens))
 
     def _generation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
         if not getattr(self.module, "can_generate", bool)():
@@ -354,11 +147,3 @@ class InferenceEngine(AroundModule):
 
     def _watch(self, num_rows: int = 1) -> FiniteWatch:
         return FiniteWatch(self.module, self.named_layers, num_rows)
-
-
-def _close(acceleration: Acceleration, runtime: Runtime, process_id: int) -> None:
-    """End an engine in the process that made it; takes no engine, so that one that is dropped is collected."""
-    if os.getpid() == process_id:
-        with ExitStack() as owned:
-            owned.callback(runtime.close)
-            owned.callback(acceleration.remove)

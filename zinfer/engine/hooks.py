@@ -20,6 +20,7 @@ from zinfer.engine.interrupts import deferred, strike
 from zinfer.engine.placeholder import PlaceholderParameter
 from zinfer.errors import PlanError
 from zinfer.graphs.splits import GraphSplits
+from zinfer.model.module_patches import ModulePatches
 from zinfer.model.partition import ModelBlock
 from zinfer.offload.streamer import Streamer
 from zinfer.probe.limits import free_host_bytes
@@ -68,6 +69,7 @@ class StreamingHooks:
             [(binding.module._parameters, binding.leaf, binding.tensor) for binding in block.bindings]
             for block in blocks
         ]
+        self._patches = ModulePatches()
         self._handles: list[RemovableHandle] = []
         self._in_pass = False
         self._copies: dict[tuple[str, str], torch.Tensor] = {}  # what is left of the block that was read last
@@ -86,7 +88,7 @@ class StreamingHooks:
         self, resident: Mapping[int, Mapping[str, nn.Parameter]], wrap: Callable[[Forward], Forward] | None
     ) -> None:
         model, cuts, streamer = self._model, self._cuts, self._streamer
-        model.forward = self._one_pass(wrap(model.forward) if wrap else model.forward)
+        self._patches.patch(model, self._one_pass(wrap(model.forward) if wrap else model.forward))
         for block in self._blocks:
             if block.block.index in resident:
                 self._bind(block, resident[block.block.index])
@@ -102,7 +104,7 @@ class StreamingHooks:
                         self._handles += cuts.add(site, block.block, streamer, bind, unbind)
 
     def _take_off(self) -> None:
-        vars(self._model).pop("forward", None)  # the wrapper; the class's own forward is behind it
+        self._patches.undo()
         for handle in self._handles:
             handle.remove()
 

@@ -168,7 +168,7 @@ class Runtime:
         if self._streamer is not None:
             self._streamer.add_cache_slots(self._slots_in(memory)[: self._streamer.num_passing])
 
-    def give_back(self) -> None:
+    def remove_cache_slots(self) -> None:
         """Use no borrowed memory any more; compute that follows may write to it. Between passes."""
         if self._streamer is not None:
             self._streamer.remove_cache_slots()

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from zinfer.engine.engine import FindReserve, InferenceEngine
+from zinfer.engine.engine import InferenceEngine
+from zinfer.engine.streamed_model import FindReserve
 from zinfer.jobs.completer import EngineCompleter
 from zinfer.jobs.progress import Forecast, Meter
 from zinfer.jobs.prompts import Prompt

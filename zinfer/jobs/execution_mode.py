@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
-from zinfer.engine.engine import FindReserve, InferenceEngine
+from zinfer.engine.engine import InferenceEngine
+from zinfer.engine.streamed_model import FindReserve
 from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs.batched import RaggedCompleter
 from zinfer.jobs.completer import Completer

@@ -8,6 +8,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, St
 
 from zinfer.graphs.forward_graphs import ForwardGraphs
 from zinfer.graphs.static_layer import FusedStaticLayer
+from zinfer.model.module_patches import ModulePatches
 
 _MOST_CACHES: Final = 4
 _LENGTH_STEP: Final = 256
@@ -24,7 +25,7 @@ class StaticCaches:
     """Makes a model's `generate` use static keys and values where graphs can replay what reads them.
 
     Args:
-        model: its way to make static caches is overlaid while it generates.
+        model: its way to make static caches is patched while it generates.
         graphs: of its forward.
     """
 
@@ -39,12 +40,13 @@ class StaticCaches:
         if reason := self._unsuited(kwargs):
             self._graphs.counts.eager[reason] += 1
             return self._model.generate(*args, **kwargs)
-        self._model.__dict__[_MAKE] = self._take
+        patches = ModulePatches()
+        patches.patch(self._model, self._take, _MAKE)
         try:
             # transformers would compile what reads static keys and values.
             return self._model.generate(*args, **kwargs, cache_implementation="static", disable_compile=True)
         finally:
-            del self._model.__dict__[_MAKE]
+            patches.undo()
 
     def close(self) -> None:
         """Let go of all keys and values, and of the graphs that use them. May be called again."""

@@ -1,0 +1,240 @@
+"""`StreamedModel`: a module whose weights stream while it runs; `InferenceEngine` and `LLM` both run one."""
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from zinfer.config import Settings
+from zinfer.engine.acceleration import Acceleration
+from zinfer.engine.estimator import PassEstimator
+from zinfer.engine.interrupts import deferred
+from zinfer.engine.open_graphs import open_graphs
+from zinfer.engine.prepare import PreparedModel
+from zinfer.engine.runtime import Runtime, check_trace
+from zinfer.model.build import find_model
+from zinfer.model.context_length import check_min_out_tokens
+from zinfer.model.partition import ModelBlock
+from zinfer.offload.stats import RunStats
+from zinfer.offload.stream import CopyStream, Event, open_stream
+from zinfer.offload.tensor_checksums import TensorChecksums
+from zinfer.offload.trace import Trace
+from zinfer.planning.memory import Footprint
+from zinfer.planning.placement import Plan
+from zinfer.probe.limits import find_limits, free_device_bytes
+
+FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]
+
+
+class StreamedModel:
+    """A module, its blocks in their homes, and the machinery that streams them.
+
+    Args:
+        model: as for `zinfer.init_inference`.
+        settings: the resolved configuration.
+        open_stream: makes a copy stream for the device.
+        trace: where reads, copies and computes are noted; by default a new one if the settings name a file for it.
+        check_model: raises for a model that is not wanted, before anything is read or written for it.
+        find_reserve: what to leave of the device for others, from the module, its blocks and the bytes that are free
+            for all; by default the batch that the settings state.
+        replays_passes: the caller captures more than the module's forward, in ``pass_graphs``.
+        checksums: taken of weights as they are read.
+
+    Attributes:
+        module: the transformers module, or the plain one that was given; its streamed parameters are absent between
+            uses (`zinfer.engine.placeholder`), but `state_dict` and `save_pretrained` read them.
+        settings: the resolved configuration.
+        plan: homes, buffers and bytes.
+        device: where it computes.
+        estimator: predicts the seconds of a pass.
+        trace: where reads, copies and computes are noted, if they are.
+        pass_graphs: for a caller that captures its own passes, where that can be done.
+
+    Raises:
+        CheckpointError, ConfigError, PlanError, OSError: as `zinfer.init_inference`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | nn.Module,
+        settings: Settings,
+        open_stream: Callable[[torch.device], CopyStream] = open_stream,
+        trace: Trace | None = None,
+        check_model: Callable[[PreTrainedModel], object] | None = None,
+        find_reserve: FindReserve | None = None,
+        replays_passes: bool = False,
+        checksums: TensorChecksums | None = None,
+    ) -> None:
+        check_trace(settings.trace)
+        limits = find_limits(settings)
+        self.settings = settings
+        self.device = limits.device
+        self.module, checkpoint = find_model(model, settings)
+        if check_model:
+            check_model(self.module)
+        check_min_out_tokens(self.module, settings.min_out_tokens)
+        prepared = PreparedModel.of(self.module, checkpoint, settings)
+        reserve = find_reserve(self.module, prepared.blocks, free_device_bytes(limits)) if find_reserve else None
+        prepared = prepared.with_packed_copy()
+        with ExitStack() as owned:  # a kept traceback would keep what was written
+            owned.callback(prepared.close)
+            self._blocks = prepared.blocks
+            self.plan: Plan = prepared.plan(limits, reserve)
+            prepared.take_to(self.device)
+            self._lock = threading.RLock()
+            self._calling: int | None = None  # the thread that is in `call`
+            self._wall_s = 0.0
+            self._began_s: float | None = None
+            self._ended: Event | None = None  # of the last call, on the device; None while one runs
+            self.trace = trace or (Trace() if settings.trace else None)
+            graphs = open_graphs(self.plan, settings, self.device, by_default=replays_passes)
+            self.pass_graphs = graphs if replays_passes else None
+            self._acceleration = Acceleration(self.module, self.device, None if replays_passes else graphs)
+            runtime = Runtime(
+                self.module,
+                prepared.blocks,
+                self.plan,
+                lambda: open_stream(self.device),
+                settings,
+                prepared.files,
+                scratch=prepared.scratch,
+                trace=self.trace,
+                wrap=self._acceleration.wrap,
+                cuts=graphs.cuts if graphs else None,
+                lock=self._lock,
+                checksums=checksums,
+            )
+            owned.pop_all()
+        self._runtime: Runtime | None = runtime
+        self._process_id = os.getpid()
+        self._close = weakref.finalize(self, _close, self._acceleration, runtime, self._process_id)
+        self._acceleration.keep_experts()
+        if settings.kernel_inject:
+            self._acceleration.inject(prepared.packs, replayed=graphs is not None)
+        files = tuple(prepared.files) or None
+        self.estimator = PassEstimator(self.module, self._blocks, self.plan, self.device, files, bool(self.injected))
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Whatever runs the module's forward: one thread at a time, no gradients, left in order however it ends.
+
+        In the main thread Ctrl-C strikes where a pass begins, or a block is about to be waited for.
+        """
+        self.check_process()  # before the lock: another thread may have held it when the process was forked
+        with self._lock, torch.no_grad():
+            return deferred(lambda: self._call(work, self._running()))
+
+    def _call(self, work: Callable[[], Any], runtime: Runtime) -> Any:
+        begin_s = time.perf_counter()
+        self._began_s, self._ended = self._began_s or begin_s, None
+        runtime.resume()
+        outer, self._calling = self._calling, threading.get_ident()
+        try:
+            return work()
+        finally:
+            self._calling = outer
+            self._ended = runtime.pause()
+            self._wall_s += time.perf_counter() - begin_s
+            runtime.settle()
+
+    def stats(self, other_bytes: int = 0) -> RunStats:
+        """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs.
+
+        Args:
+            other_bytes: that others have copied to the device beside it; they are in the link's share alone.
+        """
+        return self._running().stats(self._wall_s, self._span_s(), self.estimator.known_rates, other_bytes)
+
+    def _span_s(self) -> float:
+        began_s, ended = self._began_s, self._ended
+        if began_s is None:
+            return 0.0
+        is_over = ended is not None and ended.is_reached()
+        return (ended.time_s() if ended is not None and is_over else time.perf_counter()) - began_s
+
+    @property
+    def injected(self) -> dict[str, str]:
+        """What is computed by fused kernels: names of modules, and what is fused in each."""
+        return self._acceleration.injected
+
+    def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
+        """Whether `add_cache_slots` would spare a block the way in every pass."""
+        return self._running().can_borrow(memory)
+
+    def add_cache_slots(self, memory: Sequence[torch.Tensor]) -> None:
+        """Let streamed blocks stay in device memory (uint8, ranges of any size) that nobody else uses meanwhile."""
+        self._running().add_cache_slots(memory)
+
+    def remove_cache_slots(self) -> None:
+        """Use no borrowed memory any more: what is computed from now on may write to it."""
+        self._running().remove_cache_slots()
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The modules of the transformer's layers, in the model's order."""
+        return list(self.named_layers.values())
+
+    @property
+    def named_layers(self) -> dict[str, nn.Module]:
+        """As `layers`, by their names in the module."""
+        names = {module: name for name, module in self.module.named_modules()}
+        return {names[block.sites[0]]: block.sites[0] for block in self._blocks if block.is_layer}
+
+    def destroy(self) -> None:
+        """Stop the threads and give back memory and files; the engine cannot be used after. May be called again.
+
+        The memory is free when this returns, also where the engine or its module is still referred to.
+
+        An engine that is dropped without it is cleaned up when it is collected, or at the end of the process. Ctrl-C
+        strikes when everything is given back.
+
+        Raises:
+            RuntimeError: a call of this thread is under way, as in a forward hook.
+        """
+        if self.is_forked:  # the threads are not here, and the rest is the parent's
+            return
+        if self._calling == threading.get_ident():
+            raise RuntimeError(
+                "destroy was called within a call of this engine, in a forward hook perhaps, and the weights are in "
+                "use; let the call return first"
+            )
+        with self._lock:
+            self._runtime = None
+            deferred(self._close)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that made the engine."""
+        return os.getpid() != self._process_id
+
+    def check_process(self) -> None:
+        """Refuse to run in a process that was forked from the one that made the engine.
+
+        Raises:
+            RuntimeError: it was.
+        """
+        if self.is_forked:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from process {self._process_id}, which made this engine, and a fork "
+                'has none of its threads; make the engine in the child, or start the child with "spawn" '
+                "(multiprocessing.get_context)"
+            )
+
+    def _running(self) -> Runtime:
+        if self._runtime is None:
+            raise RuntimeError("this engine was destroyed; make a new one with zinfer.init_inference")
+        return self._runtime
+
+
+def _close(acceleration: Acceleration, runtime: Runtime, process_id: int) -> None:
+    """End an engine in the process that made it; takes no engine, so that one that is dropped is collected."""
+    if os.getpid() == process_id:
+        with ExitStack() as owned:
+            owned.callback(runtime.close)
+            owned.callback(acceleration.remove)
