@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers.utils import import_utils
 from triton.runtime import interpreter
 
-from zinfer.engine import open_graphs
+from zinfer.engine import acceleration
 from zinfer.graphs.capturer import CudaCapturer, GraphCapturer
 from zinfer.kernels import paged_attention
 
@@ -187,5 +187,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     def capturer_for(device: torch.device) -> GraphCapturer:
         return CudaCapturer() if device.type == "cuda" else found
 
-    monkeypatch.setattr(open_graphs, "capturer_for", capturer_for)
+    monkeypatch.setattr(acceleration, "capturer_for", capturer_for)
     return found

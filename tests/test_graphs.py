@@ -14,7 +14,7 @@ from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGe
 from transformers.cache_utils import StaticLayer
 
 import zinfer
-from zinfer.engine import open_graphs
+from zinfer.engine import acceleration
 from zinfer.engine.static_caches import StaticCaches
 from zinfer.errors import NonFiniteError
 from zinfer.graphs import static_layer
@@ -287,7 +287,7 @@ def test_an_encoder_decoder(device: str) -> None:
     wanted = [greedy(model.generate, ids_of(seed)) for seed in range(3)]
     model.to(device)  # type: ignore[arg-type]
     where = torch.device(device)
-    recorder = open_graphs.capturer_for(where)
+    recorder = acceleration.capturer_for(where)
     assert recorder is not None
     graphs = ForwardGraphs(recorder, where)
     found = StaticCaches(model, graphs)

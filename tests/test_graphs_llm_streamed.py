@@ -15,7 +15,7 @@ from ragged_models import tiny_model
 from zinfer import LLM, SamplingParams
 from zinfer.batching.ragged import RaggedBatch
 from zinfer.batching.runner import PassRunner
-from zinfer.engine import open_graphs
+from zinfer.engine import acceleration
 from zinfer.engine.streamed_model import StreamedModel
 from zinfer.graphs.forward_graphs import FIRST
 
@@ -201,7 +201,7 @@ def test_by_default_where_python_would_be_slower_than_the_link(
     replays: bool,
 ) -> None:
     """Blocks that stay in pages stream no more."""
-    monkeypatch.setattr(open_graphs, "_MOST_BYTES_A_BLOCK", most_bytes)
+    monkeypatch.setattr(acceleration, "_MOST_BYTES_A_BLOCK", most_bytes)
     if not lends:
         monkeypatch.setattr(StreamedModel, "can_borrow", lambda self, memory: False)
     with LLM(folder, HOST, device=device, kv_cache_memory="2MB", replace_with_kernel_inject=False) as llm:

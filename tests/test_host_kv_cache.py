@@ -115,13 +115,13 @@ def chunk_of(begin: int, end: int, pages: list[int]) -> Chunk:
 
 def compute(cache: HostedKVCache, layer: int, number: float, pages: list[int]) -> list[float]:
     """Write a number to pages of a layer; gives what these held."""
-    cache.bring(layer)
+    cache.fetch_layer(layer)
     held = cache.layers[layer]
     assert held is not None
     found = held.keys[pages, 0, 0, 0].tolist()
     held.keys[pages] = number
     held.values[pages] = number
-    cache.let_go(layer)
+    cache.release_layer(layer)
     assert cache.layers[layer] is None
     return found
 
@@ -169,18 +169,18 @@ def walk_until(cache: HostedKVCache, cut_at: str, layer: int, patched: pytest.Mo
     cache.expect([chunk_of(7, 8, [0, 1])])
     for each in range(layer):
         compute(cache, each, 99.0, [0, 1])
-    if cut_at == "bring":
+    if cut_at == "fetch_layer":
         patched.setattr(cache._coming, "join", interrupted)
-    if cut_at == "let_go":
+    if cut_at == "release_layer":
         patched.setattr(cache._going, "copy", interrupted)
-    cache.bring(layer)
+    cache.fetch_layer(layer)
     if cut_at == "compute":
         raise KeyboardInterrupt
-    cache.let_go(layer)
+    cache.release_layer(layer)
 
 
 @pytest.mark.parametrize("queued", [False, True])
-@pytest.mark.parametrize("cut_at", ["expect", "bring", "compute", "let_go"])
+@pytest.mark.parametrize("cut_at", ["expect", "fetch_layer", "compute", "release_layer"])
 @pytest.mark.parametrize("layer", [0, 2, 4])
 def test_a_pass_that_is_cut_short_spoils_no_later_one(
     queued: bool, cut_at: str, layer: int, monkeypatch: pytest.MonkeyPatch
@@ -209,23 +209,23 @@ def test_pages_of_codes_and_of_latents_come_and_go_whole(dtype: torch.dtype, val
     wanted = []
     generator = torch.Generator().manual_seed(1)
     for layer in range(NUM_LAYERS):
-        cache.bring(layer)
+        cache.fetch_layer(layer)
         held = cache.layers[layer]
         assert held is not None
         for part in held.parts():
             bits = part.view(torch.uint8)
             bits.copy_(torch.randint(0, 100, bits.shape, generator=generator))
         wanted.append([part.view(torch.uint8).clone() for part in held.parts()])
-        cache.let_go(layer)
+        cache.release_layer(layer)
     cache.expect([chunk_of(23, 24, [0, 1, 2, 3, 4, 5])])
     for layer in range(NUM_LAYERS):
-        cache.bring(layer)
+        cache.fetch_layer(layer)
         held = cache.layers[layer]
         assert held is not None
         assert all(
             torch.equal(part.view(torch.uint8), old) for part, old in zip(held.parts(), wanted[layer], strict=True)
         )
-        cache.let_go(layer)
+        cache.release_layer(layer)
     assert cache.bytes_to_device == 24 * token_bytes
     assert cache.bytes_to_host == (24 + 4) * token_bytes
     cache.close()

@@ -13,7 +13,7 @@ from races_support import late_streams
 from transformers import AutoModelForCausalLM
 
 from zinfer import LLM, SamplingParams
-from zinfer.batching import open_kv_cache as open_pages
+from zinfer.batching import runner
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError, PlanError
 from zinfer.kv_cache.host import HostedKVCache
@@ -25,7 +25,7 @@ PARAMS = SamplingParams(max_new_tokens=NUM_NEW)
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device failed")])
-@pytest.mark.parametrize("name", ["expect", "bring", "let_go", "_fetch"])
+@pytest.mark.parametrize("name", ["expect", "fetch_layer", "release_layer", "_fetch"])
 @pytest.mark.parametrize("num_good", [0, 3, 11])
 def test_a_call_that_is_cut_short_leaves_the_next_one_right(
     folder: Path,
@@ -69,7 +69,7 @@ def test_calls_that_are_left_and_closed_while_copies_are_late(
 ) -> None:
     with late_streams(device, seed, queued=device == "cpu") as (open_stream, opened):
         late = partial(HostedKVCache, open_stream=open_stream, gap_bytes=1000 * seed)
-        monkeypatch.setattr(open_pages, "HostedKVCache", late)
+        monkeypatch.setattr(runner, "HostedKVCache", late)
         sizes = {"kv_page_size": 4, "kv_cache_memory": 60 * 4 * token_bytes(folder), "tokens_per_pass": 40}
         llm = LLM(folder, device=device, kv_cache_tier="host", **sizes)
         each_ends = [SamplingParams(max_new_tokens=1 + number) for number in range(len(prompts))]

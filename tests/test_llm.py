@@ -355,4 +355,4 @@ def test_lent_pages_hold_no_call_back_for_more_than_a_pass(
             made = [[5 + number, 7 + call, *range(9, 7 + length)] for number, length in enumerate(lens)]
             llm.generate(by_ids(made), SamplingParams(max_new_tokens=num_new, ignore_eos=True))
             assert len(llm._batcher.pass_sizes) <= llm.predict(lens, num_new).num_passes + 1
-        assert llm._batcher._loan._limit < llm._batcher._cache.num_pages
+        assert llm._batcher._lender._limit < llm._batcher._cache.num_pages

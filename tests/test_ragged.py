@@ -1,16 +1,12 @@
 """Ragged batches: every token, position, place and page, against what plain loops make of the same chunks."""
 
 import itertools
-import sys
-from contextlib import suppress
-from types import FrameType
-from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinfer.batching.ragged import BatchBuilder, Pending, RaggedBatch, _PageTables
+from zinfer.batching.ragged import BatchBuilder, Pending, RaggedBatch
 from zinfer.scheduling.schedule import Chunk, Chunks
 from zinfer.scheduling.sequence import PENDING, Sequence
 
@@ -129,34 +125,3 @@ def test_decodes_are_the_same_as_the_chunks_that_they_stand_for(
     assert torch.equal(one.position_ids, other.position_ids)
     assert torch.equal(one.parts[0].places, other.parts[0].places)
     assert torch.equal(one.parts[0].layout.page_table, other.parts[0].layout.page_table)
-
-
-def test_pages_after_ctrl_c_at_any_line_of_the_table() -> None:
-    """What an interrupted pass has noted of pages leads no later one astray."""
-    lines = {code.co_firstlineno: code for code in (_PageTables._bring_up.__code__, _PageTables._begin_anew.__code__)}
-    places = {line for code in lines.values() for _, _, line in code.co_lines() if line}
-
-    for struck in sorted(places):
-        tables = _PageTables()
-        old = [Sequence(number, (5,) * 9, 3, pages=[100 + number]) for number in range(3)]
-        tables.of(old)
-
-        def strike(frame: FrameType, event: str, _: object, struck: int = struck) -> Any:
-            if frame.f_code in lines.values() and event == "line" and frame.f_lineno == struck:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-            return strike
-
-        more = [Sequence(number, (5,) * 9, 3, pages=[number, 50 + number, 60 + number]) for number in range(3, 12)]
-        before = sys.gettrace()
-        sys.settrace(strike)
-        try:
-            with suppress(KeyboardInterrupt):
-                tables.of([*old, *more])
-        finally:
-            sys.settrace(before)
-        old[1].pages = [70, 71]
-        for sequences in ([*old, *more[4:]], more, [more[0], old[1]]):
-            table = tables.of(sequences)
-            for row, sequence in zip(table.tolist(), sequences, strict=True):
-                assert row[: len(sequence.pages)] == sequence.pages, f"struck at line {struck}"

@@ -55,17 +55,18 @@ class Batcher:
     """Runs requests in one ragged batch after the other; one thread calls it.
 
     Passes are pipelined: pass n+1 launches before the host has seen pass n's tokens, which go from one to the other on
-    the device. So scheduling, reading text, and whatever happens between two steps cost no time of the device's.
+    the device. So scheduling, detokenizing and whatever happens between two steps cost the device no time.
 
-    ``pass_sizes`` and ``pass_ends_s`` tell of the passes since `begin`, of very many the last: what each carried, and
-    when its tokens were on the host (`time.perf_counter`), one that is under way left out.
+    Attributes:
+        pass_sizes: of the passes since `begin`, or the last of very many.
+        pass_ends_s: when the tokens of each were on the host (`time.perf_counter`), without the pass under way.
 
     Args:
         runner: runs the passes.
-        cache: the runner's pages.
+        cache: the runner's cache.
         sampler: chooses the tokens.
-        budget: sizes of the passes, and of the cache.
-        window: tokens that every layer of the model sees at most; None where one sees all.
+        budget: sizes of the passes and of the cache.
+        window: the most tokens that any layer attends to; None where a layer attends to all.
     """
 
     def __init__(
@@ -78,12 +79,12 @@ class Batcher:
         self._budget = budget
         self._window = window
         # Pages kept elsewhere take none of the device's memory.
-        self._loan = IdlePageLender(cache, runner.model) if isinstance(cache, KVCache) else None
+        self._lender = IdlePageLender(cache, runner.model) if isinstance(cache, KVCache) else None
         self._scheduler = self._new_scheduler()
         self._drawn: _Drawing | None = None
         self._running: dict[int, _Running] = {}
-        # Of all requests since there were none: the tokens after which to look at one, whether any has stop strings,
-        # and whether any wants its tokens one by one.
+        # Over the requests since `begin`: token ids after which one may be complete, whether any has stop strings, and
+        # whether any wants its tokens one by one.
         self._last_ids: set[int] = set()
         self._reads = self._tells = False
         self._watch = FiniteWatch(runner.model.module, runner.model.named_layers)
@@ -95,7 +96,7 @@ class Batcher:
         self.pass_ends_s: list[float] = []
 
     def begin(self) -> None:
-        """Forget the passes so far; with no request unfinished."""
+        """Forget the passes so far; no request may be unfinished."""
         assert not self._running
         self._drawn = None  # tokens for requests that had ended
         self._last_ids, self._reads, self._tells = {BROKEN}, False, False
@@ -103,7 +104,7 @@ class Batcher:
         self.pass_ends_s.clear()
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn.
+        """Queue a request.
 
         Raises:
             PlanError: the cache could not hold it even alone.
@@ -120,33 +121,31 @@ class Batcher:
         self._tells |= request.detokenizer is not None
 
     def cancel(self, requests: Collection[Request]) -> list[Event]:
-        """End those of these requests that are not finished, between two passes; their completions so far."""
+        """End the unfinished ones of these requests, between two passes; returns their completions so far."""
         unwanted = set(requests)
         return [self._finish(each, "cancelled") for each in [*self._running.values()] if each.request in unwanted]
 
     def step(self) -> list[Event]:
-        """Begin a pass, and take what the pass before has come to while it is computed.
-
-        After an exception, `abort` is to be called.
+        """Launch a pass and, while it is computed, take the tokens of the pass before. After an exception call `abort`.
 
         Returns:
-            The requests that the pass before completed, and the tokens of others that want them. With no request
-            unfinished, nothing is left to do.
+            The requests that the pass before completed, and the tokens of those that want them one by one; nothing if
+            no request is unfinished.
         """
-        if self._loan is not None:
-            self._loan.adjust(self._scheduler)
-        coming = self._scheduler.schedule()
-        logits = None if coming is None else self._forward(coming)
+        if self._lender is not None:
+            self._lender.adjust(self._scheduler)
+        scheduled = self._scheduler.schedule()
+        logits = None if scheduled is None else self._forward(scheduled)
         events = [] if self._drawn is None else self._receive(self._drawn)
         self._drawn = None
-        if coming is not None and logits is not None:
-            self._drawn = self._draw(coming, logits)
-            self._scheduler.advance(coming)
+        if scheduled is not None and logits is not None:
+            self._drawn = self._draw(scheduled, logits)
+            self._scheduler.advance(scheduled)
         return events
 
     @property
     def num_running(self) -> int:
-        """Texts that hold pages."""
+        """Sequences that hold pages."""
         return self._scheduler.num_running
 
     @property
@@ -155,26 +154,23 @@ class Batcher:
         return self._scheduler.num_swapped_pages
 
     def fits(self, num_prompt: int, max_new_tokens: int) -> bool:
-        """Whether the cache holds such a text alone."""
+        """Whether the cache could hold such a sequence alone."""
         return self._scheduler.fits(num_prompt, max_new_tokens)
 
     def abort(self) -> None:
-        """Give up all requests after a pass that failed.
-
-        No page is found again: some were to be filled by it.
-        """
+        """Drop all requests after a pass that failed, and the prefix cache: the pass may have left pages unfilled."""
         for number in self._running:
             self._cache.forget(number)
         self.close()
         self._scheduler = self._new_scheduler()
 
     def forget_prefixes(self) -> None:
-        """Let no request find the pages of one before it; with no request unfinished."""
+        """Drop the prefix cache; no request may be unfinished."""
         assert not self._running
         self._scheduler = self._new_scheduler()
 
     def close(self) -> None:
-        """Give everything up for good, whatever state a pass is in; the counters stay."""
+        """Drop everything for good, whatever state a pass is in; the counters stay."""
         self._watch.stop()
         self._drawn = None
         self._running.clear()
@@ -182,35 +178,35 @@ class Batcher:
         self._scheduler = self._budget.scheduler(self._window)
 
     def _new_scheduler(self) -> Scheduler:
-        if self._loan is not None:
-            self._loan.take_back()
+        if self._lender is not None:
+            self._lender.take_back()
         return self._budget.scheduler(self._window)
 
-    def _forward(self, coming: Pass) -> torch.Tensor:
-        """Have a pass computed; the logits of its samples."""
-        for sequence, pages in coming.swapped_out:
+    def _forward(self, scheduled: Pass) -> torch.Tensor:
+        """Launch a pass and return the logits of its samples."""
+        for sequence, pages in scheduled.swapped_out:
             self._cache.swap_out(sequence.number, pages)
-        for sequence, pages in coming.swapped_in:
+        for sequence, pages in scheduled.swapped_in:
             self._cache.swap_in(sequence.number, pages)
-        self._cache.expect(coming.chunks)
+        self._cache.expect(scheduled.chunks)
         pending = None
         if self._drawn is not None:
             numbers = [sequence.number for sequence in self._drawn.sequences]
             pending = Pending(self._drawn.result.token_ids, dict(zip(numbers, range(len(numbers)), strict=True)))
-        # A watch looks at what Python launches.
+        # The watch uses module hooks, which a replayed pass does not call.
         may_replay = self._runner.replays and not self._watch.is_on
         most = self._budget.most_part_tokens
-        form = find_form(coming.chunks, self._cache.page_size, most) if may_replay else None
-        batch = self._builder.build(coming.chunks, pending, form)
-        self.pass_sizes.append(coming.size)
+        form = find_form(scheduled.chunks, self._cache.page_size, most) if may_replay else None
+        batch = self._builder.build(scheduled.chunks, pending, form)
+        self.pass_sizes.append(scheduled.size)
         self.num_tokens += self.pass_sizes[-1].num_tokens
         logits = self._runner.run(batch)
-        return logits if form is None else logits[: len(coming.chunks)]
+        return logits if form is None else logits[: len(scheduled.chunks)]
 
-    def _draw(self, coming: Pass, logits: torch.Tensor) -> _Drawing:
-        """Choose the next tokens of those that have not ended since the pass was scheduled."""
-        running = SequenceState.RUNNING  # a look at the enum for each text costs
-        sampling = list(compress(coming.chunks.sequences, coming.chunks.samples))
+    def _draw(self, scheduled: Pass, logits: torch.Tensor) -> _Drawing:
+        """Draw the next tokens of the sequences that have not ended since the pass was scheduled."""
+        running = SequenceState.RUNNING  # looking the enum up for each sequence is slow
+        sampling = list(compress(scheduled.chunks.sequences, scheduled.chunks.samples))
         sequences = [sequence for sequence in sampling if sequence.state is running]
         if len(sequences) < len(sampling):
             places = [place for place, sequence in enumerate(sampling) if sequence.state is running]
@@ -220,10 +216,10 @@ class Batcher:
         return _Drawing(sequences, rows, self._sampler.draw(logits, [each.row for each in rows]), self._watch.take())
 
     def _receive(self, drawn: _Drawing) -> list[Event]:
-        """Take the tokens of the pass before; the requests that are complete with them, and tokens of others."""
+        """Take the tokens of the pass before; returns the requests they complete, and the tokens of others."""
         sampled = drawn.result.take()
         self.pass_ends_s.append(time.perf_counter())
-        if len(self.pass_ends_s) > _MOST_NOTED_PASSES:  # requests have kept coming for days
+        if len(self.pass_ends_s) > _MOST_NOTED_PASSES:  # the batcher has not been idle for days
             del self.pass_sizes[: _MOST_NOTED_PASSES // 2], self.pass_ends_s[: _MOST_NOTED_PASSES // 2]
         writing = self._running  # without those that were cancelled meanwhile
         broken = {number for place in sampled.broken if (number := drawn.sequences[place].number) in writing}
@@ -247,25 +243,25 @@ class Batcher:
         return [*self._new_tokens(drawn, broken), *events] if self._tells else events
 
     def _new_tokens(self, drawn: _Drawing, broken: set[int]) -> Iterator[Event]:
-        """The tokens of the pass before of requests that want them and go on."""
+        """The tokens of the pass before, of unfinished requests that want them one by one."""
         for each in drawn.rows:
             number = each.sequence.number
             if each.request.detokenizer is not None and number in self._running and number not in broken:
                 yield each.request, Token(each.sequence.output_ids[-1], each.logprobs[-1] if each.logprobs else None)
 
     def _perhaps_complete(self, drawn: _Drawing, token_ids: Sequence[int]) -> Sequence[_Running]:
-        """Those to look at with their new tokens: few; a look at more than this for each costs."""
+        """The requests that their new tokens may complete. Keep the loop minimal: it runs per sequence per pass."""
         if self._reads:
             return drawn.rows
         last_ids, ended = self._last_ids, SequenceState.FINISHED  # with all the tokens that they may have
         each = enumerate(zip(drawn.sequences, token_ids, strict=True))
-        places = [place for place, (text, token_id) in each if token_id in last_ids or text.state is ended]
+        places = [place for place, (sequence, token_id) in each if token_id in last_ids or sequence.state is ended]
         return [drawn.rows[place] for place in places]
 
     def _restart(self, broken: set[int]) -> set[int]:
-        """Have the broken ones tried again that may have their damage from others: those that share pages.
+        """Restart the broken sequences that share pages, because another sequence may have damaged those pages.
 
-        Whoever began like a damaged text has its pages, and is broken with it: the first time each is tried alone.
+        The second time each is computed with pages of its own.
         """
         restarted = {number for number in broken if self._running[number].sequence.shares}
         for number in sorted(restarted, reverse=True):
@@ -273,12 +269,12 @@ class Batcher:
             self._cache.forget(number)
             self._suspects[number] = ""
             self._watch.start()
-        if broken:  # their pages, and tokens before the one that broke them, may hold no numbers either
+        if broken:  # their pages may hold NaN from earlier tokens too
             self._scheduler.forget()
         return restarted
 
     def _give_up(self, each: _Running) -> Event:
-        """What there is of a request whose logits broke."""
+        """End a request whose logits are not finite, with the tokens before them."""
         each.sequence.output_ids.pop()
         return self._finish(each, "error", not_finite(self._suspects.get(each.sequence.number)))
 

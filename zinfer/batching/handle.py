@@ -1,4 +1,4 @@
-"""What a caller holds of the requests that it has submitted."""
+"""`Handle`: the requests of one call, and their results as they come."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -12,7 +12,7 @@ from zinfer.requests.logprobs import Logprobs
 
 
 class Token(NamedTuple):
-    """A token that a request goes on with."""
+    """The next token of a request."""
 
     token_id: int
     logprobs: Logprobs | None
@@ -22,15 +22,15 @@ Event: TypeAlias = tuple[Request, Token | Completion]
 
 
 class Handle:
-    """The requests of one call, and what they come to; one thread or task reads it.
+    """The requests of one call; one thread or task reads their results.
 
-    Iterating it, by ``for`` or ``async for``, gives a `Completion` for each request as it ends, or of requests with a
-    detokenizer a `CompletionDelta` for each token, the last of them with the completion. It ends with the last request,
-    or raises what ended the pass that they were in.
+    Iterating it, by ``for`` or ``async for``, yields a `Completion` for each request as it ends; for requests with a
+    detokenizer it yields a `CompletionDelta` for each token, the last of them with the completion. The iteration ends
+    with the last request, or raises the error that ended their pass.
 
     Args:
-        requests: what is asked for.
-        refused: what to give first: errors of what cannot be asked for.
+        requests: to be completed.
+        refused: yielded first: completions with the errors of prompts that cannot be used.
     """
 
     def __init__(self, requests: Sequence[Request], refused: Sequence[Completion | CompletionDelta] = ()) -> None:
@@ -42,14 +42,14 @@ class Handle:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes than what was read."""
+        """Whether every result was read."""
         return not self._num_left
 
     def put(self, event: Event | BaseException) -> None:
-        """Called by the serving loop: the next token of a request, its completion, or what ended them all."""
+        """Add the next token of a request, its completion, or the error that ended all; the serving loop calls it."""
         self._events.put(event)
         if self._wake is not None:
-            with suppress(RuntimeError):  # the event loop was closed, and nobody waits
+            with suppress(RuntimeError):  # the event loop was closed: no task waits
                 self._wake()
 
     def __iter__(self) -> Generator[Completion | CompletionDelta, None, None]:

@@ -1,4 +1,4 @@
-"""Completes any number of prompts by continuous batching, over weights that are resident or stream."""
+"""`LLM`: completes any number of prompts by continuous batching, over weights that are resident or stream."""
 
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from zinfer.batching.batcher import Batcher
 from zinfer.batching.handle import Handle
-from zinfer.batching.open_kv_cache import open_pages
 from zinfer.batching.request import RequestBuilder
-from zinfer.batching.runner import PassRunner
+from zinfer.batching.runner import PassRunner, open_pages
 from zinfer.batching.serving_loop import ServingLoop
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.without_effect import say_without_effect
@@ -50,12 +49,11 @@ class LLM:
             are token ids.
         swaps_to_disk: whether preempted sequences are kept in ``offload_param.nvme_path`` once host memory has
             its share of them; None: where a path is stated and that takes less than computing them again.
-        checksums: taken of weights as they are read; a job's.
+        checksums: filled with the checksums of the weights as they are read.
         kwargs: the same keys as in ``config``.
 
     A thread of its own runs the passes (`ServingLoop`); any number of threads may call, and their prompts share passes.
-    It is a context manager, and `close` gives memory, threads and files back; what was counted, planned and predicted
-    can be asked for after it.
+    It is a context manager; `close` releases memory, threads and files, and leaves counters, plan and predictions.
 
     Raises:
         ConfigError, CheckpointError, PlanError: as `zinfer.init_inference`; also for a family of models whose attention
@@ -102,7 +100,7 @@ class LLM:
             raise
 
     def _open(self, settings: Settings, budget: BatchingBudget, tokenizer: Any, swaps_to_disk: bool | None) -> None:
-        """Make what stands on the engine."""
+        """Open the cache, the scheduler and the serving loop over the model."""
         module = self._model.module
         self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
         vocab_size = int(module.config.get_text_config().vocab_size)
@@ -138,13 +136,13 @@ class LLM:
 
     @property
     def injected(self) -> dict[str, str]:
-        """What is computed by fused kernels: names of modules, and what is fused in each."""
+        """Modules that fused kernels compute: their names, and what is fused in each."""
         return self._model.injected
 
     @property
     def graphs(self) -> GraphCounts:
-        """What became of the passes of few sequences that could be replayed; all zero where none can: on a CPU, with
-        keys and values in host memory, with `enable_cuda_graph` false."""
+        """Counts of captured, replayed and eager passes; all zero where none can be captured: on a CPU, with the KV
+        cache in host memory, with `enable_cuda_graph` false."""
         return self._graphs.counts if self._graphs else GraphCounts()
 
     def stats(self) -> RunStats:
@@ -158,25 +156,25 @@ class LLM:
         return replace(found, passes=self._runner.num_passes)
 
     def predict(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
-        """What completing such prompts takes on this machine: the passes are simulated, nothing is computed.
+        """Predict the seconds that completing such prompts takes on this machine, by simulating the passes.
 
-        Rates are those of `zinfer probe` if it has run here, else measured in a hurry at the first call.
+        Rates are those of `zinfer probe` if it has run here, else measured quickly at the first call.
 
         Args:
             prompt_lens: tokens of each prompt, one prompt at least.
-            new_tokens: tokens generated after each, for all or one by one.
+            new_tokens: tokens generated after each prompt: one number for all, or one for each.
 
         Raises:
             ConfigError: no prompts.
-            PlanError: a text does not fit the cache even alone.
+            PlanError: a sequence does not fit the cache even alone.
         """
         return self._estimator.of_texts(prompt_lens, new_tokens)
 
     def predict_passes(self) -> JobPrediction:
-        """What the passes ought to have taken since the LLM was idle last; rates as for `predict`.
+        """Predict the seconds of the passes since the LLM was last idle; rates as for `predict`.
 
         Raises:
-            ConfigError: there were none.
+            ConfigError: there were no passes.
         """
         return self._estimator.of_passes(list(self._batcher.pass_sizes))
 
@@ -187,7 +185,7 @@ class LLM:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed so far, of prompts and of what came after; those of shared prefixes count once."""
+        """Tokens computed so far, of prompts and of completions; those of shared prefixes count once."""
         return self._batcher.num_tokens
 
     @property
@@ -202,17 +200,16 @@ class LLM:
 
     @property
     def num_running(self) -> int:
-        """Texts under way."""
+        """Sequences that hold pages of the KV cache."""
         return self._batcher.num_running
 
     @property
     def num_swapped_pages(self) -> int:
-        """Pages of preempted sequences, in host memory or on the disk."""
+        """Pages of preempted sequences that were swapped out to host memory or disk."""
         return self._batcher.num_swapped_pages
 
     def passes(self) -> list[tuple[PassSize, float]]:
-        """What each pass since the LLM was idle last carried, and the seconds since the one before it; the first is
-        left out."""
+        """Size of each pass since the LLM was last idle, and its seconds after the pass before; without the first."""
         ends_s = self._batcher.pass_ends_s
         return [
             (size, end_s - before_s)
@@ -220,11 +217,11 @@ class LLM:
         ]
 
     def fits(self, prompt_len: int, new_tokens: int) -> bool:
-        """Whether the cache holds such a text alone."""
+        """Whether the cache could hold such a sequence alone."""
         return self._batcher.fits(prompt_len, new_tokens)
 
     def reset_prefix_cache(self) -> None:
-        """Find no page of an earlier call again: what follows is computed as in a new LLM.
+        """Forget the pages of earlier prompts, so that later ones are computed as in a new LLM.
 
         Raises:
             RuntimeError: requests are under way, or the LLM was closed.
@@ -250,46 +247,31 @@ class LLM:
         """The completions of all prompts, in their order, those of one prompt side by side.
 
         Args:
-            prompts: one, or several: a list, or anything that can be walked.
-            params: for all, or one for each; by default greedy.
-            chat_template_kwargs: what chat templates get beside the messages: ``{"enable_thinking": False}``.
-            reasoning_effort: likewise, under that name.
-            fields: of `SamplingParams`, in place of params: ``max_new_tokens=4``.
+            prompts: one prompt, or an iterable of them.
+            params: one for all, or one for each prompt; greedy by default.
+            chat_template_kwargs: more variables for the chat template, such as ``{"enable_thinking": False}``.
+            reasoning_effort: the template's variable of that name.
+            fields: fields of `SamplingParams` in place of params, such as ``max_new_tokens=4``.
 
-        A prompt that cannot be used, or does not fit, gets a completion with an ``error``; the others go on.
+        A prompt that is malformed or too long gets a completion with an ``error``; the others are completed.
 
         Raises:
             ConfigError: not as many params as prompts; something for chat templates, but no prompt is a chat.
             RuntimeError: the LLM was closed.
         """
-        return sorted(
-            self.stream(
-                prompts,
-                params,
-                chat_template_kwargs=chat_template_kwargs,
-                reasoning_effort=reasoning_effort,
-                **fields,
-            ),
-            key=lambda completion: (completion.prompt_index, completion.sample_index),
-        )
+        options = {"chat_template_kwargs": chat_template_kwargs, "reasoning_effort": reasoning_effort, **fields}
+        completions = self.stream(prompts, params, **options)
+        return sorted(completions, key=lambda each: (each.prompt_index, each.sample_index))
 
     def stream(
         self,
         prompts: PromptLike | Iterable[PromptLike],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        reasoning_effort: str | None = None,
-        **fields: Any,
+        **options: Any,
     ) -> Generator[Completion, None, None]:
-        """As `generate`, each completion as soon as it is complete. Leaving it early cancels the rest."""
-        handle = self.prepare(
-            prompts,
-            params,
-            chat_template_kwargs=chat_template_kwargs,
-            reasoning_effort=reasoning_effort,
-            **fields,
-        )
+        """As `generate`, with its options; yields each completion when it is complete. Leaving it early cancels the
+        rest."""
+        handle = self.prepare(prompts, params, **options)
         try:
             self.submit(handle)
             yield from cast(Iterable[Completion], handle)
@@ -309,7 +291,7 @@ class LLM:
         """Encode prompts, as `generate` does, for `submit`.
 
         Args:
-            deltas: the handle gives `CompletionDelta`, text as it comes, instead of a `Completion` for each request.
+            deltas: the handle yields a `CompletionDelta` for each token instead of a `Completion` for each request.
         """
         self._check_open()
         requests, refused = self._builder.build(
@@ -320,7 +302,7 @@ class LLM:
         return Handle(requests, refused)
 
     def submit(self, handle: Handle) -> None:
-        """Let what was prepared run beside what does already; iterate the handle for what comes of it.
+        """Start prepared requests beside those that run already; iterate the handle for their results.
 
         Raises:
             RuntimeError: the LLM was closed.
@@ -329,14 +311,14 @@ class LLM:
         self._loop.submit(handle)
 
     def cancel(self, handle: Handle) -> None:
-        """End what is unfinished of a handle, whose completions then have the finish reason "cancelled"."""
+        """End the unfinished requests of a handle; their completions get the finish reason "cancelled"."""
         self._loop.cancel(handle)
 
     def close(self) -> None:
-        """Give memory, threads and files back, also where the object is still referred to. May be called again.
+        """Release memory, threads and files, even if the object is still referenced. May be called again.
 
-        It waits for a pass that is under way; calls of other threads then end with a RuntimeError. Ctrl-C ends the
-        waiting, not the giving back.
+        It waits for the pass under way; calls of other threads then end with a RuntimeError. Ctrl-C ends the wait, not
+        the release.
 
         Raises:
             RuntimeError: it was called within a pass, as in a forward hook.

@@ -1,7 +1,7 @@
-"""Lends pages that no text will need to the weights that stream: blocks that stay there need not come again.
+"""Lends KV cache pages that no sequence will need to streamed weights: blocks cached there are not copied again.
 
-A job ends with many passes of few tokens, each as long as the weights are on their way, while the cache empties.
-Weights take its place until something new has to wait for pages.
+A job ends with many passes of few tokens, each as long as the copy of the weights, while the cache empties. Weights
+take its place until a new sequence has to wait for pages.
 """
 
 from zinfer.engine.streamed_model import StreamedModel
@@ -10,11 +10,11 @@ from zinfer.scheduling.scheduler import Scheduler
 
 
 class IdlePageLender:
-    """The pages from a limit on, in which blocks of a model stay.
+    """Lends the pages from a limit on to a model's streamed blocks.
 
     Args:
-        cache: whose pages are lent.
-        model: whose blocks stream.
+        cache: owns the pages.
+        model: owns the streamed blocks.
     """
 
     def __init__(self, cache: KVCache, model: StreamedModel) -> None:
@@ -23,7 +23,7 @@ class IdlePageLender:
         self._limit = cache.num_pages
 
     def adjust(self, scheduler: Scheduler) -> None:
-        """Lend what is to spare, or take everything back where it is not; between two passes."""
+        """Lend the spare pages, or take all back when sequences need them; between two passes."""
         cache = self._cache
         if self._limit < cache.num_pages and (scheduler.is_short or self._limit < scheduler.num_wanted_pages):
             self.take_back()
@@ -33,13 +33,13 @@ class IdlePageLender:
             return
         memory = cache.memory(limit, self._limit)
         if self._model.can_borrow(memory):
-            self._limit = limit  # first of all: where what follows fails, all is taken back
+            self._limit = limit  # first: if what follows fails, all pages are taken back
             moved = scheduler.confine(limit)
             cache.move(list(moved), list(moved.values()))
             self._model.add_cache_slots(memory)
 
     def take_back(self) -> None:
-        """Let the blocks stream again; the pages may be written to when this returns."""
+        """Let the blocks stream again; when this returns, the pages may be written."""
         if self._limit < self._cache.num_pages:
             self._model.remove_cache_slots()
             self._limit = self._cache.num_pages

@@ -1,4 +1,4 @@
-"""Computes a pass part by part inside each layer, so that one load of its weights and pages serves all of them.
+"""Computes a pass part by part inside each layer, so that one load of its weights and pages serves all parts.
 
 Activations inside a layer are as large as a part; only the residual stream is as long as the pass.
 """
@@ -19,10 +19,10 @@ class PartedLayers:
     """Wraps the forward of a model's layers.
 
     Args:
-        patches: undo the wrapping.
+        patches: records the wrappers, to undo them.
         layers: the modules; each takes the hidden states [1, tokens, hidden] first.
-        attention: what they attend through.
-        cache: whose pages each of them has while it computes.
+        attention: the layers' attention.
+        cache: brings each layer's pages while it computes.
     """
 
     def __init__(
@@ -35,26 +35,26 @@ class PartedLayers:
             patches.patch(layer, self._by_parts(number, layer.forward))
 
     def set(self, parts: Sequence[Part]) -> None:
-        """The parts of the next pass."""
+        """Set the parts of the next pass."""
         self._parts = parts
 
     def _by_parts(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def by_parts(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._cache.bring(number)
+            self._cache.fetch_layer(number)
             found = []
             for part in self._parts:
                 with self._attention.over(part):
                     cut = [_cut(value, part.tokens, hidden.shape[1]) for value in args]
                     named = {name: _cut(value, part.tokens, hidden.shape[1]) for name, value in kwargs.items()}
                     found.append(forward(hidden[:, part.tokens], *cut, **named))
-            self._cache.let_go(number)
+            self._cache.release_layer(number)
             return _joined(found)
 
         return by_parts
 
 
 def _cut(value: Any, tokens: slice, num_tokens: int) -> Any:
-    """The part's tokens of whatever has one entry for each token: positions, rotary cosines and sines."""
+    """A part's slice of a value with one entry for each token, such as positions, rotary cosines and sines."""
     if isinstance(value, torch.Tensor):
         return value[:, tokens] if value.dim() > 1 and value.shape[1] == num_tokens else value
     if isinstance(value, tuple):

@@ -12,7 +12,7 @@ import torch
 from zinfer.batching.decode_bucket import DecodeBucket
 from zinfer.kernels.kv_pages import PagedLayout
 from zinfer.nvme.aligned import align_up
-from zinfer.sampling.async_copy import on_its_way
+from zinfer.sampling.async_copy import send_pinned
 from zinfer.scheduling.schedule import Chunks
 from zinfer.scheduling.sequence import PENDING
 from zinfer.scheduling.sequence import Sequence as TokenSequence
@@ -23,7 +23,7 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Neighbouring tokens of a pass, and how they lie in the pages.
+    """Neighbouring tokens of a pass, and their places in the pages.
 
     tokens: which of the pass's tokens they are.
     places: [tokens of the part] int64, where their keys and values go.
@@ -36,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class RaggedBatch:
-    """A pass's tokens.
+    """The tokens of a pass.
 
     input_ids, position_ids: [1, tokens] int64.
     wanted: [samples] int64, the tokens after which a next one is wanted, in the order of the chunks.
@@ -68,9 +68,9 @@ class Pending:
 
 
 class BatchBuilder:
-    """Makes batches; what it remembers of one pass, the pages of the sequences, spares work in the next.
+    """Makes batches; the page tables of one pass are kept, to save work in the next.
 
-    Everything goes to the device in one copy: a small copy may have to wait behind a slab that is under way.
+    All numbers go to the device in one copy, because each small copy may have to wait behind a slab.
 
     Args:
         page_size: tokens of a page.
@@ -116,7 +116,7 @@ class BatchBuilder:
         ids, at, wanted, where, targets, origins, *rest = packed.tensors
         ids = ids.long()
         if pending is not None and len(unknown):
-            # A broken sequence has no token; what is computed of it is dropped when that is known.
+            # A sequence with broken logits has no token (-1); its results are dropped later.
             ids[targets.long()] = pending.token_ids[origins.long()].clamp(min=0)
         parts = []
         for cut, (starts, contexts, pages) in zip(cuts, zip(*[iter(rest)] * 3, strict=True), strict=True):
@@ -126,7 +126,7 @@ class BatchBuilder:
         return RaggedBatch(ids[None], at.long()[None], wanted.long(), tuple(parts), form)
 
     def _places(self, table: Ints, sizes: Ints, positions: Ints) -> Ints:
-        """Where in all pages each token lies; with one division, and from a table in one dimension, which is faster."""
+        """Each token's place among all pages; one division and a flat table, which is faster."""
         pages = positions // self._page_size
         begins = np.repeat(np.arange(len(sizes)) * table.shape[1], sizes)
         return positions + (table.reshape(-1).take(begins + pages) - pages) * self._page_size
@@ -172,7 +172,7 @@ class _Cut:
 
 
 class _PageTables:
-    """The pages of sequences as rows of one table, brought up to date where a sequence has others than before."""
+    """The pages of sequences as rows of one table; a row is updated when its sequence has other pages than before."""
 
     def __init__(self) -> None:
         self._table = np.zeros((0, 1), dtype=np.int64)
@@ -183,7 +183,7 @@ class _PageTables:
         self._lengths: list[int] = []
 
     def of(self, sequences: Sequence[TokenSequence], fewest_pages: int = 0) -> Ints:
-        """[sequences, most pages]; whatever is beyond a sequence's pages says nothing."""
+        """[sequences, most pages]; entries beyond a sequence's pages mean nothing."""
         pages = [sequence.pages for sequence in sequences]
         lengths = list(map(len, pages))
         most = max(fewest_pages, max(lengths))
@@ -195,25 +195,20 @@ class _PageTables:
         held, copied = self._pages, self._lengths
         for place, (row, own, length) in enumerate(zip(rows, pages, lengths, strict=True)):
             if row < 0 or held[row] is not own or copied[row] != length:
-                rows[place] = self._bring_up(numbers[place], own)
+                rows[place] = self._update_row(numbers[place], own)
         return self._table[np.array(rows), :most]
 
-    def _bring_up(self, number: int, pages: list[int]) -> int:
-        # A row is known last, when all of it is there: Ctrl-C may strike between any two lines.
+    def _update_row(self, number: int, pages: list[int]) -> int:
         row = self._rows.get(number, len(self._rows))
         begin = self._lengths[row] if number in self._rows and self._pages[row] is pages else 0
         self._table[row, begin : len(pages)] = pages[begin:]
-        self._pages[row] = None
-        self._lengths[row] = len(pages)
-        self._pages[row] = pages
-        self._rows[number] = row
+        self._pages[row], self._lengths[row], self._rows[number] = pages, len(pages), row
         return row
 
     def _begin_anew(self, num_rows: int, num_pages: int) -> None:
-        """A table with as much room again; rows of sequences that are gone are given up with the old one."""
+        """Make a table twice as large; rows of sequences that have ended go with the old one."""
         self._rows.clear()
         height, width = 2 * num_rows, max(num_pages + num_pages // 2, self._table.shape[1])
-        self._table = np.zeros((0, width), dtype=np.int64)
         self._pages, self._lengths = [None] * height, [0] * height
         self._table = np.zeros((height, width), dtype=np.int64)
 
@@ -228,7 +223,7 @@ class _Packed:
         begins = list(accumulate(sizes, initial=0))
         for each, begin in zip(arrays, begins, strict=False):
             flat[begin : begin + each.size] = each.reshape(-1)
-        there = on_its_way(host, device)
+        there = send_pinned(host, device)
         pieces = [there[begin : begin + each.size] for each, begin in zip(arrays, begins, strict=False)]
         self.tensors = [
             piece.view(each.shape) if each.ndim > 1 else piece for piece, each in zip(pieces, arrays, strict=True)

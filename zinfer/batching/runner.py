@@ -13,20 +13,48 @@ from zinfer.engine.streamed_model import StreamedModel
 from zinfer.graphs.forward_graphs import ForwardGraphs
 from zinfer.kernels.kv_pages import PagedLayout
 from zinfer.kv_cache.base import PageCache
+from zinfer.kv_cache.device import KVCache
+from zinfer.kv_cache.host import HostedKVCache
+from zinfer.kv_cache.swap import SwapPlace
 from zinfer.model.batching_support import wants_mask
 from zinfer.model.module_patches import ModulePatches
+from zinfer.model.spec import ModelSpec
+from zinfer.planning.kv_budget import BatchingBudget
+
+
+def open_pages(model: StreamedModel, spec: ModelSpec, budget: BatchingBudget) -> PageCache:
+    """Pages for a model.
+
+    Args:
+        spec: of the model.
+
+    Raises:
+        ConfigError: the device cannot read pages of the budget's dtype.
+        PlanError, ScratchError: as `HostedKVCache`.
+    """
+    settings, folder = model.settings, None
+    if budget.swaps_to_disk:
+        assert settings.offload.nvme_path is not None, "sequences are to be swapped to a disk, and none is named"
+        folder = settings.offload.nvme_path.absolute()
+    place = (spec.kv, budget.num_pages, budget.page_size, budget.kv_dtype, model.device)
+    swap_place = SwapPlace(budget.most_swapped_in_memory, folder)
+    if not budget.is_hosted:
+        return KVCache(*place, swap_place)
+    return HostedKVCache(
+        *place, swap_place, windows=spec.attention_windows, synchronous=settings.synchronous, trace=model.trace
+    )
 
 
 class PassRunner:
-    """A model whose attention goes over a cache of pages until `close`.
+    """Runs passes with the attention of a model's modules over a paged cache, until `close`.
 
     Args:
-        model: its module's family is one that attends through transformers' interface, or has an attention here.
-        cache: with as many layers as the module.
-        graphs: replay what batches compute that have a form; pages must stay where they are.
+        model: of a family that attends through transformers' interface, or has an adapter in `adapters`.
+        cache: has as many layers as the module.
+        graphs: replay the batches that have a `DecodeBucket`; None: every pass is launched by Python.
 
     Attributes:
-        num_passes: batches that were run.
+        num_passes: passes run so far.
     """
 
     def __init__(self, model: StreamedModel, cache: PageCache, graphs: ForwardGraphs | None = None) -> None:
@@ -44,13 +72,13 @@ class PassRunner:
 
     @property
     def replays(self) -> bool:
-        """Whether batches had better have a form."""
+        """Whether passes with a `DecodeBucket` are replayed."""
         return self._graphs is not None
 
     def run(self, batch: RaggedBatch) -> torch.Tensor:
-        """The logits after the tokens that the batch wants them of, [samples, vocabulary], in the model's dtype.
+        """The logits after the tokens in ``batch.wanted``: [samples, vocabulary], in the model's dtype.
 
-        The cache expects the batch's chunks.
+        Call `PageCache.expect` with the batch's chunks before.
         """
         self.num_passes += 1
         if batch.form is None or self._graphs is None:
@@ -61,7 +89,7 @@ class PassRunner:
         return self._call(lambda: graphs.call(self._single, *numbers, part.layout.most_context))
 
     def close(self) -> None:
-        """Let the module attend as before."""
+        """Undo the patches."""
         if self._graphs is not None:
             self._graphs.close()
         self._patches.undo()
@@ -92,7 +120,7 @@ class PassRunner:
         pages: torch.Tensor,
         most_context: int,
     ) -> torch.Tensor:
-        """What a batch computes that carries one token of each text: nothing but what is given differs in two."""
+        """The pass of a batch with one token of each sequence; two such passes differ in these arguments alone."""
         rows = contexts.shape[0]
         part = Part(slice(0, rows), places, PagedLayout(starts, contexts, pages, 1, most_context, rows))
         return self._forward(RaggedBatch(input_ids, position_ids, wanted, (part,)))

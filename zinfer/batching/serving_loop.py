@@ -1,9 +1,9 @@
 """The one thread that runs a model's requests: it owns the batcher, the scheduler, the pages and the device's stream.
 
-[Note: one owner] Other threads only put commands into a queue and read events from others; the loop takes commands
-between two passes. So a signal, which Python delivers to the main thread, can strike no bookkeeping: the main thread
-waits. What a pass fails with ends the requests that were under way, and the loop goes on with those that come; where
-not even the failure can be cleared away, it ends, and refuses what is submitted later.
+[Note: one owner] Other threads only put commands into the loop's queue and read events from their handles; the loop
+takes commands between two passes. So a signal, which Python delivers to the main thread, cannot interrupt any
+bookkeeping. A pass that fails ends its requests with the error, and the loop continues with the next ones; if cleaning
+up after the failure fails too, the loop ends and refuses later requests.
 """
 
 import os
@@ -31,48 +31,48 @@ class ServingLoop:
     """Runs requests until `close`; any thread may submit and cancel.
 
     Args:
-        batcher: the loop's own from now on.
-        device: where it computes.
-        closers: called on the loop's thread at its end, the last one first, whatever others raise.
+        batcher: only the loop calls it from now on.
+        device: the batcher's device.
+        closers: called on the loop's thread at its end, the last one first, even if others raise.
     """
 
     def __init__(self, batcher: Batcher, device: torch.device, closers: Sequence[Callable[[], object]]) -> None:
         self._batcher = batcher
         self._closers = closers
-        self._handles: dict[Request, Handle] = {}  # of what is not finished
+        self._handles: dict[Request, Handle] = {}  # of unfinished requests
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._process_id = os.getpid()
         self._closing = False
         self._failure: BaseException | None = None
-        self._order = threading.Lock()  # no command comes after `_closing`
-        self._over = threading.Lock()  # held as long as the thread runs: what it raised stays for who waits
+        self._order = threading.Lock()  # after `_closing` is set, no command is queued
+        self._over = threading.Lock()  # held while the thread runs
         self._over.acquire()
-        if device.type == "cuda":  # whatever stream loaded the weights, the thread's own comes after
+        if device.type == "cuda":  # the weights were loaded on other streams
             torch.cuda.synchronize(device)
         self._thread = threading.Thread(target=self._run, args=(device,), name="zinfer-serve", daemon=True)
         self._thread.start()
 
     def submit(self, handle: Handle) -> None:
-        """Let the requests of a handle run, all of them from the same pass on if they fit.
+        """Start the requests of a handle, all in the same pass if they fit.
 
         Raises:
-            RuntimeError: the loop was closed or has ended; or a pass of this thread is under way.
+            RuntimeError: the loop was closed or has ended, or the caller is the loop's own thread.
         """
         self._post(partial(self._admit, handle))
 
     def cancel(self, handle: Handle) -> None:
-        """End what is not finished of a handle: its completions have the reason "cancelled". Never blocks."""
+        """End a handle's unfinished requests; their completions get the reason "cancelled". Never blocks."""
         if not handle.is_over:
             self._commands.put(partial(self._cancel, handle))
 
     def between_passes(self, work: Callable[[bool], _T]) -> _T:
-        """What ``work`` gives on the loop's thread, which is told whether the loop is idle. Raises as `submit`."""
+        """Call ``work(is_idle)`` on the loop's thread between two passes; returns its result. Raises as `submit`."""
         result: Future[_T] = Future()
 
         def run() -> None:
             try:
                 result.set_result(work(not self._handles))
-            except BaseException as error:  # raised by who waits
+            except BaseException as error:  # reraised by `result`
                 result.set_exception(error)
 
         self._post(run)
@@ -84,9 +84,9 @@ class ServingLoop:
             raise RuntimeError("this LLM was closed; make a new one") from self._failure
 
     def close(self) -> None:
-        """End the requests under way with an error and return when the closers have run. May be called again.
+        """End the unfinished requests with an error, and wait until the closers have run. May be called again.
 
-        An interrupt ends the waiting alone. What a closer raises reaches the first who waits.
+        Ctrl-C ends the wait alone. The error of a closer is raised by the first call that waits.
 
         Raises:
             RuntimeError: a pass of this thread is under way, as in a forward hook.
@@ -109,7 +109,7 @@ class ServingLoop:
         self._commands.put(lambda: None)
 
     def close_with(self, owner: object) -> None:
-        """Close when ``owner`` is collected, or at the end of the process, unless that is a fork."""
+        """Close when ``owner`` is garbage-collected or the process ends; not in a forked process."""
         weakref.finalize(owner, _end, self)
 
     def _is_own_thread(self) -> bool:
@@ -128,7 +128,7 @@ class ServingLoop:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             self._serve()
-        except BaseException as failure:  # not even `abort` succeeded: raised where the loop is used or closed
+        except BaseException as failure:  # `abort` failed too: raised by the next call or `close`
             self._failure = error = failure
         self.stop()
         while not self._commands.empty():
@@ -151,7 +151,7 @@ class ServingLoop:
                     self._pass()
                 else:
                     self._commands.get()()
-            except BaseException as error:  # a hook may raise anything; the requests under way end with it
+            except BaseException as error:  # a hook may raise anything
                 self._batcher.abort()
                 self._end_all(error)
 

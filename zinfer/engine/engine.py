@@ -4,18 +4,46 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from zinfer.config import Settings
 from zinfer.engine.call_args import can_repeat, looks_at_logits, moved
 from zinfer.engine.finite_check import FiniteWatch
-from zinfer.engine.module_proxy import AroundModule
 from zinfer.engine.streamed_model import StreamedModel
 from zinfer.errors import ConfigError
 from zinfer.graphs.forward_graphs import GraphCounts
+from zinfer.model.build import find_dtype
 from zinfer.model.context_length import check_forward, check_generate
 from zinfer.planning.memory import Request
 from zinfer.planning.step_time import Prediction
+
+
+class AroundModule(nn.Module):
+    """A module around another one: attributes that it lacks are looked up there, and its weights cannot be moved."""
+
+    module: PreTrainedModel
+    device: torch.device
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not there yet
+                raise
+        return getattr(self.module, name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "AroundModule":
+        """Refuse what `to`, `cuda`, `half` and the like would move or cast; raises ConfigError."""
+        dtype = find_dtype(self.module)
+        after = fn(torch.empty(0, dtype=dtype, device=self.device))
+        if after.device != self.device or after.dtype != dtype:
+            raise ConfigError(
+                f"the engine computes on {self.device} in {dtype}, and its weights stay where the plan has put them; "
+                "state zinfer.device and dtype in the configuration instead of moving or casting it"
+            )
+        return self
 
 
 class InferenceEngine(AroundModule, StreamedModel):

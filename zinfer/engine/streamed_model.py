@@ -13,10 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zinfer.config import Settings
-from zinfer.engine.acceleration import Acceleration
+from zinfer.engine.acceleration import Acceleration, open_graphs
 from zinfer.engine.estimator import PassEstimator
 from zinfer.engine.interrupts import deferred
-from zinfer.engine.open_graphs import open_graphs
 from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.runtime import Runtime, check_trace
 from zinfer.model.build import find_model

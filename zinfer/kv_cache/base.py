@@ -1,4 +1,4 @@
-"""What passes ask of the pages of all layers, on the device or in host memory."""
+"""`PageCache`: the interface of the paged KV cache, on the device or in host memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ from zinfer.scheduling.schedule import Chunk
 class PageCache(ABC):
     """Pages of one model; page i is page i of every layer.
 
-    ``layers`` has each layer's view of the pages, in which page i is number i * ``stride``, as long as the layer
-    computes; None where it is not on the device. One object: its holders see changes. ``bytes_to_device``
-    counts what came from elsewhere.
+    Attributes:
+        layers: each layer's view of the pages while the layer computes, in which page i is number i * ``stride``; None
+            while it is not on the device. The list is one object: its holders see changes.
+        bytes_to_device: bytes of pages copied from host memory or disk.
     """
 
     page_size: int
@@ -30,15 +31,15 @@ class PageCache(ABC):
 
     @abstractmethod
     def expect(self, chunks: Sequence[Chunk]) -> None:
-        """Say what the next pass computes, before it begins; the pass before has been begun for all of its layers."""
+        """Announce the chunks of the next pass, after all layers of the pass before were launched."""
 
     @abstractmethod
-    def bring(self, layer: int) -> None:
-        """Have a layer's pages on the device for what is computed from now on, in the order of the layers."""
+    def fetch_layer(self, layer: int) -> None:
+        """Bring a layer's pages to the device for the compute that follows; layers come in their order."""
 
     @abstractmethod
-    def let_go(self, layer: int) -> None:
-        """Note that the layer has computed all of the pass."""
+    def release_layer(self, layer: int) -> None:
+        """Note that the layer has computed the whole pass."""
 
     @abstractmethod
     def arrive(self) -> None:
@@ -49,7 +50,7 @@ class PageCache(ABC):
         """Release memory and files, even if the object is still referenced; idempotent."""
 
     def add_to(self, stats: RunStats) -> RunStats:
-        """An engine's counters with those of the pages."""
+        """Add the counters of the pages to those of a model."""
         written, read = self.swap_space.bytes_written, self.swap_space.bytes_read
         return replace(stats, swapped_bytes_written=written, swapped_bytes_read=read)
 

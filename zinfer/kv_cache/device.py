@@ -63,10 +63,10 @@ class KVCache(PageCache):
     def expect(self, chunks: Sequence[Chunk]) -> None:
         """Nothing has to come."""
 
-    def bring(self, layer: int) -> None:
+    def fetch_layer(self, layer: int) -> None:
         """They are there."""
 
-    def let_go(self, layer: int) -> None:
+    def release_layer(self, layer: int) -> None:
         """They stay."""
 
     def arrive(self) -> None:

@@ -156,7 +156,7 @@ class HostedKVCache(PageCache):
         self._next = 0
         self._look_ahead()
 
-    def bring(self, layer: int) -> None:
+    def fetch_layer(self, layer: int) -> None:
         if layer not in self._filling:
             self._fetch(layer)
         slot = self._filling[layer]
@@ -165,7 +165,7 @@ class HostedKVCache(PageCache):
         del self._filling[layer]
         self.layers[layer] = slot.pages
 
-    def let_go(self, layer: int) -> None:
+    def release_layer(self, layer: int) -> None:
         slot = self._held[layer]
         self.layers[layer] = None
         self._going.after(self._going.mark_compute())

@@ -1,4 +1,4 @@
-"""Small things on their way between host and device, neither of which waits for the other."""
+"""Small copies between host and device that neither of them waits for."""
 
 import functools
 from collections.abc import Sequence
@@ -7,15 +7,15 @@ import torch
 
 
 def send(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers as a tensor on the device: from pinned memory, since the host waits for the device else."""
-    return on_its_way(torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda"), device)
+    """Numbers as a tensor on the device, copied from pinned memory, so that the host need not wait."""
+    return send_pinned(torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda"), device)
 
 
-def on_its_way(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device of a tensor in pinned memory, there for all that is launched from now on.
+def send_pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor in pinned memory to the device, ordered before everything that is launched from now on.
 
-    It may have to wait behind a slab that is on its way. Where the host is ahead of the device it does so beside what
-    the device still computes, because it goes by a stream of its own.
+    The copy uses a stream of its own, so that it overlaps what the device still computes, even where it waits behind a
+    slab on the link.
     """
     if device.type != "cuda":
         return host.to(device)
@@ -35,7 +35,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class DeviceToHostCopy:
-    """Copies of device tensors, ready once the work before them is done; what comes after is not waited for."""
+    """Copies of device tensors to pinned memory, ready once the work launched before them is done."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
@@ -48,7 +48,7 @@ class DeviceToHostCopy:
             self._event.record()
 
     def take(self) -> list[torch.Tensor]:
-        """The copies; blocks until they are there."""
+        """Wait for the copies and return them."""
         if self._event is not None:
             self._event.synchronize()
         return self._copies
