@@ -7,7 +7,6 @@ import triton
 
 from zinfer.kernels.attention_rule import AttentionRule
 from zinfer.kernels.kv_pages import KV_CODES, KVPages, PagedLayout
-from zinfer.kernels.launching import INTERPRETED
 
 _LOG2_E: Final = 1.4426950408889634
 _LEAST_DIM: Final = 16  # of a tensor core's operand
@@ -83,7 +82,6 @@ def tile_arguments(
         "IS_FLOAT": pages.keys.dtype == torch.float8_e4m3fn,
         "WORDS": words,
         "LEVELS": pages.value_scales is not None and query.dtype == torch.float16,
-        "COMPILED": not INTERPRETED,
     }
 
 

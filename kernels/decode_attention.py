@@ -169,7 +169,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     SPLIT_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     SKIP_OTHERS: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
-    COMPILED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One split of a segment's keys for the heads of a tile; heads that share keys' sectors run beside each other."""
     launch_dependents(IS_DEPENDENT)
@@ -211,7 +211,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             table + segment.to(tl.int64) * table_row, keys + kv_head * KEY_HEAD, values + kv_head * VALUE_HEAD,
             key_scales, value_scales, KEY_TOKEN, VALUE_TOKEN,
             scale, factor, softcap, window,
-            HEAD_DIM, VALUE_DIM, KV_HEADS, PAGE_SIZE, BLOCK_KEYS, part == 1, IS_FLOAT, WORDS, LEVELS, COMPILED,
+            HEAD_DIM, VALUE_DIM, KV_HEADS, PAGE_SIZE, BLOCK_KEYS, part == 1, IS_FLOAT, WORDS, LEVELS,
         )  # fmt: skip
     sums, total = whole_sums(sums, WORDS), tl.sum(total, axis=1)
     column = tl.arange(0, sums.shape[1])

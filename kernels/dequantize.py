@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import INTERPRETED, on_device
+from zinfer.kernels.launching import on_device
 from zinfer.kernels.marlin_layout import in_rows
 from zinfer.kernels.quantized import FRAGMENT_ROWS, SYMMETRIC_INT4_ZERO, QuantizedMatrix
 from zinfer.kernels.widening import widen_bytes, widen_nibbles
@@ -72,7 +72,6 @@ def _dequantize_rows(matrix: QuantizedMatrix, out: torch.Tensor) -> None:
             SPLIT_BYTES=split_bytes,
             BLOCK_LINES=block_lines,
             BLOCK_COLUMNS=block_columns,
-            COMPILED=not INTERPRETED,
             num_warps=_WARPS,
         )
 
@@ -155,7 +154,6 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
     SPLIT_BYTES: tl.constexpr,
     BLOCK_LINES: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """A line is what one scale serves: lines lie one behind the other, in codes as in values.
 
@@ -180,13 +178,13 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
         places = begin // 2 + tl.arange(0, BLOCK_COLUMNS // 2)
         in_bytes = in_lines & (places < line_bytes)[None, :]
         pairs = tl.load(codes_ptr + lines[:, None] * line_bytes + places[None, :], mask=in_bytes, other=0)
-        low, high = widen_nibbles(pairs, False, COMPILED)
+        low, high = widen_nibbles(pairs, False)
         low = ((low.to(tl.float32) - zero) * scale).to(out_ptr.dtype.element_ty)
         high = ((high.to(tl.float32) - zero) * scale).to(out_ptr.dtype.element_ty)
         values = tl.interleave(low, high)
     else:
         codes = tl.load(codes_ptr + lines[:, None] * line_bytes + columns[None, :], mask=mask, other=0)
-        values = (widen_bytes(codes, False, IS_FLOAT, COMPILED).to(tl.float32) - zero) * scale
+        values = (widen_bytes(codes, False, IS_FLOAT).to(tl.float32) - zero) * scale
     tl.store(out_ptr + lines[:, None] * length + columns[None, :], values.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from zinfer.kernels.dequantize import has_kernels, kernel_codes
-from zinfer.kernels.launching import INTERPRETED, on_device
+from zinfer.kernels.launching import COMPILED, INTERPRETED, on_device
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.tiles import Cut, Tiles, most_block, tiles_for
 from zinfer.kernels.widening import widen_bytes, widen_nibbles
@@ -85,7 +85,6 @@ def _launch(
         BLOCK_ROWS=tiles.block_rows,
         BLOCK=cut.block,
         UNROLL=tiles.unroll,
-        COMPILED=not INTERPRETED,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
@@ -111,7 +110,7 @@ def _pairs(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _accumulate(weights, x, sums, WEIGHTS_LEFT: tl.constexpr, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _accumulate(weights, x, sums, WEIGHTS_LEFT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Adds the products of weights [rows, columns] and x [tokens, columns] to sums, [rows, tokens] or transposed."""
     if not COMPILED:  # the interpreter has no arithmetic for bfloat16
         weights, x = weights.to(tl.float32), x.to(tl.float32)
@@ -132,22 +131,21 @@ def _multiply(  # type: ignore[no-untyped-def]
     IS_FLOAT: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     WEIGHTS_LEFT: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Adds a step's products to sums; with 4 bits those of even and of odd columns, x being words that hold both."""
     TYPE: tl.constexpr = tl.bfloat16 if IS_BFLOAT else tl.float16
     if FOUR_BITS:
-        low, high = widen_nibbles(codes, IS_BFLOAT, COMPILED)
+        low, high = widen_nibbles(codes, IS_BFLOAT)
         if HAS_ZERO:
             centred = (zero.to(tl.float32) - 8).to(low.dtype)[:, None]
             low, high = low - centred, high - centred
-        sums = _accumulate(low, x.to(tl.int16).to(TYPE, bitcast=True), sums, WEIGHTS_LEFT, COMPILED)
-        return _accumulate(high, (x >> 16).to(tl.int16).to(TYPE, bitcast=True), sums, WEIGHTS_LEFT, COMPILED)
+        sums = _accumulate(low, x.to(tl.int16).to(TYPE, bitcast=True), sums, WEIGHTS_LEFT)
+        return _accumulate(high, (x >> 16).to(tl.int16).to(TYPE, bitcast=True), sums, WEIGHTS_LEFT)
     else:
-        weights = widen_bytes(codes, IS_BFLOAT, IS_FLOAT, COMPILED)
+        weights = widen_bytes(codes, IS_BFLOAT, IS_FLOAT)
         if HAS_ZERO:
             weights -= (zero.to(tl.float32) - 128).to(weights.dtype)[:, None]
-        return _accumulate(weights, x, sums, WEIGHTS_LEFT, COMPILED)
+        return _accumulate(weights, x, sums, WEIGHTS_LEFT)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows", "steps"])
@@ -178,7 +176,6 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """One tile of tokens and rows, summed over some steps; tiles of the same rows run beside each other."""
     HAS_ZERO: tl.constexpr = zeros_ptr is not None
@@ -213,12 +210,12 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
             codes = tl.load(codes_ptrs + step * BLOCK, mask=inside, other=0)
             x = tl.load(x_ptrs + step * BLOCK, mask=(token < tokens)[:, None] & inside, other=0)
         if ONE_GROUP:
-            sums = _multiply(x, codes, zero, sums, IS_BFLOAT, FOUR_BITS, IS_FLOAT, HAS_ZERO, WEIGHTS_LEFT, COMPILED)
+            sums = _multiply(x, codes, zero, sums, IS_BFLOAT, FOUR_BITS, IS_FLOAT, HAS_ZERO, WEIGHTS_LEFT)
         else:
             next_group = tl.minimum((step + 1) // STEPS_PER_GROUP, groups - 1)
             next_scale = tl.load(scale_ptrs + next_group * scale_group)
             next_zero = tl.load(zero_ptrs + next_group * zero_group) if HAS_ZERO else next_scale
-            product = _multiply(x, codes, zero, none, IS_BFLOAT, FOUR_BITS, IS_FLOAT, HAS_ZERO, WEIGHTS_LEFT, COMPILED)
+            product = _multiply(x, codes, zero, none, IS_BFLOAT, FOUR_BITS, IS_FLOAT, HAS_ZERO, WEIGHTS_LEFT)
             sums += product * (scale[:, None] if WEIGHTS_LEFT else scale[None, :]).to(tl.float32)
             scale, zero = next_scale, next_zero
     if WEIGHTS_LEFT:

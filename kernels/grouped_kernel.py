@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from zinfer.kernels.launching import COMPILED
 from zinfer.kernels.widening import widen_bytes, widen_nibbles, widen_words
 
 
@@ -22,7 +23,7 @@ def _find_tile(ends_ptr, order_ptr, tile, experts, EXPERTS: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _accumulate(weights, x, sums, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _accumulate(weights, x, sums):  # type: ignore[no-untyped-def]
     """Adds the products of weights [rows, columns] and x [tokens, columns] to sums [rows, tokens]."""
     if COMPILED:
         return tl.dot(weights.to(x.dtype), tl.trans(x), sums, input_precision="ieee")
@@ -33,33 +34,33 @@ def _accumulate(weights, x, sums, COMPILED: tl.constexpr):  # type: ignore[no-un
 @triton.jit
 def _multiply(  # type: ignore[no-untyped-def]
     x, second_x, third_x, last_x, stored, zero, sums, high_sums,
-    FORM: tl.constexpr, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_ZERO: tl.constexpr, COMPILED: tl.constexpr,
+    FORM: tl.constexpr, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_ZERO: tl.constexpr,
 ):  # fmt: skip
     """Adds a step's products to sums; of fragments those of the rows in high halves of bytes to sums of their own."""
     if FORM == "bytes":
-        weights = widen_bytes(stored, IS_BFLOAT, IS_FLOAT, COMPILED)
+        weights = widen_bytes(stored, IS_BFLOAT, IS_FLOAT)
         if HAS_ZERO:
             weights -= (zero.to(tl.float32) - 128).to(weights.dtype)[:, None]
-        return _accumulate(weights, x, sums, COMPILED), high_sums
+        return _accumulate(weights, x, sums), high_sums
     elif FORM == "words":
         if HAS_ZERO:  # unsigned codes become signed ones, less 128
             stored ^= -0x7F7F7F80
-        first, second, third, last = widen_words(stored, IS_BFLOAT, IS_FLOAT, COMPILED)
+        first, second, third, last = widen_words(stored, IS_BFLOAT, IS_FLOAT)
         if HAS_ZERO:
             centred = (zero.to(tl.float32) - 128).to(first.dtype)[:, None]
             first, second, third, last = first - centred, second - centred, third - centred, last - centred
-        sums = _accumulate(second, second_x, _accumulate(first, x, sums, COMPILED), COMPILED)
-        return _accumulate(last, last_x, _accumulate(third, third_x, sums, COMPILED), COMPILED), high_sums
+        sums = _accumulate(second, second_x, _accumulate(first, x, sums))
+        return _accumulate(last, last_x, _accumulate(third, third_x, sums)), high_sums
     else:
-        low, high = widen_nibbles(stored, IS_BFLOAT, COMPILED)
+        low, high = widen_nibbles(stored, IS_BFLOAT)
         if HAS_ZERO:
             centred = (zero.to(tl.float32) - 8).to(low.dtype)[:, None]
             low, high = low - centred, high - centred
-        sums = _accumulate(low, x, sums, COMPILED)
+        sums = _accumulate(low, x, sums)
         if FORM == "fragments":
-            return sums, _accumulate(high, x, high_sums, COMPILED)
+            return sums, _accumulate(high, x, high_sums)
         else:
-            return _accumulate(high, second_x, sums, COMPILED), high_sums
+            return _accumulate(high, second_x, sums), high_sums
 
 
 @triton.jit
@@ -146,7 +147,6 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """A tile of tokens of one expert and of rows of its matrix; tiles of the same rows run beside each other.
 
@@ -188,17 +188,17 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
             BLOCK, FORM, EVEN, TRANSPOSED,
         )  # fmt: skip
         if FORM == "full":
-            sums = _accumulate(stored, x, sums, COMPILED)
+            sums = _accumulate(stored, x, sums)
         elif FORM == "words" and ONE_GROUP:
             # Four products that follow each other are waited for one by one, so they may add to those before.
             sums, high_sums = _multiply(
-                x, second_x, third_x, last_x, stored, zero, sums, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO, COMPILED
+                x, second_x, third_x, last_x, stored, zero, sums, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO
             )
         else:
             # Codes are multiplied out of registers. A product that adds to the one before may still be under way when
             # the next codes come there: sums were wrong on a GPU, in tiles of 128 tokens. What is scaled is waited for.
             product, high = _multiply(
-                x, second_x, third_x, last_x, stored, zero, none, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO, COMPILED
+                x, second_x, third_x, last_x, stored, zero, none, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO
             )
             sums += product * scale[:, None].to(tl.float32)
             if FRAGMENTS:

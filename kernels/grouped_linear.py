@@ -39,7 +39,7 @@ from zinfer.kernels.grouped_tiles import (
     step_units,
     takes_words,
 )
-from zinfer.kernels.launching import INTERPRETED, on_device
+from zinfer.kernels.launching import on_device
 from zinfer.kernels.marlin_layout import columns_in_fragments
 from zinfer.kernels.quantized import QuantizedMatrix
 
@@ -198,7 +198,6 @@ def _launch(
         BLOCK_TOKENS=tiles.block_tokens,
         BLOCK_ROWS=tiles.block_rows,
         BLOCK=stored.block,
-        COMPILED=not INTERPRETED,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

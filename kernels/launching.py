@@ -11,6 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
 """Whether Triton's interpreter runs the kernels; fixed when they are decorated."""
+COMPILED = tl.constexpr(not INTERPRETED)
+"""For kernels to ask."""
 
 _DEPENDENT_CAPABILITY: Final = (9, 0)
 _FEW_ELEMENTS: Final = 1 << 19

@@ -114,7 +114,6 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
     MAIN: tl.constexpr, REST: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE_HEADS: tl.constexpr, TILE_QUERIES: tl.constexpr, ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     SKIP_SINGLE: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries and heads. The last tiles of a segment see most keys: programs begin with them."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -165,7 +164,7 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
             most, total, sums, parts, place, slope, begin, stop, first,
             table, keys, values, key_scales, value_scales, KEY_TOKEN, VALUE_TOKEN,
             scale, factor, softcap, window,
-            HEAD_DIM, VALUE_DIM, KV_HEADS, PAGE_SIZE, BLOCK_KEYS, part != 1, IS_FLOAT, WORDS, LEVELS, COMPILED,
+            HEAD_DIM, VALUE_DIM, KV_HEADS, PAGE_SIZE, BLOCK_KEYS, part != 1, IS_FLOAT, WORDS, LEVELS,
         )  # fmt: skip
     column = tl.arange(0, COLUMNS)
     heads: tl.constexpr = KV_HEADS * SHARED
