@@ -85,7 +85,14 @@ def fill_order(target: QuantizedMatrix, group_index: torch.Tensor, part: str) ->
     """
     size = target.format.group_size or target.columns
     if target.column_order is not None:
-        _check_sizes(group_index, target.columns // size, size, part)
+        num_groups = target.columns // size
+        sizes = torch.bincount(group_index.long().clamp(0, num_groups), minlength=num_groups)
+        if bool((sizes != size).any()):
+            group = int((sizes != size).nonzero()[0])
+            raise CheckpointError(
+                f"{part} puts {int(sizes[group])} columns into group {group}, but group_size is {size}: the file is "
+                "damaged or of another configuration, download both again"
+            )
         target.column_order.copy_(torch.argsort(group_index, stable=True))
         return
     in_order = torch.arange(target.columns, device=group_index.device) // size
@@ -96,24 +103,6 @@ def fill_order(target: QuantizedMatrix, group_index: torch.Tensor, part: str) ->
             f"{part} puts column {column} into group {int(group_index[column])} instead of {int(in_order[column])}: "
             "a checkpoint whose configuration does not say desc_act (actorder) has its groups in order; correct the "
             "configuration, or download both again"
-        )
-
-
-def _check_sizes(group_index: torch.Tensor, num_groups: int, size: int, part: str) -> None:
-    beyond = ((group_index < 0) | (group_index >= num_groups)).nonzero()
-    if len(beyond):
-        column = int(beyond[0])
-        raise CheckpointError(
-            f"{part} puts column {column} into group {int(group_index[column])}, but there are {num_groups} groups: "
-            "the file is damaged, download it again"
-        )
-    sizes = torch.bincount(group_index.long(), minlength=num_groups)
-    wrong = (sizes != size).nonzero()
-    if len(wrong):
-        group = int(wrong[0])
-        raise CheckpointError(
-            f"{part} puts {int(sizes[group])} columns into group {group}, but group_size is {size}: the file is "
-            "damaged or of another configuration, download both again"
         )
 
 
