@@ -35,6 +35,7 @@ from kernel_cases import (
     Shape,
     allowed_error,
     fits,
+    quantized_linear_ref,
     random_input,
     random_matrix,
 )
@@ -48,7 +49,6 @@ from zinfer.kernels.fragment_linear import can_multiply, fragment_linear
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.int8_linear import int8_linear, int8_linear_kernel, int8_linear_ref, quantize_tokens_kernel
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.kernels.quantized_linear import quantized_linear_ref
 from zinfer.kernels.tiles import Tiles, block_tokens_for
 
 _TUNED_FORMATS: Final = (QuantFormat(8), QuantFormat(4, group_size=128, symmetric=False))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.launching import grid_dependency_wait, is_dependent, launch_dependents, on_device, tile_for
+from zinfer.kernels.launching import dependent_options, grid_dependency_wait, launch_dependents, on_device, tile_for
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu"]
 ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
@@ -54,7 +54,6 @@ def activated_kernel(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        dependent = is_dependent(x.device)
         block, warps = tile_for(x.numel())
         with on_device(x):
             _activation_kernel[(triton.cdiv(x.numel(), block),)](
@@ -63,8 +62,7 @@ def activated_kernel(x: torch.Tensor, activation: Activation) -> torch.Tensor:
                 x.numel(),
                 ACTIVATION=activation,
                 BLOCK=block,
-                IS_DEPENDENT=dependent,
-                launch_pdl=dependent,
+                **dependent_options(x.device),
                 num_warps=warps,
             )
     return out

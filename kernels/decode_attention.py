@@ -11,11 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.attention_arguments import tile_arguments, words_fit
-from zinfer.kernels.attention_rule import AttentionRule
+from zinfer.kernels.attention_arguments import AttentionRule, tile_arguments, words_fit
 from zinfer.kernels.attention_tile import attend, first_state, load_rows, whole_sums
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
-from zinfer.kernels.launching import grid_dependency_wait, is_dependent, launch_dependents, on_device
+from zinfer.kernels.launching import dependent_options, grid_dependency_wait, launch_dependents, on_device
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,8 @@ _BY_COLUMNS: Final = {
     256: DecodeTiles(32, 512, 4, 3),
     1024: DecodeTiles(16, 512, 8, 2),
 }
-_WORDS_BY_COLUMNS: Final = {  # of codes; more warps than words have whole tiles of columns would do the same twice
-    64: DecodeTiles(64, 512, 1, 3),
-    128: DecodeTiles(64, 1024, 2, 3),
-    256: DecodeTiles(32, 512, 4, 3),
-    1024: DecodeTiles(16, 512, 8, 2),
-}
+# Of codes as words: more warps than words have whole tiles of columns would do the same twice.
+_WORDS_BY_COLUMNS: Final = {64: DecodeTiles(64, 512, 1, 3), **_BY_COLUMNS}
 _WIDE: Final = DecodeTiles(16, 512, 4, 3)  # float32, without tensor cores
 _MOST_SPLITS: Final = 16  # of a segment; longer ones have longer splits, so that their sums fit in one tile
 _WORKSPACE_BYTES: Final = 64 << 20  # of sums that wait to be combined; more segments are taken in turns
@@ -109,8 +104,7 @@ def _launch(
         "MOST_SPLITS": _MOST_SPLITS,
         "SKIP_OTHERS": layout.num_decodes is None,
         "BLOCK_KEYS": tiles.keys,
-        "IS_DEPENDENT": is_dependent(query.device),
-        "launch_pdl": is_dependent(query.device),
+        **dependent_options(query.device),
     }
     with on_device(query):
         _decode_kernel[(kv_heads * triton.cdiv(shared, rows) * len(segments), splits)](

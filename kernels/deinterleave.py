@@ -30,11 +30,6 @@ def in_quarters(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def in_quarters_ref(x: torch.Tensor) -> torch.Tensor:
-    """As `in_quarters`, by torch."""
-    return x.view(x.shape[0], x.shape[1] // 4, 4).permute(2, 0, 1).contiguous()
-
-
 @triton.jit(do_not_specialize=["count"])
 def _quarters_kernel(words_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Some fours of columns, each a word of 64 bits."""

@@ -10,8 +10,8 @@ Sums are taken in a fixed order: where programs share rows, the one that comes l
 The same arguments give the same bits. Launches are dependent ones (compute capability 9.0): the first codes are loaded
 while the kernel before still runs, and only what may be its result is waited for.
 
-From 17 tokens on tiles of 16 run beside each other, so that the codes of one are
-in the cache for the others: it takes at most as long as a call for each.
+From 17 tokens on tiles of 16 run beside each other, and find each other's codes in the cache: it takes at most as long
+as a call for each.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ import torch
 
 from zinfer.kernels.dequantize import has_kernels
 from zinfer.kernels.fragment_kernel import fragment_kernel
-from zinfer.kernels.launching import INTERPRETED, on_device
+from zinfer.kernels.launching import INTERPRETED, dependent_options, on_device
 from zinfer.kernels.quantized import FRAGMENT_COLUMNS, QuantizedMatrix
 
 _TILE_TOKENS: Final = 16
@@ -32,7 +32,6 @@ _MOST_REGISTERS: Final = 128  # of a thread, so that they have room
 _NUM_COUNTERS: Final = 1 << 14
 _ALIGNMENT: Final = 16  # bytes that are copied at a time
 _LEAST_CAPABILITY: Final = (8, 0)
-_DEPENDENT_CAPABILITY: Final = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -145,11 +144,9 @@ def _launch(
     assert matrix.codes.data_ptr() % _ALIGNMENT == matrix.scales.data_ptr() % _ALIGNMENT == 0
     if not out.numel() or not matrix.columns:
         return
-    capability, processors = _device_facts(x.device)
-    is_dependent = capability >= _DEPENDENT_CAPABILITY
     tokens, rows = (out.shape[0] if chosen is None else 1), out.shape[1]
     token_tiles = -(-tokens // _TILE_TOKENS) if chosen is None else len(chosen)
-    cut = FragmentCut.of(token_tiles, rows, matrix.columns, processors)
+    cut = FragmentCut.of(token_tiles, rows, matrix.columns, _device_facts(x.device)[1])
     programs = programs or cut.programs
     octets = 1 if tokens <= _TILE_TOKENS // 2 else 2
     # Of each tile that a program shares with others, at most one for each step along the row of tiles.
@@ -177,8 +174,7 @@ def _launch(
             STEPS_PER_GROUP=matrix.columns // matrix.scales.shape[1] // 64,
             ROW_WARPS=cut.row_warps,
             K_WARPS=cut.k_warps,
-            IS_DEPENDENT=is_dependent,
-            launch_pdl=is_dependent,
+            **dependent_options(x.device),
             num_warps=cut.row_warps * cut.k_warps,
             maxnreg=_MOST_REGISTERS,
         )

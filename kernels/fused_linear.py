@@ -34,17 +34,11 @@ def fused_linear(
 
     Args:
         x: [..., columns], of the matrix's dtype and device: a GPU, or the CPU under Triton's interpreter.
+        matrix: one that `can_fuse` names.
         bias: [rows].
         tiles: others than those of the table.
-
-    Raises:
-        ValueError: the matrix has another dtype or other groups than the kernel takes.
     """
-    if not can_fuse(matrix):
-        raise ValueError(
-            f"no fused product for {matrix.dtype} and {matrix.scales.shape[1]} groups in {matrix.columns} columns: it "
-            f"takes float16 or bfloat16, and groups that {_LEAST_BLOCK * 8 // matrix.format.bits} divides"
-        )
+    assert can_fuse(matrix)
     assert has_kernels(matrix) or INTERPRETED, "a GPU or Triton's interpreter"
     assert matrix.column_scales is matrix.column_order is None, "x is to be scaled and ordered"
     flat = x.reshape(-1, matrix.columns).contiguous()

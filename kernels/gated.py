@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.activation import Activation, activate, activated_ref
-from zinfer.kernels.launching import grid_dependency_wait, is_dependent, launch_dependents, on_device, tile_for
+from zinfer.kernels.launching import dependent_options, grid_dependency_wait, launch_dependents, on_device, tile_for
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -37,7 +37,6 @@ def gated_kernel(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -
     rows = [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
-        dependent = is_dependent(gate.device)
         block, warps = tile_for(out.numel())
         with on_device(gate):
             num_blocks = triton.cdiv(width, block)
@@ -50,8 +49,7 @@ def gated_kernel(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -
                 rows[1].stride(0),
                 ACTIVATION=activation,
                 BLOCK=block,
-                IS_DEPENDENT=dependent,
-                launch_pdl=dependent,
+                **dependent_options(gate.device),
                 num_warps=warps,
             )
     return out

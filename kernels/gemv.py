@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import INTERPRETED, grid_dependency_wait, is_dependent, launch_dependents, on_device
+from zinfer.kernels.launching import INTERPRETED, dependent_options, grid_dependency_wait, launch_dependents, on_device
 
 MOST_TOKENS: Final = 2
 _DTYPES: Final = (torch.float16, torch.bfloat16)
@@ -51,7 +51,6 @@ def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
         flat = flat.contiguous()
     out = torch.empty((flat.shape[0], rows), dtype=x.dtype, device=x.device)
     if out.numel():
-        dependent = is_dependent(x.device)
         with on_device(x):
             _gemv_kernel[(triton.cdiv(rows, _ROWS),)](
                 flat,
@@ -64,18 +63,10 @@ def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
                 TOKENS=flat.shape[0],
                 ROWS=_ROWS,
                 COLUMNS=_COLUMNS,
-                IS_DEPENDENT=dependent,
-                launch_pdl=dependent,
+                **dependent_options(x.device),
                 num_warps=_WARPS,
             )
     return out.view(*x.shape[:-1], rows)
-
-
-def gemv_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `gemv`, in float32, or in float64 for x in float64."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    product = x.to(wide) @ weight.to(wide).T
-    return (product if bias is None else product + bias.to(wide)).to(x.dtype)
 
 
 @triton.jit

@@ -18,7 +18,6 @@ dequantized for it. For Mixtral's and 4,096 tokens that would be the faster way 
 gate and up), and take 1.9 GB that no plan counts.
 """
 
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import torch
@@ -51,9 +50,12 @@ _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 def can_group(weight: ExpertWeights) -> bool:
     """Whether `grouped_linear` takes the weights: of any form on the CPU, where each expert is multiplied by torch."""
-    if isinstance(weight, QuantizedMatrix):
-        return weight.codes.device.type == "cpu" or (has_kernels(weight) and _has_form(weight))
-    return weight.device.type == "cpu" or (weight.is_cuda and weight.dtype in _DTYPES)
+    if not isinstance(weight, QuantizedMatrix):
+        return weight.device.type == "cpu" or (weight.is_cuda and weight.dtype in _DTYPES)
+    if weight.codes.device.type == "cpu":
+        return True
+    has_own_columns = weight.column_scales is not None or weight.column_order is not None
+    return has_kernels(weight) and weight.dtype in _DTYPES and not has_own_columns and can_step(weight)
 
 
 def grouped_linear(
@@ -112,95 +114,66 @@ def grouped_linear_kernel(
     Args:
         tiles: others than those of the table.
     """
-    assert (x.dtype, x.shape[1]) == (weight.dtype, _columns(weight))
-    rows = _rows(weight, groups)
-    out = torch.empty((groups.num_pairs, rows), dtype=x.dtype, device=x.device)
-    if out.numel():
-        with on_device(x):
-            tiles = tiles or grouped_tiles_for(groups.num_pairs, groups.num_experts, rows, weight)
-            _launch(x, weight, groups, bias, out, tiles)
+    pairs, rows = groups.num_pairs, _rows(weight, groups)
+    out = torch.empty((pairs, rows), dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    tiles = tiles or grouped_tiles_for(pairs, groups.num_experts, rows, weight)
+    transposed = is_float = False
+    scales = zeros = None
+    if isinstance(weight, QuantizedMatrix):
+        form, codes = _codes_of(weight, tiles)
+        stored, block = codes.view(groups.num_experts, rows, -1), step_units(weight, tiles)
+        scales, zeros, is_float = weight.scales.contiguous(), weight.zeros, weight.format.is_float
+    else:
+        form, block = "full", tiles.block_columns
+        transposed = weight.stride(1) == 1 and weight.stride(2) != 1
+        stored = weight if transposed or weight.stride(2) == 1 else weight.contiguous()
+    num_groups = 1 if scales is None else scales.shape[1]
+    lines = _in_order(x, form)
+    width = lines.shape[-1]
+    with on_device(x):
+        grouped_kernel[(num_programs(pairs, groups.num_experts, rows, tiles),)](
+            lines,
+            stored,
+            scales,
+            None if zeros is None else zeros.contiguous(),
+            None if bias is None else bias.contiguous(),
+            out,
+            groups.order,
+            groups.ends,
+            pairs // x.shape[0],
+            groups.num_experts,
+            most_token_tiles(pairs, groups.num_experts, tiles.block_tokens),
+            rows,
+            width,
+            stored.stride(0),
+            stored.stride(2 if transposed else 1),
+            num_groups,
+            lines[0].numel(),
+            FORM=form,
+            IS_FLOAT=is_float,
+            IS_BFLOAT=x.dtype == torch.bfloat16,
+            ONE_GROUP=num_groups == 1,
+            STEPS_PER_GROUP=1 if num_groups == 1 else width // num_groups // block,
+            EVEN=width % block == 0,
+            TRANSPOSED=transposed,
+            EXPERTS=triton.next_power_of_2(groups.num_experts),
+            BLOCK_TOKENS=tiles.block_tokens,
+            BLOCK_ROWS=tiles.block_rows,
+            BLOCK=block,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
     return out
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Weights as the kernel reads them: ``stride`` is from row to row, or of transposed ones from column to column."""
-
-    form: str
-    values: torch.Tensor
-    expert_stride: int
-    stride: int
-    block: int
-    transposed: bool = False
-    is_float: bool = False
-    scales: torch.Tensor | None = None
-    zeros: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, weight: ExpertWeights, rows: int, tiles: GroupedTiles) -> "_Stored":
-        if not isinstance(weight, QuantizedMatrix):
-            transposed = weight.stride(1) == 1 and weight.stride(2) != 1
-            values = weight if transposed or weight.stride(2) == 1 else weight.contiguous()
-            strides = values.stride(0), values.stride(2 if transposed else 1)
-            return cls("full", values, *strides, tiles.block_columns, transposed)
-        codes, zeros = kernel_codes(weight), None if weight.zeros is None else weight.zeros.contiguous()
-        form = "fragments" if weight.format.in_fragments else "nibbles" if weight.format.bits == 4 else "bytes"
-        if takes_words(weight, tiles):
-            form, codes = "words", codes.view(torch.int32)
-        strides = rows * codes.shape[1], codes.shape[1]
-        block, scales = step_units(weight, tiles), weight.scales.contiguous()
-        return cls(form, codes, *strides, block, is_float=weight.format.is_float, scales=scales, zeros=zeros)
-
-    @property
-    def num_groups(self) -> int:
-        return 1 if self.scales is None else self.scales.shape[1]
-
-
-def _launch(
-    x: torch.Tensor,
-    weight: ExpertWeights,
-    groups: Groups,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    tiles: GroupedTiles,
-) -> None:
-    """Fill out [pairs, rows] for x [tokens or pairs, columns]."""
-    pairs, rows = out.shape
-    stored = _Stored.of(weight, rows, tiles)
-    lines = _in_order(x, stored.form)
-    width, num_groups = lines.shape[-1], stored.num_groups
-    grouped_kernel[(num_programs(pairs, groups.num_experts, rows, tiles),)](
-        lines,
-        stored.values,
-        stored.scales,
-        stored.zeros,
-        None if bias is None else bias.contiguous(),
-        out,
-        groups.order,
-        groups.ends,
-        pairs // x.shape[0],
-        groups.num_experts,
-        most_token_tiles(pairs, groups.num_experts, tiles.block_tokens),
-        rows,
-        width,
-        stored.expert_stride,
-        stored.stride,
-        num_groups,
-        lines[0].numel(),
-        FORM=stored.form,
-        IS_FLOAT=stored.is_float,
-        IS_BFLOAT=x.dtype == torch.bfloat16,
-        ONE_GROUP=num_groups == 1,
-        STEPS_PER_GROUP=1 if num_groups == 1 else width // num_groups // stored.block,
-        EVEN=width % stored.block == 0,
-        TRANSPOSED=stored.transposed,
-        EXPERTS=triton.next_power_of_2(groups.num_experts),
-        BLOCK_TOKENS=tiles.block_tokens,
-        BLOCK_ROWS=tiles.block_rows,
-        BLOCK=stored.block,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+def _codes_of(matrix: QuantizedMatrix, tiles: GroupedTiles) -> tuple[str, torch.Tensor]:
+    """How the kernel takes the codes, and these."""
+    codes = kernel_codes(matrix)
+    if takes_words(matrix, tiles):
+        return "words", codes.view(torch.int32)
+    return ("fragments" if matrix.format.in_fragments else "nibbles" if matrix.format.bits == 4 else "bytes"), codes
 
 
 def _in_order(x: torch.Tensor, form: str) -> torch.Tensor:
@@ -215,16 +188,6 @@ def _in_order(x: torch.Tensor, form: str) -> torch.Tensor:
     return x.contiguous()
 
 
-def _columns(weight: ExpertWeights) -> int:
-    return weight.columns if isinstance(weight, QuantizedMatrix) else weight.shape[2]
-
-
 def _rows(weight: ExpertWeights, groups: Groups) -> int:
     """Of each expert's matrix."""
     return weight.rows // groups.num_experts if isinstance(weight, QuantizedMatrix) else weight.shape[1]
-
-
-def _has_form(matrix: QuantizedMatrix) -> bool:
-    """Whether the codes lie as the kernel reads them."""
-    has_own_columns = matrix.column_scales is not None or matrix.column_order is not None
-    return matrix.dtype in _DTYPES and not has_own_columns and can_step(matrix)

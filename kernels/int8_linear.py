@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zinfer.kernels.launching import on_device
 from zinfer.kernels.quantized import QuantizedMatrix
-from zinfer.kernels.quantized_linear import check_operands, with_plain_matrix
+from zinfer.kernels.quantized_linear import check_input, with_plain_matrix
 
 _LAST: Final = 127  # the largest code
 _MOST_COLUMNS: Final = (2**31 - 1) // _LAST**2  # more of them might overflow a sum
@@ -54,24 +54,18 @@ def int8_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | N
         [..., rows] in the dtype of x; on the CPU by `int8_linear_ref`.
 
     Raises:
-        ValueError: x or bias do not fit the matrix, or its format is another one.
+        ValueError: x does not fit the matrix, or its format is another one.
     """
-    check_operands(x, matrix, bias)
-    check_matrix(matrix)
-    x, matrix = with_plain_matrix(x, matrix)
-    if x.device.type != "cuda":
-        return int8_linear_ref(x, matrix, bias)
-    return int8_linear_kernel(x, matrix, bias)
-
-
-def check_matrix(matrix: QuantizedMatrix) -> None:
-    """Raise ValueError unless INT8 tensor cores can multiply the matrix's codes."""
+    check_input(x, matrix)
     if not matrix.format.multiplies_int8:
         raise ValueError(f"INT8 products need symmetric INT8 weights with one scale a row, not {matrix.format}")
     if matrix.columns > _MOST_COLUMNS:
         raise ValueError(
             f"INT8 products take at most {_MOST_COLUMNS} columns, not {matrix.columns}: sums would overflow"
         )
+    x, matrix = with_plain_matrix(x, matrix)
+    multiply = int8_linear_kernel if x.device.type == "cuda" else int8_linear_ref
+    return multiply(x, matrix, bias)
 
 
 def int8_linear_ref(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -81,7 +75,9 @@ def int8_linear_ref(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor
     for begin in range(0, matrix.columns, _EXACT_COLUMNS):
         part = slice(begin, begin + _EXACT_COLUMNS)
         sums += (codes[:, part].float() @ matrix.codes[:, part].float().T).to(torch.int32)
-    return _finish(sums, scales, matrix, bias).to(x.dtype).view(*x.shape[:-1], matrix.rows)
+    values = sums.float().mul_(scales.unsqueeze(1)).mul_(matrix.scales.float().T)
+    values = values if bias is None else values.add_(bias.float())
+    return values.to(x.dtype).view(*x.shape[:-1], matrix.rows)
 
 
 def quantize_tokens_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +119,9 @@ def int8_linear_kernel(
         return int8_linear_ref(x, matrix, bias)
     codes, scales = quantize_tokens_kernel(flat)
     left, right = codes, matrix.codes.contiguous()
-    by_descriptor = columns % 16 == 0 and right.data_ptr() % 16 == 0 and _has_bulk_copies(x)
+    # The tensor memory accelerator copies tiles by descriptors, from compute capability 9.0 on.
+    has_descriptors = x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    by_descriptor = has_descriptors and columns % 16 == right.data_ptr() % 16 == 0
     if not by_descriptor:
         tiles = _PLAIN
     else:
@@ -150,19 +148,6 @@ def int8_linear_kernel(
             num_stages=tiles.stages,
         )
     return out.view(*x.shape[:-1], rows)
-
-
-def _has_bulk_copies(x: torch.Tensor) -> bool:
-    """Whether tiles are copied by descriptors: the tensor memory accelerator, from compute capability 9 on."""
-    return x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
-def _finish(
-    sums: torch.Tensor, scales: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Sums of codes [tokens, rows] as values, in float32."""
-    values = sums.float().mul_(scales.unsqueeze(1)).mul_(matrix.scales.float().T)
-    return values if bias is None else values.add_(bias.float())
 
 
 @triton.jit

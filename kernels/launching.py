@@ -37,6 +37,12 @@ def is_dependent(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_CAPABILITY
 
 
+def dependent_options(device: torch.device) -> dict[str, bool]:
+    """What a launch of a kernel with IS_DEPENDENT takes for that."""
+    dependent = is_dependent(device)
+    return {"IS_DEPENDENT": dependent, "launch_pdl": dependent}
+
+
 @triton.jit
 def launch_dependents(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
     """First of all in a kernel: once all its programs have come by here, those of the next one begin to wait, and load

@@ -2,12 +2,10 @@
 
 import torch
 
-from zinfer.kernels.attention_rule import AttentionRule
+from zinfer.kernels.attention_arguments import AttentionRule
 from zinfer.kernels.decode_attention import decode_attention
 from zinfer.kernels.kv_pages import KVPages, PagedLayout, read_pages_ref, takes_kernels
 from zinfer.kernels.prompt_attention import prompt_attention
-
-__all__ = ["AttentionRule", "paged_attention", "paged_attention_ref"]
 
 
 def paged_attention(query: torch.Tensor, pages: KVPages, layout: PagedLayout, rule: AttentionRule) -> torch.Tensor:

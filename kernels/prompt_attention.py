@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.attention_arguments import tile_arguments
-from zinfer.kernels.attention_rule import AttentionRule
+from zinfer.kernels.attention_arguments import AttentionRule, tile_arguments
 from zinfer.kernels.attention_tile import attend, first_state, load_rows, whole_sums
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
 from zinfer.kernels.launching import on_device

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.kv_pages import KVPages, takes_kernels, write_pages_ref
-from zinfer.kernels.launching import COMPILED, grid_dependency_wait, is_dependent, launch_dependents, on_device
+from zinfer.kernels.launching import COMPILED, dependent_options, grid_dependency_wait, launch_dependents, on_device
 
 _TILE_ELEMENTS: Final = 4096
 _WARPS: Final = 4
@@ -37,7 +37,6 @@ def write_pages_kernel(pages: KVPages, keys: torch.Tensor, values: torch.Tensor,
         return
     columns = triton.next_power_of_2(max(head_dim, value_dim))
     rows = max(1, _TILE_ELEMENTS // columns)
-    dependent = is_dependent(keys.device)
     with on_device(keys):
         _write_kernel[(triton.cdiv(tokens * kv_heads, rows),)](
             keys,
@@ -59,8 +58,7 @@ def write_pages_kernel(pages: KVPages, keys: torch.Tensor, values: torch.Tensor,
             KEY_COLUMNS=triton.next_power_of_2(head_dim),
             VALUE_COLUMNS=triton.next_power_of_2(value_dim),
             ROWS=rows,
-            IS_DEPENDENT=dependent,
-            launch_pdl=dependent,
+            **dependent_options(keys.device),
             num_warps=_WARPS,
         )
 

@@ -42,6 +42,7 @@ from zinfer.kernels import (
     gemv,
     grouped_linear,
     int8_linear,
+    launching,
     norm,
     paged_attention,
     prompt_attention,
@@ -171,8 +172,7 @@ def stand_in() -> None:
     for module, kernels in names.items():
         for name in kernels:
             mock.patch.object(module, name, Compiled(getattr(module, name))).start()
-        if hasattr(module, "is_dependent"):
-            mock.patch.object(module, "is_dependent", return_value=True).start()
+    mock.patch.object(launching, "is_dependent", return_value=True).start()
     mock.patch.object(fused_linear, "has_kernels", return_value=True).start()
     mock.patch.object(fragment_linear, "_device_facts", return_value=((9, 0), 132)).start()
 
