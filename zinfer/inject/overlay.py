@@ -1,7 +1,9 @@
 """What a recognised module computes by instead, and the probes that recognise it."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,6 +23,22 @@ class Overlay:
     kind: str
     forward: Callable[..., Any]
     method: str = "forward"
+
+
+def num_inputs(module: nn.Module) -> int:
+    """Arguments of the module's own forward."""
+    return len(inspect.signature(type(module).forward).parameters) - 1
+
+
+def own_unless(module: nn.Module, compute: Callable[[Any, Any], Any]) -> MethodType:
+    """A forward by ``compute``, of the module and its one input; the module's own where that gives NotImplemented."""
+    plain = type(module).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = NotImplemented if kwargs or len(args) != 1 else compute(self, args[0])
+        return plain(self, *args, **kwargs) if found is NotImplemented else found
+
+    return MethodType(forward, module)
 
 
 def probe(function: Callable[..., Any], *numbers: Any) -> Any:

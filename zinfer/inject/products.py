@@ -3,7 +3,6 @@
 Python takes longer to launch it than a library's product, so it is for forwards that are replayed as graphs.
 """
 
-from types import MethodType
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from zinfer.inject.overlay import Overlay
+from zinfer.inject.overlay import Overlay, own_unless
 from zinfer.kernels.gemv import can_multiply, gemv
 
 
@@ -19,7 +18,16 @@ def overlay_product(module: nn.Module) -> Overlay | None:
     """The kernel for a linear layer, be it torch's or GPT-2's; None for any other module."""
     if type(module) not in (nn.Linear, Conv1D):
         return None
-    return Overlay("product of few tokens", _forward(module))
+    transposed = type(module) is Conv1D
+
+    def compute(self: Any, x: torch.Tensor) -> Any:
+        weight = self.weight
+        if not _is_full(weight):
+            return NotImplemented
+        rows = weight.T if transposed else weight
+        return gemv(x, rows, self.bias) if _takes(x, rows) else NotImplemented
+
+    return Overlay("product of few tokens", own_unless(module, compute))
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,21 +50,6 @@ def make_rows_contiguous(model: nn.Module) -> None:
         if weight.is_contiguous():
             rows = weight.detach().t().contiguous()
             weight.data = weight.data.view(rows.shape).copy_(rows).t()
-
-
-def _forward(module: nn.Module) -> MethodType:
-    transposed = type(module) is Conv1D
-    plain = type(module).forward
-
-    def forward(self: Any, x: torch.Tensor) -> Any:
-        weight = self.weight
-        if _is_full(weight):
-            rows = weight.T if transposed else weight
-            if _takes(x, rows):
-                return gemv(x, rows, self.bias)
-        return plain(self, x)
-
-    return MethodType(forward, module)
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:

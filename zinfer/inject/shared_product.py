@@ -6,7 +6,7 @@ unchanged since: a module that does something else after all computes layer by l
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -73,8 +73,8 @@ class SharedProduct:
             self._forget()
 
     def layer_forwards(self) -> list[Callable[..., Any]]:
-        """The forward of each layer; methods of what is copied with the module, so that copies have their own."""
-        return [_Member(self, index).forward for index in range(len(self._layers))]
+        """The forward of each layer; copied with the module, so that copies have their own."""
+        return [partial(self.part, index) for index in range(len(self._layers))]
 
     def part(self, index: int, input: torch.Tensor) -> torch.Tensor:
         """One layer's output: [..., in] -> [..., out]."""
@@ -107,17 +107,6 @@ class SharedProduct:
             self._operands = [each for each in found if each is not None]
             self._places = places if len(self._operands) == len(found) else []
         return self._operands if self._places else []
-
-
-@dataclass(frozen=True, eq=False)
-class _Member:
-    """One layer of a shared product."""
-
-    product: SharedProduct
-    index: int
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.product.part(self.index, input)
 
 
 def _spares_memory(weight: torch.Tensor, input: torch.Tensor) -> bool:
