@@ -51,7 +51,6 @@ from zinfer.kernels import (
     write_static,
 )
 from zinfer.kernels import add as added
-from zinfer.kernels import deinterleave as quarters
 from zinfer.kernels import expert_routing as groups
 from zinfer.kernels.quantized import QuantFormat
 
@@ -164,9 +163,8 @@ def stand_in() -> None:
         activation: ["_activation_kernel"],
         added: ["_added_kernel"],
         gemv: ["_gemv_kernel"],
-        grouped_linear: ["grouped_kernel"],
+        grouped_linear: ["grouped_kernel", "_quarters_kernel"],
         groups: ["_order_kernel"],
-        quarters: ["_quarters_kernel"],
         write_static: ["_write_static_kernel"],
     }
     for module, kernels in names.items():
@@ -224,7 +222,7 @@ def compile_others(dtype: torch.dtype) -> None:
     for tokens in (1, 300):
         new = torch.randn(2, tokens, 8, 128, dtype=dtype).transpose(1, 2)
         keys, values = torch.zeros(2, 8, 512, 128, dtype=dtype), torch.zeros(2, 8, 512, 80, dtype=dtype)
-        write_static.write_static_kernel(keys, values, length, arrivals, new, new[..., :80])
+        write_static.write_static(keys, values, length, arrivals, new, new[..., :80])
     for width in (128, 8192):
         x = torch.randn(5, width, dtype=dtype)
         norm.norm_kernel(x, x[0], norm.NormKind(1e-6))

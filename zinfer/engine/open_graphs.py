@@ -6,7 +6,7 @@ from typing import Final
 import torch
 
 from zinfer.config import Settings
-from zinfer.graphs.capturer import CudaCapturer, GraphCapturer
+from zinfer.graphs.capturer import CudaCapturer
 from zinfer.graphs.forward_graphs import ForwardGraphs
 from zinfer.planning.placement import Plan
 
@@ -43,6 +43,6 @@ def open_graphs(
     return None
 
 
-def capturer_for(device: torch.device) -> GraphCapturer | None:
+def capturer_for(device: torch.device) -> CudaCapturer | None:
     """What captures on a device."""
     return CudaCapturer() if device.type == "cuda" else None

@@ -12,9 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
-from zinfer.graphs.capture import Capture, EscapeDetector
-from zinfer.graphs.capturer import GraphCapturer
-from zinfer.graphs.dependent_adds import DependentLaunchAdds
+from zinfer.graphs.capture import Capture, DependentLaunchAdds, EscapeDetector
+from zinfer.graphs.capturer import CudaCapturer
 from zinfer.graphs.form import CONSTANTS, Call, CannotCapture
 from zinfer.graphs.no_sync import NoSyncMode
 from zinfer.graphs.splits import GraphSplits
@@ -58,7 +57,7 @@ class ForwardGraphs:
         cuts: where weights stream.
     """
 
-    def __init__(self, capturer: GraphCapturer, device: torch.device, most_streamed_bytes: int | None = None) -> None:
+    def __init__(self, capturer: CudaCapturer, device: torch.device, most_streamed_bytes: int | None = None) -> None:
         self.cuts = GraphSplits(most_streamed_bytes)
         self._capturer = capturer
         self._device = device
@@ -184,13 +183,7 @@ class ForwardGraphs:
 
 
 def _reason(error: BaseException, handled: BaseException | None) -> str:
-    """The first cause in a line. Whoever kept that itself would keep the memory of all that was computed up to it."""
-    first = _first_cause(error, handled)
-    return next(iter(str(first).splitlines()), type(first).__name__)
-
-
-def _first_cause(error: BaseException, handled: BaseException | None) -> BaseException:
-    """What stands at the top of a traceback: the end of a capture that broke off raises an error that says only that.
+    """The first cause in a line: the end of a capture that broke off raises an error that says only that.
 
     Args:
         handled: what the caller was busy with before, which is no cause.
@@ -198,7 +191,8 @@ def _first_cause(error: BaseException, handled: BaseException | None) -> BaseExc
     while True:
         before = error.__cause__ if error.__suppress_context__ else error.__context__
         if before is None or before is handled:
-            return error
+            # The error itself would keep the memory of all that was computed up to it.
+            return next(iter(str(error).splitlines()), type(error).__name__)
         error = before
 
 

@@ -121,7 +121,14 @@ class GraphSplits:
             pieces[slot.address] = capture.end()
         site.unbind()
         self._entered = None
-        capture.steps.append(_Stop(streamer, site.block, pieces))
+
+        def compute_streamed() -> None:
+            # Between the wait for the block's copy and the mark behind which its slot may be overwritten.
+            streamer.wait(site.block)
+            pieces[streamer.slot_of(site.block).address]()
+            streamer.release(site.block)
+
+        capture.steps.append(compute_streamed)
         capture.begin()
 
 
@@ -133,23 +140,6 @@ class _Site:
     block: Block
     bind: Bind
     unbind: Callable[[], None]
-
-
-@dataclass(frozen=True, eq=False)
-class _Stop:
-    """A streamed block, in the slot that it has come to; by the address of each slot what computes it there.
-
-    It is launched between the wait for the block's copy and the mark behind which the slot may be overwritten.
-    """
-
-    streamer: Streamer
-    block: Block
-    pieces: Mapping[int, Callable[[], None]]
-
-    def __call__(self) -> None:
-        self.streamer.wait(self.block)
-        self.pieces[self.streamer.slot_of(self.block).address]()
-        self.streamer.release(self.block)
 
 
 def _put(places: Any, given: Any) -> None:
