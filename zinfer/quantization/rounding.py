@@ -14,21 +14,17 @@ Squares: TypeAlias = Callable[[str], torch.Tensor | None]
 """The mean square of each column of what a parameter is multiplied with, [columns]; None: it was never seen."""
 
 
-def no_squares(parameter: str) -> None:
-    """Nothing is known of any parameter."""
-
-
 @dataclass(frozen=True)
 class Rounding:
     """Rounds to nearest.
 
     Args:
         bounds: the range that the codes of a group cover.
-        squares: what a calibration has seen; only formats that scale columns ask for it.
+        squares: what a calibration has seen; only formats that scale columns ask for it. None: nothing.
     """
 
     bounds: Bounds = full_range
-    squares: Squares = no_squares
+    squares: Squares | None = None
 
     def into(self, target: QuantizedMatrix, matrix: torch.Tensor, parameter: str) -> None:
         """Fill ``target`` with ``matrix`` [rows, columns] of a parameter, by its name in the model.
@@ -36,7 +32,7 @@ class Rounding:
         Raises:
             CannotQuantize: as `quantize_into`.
         """
-        squares = self.squares(parameter) if target.column_scales is not None else None
+        squares = self.squares(parameter) if self.squares and target.column_scales is not None else None
         if squares is not None:
             scale_columns_into(target, matrix, squares, self.bounds)
             return

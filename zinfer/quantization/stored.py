@@ -36,13 +36,13 @@ class StoredMatrix:
     """The parts of one parameter.
 
     Attributes:
-        parameter: its name in the checkpoint.
+        name: of the parameter in the checkpoint.
         scheme: what the parts mean.
         parts: the tensors by the scheme's names for them.
         format, rows, columns: of the resulting matrix.
     """
 
-    parameter: str
+    name: str
     scheme: Scheme
     parts: tuple[tuple[str, TensorEntry], ...]
     format: QuantFormat
@@ -59,11 +59,6 @@ class StoredMatrix:
         shapes = {part: entry.shape for part, entry in parts.items()}
         format, rows, columns = scheme.format_of(parameter, shapes)
         return cls(parameter, scheme, tuple(parts.items()), format, rows, columns)
-
-    @property
-    def name(self) -> str:
-        """As a tensor has one."""
-        return self.parameter
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,7 +87,7 @@ class StoredMatrix:
         try:
             self.scheme.convert_into(target, parts)
         except CheckpointError as error:
-            raise CheckpointError(f"{self.file}: {self.parameter}: {error}") from error
+            raise CheckpointError(f"{self.file}: {self.name}: {error}") from error
 
     @property
     def _first(self) -> TensorEntry:

@@ -16,7 +16,7 @@ quantized key-value caches, transforms), and sparse layouts.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -125,7 +125,11 @@ class CompressedTensors(ForeignScheme):
         groups = list(self.config_groups.values())
         if len(groups) == 1:
             return groups[0]
-        tests = (lambda group: group.names(module), lambda group: group.fits(module), _takes_all)
+        tests: tuple[Callable[[WeightGroup], bool], ...] = (
+            lambda group: module in group.targets,
+            lambda group: group.fits(module),
+            lambda group: ANY_MODULE in group.targets,
+        )
         found = next((group for test in tests for group in groups if test(group)), None)
         if found is None:
             raise CheckpointError(
@@ -133,10 +137,6 @@ class CompressedTensors(ForeignScheme):
                 f"its targets: restore config.json"
             )
         return found
-
-
-def _takes_all(group: WeightGroup) -> bool:
-    return group.names(ANY_MODULE)
 
 
 def _extent(parameter: str, shapes: Shapes, group: WeightGroup) -> tuple[int, int]:

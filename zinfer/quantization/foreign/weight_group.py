@@ -122,10 +122,6 @@ class WeightGroup(Section):
         zeros = () if self.format.symmetric else ("weight_zero_point",)
         return (*weight, "weight_scale", *zeros, *(("weight_g_idx",) if self.reordered else ()))
 
-    def names(self, module: str) -> bool:
-        """Whether a target is the module's name."""
-        return module in self.targets
-
     def fits(self, module: str) -> bool:
         """Whether a target's pattern is found where the module's name begins."""
         patterns = (target.removeprefix(_REGEX) for target in self.targets if target.startswith(_REGEX))
