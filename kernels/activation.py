@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.launching import dependent_options, grid_dependency_wait, launch_dependents, on_device, tile_for
+from zinfer.kernels.launching import grid_dependency_wait, launch_dependents, launch_flat
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu"]
 ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
@@ -53,18 +53,7 @@ def activated_kernel(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """As `activated`, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter."""
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if out.numel():
-        block, warps = tile_for(x.numel())
-        with on_device(x):
-            _activation_kernel[(triton.cdiv(x.numel(), block),)](
-                x,
-                out,
-                x.numel(),
-                ACTIVATION=activation,
-                BLOCK=block,
-                **dependent_options(x.device),
-                num_warps=warps,
-            )
+    launch_flat(_activation_kernel, out, x, ACTIVATION=activation)
     return out
 
 

@@ -16,9 +16,8 @@ import triton.language as tl
 from zinfer.kernels.launching import COMPILED
 from zinfer.kernels.widening import widen_bytes, widen_words
 
-_NOTHING = tl.constexpr(
-    -1e30
-)  # the largest product of a row that has seen no key: finite, so that no difference is NaN
+# The largest product of a row that has seen no key: finite, so that no difference is NaN.
+_NOTHING = tl.constexpr(-1e30)
 _LEAST_SCALE = tl.constexpr(2.0**-60)  # values whose scale is less may count as zeros
 _SINK_LEVEL = tl.constexpr(-24.0)
 

@@ -68,37 +68,20 @@ def decode_attention(
         tiles: others than those of the table.
     """
     _, heads, value_dim = out.shape
-    tiles = tiles or decode_tiles_for(query.shape[2], value_dim, query.dtype, words_fit(pages, query.dtype))
+    kv_heads = pages.values.shape[2]
+    shared = heads // kv_heads
+    words = words_fit(pages, query.dtype)
+    tiles = tiles or decode_tiles_for(query.shape[2], value_dim, query.dtype, words)
     segments = layout.context_lengths.shape[0] if layout.num_decodes is None else layout.num_decodes
     most_seen = layout.most_context if rule.window is None else min(layout.most_context, rule.window + tiles.keys)
     splits = min(max((most_seen + tiles.split_keys // 2) // tiles.split_keys, 1), _MOST_SPLITS)
     segment_bytes = splits * heads * (value_dim + 2) * 4
     turns = 1 if splits == 1 else triton.cdiv(segments * segment_bytes, _WORKSPACE_BYTES)
-    at_once = triton.cdiv(segments, max(turns, 1))
-    for first in range(0, segments, max(at_once, 1)):
-        _launch(query, pages, layout, rule, out, tiles, range(first, min(first + at_once, segments)), splits)
-
-
-def _launch(
-    query: torch.Tensor,
-    pages: KVPages,
-    layout: PagedLayout,
-    rule: AttentionRule,
-    out: torch.Tensor,
-    tiles: DecodeTiles,
-    segments: range,
-    splits: int,
-) -> None:
-    """Attention of some segments; no one has more than ``splits``."""
-    _, heads, value_dim = out.shape
-    kv_heads = pages.values.shape[2]
-    shared = heads // kv_heads
+    at_once = max(triton.cdiv(segments, max(turns, 1)), 1)
     rows = min(max(triton.next_power_of_2(shared), _FEWEST_ROWS), _MOST_ROWS)
-    place = (len(segments) if splits > 1 else 0, splits, heads)
-    sums = torch.empty((*place, value_dim), dtype=torch.float32, device=out.device)
-    parts = torch.empty((*place, 2), dtype=torch.float32, device=out.device)
-    arguments = tile_arguments(query, pages, layout, rule, words_fit(pages, query.dtype))
+    arguments = tile_arguments(query, pages, layout, rule, words)
     common = {
+        "out": out,
         "splits": splits,
         "SPLIT_KEYS": tiles.split_keys,
         "MOST_SPLITS": _MOST_SPLITS,
@@ -106,33 +89,36 @@ def _launch(
         "BLOCK_KEYS": tiles.keys,
         **dependent_options(query.device),
     }
-    with on_device(query):
-        _decode_kernel[(kv_heads * triton.cdiv(shared, rows) * len(segments), splits)](
-            **arguments,
-            **common,
-            out=out,
-            sums_out=sums,
-            parts_out=parts,
-            first_segment=segments.start,
-            ROWS=rows,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
-        if splits > 1:
-            _combine_kernel[(heads, len(segments))](
+    for first in range(0, segments, at_once):
+        count = min(at_once, segments - first)
+        place = (count if splits > 1 else 0, splits, heads)
+        sums = torch.empty((*place, value_dim), dtype=torch.float32, device=out.device)
+        parts = torch.empty((*place, 2), dtype=torch.float32, device=out.device)
+        with on_device(query):
+            _decode_kernel[(kv_heads * triton.cdiv(shared, rows) * count, splits)](
+                **arguments,
                 **common,
-                out=out,
-                sums_in=sums,
-                parts_in=parts,
-                starts=layout.query_starts,
-                lengths=layout.context_lengths,
-                window=rule.window,
-                first_segment=segments.start,
-                HEADS=heads,
-                VALUE_DIM=value_dim,
-                COLUMNS=triton.next_power_of_2(value_dim),
-                num_warps=1,
+                sums_out=sums,
+                parts_out=parts,
+                first_segment=first,
+                ROWS=rows,
+                num_warps=tiles.warps,
+                num_stages=tiles.stages,
             )
+            if splits > 1:
+                _combine_kernel[(heads, count)](
+                    **common,
+                    sums_in=sums,
+                    parts_in=parts,
+                    starts=layout.query_starts,
+                    lengths=layout.context_lengths,
+                    window=rule.window,
+                    first_segment=first,
+                    HEADS=heads,
+                    VALUE_DIM=value_dim,
+                    COLUMNS=triton.next_power_of_2(value_dim),
+                    num_warps=1,
+                )
 
 
 @triton.jit

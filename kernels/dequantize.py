@@ -22,8 +22,6 @@ def dequantize(matrix: QuantizedMatrix) -> torch.Tensor:
     if has_kernels(matrix):
         return dequantize_kernel(matrix)
     out = _empty(matrix)
-    if matrix.column_order is not None:
-        return _in_order(dequantize(replace(matrix, column_order=None)), matrix.column_order, out)
     for rows in matrix.slices(_SLICE_ELEMENTS):
         out[rows] = dequantize_ref(matrix.part(rows))
     return out

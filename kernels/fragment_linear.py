@@ -71,9 +71,7 @@ def can_multiply(matrix: QuantizedMatrix) -> bool:
     )
 
 
-def fragment_linear(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, programs: int | None = None
-) -> torch.Tensor:
+def fragment_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32.
 
     The matrix must be nothing that a kernel has just written (`launching.grid_dependency_wait`); a copy engine may
@@ -83,12 +81,10 @@ def fragment_linear(
         x: [..., columns], of the matrix's dtype and device.
         matrix: one that `can_multiply` names.
         bias: [rows].
-        programs: among which the turns of all tiles are divided, at most as many as turns; by default as `FragmentCut`
-            says.
     """
     flat = _aligned(x.reshape(-1, matrix.columns))
     out = torch.empty((flat.shape[0], matrix.rows), dtype=x.dtype, device=x.device)
-    _launch(flat, matrix, bias, None, out, programs)
+    _launch(flat, matrix, bias, None, out)
     return out.view(*x.shape[:-1], matrix.rows)
 
 
@@ -98,7 +94,6 @@ def chosen_linear(
     chosen: torch.Tensor,
     rows: int,
     bias: torch.Tensor | None = None,
-    programs: int | None = None,
 ) -> torch.Tensor:
     """``x @ W.T + bias`` of pairs of a token and a matrix, each read for each of its pairs.
 
@@ -107,14 +102,13 @@ def chosen_linear(
         matrices: of ``rows`` each, whole 64s, one below the other; one that `can_multiply` names.
         chosen: [pairs] int64: the number of each one's matrix; at most `most_pairs`.
         bias: [matrices, rows].
-        programs: as of `fragment_linear`, of each pair.
 
     Returns:
         [pairs, rows].
     """
     assert (x.dtype, x.shape[1]) == (matrices.dtype, matrices.columns)
     out = torch.empty((chosen.numel(), rows), dtype=x.dtype, device=x.device)
-    _launch(_aligned(x), matrices, bias, chosen, out, programs)
+    _launch(_aligned(x), matrices, bias, chosen, out)
     return out
 
 
@@ -134,7 +128,6 @@ def _launch(
     bias: torch.Tensor | None,
     chosen: torch.Tensor | None,
     out: torch.Tensor,
-    programs: int | None,
 ) -> None:
     """Fill out [tokens, rows] for x [tokens, columns], or [pairs, rows]."""
     assert matrix.format.in_fragments
@@ -147,15 +140,14 @@ def _launch(
     tokens, rows = (out.shape[0] if chosen is None else 1), out.shape[1]
     token_tiles = -(-tokens // _TILE_TOKENS) if chosen is None else len(chosen)
     cut = FragmentCut.of(token_tiles, rows, matrix.columns, _device_facts(x.device)[1])
-    programs = programs or cut.programs
     octets = 1 if tokens <= _TILE_TOKENS // 2 else 2
     # Of each tile that a program shares with others, at most one for each step along the row of tiles.
-    pieces = (token_tiles, programs + cut.num_tiles, cut.row_warps * _WARP_ROWS * 8 * octets)
+    pieces = (token_tiles, cut.programs + cut.num_tiles, cut.row_warps * _WARP_ROWS * 8 * octets)
     sums = torch.empty(pieces, dtype=torch.float32, device=x.device)
     counters = _counters(x.device)
     assert cut.num_tiles * token_tiles <= len(counters)
     with on_device(x):
-        fragment_kernel[programs, token_tiles](
+        fragment_kernel[cut.programs, token_tiles](
             x,
             matrix.codes,
             matrix.scales,

@@ -58,15 +58,13 @@ def _launch(
     _fused_kernel[cut.num_tiles, cut.num_parts](
         _pairs(x) if matrix.format.bits == 4 else x,
         kernel_codes(matrix),
-        matrix.scales,
-        matrix.zeros,
+        matrix.scales.contiguous(),
+        None if matrix.zeros is None else matrix.zeros.contiguous(),
         None if cut.num_parts > 1 or bias is None else bias.contiguous(),
         sums,
         *out.shape,
         cut.width,
         matrix.scales.shape[1],
-        *matrix.scales.stride(),
-        *(matrix.scales if matrix.zeros is None else matrix.zeros).stride(),
         cut.steps,
         FOUR_BITS=matrix.format.bits == 4,
         IS_FLOAT=matrix.format.is_float,
@@ -154,10 +152,6 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
     rows,
     width,
     groups,
-    scale_row,
-    scale_group,
-    zero_row,
-    zero_group,
     steps,
     FOUR_BITS: tl.constexpr,
     IS_FLOAT: tl.constexpr,
@@ -183,13 +177,13 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
     first = tl.program_id(1) * steps
     last = tl.minimum(first + steps, tl.cdiv(width, BLOCK))
     # The scales of a step are loaded one step ahead: no copy to shared memory brings them early.
-    scale_ptrs = scales_ptr + stored_row * scale_row
+    scale_ptrs = scales_ptr + stored_row * groups
     group = 0 if ONE_GROUP else first // STEPS_PER_GROUP
-    scale = tl.load(scale_ptrs + group * scale_group)
+    scale = tl.load(scale_ptrs + group)
     zero = scale  # of no use without zeros
     if HAS_ZERO:
-        zero_ptrs = zeros_ptr + stored_row * zero_row
-        zero = tl.load(zero_ptrs + group * zero_group)
+        zero_ptrs = zeros_ptr + stored_row * groups
+        zero = tl.load(zero_ptrs + group)
     if WEIGHTS_LEFT:
         none = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
     else:
@@ -207,8 +201,8 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
             sums = _multiply(x, codes, zero, sums, IS_BFLOAT, FOUR_BITS, IS_FLOAT, HAS_ZERO, WEIGHTS_LEFT)
         else:
             next_group = tl.minimum((step + 1) // STEPS_PER_GROUP, groups - 1)
-            next_scale = tl.load(scale_ptrs + next_group * scale_group)
-            next_zero = tl.load(zero_ptrs + next_group * zero_group) if HAS_ZERO else next_scale
+            next_scale = tl.load(scale_ptrs + next_group)
+            next_zero = tl.load(zero_ptrs + next_group) if HAS_ZERO else next_scale
             product = _multiply(x, codes, zero, none, IS_BFLOAT, FOUR_BITS, IS_FLOAT, HAS_ZERO, WEIGHTS_LEFT)
             sums += product * (scale[:, None] if WEIGHTS_LEFT else scale[None, :]).to(tl.float32)
             scale, zero = next_scale, next_zero

@@ -5,7 +5,14 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.activation import Activation, activate, activated_ref
-from zinfer.kernels.launching import dependent_options, grid_dependency_wait, launch_dependents, on_device, tile_for
+from zinfer.kernels.launching import (
+    dependent_options,
+    grid_dependency_wait,
+    launch_dependents,
+    on_device,
+    rows_of,
+    tile_for,
+)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -33,8 +40,7 @@ def gated_kernel(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -
     """As `gated`, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter."""
     assert gate.shape == up.shape
     width = gate.shape[-1]
-    rows = [x.reshape(-1, width) for x in (gate, up)]
-    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
+    rows = rows_of(gate), rows_of(up)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
         block, warps = tile_for(out.numel())

@@ -11,7 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import INTERPRETED, dependent_options, grid_dependency_wait, launch_dependents, on_device
+from zinfer.kernels.launching import (
+    INTERPRETED,
+    dependent_options,
+    grid_dependency_wait,
+    launch_dependents,
+    on_device,
+    rows_of,
+)
 
 MOST_TOKENS: Final = 2
 _DTYPES: Final = (torch.float16, torch.bfloat16)
@@ -46,9 +53,7 @@ def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
         [..., rows] in the dtype of x.
     """
     rows, columns = weight.shape
-    flat = x.reshape(-1, columns)
-    if flat.stride(-1) != 1:
-        flat = flat.contiguous()
+    flat = rows_of(x)
     out = torch.empty((flat.shape[0], rows), dtype=x.dtype, device=x.device)
     if out.numel():
         with on_device(x):

@@ -11,20 +11,17 @@ matrix (`fragment_linear.chosen_linear`), and nothing is sorted. On an H200 that
 Weights are in full, [experts, rows, columns] with rows or columns beside each other, or quantized, where bare codes are
 multiplied and the sum over each group is scaled (`fused_linear`). Sums are taken in a fixed order, in float32.
 
-Torch has a grouped product for full bfloat16, of pairs in the order of experts. With gathering before it and putting
-back after it took 0.95 to 1.71 times as long as this one on an H200 (Qwen3-30B-A3B's and Mixtral-8x7B's experts, 512 to
-4,096 tokens; `benchmarks/experts.py`), by itself 0.86 to 1.62: so it is not called. Nor are quantized matrices
-dequantized for it. For Mixtral's and 4,096 tokens that would be the faster way by arithmetic (4.4 ms for 4.65 of INT8's
-gate and up), and take 1.9 GB that no plan counts.
+Torch's grouped product of full bfloat16 is at most 5 % faster with gathering before it and putting back after
+(`benchmarks/experts.py`), and is not called.
 """
 
 from typing import Final, TypeAlias
 
 import torch
 import triton
+import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.deinterleave import in_quarters
 from zinfer.kernels.dequantize import dequantize, dequantize_ref, has_kernels, kernel_codes
 from zinfer.kernels.expert_routing import Groups
 from zinfer.kernels.fragment_linear import can_multiply, chosen_linear, most_pairs
@@ -46,6 +43,8 @@ ExpertWeights: TypeAlias = torch.Tensor | QuantizedMatrix
 """[experts, rows, columns], or a matrix of all experts' rows one below the other."""
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
+_BLOCK: Final = 1024  # fours of columns
+_WARPS: Final = 4
 
 
 def can_group(weight: ExpertWeights) -> bool:
@@ -191,3 +190,33 @@ def _in_order(x: torch.Tensor, form: str) -> torch.Tensor:
 def _rows(weight: ExpertWeights, groups: Groups) -> int:
     """Of each expert's matrix."""
     return weight.rows // groups.num_experts if isinstance(weight, QuantizedMatrix) else weight.shape[1]
+
+
+def in_quarters(x: torch.Tensor) -> torch.Tensor:
+    """x [tokens, columns] as [4, tokens, columns / 4]: columns 0, 4, 8 and on, then 1, 5, 9 and on.
+
+    The order in which words of four codes are widened.
+
+    Args:
+        x: contiguous, of two bytes an element, with whole fours of columns; on a GPU, or under Triton's interpreter.
+    """
+    tokens, columns = x.shape
+    out = torch.empty((4, tokens, columns // 4), dtype=x.dtype, device=x.device)
+    count = out[0].numel()
+    if count:
+        words = (x.clone() if x.data_ptr() % 8 else x).view(torch.int64)
+        with on_device(x):
+            _quarters_kernel[(triton.cdiv(count, _BLOCK),)](
+                words, out.view(torch.int16), count, BLOCK=_BLOCK, num_warps=_WARPS
+            )
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _quarters_kernel(words_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Some fours of columns, each a word of 64 bits."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    words = tl.load(words_ptr + place, mask=inside, other=0)
+    for part in tl.static_range(4):
+        tl.store(out_ptr + part * count.to(tl.int64) + place, (words >> 16 * part).to(tl.int16), mask=inside)

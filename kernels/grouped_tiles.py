@@ -5,10 +5,8 @@ Raced on an H200 with the experts of Qwen3-30B-A3B (128 of 1536 x 2048 and 2048 
 (`benchmarks/experts.py --tune`): those here won or were within 2 %. With 4,096 tokens Qwen3's come to 468 TFLOP/s in
 full, 354 from INT8, 297 from INT4.
 
-Codes of 8 bits were the slowest for the way into the registers: two bytes a load from shared memory, and 799
-instructions of each thread for a step of 128 columns of 128 rows and 64 tokens (INT4: 549). Taken as words they come
-eight bytes a load, and the step has 432. In groups of 128 the tile of 128 tokens and as many rows would spill 1,140
-bytes a thread to memory; that of half as many rows spills none.
+Codes of 8 bits are taken as words: bytes come two a load from shared memory, words eight bytes. In groups of 128 the
+tile of 128 tokens and as many rows would spill 1,140 bytes a thread to memory; that of half as many rows spills none.
 """
 
 from dataclasses import dataclass, replace

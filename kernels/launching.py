@@ -23,6 +23,12 @@ def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x as [rows, width] with the elements of a row side by side."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
 def tile_for(count: int) -> tuple[int, int]:
     """Elements and warps of a program that passes over ``count`` elements: fewer where there are few programs."""
     return (2048, 4) if count > _FEW_ELEMENTS else (512, 2)
@@ -41,6 +47,22 @@ def dependent_options(device: torch.device) -> dict[str, bool]:
     """What a launch of a kernel with IS_DEPENDENT takes for that."""
     dependent = is_dependent(device)
     return {"IS_DEPENDENT": dependent, "launch_pdl": dependent}
+
+
+def launch_flat(kernel: Any, out: torch.Tensor, *operands: torch.Tensor, **constants: Any) -> None:
+    """Launch a kernel that takes operands, out, its number of elements and BLOCK; all contiguous."""
+    if out.numel():
+        block, warps = tile_for(out.numel())
+        with on_device(out):
+            kernel[(triton.cdiv(out.numel(), block),)](
+                *operands,
+                out,
+                out.numel(),
+                BLOCK=block,
+                **constants,
+                **dependent_options(out.device),
+                num_warps=warps,
+            )
 
 
 @triton.jit

@@ -131,9 +131,6 @@ class QuantFormat:
         """Scales of a row."""
         return 1 if self.group_size is None else columns // self.group_size
 
-    def codes_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        return (rows, columns if self.bits == 8 else -(-columns // 2))
-
     def part_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors that a matrix consists of, by their names and in the order in which they are stored."""
         groups = (rows, self.num_groups(columns))
@@ -143,7 +140,8 @@ class QuantFormat:
             "column_order": (self.orders_columns, (columns,)),
         }
         present = {name: shape for name, (is_there, shape) in optional.items() if is_there}
-        return {"codes": self.codes_shape(rows, columns), "scales": groups, **present}
+        codes = (rows, columns if self.bits == 8 else -(-columns // 2))
+        return {"codes": codes, "scales": groups, **present}
 
     def part_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Of one of those tensors; ``dtype`` is that of scales."""

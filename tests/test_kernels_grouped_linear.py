@@ -22,10 +22,9 @@ from kernel_cases import (
     random_experts,
 )
 from kernel_tiles import grouped_candidates
-from ptx_emulation import emulated
+from ptx_emulation import cut_into, emulated
 
 from zinfer.kernels import grouped_linear as module
-from zinfer.kernels.deinterleave import in_quarters
 from zinfer.kernels.dequantize import dequantize
 from zinfer.kernels.expert_routing import Groups, pair_order_kernel, pair_order_ref
 from zinfer.kernels.fragment_linear import chosen_linear
@@ -35,6 +34,7 @@ from zinfer.kernels.grouped_linear import (
     grouped_linear,
     grouped_linear_kernel,
     grouped_linear_ref,
+    in_quarters,
 )
 from zinfer.kernels.grouped_tiles import (
     GroupedTiles,
@@ -120,11 +120,11 @@ def test_few_pairs_of_fragments_each_read_their_matrix(
         bias = torch.randn(mixture.experts, mixture.rows, dtype=dtype, device=kernel_device)
         for rows, programs in ((2, None), (2, 1), (4, 2)):
             x = torch.randn(rows, mixture.columns, dtype=dtype, device=kernel_device)
-            with emulated(x, weight.codes, weight.scales) if INTERPRETED else nullcontext():
-                found = chosen_linear(x, weight, groups.chosen, mixture.rows, bias, programs)
+            with emulated(x, weight.codes, weight.scales) if INTERPRETED else nullcontext(), cut_into(programs):
+                found = chosen_linear(x, weight, groups.chosen, mixture.rows, bias)
             assert_right(found, x, weight, groups, bias)
-            with emulated(x, weight.codes, weight.scales) if INTERPRETED else nullcontext():
-                assert torch.equal(found, chosen_linear(x, weight, groups.chosen, mixture.rows, bias, programs))
+            with emulated(x, weight.codes, weight.scales) if INTERPRETED else nullcontext(), cut_into(programs):
+                assert torch.equal(found, chosen_linear(x, weight, groups.chosen, mixture.rows, bias))
 
 
 @pytest.mark.parametrize(
