@@ -138,21 +138,10 @@ def _empty(matrix: QuantizedMatrix) -> torch.Tensor:
 
 @triton.jit
 def _dequantize_kernel(  # type: ignore[no-untyped-def]
-    codes_ptr,
-    scales_ptr,
-    zeros_ptr,
-    out_ptr,
-    num_lines,
-    length,
-    line_bytes,
-    groups,
-    row_bytes,
-    FOUR_BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    SPLIT_BYTES: tl.constexpr,
-    BLOCK_LINES: tl.constexpr,
+    codes_ptr, scales_ptr, zeros_ptr, out_ptr, num_lines, length, line_bytes, groups, row_bytes,
+    FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr, SPLIT_BYTES: tl.constexpr, BLOCK_LINES: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """A line is what one scale serves: lines lie one behind the other, in codes as in values.
 
     But for SPLIT_BYTES, lines of an odd number of 4-bit codes: there one byte holds codes of two lines.

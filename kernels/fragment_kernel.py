@@ -78,19 +78,9 @@ def _accumulate(operands, sums, OCTETS: tl.constexpr, ASM: tl.constexpr, CONSTRA
 
 @triton.jit
 def _turn(  # type: ignore[no-untyped-def]
-    codes,
-    scales,
-    sums,
-    none,
-    token,
-    next_codes_ptr,
-    next_scales_ptr,
-    has_next,
-    address,
-    IS_BFLOAT: tl.constexpr,
-    OCTETS: tl.constexpr,
-    STEPS_PER_GROUP: tl.constexpr,
-):
+    codes, scales, sums, none, token, next_codes_ptr, next_scales_ptr, has_next, address,
+    IS_BFLOAT: tl.constexpr, OCTETS: tl.constexpr, STEPS_PER_GROUP: tl.constexpr,
+):  # fmt: skip
     """A turn whose codes and scales are in registers; loads those of the next one, if it is there, in their place."""
     MULTIPLY: tl.constexpr = ptx.multiply_asm(IS_BFLOAT, OCTETS)
     MULTIPLY_IO: tl.constexpr = ptx.multiply_constraints(OCTETS)
@@ -146,23 +136,10 @@ def _exchange(sums, k_warp, own, others, OCTETS: tl.constexpr, THREADS: tl.const
 
 @triton.jit
 def _finish(  # type: ignore[no-untyped-def]
-    values,
-    bias_ptr,
-    out_ptr,
-    sums_ptr,
-    counters_ptr,
-    tile,
-    num_tiles,
-    all_turns,
-    thread,
-    row,
-    first_token,
-    tokens,
-    rows,
-    OCTETS: tl.constexpr,
-    COUNT: tl.constexpr,
-    THREADS: tl.constexpr,
-):
+    values, bias_ptr, out_ptr, sums_ptr, counters_ptr,
+    tile, num_tiles, all_turns, thread, row, first_token, tokens, rows,
+    OCTETS: tl.constexpr, COUNT: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
     """Writes each thread's COUNT sums of a tile, those of all its programs added by the one that comes last."""
     programs = tl.num_programs(0)
     first = ((tile * all_turns + 1) * programs - 1) // (num_tiles * all_turns)
@@ -202,26 +179,11 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["share", "tokens", "all_turns"])
 def fragment_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    bias_ptr,
-    chosen_ptr,
-    out_ptr,
-    sums_ptr,
-    counters_ptr,
-    share,
-    tokens,
-    rows,
-    columns,
-    all_turns,
-    IS_BFLOAT: tl.constexpr,
-    OCTETS: tl.constexpr,
-    STEPS_PER_GROUP: tl.constexpr,
-    ROW_WARPS: tl.constexpr,
-    K_WARPS: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
+    x_ptr, codes_ptr, scales_ptr, bias_ptr, chosen_ptr, out_ptr, sums_ptr, counters_ptr,
+    share, tokens, rows, columns, all_turns,
+    IS_BFLOAT: tl.constexpr, OCTETS: tl.constexpr, STEPS_PER_GROUP: tl.constexpr,
+    ROW_WARPS: tl.constexpr, K_WARPS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """A tile of tokens and a stripe of the turns of all tiles of rows.
 
     With ``chosen_ptr`` the tile is a pair of one token, which has ``share`` of them, and one of several matrices.

@@ -114,16 +114,10 @@ def _accumulate(weights, x, sums, WEIGHTS_LEFT: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def _multiply(  # type: ignore[no-untyped-def]
-    x,
-    codes,
-    zero,
-    sums,
-    IS_BFLOAT: tl.constexpr,
-    FOUR_BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-):
+    x, codes, zero, sums,
+    IS_BFLOAT: tl.constexpr, FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr,
+    HAS_ZERO: tl.constexpr, WEIGHTS_LEFT: tl.constexpr,
+):  # fmt: skip
     """Adds a step's products to sums; with 4 bits those of even and of odd columns, x being words that hold both."""
     TYPE: tl.constexpr = tl.bfloat16 if IS_BFLOAT else tl.float16
     if FOUR_BITS:
@@ -142,29 +136,11 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["tokens", "rows", "steps"])
 def _fused_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    out_ptr,
-    tokens,
-    rows,
-    width,
-    groups,
-    steps,
-    FOUR_BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    IS_BFLOAT: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-    STEPS_PER_GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, tokens, rows, width, groups, steps,
+    FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr, IS_BFLOAT: tl.constexpr, ONE_GROUP: tl.constexpr,
+    STEPS_PER_GROUP: tl.constexpr, EVEN: tl.constexpr, WEIGHTS_LEFT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """One tile of tokens and rows, summed over some steps; tiles of the same rows run beside each other."""
     HAS_ZERO: tl.constexpr = zeros_ptr is not None
     token_tiles = tl.cdiv(tokens, BLOCK_TOKENS)

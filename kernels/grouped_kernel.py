@@ -119,35 +119,12 @@ def _store(out_ptr, bias_ptr, sums, expert, pair, inside, row, rows):  # type: i
 
 @triton.jit(do_not_specialize=["share", "experts", "token_tiles"])
 def grouped_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    stored_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    out_ptr,
-    order_ptr,
-    ends_ptr,
-    share,
-    experts,
-    token_tiles,
-    rows,
-    width,
-    expert_stride,
-    stride,
-    groups,
-    part,
-    FORM: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    IS_BFLOAT: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-    STEPS_PER_GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, stored_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, order_ptr, ends_ptr,
+    share, experts, token_tiles, rows, width, expert_stride, stride, groups, part,
+    FORM: tl.constexpr, IS_FLOAT: tl.constexpr, IS_BFLOAT: tl.constexpr, ONE_GROUP: tl.constexpr,
+    STEPS_PER_GROUP: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A tile of tokens of one expert and of rows of its matrix; tiles of the same rows run beside each other.
 
     A line is what one unit of ``width`` after the other is read from: a row, or in the order of fragments two of them.

@@ -174,22 +174,10 @@ def _quantize_tokens(x_ptr, codes_ptr, scales_ptr, columns, BLOCK: tl.constexpr)
 
 @triton.jit
 def _int8_kernel(  # type: ignore[no-untyped-def]
-    x,
-    weights,
-    x_scales_ptr,
-    scales_ptr,
-    bias_ptr,
-    out_ptr,
-    tokens,
-    rows,
-    columns,
-    BY_DESCRIPTOR: tl.constexpr,
-    EVEN: tl.constexpr,
-    SWIZZLE: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, weights, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, tokens, rows, columns,
+    BY_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, SWIZZLE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One tile [tokens, rows]; SWIZZLE token tiles go through the rows together, and find them in the L2 cache."""
     token_tiles = tl.cdiv(tokens, BLOCK_TOKENS)
     group_tiles = SWIZZLE * tl.cdiv(rows, BLOCK_ROWS)
