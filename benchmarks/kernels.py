@@ -49,7 +49,7 @@ from zinfer.kernels.fragment_linear import can_multiply, fragment_linear
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.int8_linear import int8_linear, int8_linear_kernel, int8_linear_ref, quantize_tokens_kernel
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.kernels.tiles import Tiles, block_tokens_for
+from zinfer.kernels.tiles import FusedTiles, block_tokens_for
 
 _TUNED_FORMATS: Final = (QuantFormat(8), QuantFormat(4, group_size=128, symmetric=False))
 _TUNED_TOKENS: Final = (1, 8, 16, 32, 64)
@@ -157,7 +157,7 @@ class Bench:
         """The best tiles of each table's entry, by the geometric mean of seconds over the shapes."""
         best: dict[str, str] = {}
         for format in _TUNED_FORMATS:
-            by_tile: dict[int, dict[Tiles, list[float]]] = defaultdict(lambda: defaultdict(list))
+            by_tile: dict[int, dict[FusedTiles, list[float]]] = defaultdict(lambda: defaultdict(list))
             for rows, columns in shapes:
                 matrices = self._matrices(format, rows, columns)
                 for tokens in _TUNED_TOKENS:

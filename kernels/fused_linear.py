@@ -14,7 +14,7 @@ from torch.nn import functional
 from zinfer.kernels.dequantize import has_kernels, kernel_codes
 from zinfer.kernels.launching import COMPILED, INTERPRETED, on_device
 from zinfer.kernels.quantized import QuantizedMatrix
-from zinfer.kernels.tiles import Cut, Tiles, most_block, tiles_for
+from zinfer.kernels.tiles import Cut, FusedTiles, most_block, tiles_for
 from zinfer.kernels.widening import widen_bytes, widen_nibbles
 
 _LEAST_BLOCK: Final = 16  # columns of one tensor core instruction
@@ -28,7 +28,7 @@ def can_fuse(matrix: QuantizedMatrix) -> bool:
 
 
 def fused_linear(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, tiles: Tiles | None = None
+    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, tiles: FusedTiles | None = None
 ) -> torch.Tensor:
     """``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32.
 
@@ -50,7 +50,7 @@ def fused_linear(
 
 
 def _launch(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None, out: torch.Tensor, tiles: Tiles
+    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None, out: torch.Tensor, tiles: FusedTiles
 ) -> None:
     """Fill out [tokens, rows] for x [tokens, columns]."""
     cut = Cut.of(x.shape[0], matrix, tiles)
@@ -73,12 +73,9 @@ def _launch(
         STEPS_PER_GROUP=cut.steps_per_group,
         EVEN=cut.width % cut.block == 0,
         WEIGHTS_LEFT=tiles.weights_left,
-        BLOCK_TOKENS=tiles.block_tokens,
-        BLOCK_ROWS=tiles.block_rows,
         BLOCK=cut.block,
         UNROLL=tiles.unroll,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        **tiles.options,
     )
     if cut.num_parts > 1:
         _sum_kernel[(triton.cdiv(out.numel(), _REDUCE_BLOCK),)](

@@ -158,11 +158,8 @@ def grouped_linear_kernel(
             EVEN=width % block == 0,
             TRANSPOSED=transposed,
             EXPERTS=triton.next_power_of_2(groups.num_experts),
-            BLOCK_TOKENS=tiles.block_tokens,
-            BLOCK_ROWS=tiles.block_rows,
             BLOCK=block,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            **tiles.options,
         )
     return out
 

@@ -15,27 +15,18 @@ from typing import Final
 import torch
 
 from zinfer.kernels.quantized import QuantizedMatrix
+from zinfer.kernels.tiles import Tiles
 
 
 @dataclass(frozen=True)
-class GroupedTiles:
-    """A program's share of the product, powers of two.
+class GroupedTiles(Tiles):
+    """A program's share of the product.
 
     Args:
-        block_tokens: tokens of a tile, all of one expert.
-        block_rows: rows of its matrix.
-        block_columns: columns of a step; fewer where a group has fewer.
-        warps: of a program.
-        stages: steps under way: one is multiplied while the others are loaded.
-        in_words: codes of 8 bits are taken as words of four, each of which meets a quarter of x's columns: for that x
-            is put in order before, where the codes' rows are whole words.
+        in_words: whether codes of 8 bits are read as words of four, each of which meets a quarter of x's columns: for
+            that x is put in order before, where the codes' rows are whole words.
     """
 
-    block_tokens: int
-    block_rows: int
-    block_columns: int
-    warps: int
-    stages: int
     in_words: bool = False
 
 

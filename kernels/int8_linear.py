@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from zinfer.kernels.launching import on_device
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.quantized_linear import check_input, with_plain_matrix
+from zinfer.kernels.tiles import Tiles
 
 _LAST: Final = 127  # the largest code
 _MOST_COLUMNS: Final = (2**31 - 1) // _LAST**2  # more of them might overflow a sum
@@ -26,14 +27,9 @@ _TOKEN_WARPS: Final = 8
 
 
 @dataclass(frozen=True)
-class Int8Tiles:
-    """A program's tile, the columns of a step, how it runs; ``swizzle`` token tiles go through the rows together."""
+class Int8Tiles(Tiles):
+    """A program's share of the product; ``swizzle`` token tiles go through the rows together."""
 
-    block_tokens: int
-    block_rows: int
-    block_columns: int
-    warps: int
-    stages: int
     swizzle: int = 8
 
 
@@ -141,11 +137,8 @@ def int8_linear_kernel(
             BY_DESCRIPTOR=by_descriptor,
             EVEN=columns % tiles.block_columns == 0,
             SWIZZLE=tiles.swizzle,
-            BLOCK_TOKENS=tiles.block_tokens,
-            BLOCK_ROWS=tiles.block_rows,
             BLOCK=tiles.block_columns,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            **tiles.options,
         )
     return out.view(*x.shape[:-1], rows)
 

@@ -32,10 +32,10 @@ from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.kernels.quantized_linear import quantized_linear
-from zinfer.kernels.tiles import Cut, Tiles, block_tokens_for, most_block, tiles_for
+from zinfer.kernels.tiles import Cut, FusedTiles, block_tokens_for, most_block, tiles_for
 
 FUSED = [format for format in FORMATS if format.group_size != 5]
-PLAIN = Tiles(16, 32, 64, 4, 2, 1, False)
+PLAIN = FusedTiles(16, 32, 64, 4, 2, 1, False)
 """Small tiles, and the columns summed by one program."""
 
 
@@ -59,7 +59,7 @@ def test_the_fused_kernel(kernel_device: str, format: QuantFormat, dtype: torch.
     for shape in filter(lambda shape: fits(format, shape), SMALL):
         matrix = random_matrix(format, shape.rows, shape.columns, dtype, kernel_device)
         x, bias = random_input(shape, dtype, kernel_device)
-        tiles = Tiles(block_tokens_for(shape.tokens), 64, 128, 4, 2, 1, weights_left)
+        tiles = FusedTiles(block_tokens_for(shape.tokens), 64, 128, 4, 2, 1, weights_left)
         whole = fused_linear(x, matrix, bias, tiles)
         assert_right(whole, x, matrix, bias)
         parts = fused_linear(x, matrix, bias, replace(tiles, programs=64))
