@@ -14,7 +14,7 @@ from zinfer.errors import ConfigError
 from zinfer.kernels.quantize import full_range, least_error_range
 from zinfer.model.partition import Form, full_form
 from zinfer.offload.block import SlabTensor
-from zinfer.quantization.rounding import Rounding, Squares
+from zinfer.quantization.conversion import Rounding, Squares
 from zinfer.quantization.slab_matrix import SlabMatrix
 
 log = logging.getLogger(__name__)
