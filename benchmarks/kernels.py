@@ -72,7 +72,7 @@ def check_kernels(dtype: torch.dtype, names: Sequence[str]) -> None:
             matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cuda")
             x, bias = random_input(shape, dtype, "cuda")
             with mock.patch.object(torch, "empty", poisoned):
-                right = torch.equal(dequantize_kernel(matrix), dequantize_ref(matrix))
+                right = torch.equal(dequantize(matrix), dequantize_ref(matrix))
                 if can_multiply(matrix) if format.in_fragments else can_fuse(matrix):
                     found = (fragment_linear if format.in_fragments else fused_linear)(x, matrix, bias)
                     right &= _is_near(found, quantized_linear_ref(x, matrix, bias), x, matrix)

@@ -47,7 +47,7 @@ def dequantize_kernel(matrix: QuantizedMatrix, out: torch.Tensor | None = None) 
 def _dequantize_rows(matrix: QuantizedMatrix, out: torch.Tensor) -> None:
     four_bits, groups = matrix.format.bits == 4, matrix.scales.shape[1]
     length = matrix.columns // groups
-    split_bytes = four_bits and groups > 1 and length % 2 == 1
+    assert not four_bits or groups == 1 or length % 2 == 0
     lines, line_bytes = matrix.rows * groups, -(-length // 2) if four_bits else length
     block_columns = max(16, min(1024, triton.next_power_of_2(length)))
     block_lines = _TILE_ELEMENTS // block_columns
@@ -63,11 +63,8 @@ def _dequantize_rows(matrix: QuantizedMatrix, out: torch.Tensor) -> None:
             lines,
             length,
             line_bytes,
-            groups,
-            matrix.codes.shape[1],
             FOUR_BITS=four_bits,
             IS_FLOAT=matrix.format.is_float,
-            SPLIT_BYTES=split_bytes,
             BLOCK_LINES=block_lines,
             BLOCK_COLUMNS=block_columns,
             num_warps=_WARPS,
@@ -120,10 +117,14 @@ def codes_of(matrix: QuantizedMatrix) -> torch.Tensor:
 
 
 def has_kernels(matrix: QuantizedMatrix) -> bool:
-    """Whether Triton compiles for the device and the format; e4m3 needs compute capability 8.9."""
-    if matrix.codes.device.type != "cuda":
+    """Whether Triton compiles for the device and the format; e4m3 needs compute capability 8.9.
+
+    Where groups have an odd number of 4-bit codes, a byte holds codes of two: that is left to torch.
+    """
+    format, device = matrix.format, matrix.codes.device
+    if device.type != "cuda" or (format.bits == 4 and (format.group_size or 0) % 2):
         return False
-    return not matrix.format.is_float or torch.cuda.get_device_capability(matrix.codes.device) >= (8, 9)
+    return not format.is_float or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def kernel_codes(matrix: QuantizedMatrix) -> torch.Tensor:
@@ -138,14 +139,10 @@ def _empty(matrix: QuantizedMatrix) -> torch.Tensor:
 
 @triton.jit
 def _dequantize_kernel(  # type: ignore[no-untyped-def]
-    codes_ptr, scales_ptr, zeros_ptr, out_ptr, num_lines, length, line_bytes, groups, row_bytes,
-    FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr, SPLIT_BYTES: tl.constexpr, BLOCK_LINES: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    codes_ptr, scales_ptr, zeros_ptr, out_ptr, num_lines, length, line_bytes,
+    FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK_LINES: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A line is what one scale serves: lines lie one behind the other, in codes as in values.
-
-    But for SPLIT_BYTES, lines of an odd number of 4-bit codes: there one byte holds codes of two lines.
-    """
+    """A line is what one scale serves: lines lie one behind the other, in codes as in values."""
     lines = tl.program_id(0).to(tl.int64) * BLOCK_LINES + tl.arange(0, BLOCK_LINES)
     in_lines = (lines < num_lines)[:, None]
     begin = tl.program_id(1) * BLOCK_COLUMNS
@@ -156,12 +153,7 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
         centre: tl.constexpr = 8 if FOUR_BITS else 128
         zero = tl.load(zeros_ptr + lines, mask=lines < num_lines, other=0).to(tl.float32)[:, None] - centre
     mask = in_lines & (columns < length)[None, :]
-    if SPLIT_BYTES:
-        places = (lines % groups)[:, None] * length + columns[None, :]
-        pairs = tl.load(codes_ptr + (lines // groups)[:, None] * row_bytes + places // 2, mask=mask, other=0)
-        codes = (pairs.to(tl.int32) >> (places % 2 * 4).to(tl.int32)) & 15
-        values = ((codes - 8).to(tl.float32) - zero) * scale
-    elif FOUR_BITS:
+    if FOUR_BITS:
         places = begin // 2 + tl.arange(0, BLOCK_COLUMNS // 2)
         in_bytes = in_lines & (places < line_bytes)[None, :]
         pairs = tl.load(codes_ptr + lines[:, None] * line_bytes + places[None, :], mask=in_bytes, other=0)
