@@ -77,10 +77,6 @@ class KVPages:
         return self.keys.shape[1]
 
     @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts())
-
-    @property
     def is_flat(self) -> bool:
         """Whether all tokens of a part lie at one distance, across pages too, as the kernels take it."""
         scales = [part for part in (self.key_scales, self.value_scales) if part is not None]

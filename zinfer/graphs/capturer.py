@@ -1,4 +1,4 @@
-"""Captures what is launched, without computing it, in pieces that are replayed one by one."""
+"""Captures launches as CUDA graphs, in pieces that are replayed one by one."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ class CudaCapturer:
     @contextmanager
     def session(self) -> Iterator[None]:
         """The context of one capture's pieces; a piece that is open at its end is dropped."""
-        # torch stays on a capture's stream when its end fails, and warns of captures that are empty, as between blocks.
+        # torch stays on a capture's stream when its end fails, and warns of empty captures, as those between blocks.
         with torch.cuda.stream(torch.cuda.current_stream()), warnings.catch_warnings(action="ignore"):
             try:
                 yield
