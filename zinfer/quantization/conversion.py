@@ -1,4 +1,4 @@
-"""Quantizes a block's weights while its home is filled, or takes over those that are quantized already."""
+"""Quantizes a block's weights while they are loaded, or takes over those that the checkpoint holds quantized."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,14 +51,13 @@ NEAREST: Final = Rounding()
 
 @dataclass(frozen=True)
 class Quantizing:
-    """Makes a slab of quantized matrices, and of the block's other tensors as they are, out of full weights.
+    """Fills a block's slab with quantized matrices, and with its other tensors as they are.
 
     Args:
         block: its name, for messages.
         stored: layout of what is read: full weights under their names in ``layout``, and the parts of ``matrices``.
-        layout: of the slab that is made.
+        layout: of the slab.
         matrices: those that the checkpoint holds quantized, by their names in ``layout``.
-        rounding: how weights become codes.
         names: of parameters in the model, by their names in ``layout``.
     """
 

@@ -1,4 +1,4 @@
-"""A store's quantized parameters as a checkpoint's scheme: parts have the same form in the file and in a slab."""
+"""The scheme of stores, whose files hold parts as slabs do."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
