@@ -33,7 +33,7 @@ def _accumulate(weights, x, sums):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _multiply(  # type: ignore[no-untyped-def]
-    x, second_x, third_x, last_x, stored, zero, sums, high_sums,
+    parts, stored, zero, sums, high_sums,
     FORM: tl.constexpr, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_ZERO: tl.constexpr,
 ):  # fmt: skip
     """Adds a step's products to sums; of fragments those of the rows in high halves of bytes to sums of their own."""
@@ -41,7 +41,7 @@ def _multiply(  # type: ignore[no-untyped-def]
         weights = widen_bytes(stored, IS_BFLOAT, IS_FLOAT)
         if HAS_ZERO:
             weights -= (zero.to(tl.float32) - 128).to(weights.dtype)[:, None]
-        return _accumulate(weights, x, sums), high_sums
+        return _accumulate(weights, parts[0], sums), high_sums
     elif FORM == "words":
         if HAS_ZERO:  # unsigned codes become signed ones, less 128
             stored ^= -0x7F7F7F80
@@ -49,18 +49,18 @@ def _multiply(  # type: ignore[no-untyped-def]
         if HAS_ZERO:
             centred = (zero.to(tl.float32) - 128).to(first.dtype)[:, None]
             first, second, third, last = first - centred, second - centred, third - centred, last - centred
-        sums = _accumulate(second, second_x, _accumulate(first, x, sums))
-        return _accumulate(last, last_x, _accumulate(third, third_x, sums)), high_sums
+        sums = _accumulate(second, parts[1], _accumulate(first, parts[0], sums))
+        return _accumulate(last, parts[3], _accumulate(third, parts[2], sums)), high_sums
     else:
         low, high = widen_nibbles(stored, IS_BFLOAT)
         if HAS_ZERO:
             centred = (zero.to(tl.float32) - 8).to(low.dtype)[:, None]
             low, high = low - centred, high - centred
-        sums = _accumulate(low, x, sums)
+        sums = _accumulate(low, parts[0], sums)
         if FORM == "fragments":
-            return sums, _accumulate(high, x, high_sums)
+            return sums, _accumulate(high, parts[0], high_sums)
         else:
-            return _accumulate(high, second_x, sums), high_sums
+            return _accumulate(high, parts[1], sums), high_sums
 
 
 @triton.jit
@@ -96,14 +96,11 @@ def _load_step(  # type: ignore[no-untyped-def]
         there = (unit < width - step * BLOCK)[None, :]
         is_x = inside[:, None] & there
         stored = tl.load(step_ptrs, mask=there & (row < rows)[:, None] if TRANSPOSED else there, other=0)
-    x = tl.load(x_ptrs + step * BLOCK, mask=is_x, other=0)
-    second_x, third_x, last_x = x, x, x
-    if FORM == "nibbles" or FORM == "words":
-        second_x = tl.load(x_ptrs + part + step * BLOCK, mask=is_x, other=0)
-    if FORM == "words":
-        third_x = tl.load(x_ptrs + 2 * part + step * BLOCK, mask=is_x, other=0)
-        last_x = tl.load(x_ptrs + 3 * part + step * BLOCK, mask=is_x, other=0)
-    return stored, x, second_x, third_x, last_x
+    NUM: tl.constexpr = 4 if FORM == "words" else 2 if FORM == "nibbles" else 1
+    parts = ()
+    for number in tl.static_range(NUM):
+        parts += (tl.load(x_ptrs + number * part + step * BLOCK, mask=is_x, other=0),)  # type: ignore[assignment]
+    return stored, parts
 
 
 @triton.jit
@@ -160,23 +157,19 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     none = tl.zeros((LINES, BLOCK_TOKENS), tl.float32)
     sums, high_sums = none, none
     for step in tl.range(0, tl.cdiv(width, BLOCK)):
-        stored, x, second_x, third_x, last_x = _load_step(
+        stored, parts = _load_step(
             stored_ptrs, x_ptrs, step, step_places, unit, width, inside, row, rows, part,
             BLOCK, FORM, EVEN, TRANSPOSED,
         )  # fmt: skip
         if FORM == "full":
-            sums = _accumulate(stored, x, sums)
+            sums = _accumulate(stored, parts[0], sums)
         elif FORM == "words" and ONE_GROUP:
             # Four products that follow each other are waited for one by one, so they may add to those before.
-            sums, high_sums = _multiply(
-                x, second_x, third_x, last_x, stored, zero, sums, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO
-            )
+            sums, high_sums = _multiply(parts, stored, zero, sums, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO)
         else:
             # Codes are multiplied out of registers. A product that adds to the one before may still be under way when
             # the next codes come there: sums were wrong on a GPU, in tiles of 128 tokens. What is scaled is waited for.
-            product, high = _multiply(
-                x, second_x, third_x, last_x, stored, zero, none, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO
-            )
+            product, high = _multiply(parts, stored, zero, none, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO)
             sums += product * scale[:, None].to(tl.float32)
             if FRAGMENTS:
                 high_sums += high * high_scale[:, None].to(tl.float32)
