@@ -13,7 +13,7 @@ and queries and sums in four parts that have every fourth column each; all colum
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import COMPILED
+from zinfer.kernels.launching import dot
 from zinfer.kernels.widening import widen_bytes, widen_words
 
 # The largest product of a row that has seen no key: finite, so that no difference is NaN.
@@ -94,13 +94,6 @@ def _load(pointers, seen, inside, MASKED: tl.constexpr, PADDED: tl.constexpr):  
 
 
 @triton.jit
-def _dot(left, right, sums):  # type: ignore[no-untyped-def]
-    if not COMPILED:  # the interpreter has no arithmetic for bfloat16
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, sums, input_precision="ieee")
-
-
-@triton.jit
 def _numbers(found, dtype: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """What pages hold as a tuple of numbers of the query's dtype: bare codes are whole numbers or e4m3, and exact."""
     if WORDS:
@@ -114,9 +107,9 @@ def _numbers(found, dtype: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.const
 @triton.jit
 def _multiplied(parts, numbers):  # type: ignore[no-untyped-def]
     """The sum of the products of the parts of queries and of keys."""
-    found = _dot(parts[0], numbers[0], None)
+    found = dot(parts[0], numbers[0], None)
     for part in tl.static_range(1, len(numbers)):
-        found = _dot(parts[part], numbers[part], found)
+        found = dot(parts[part], numbers[part], found)
     return found
 
 
@@ -125,7 +118,7 @@ def _weighted(weights, numbers, sums, shrink):  # type: ignore[no-untyped-def]
     """Sums with the values of a tile, part by part."""
     found = ()
     for part in tl.static_range(len(numbers)):
-        found += (_dot(weights, numbers[part], sums[part] * shrink[:, None]),)  # type: ignore[assignment]
+        found += (dot(weights, numbers[part], sums[part] * shrink[:, None]),)  # type: ignore[assignment]
     return found
 
 
@@ -226,7 +219,7 @@ def attend(  # type: ignore[no-untyped-def]
             left = MAIN + tl.arange(0, REST)[:, None]
             found = _load(key_ptrs + left, seen[None, :], left < DIM, MASKED, DIM < MAIN + REST)
             number = _numbers(found, dtype, IS_FLOAT, WORDS)[0]
-            scores = _dot(query[1], number, scores)
+            scores = dot(query[1], number, scores)
         value_ptrs = values + slot * VALUE_TOKEN + (within * VALUE_TOKEN)[:, None] + value_column
         value = _load(value_ptrs, seen[:, None], value_column < NUM_VALUES, MASKED, NUM_VALUES < COLUMNS)
         if key_scales is not None:

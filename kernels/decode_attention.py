@@ -1,7 +1,7 @@
 """Attention of segments with one query: the keys of a segment are split over programs, a second kernel combines them.
 
-All heads that share a head of keys are rows of one tile. How a segment is split follows from its own length alone, and
-its parts are combined in a fixed order: what a query gets does not depend on the other segments of the pass.
+All heads that share a head of keys are rows of one tile. A segment's splits follow from its own length, and are
+combined in a fixed order: a query's result does not depend on the other segments of the pass.
 """
 
 from dataclasses import dataclass

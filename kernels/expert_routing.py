@@ -1,7 +1,6 @@
 """Which tokens each expert has: numbers of pairs of a token and an expert, in the order of experts.
 
-On a GPU few pairs are put in order by one kernel: each pair counts those before it, and each expert those up to its
-own. That compares all with all, in one launch, where a sort and what follows take several.
+On a GPU one kernel sorts few pairs by comparing all with all, where a sort and what follows take several launches.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ where in them those of each expert end."""
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Pairs of a token and an expert. They are put in order when somebody asks; nobody waits for anything.
+    """Pairs of a token and an expert, sorted on first use, without waiting for the device.
 
     Attributes:
         chosen: [pairs] int64: the expert of each, token after token.

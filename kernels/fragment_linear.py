@@ -1,17 +1,15 @@
 """Multiplies few tokens with a matrix in the order of fragments, straight from memory into tensor cores.
 
-After Marlin (Frantar et al. 2024, arXiv 2408.11743). A warp takes 32 rows; each of its lanes loads the 16 bytes of
-codes that it multiplies with, a turn of 256 columns ahead, and widens them in its registers. x is what the warps share:
-it is copied to shared memory, a turn ahead too, straight into the order of fragments. Whole numbers are multiplied, and
-the sum over each group is scaled. Inline PTX says all that: in Triton's own language threads have no registers, and
-what tensor cores take passes through shared memory.
+After Marlin (Frantar et al. 2024, arXiv 2408.11743). A warp takes 32 rows; each lane loads the 16 bytes of codes that
+it multiplies with, a turn of 256 columns ahead, and widens them in its registers. The warps share x, which is copied to
+shared memory a turn ahead, in the order of fragments. Whole numbers are multiplied, and the sum over each group is
+scaled. All that is inline PTX: in Triton's own language what tensor cores take passes through shared memory.
 
-Sums are taken in a fixed order: where programs share rows, the one that comes last adds all their sums, first to last.
-The same arguments give the same bits. Launches are dependent ones (compute capability 9.0): the first codes are loaded
-while the kernel before still runs, and only what may be its result is waited for.
+Sums are taken in a fixed order: where programs share rows, the last one adds all their sums, first to last. The same
+arguments give the same bits. Launches are dependent ones (compute capability 9.0): the first codes are loaded while the
+kernel before still runs.
 
-From 17 tokens on tiles of 16 run beside each other, and find each other's codes in the cache: it takes at most as long
-as a call for each.
+From 17 tokens on tiles of 16 run beside each other, and find each other's codes in the cache.
 """
 
 from dataclasses import dataclass
@@ -185,10 +183,10 @@ _counters_of: dict[tuple[torch.device, int | None], torch.Tensor] = {}
 
 
 def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros that a call finds and leaves: a stream's own, for calls that run at the same time must not share them.
+    """Zeros that a call uses and leaves as zeros: one set a stream, for concurrent calls must not share them.
 
-    Calls that are captured share some of their own: graphs with products in parts must not run beside each other. The
-    memory of a capture is the graph's, so these are made before, by the first call that is none.
+    Captured calls share one more set, so graphs must not run beside each other. The first call that is not captured
+    makes it, because memory of a capture belongs to its graph.
     """
     is_cuda = device.type == "cuda"
     is_captured = is_cuda and torch.cuda.is_current_stream_capturing()

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from zinfer.kernels.dequantize import has_kernels, kernel_codes
-from zinfer.kernels.launching import COMPILED, INTERPRETED, on_device
+from zinfer.kernels.launching import INTERPRETED, dot, on_device
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.tiles import Cut, FusedTiles, most_block, tiles_for
 from zinfer.kernels.widening import widen_bytes, widen_nibbles
@@ -101,12 +101,10 @@ def _pairs(x: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def _accumulate(weights, x, sums, WEIGHTS_LEFT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Adds the products of weights [rows, columns] and x [tokens, columns] to sums, [rows, tokens] or transposed."""
-    if not COMPILED:  # the interpreter has no arithmetic for bfloat16
-        weights, x = weights.to(tl.float32), x.to(tl.float32)
     if WEIGHTS_LEFT:
-        return tl.dot(weights, tl.trans(x), sums)
+        return dot(weights, tl.trans(x), sums)
     else:
-        return tl.dot(x, tl.trans(weights), sums)
+        return dot(x, tl.trans(weights), sums)
 
 
 @triton.jit

@@ -1,8 +1,7 @@
 """Multiplies one or two tokens with a matrix of 16 bits, as fast as memory gives its elements.
 
-Where a library's product of matrices fills tiles of tokens that are not there, each program here takes two rows and
-adds in its own registers. Sums are float32 and taken in a fixed order: the same arguments give the same bits. Launches
-are dependent ones: the first elements are loaded while the kernel before still runs.
+Each program takes two rows and adds in its own registers. Sums are float32 in a fixed order: the same arguments give
+the same bits. Launches are dependent ones: the first elements are loaded while the kernel before still runs.
 """
 
 from typing import Final

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import COMPILED
+from zinfer.kernels.launching import dot
 from zinfer.kernels.widening import widen_bytes, widen_nibbles, widen_words
 
 
@@ -25,10 +25,7 @@ def _find_tile(ends_ptr, order_ptr, tile, experts, EXPERTS: tl.constexpr, BLOCK_
 @triton.jit
 def _accumulate(weights, x, sums):  # type: ignore[no-untyped-def]
     """Adds the products of weights [rows, columns] and x [tokens, columns] to sums [rows, tokens]."""
-    if COMPILED:
-        return tl.dot(weights.to(x.dtype), tl.trans(x), sums, input_precision="ieee")
-    else:  # the interpreter has no arithmetic for bfloat16
-        return tl.dot(weights.to(tl.float32), tl.trans(x.to(tl.float32)), sums)
+    return dot(weights.to(x.dtype), tl.trans(x), sums)
 
 
 @triton.jit

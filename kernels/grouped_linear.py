@@ -1,12 +1,12 @@
 """Multiplies tokens with the matrices of the experts chosen for them: a product with all experts in one launch.
 
-What is sorted are not tokens but the numbers of pairs of a token and an expert (`Groups`). A program finds in them
-which expert its tile of tokens has, reads their rows where they lie, and writes each sum to its pair's own place: so
-nothing is gathered or put back, and the host need not know how many tokens an expert has. A graph can hold all of it.
-Matrices of experts without tokens are not read.
+Not tokens are sorted but the numbers of pairs of a token and an expert (`Groups`). A program looks up the expert of its
+tile, reads the tokens' rows in place, and writes each sum to its pair's place: nothing is gathered or put back, the
+host need not know how many tokens an expert has, and a graph can hold it. Matrices of experts without tokens are not
+read.
 
-Of pairs that are at most as many as experts few share one: where codes are in the order of fragments each reads its own
-matrix (`fragment_linear.chosen_linear`), and nothing is sorted. On an H200 that takes 0.2 to 0.9 of the time.
+Few pairs share an expert if there are at most as many as experts: from codes in the order of fragments each then reads
+its own matrix (`fragment_linear.chosen_linear`), unsorted. On an H200 that takes 0.2 to 0.9 of the time.
 
 Weights are in full, [experts, rows, columns] with rows or columns beside each other, or quantized, where bare codes are
 multiplied and the sum over each group is scaled (`fused_linear`). Sums are taken in a fixed order, in float32.

@@ -1,8 +1,7 @@
 """Multiplies activations with a matrix of INT8 codes in INT8 as well: W8A8 (Yao et al. 2022, "ZeroQuant").
 
-Each token's activations are quantized when they are met, symmetrically, with a scale of their own; tensor cores
-multiply codes with codes into 32-bit integers, exactly, and the two scales and the bias are applied to the sums. The
-price is the rounding of the activations.
+Each token's activations are quantized symmetrically, with a scale of their own; tensor cores multiply codes exactly
+into 32-bit integers, to which both scales and the bias are applied. The price is the rounding of the activations.
 """
 
 from dataclasses import dataclass

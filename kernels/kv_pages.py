@@ -1,8 +1,7 @@
 """Keys and values of a layer in pages, and how a pass's sequences lie in them.
 
-A page holds the keys and values of ``page_size`` neighbouring tokens of one sequence. In 16 or 32 bits they lie there
-as they are; in INT8 or FP8 (e4m3) each token's head has a scale of its own: the largest magnitude over the largest
-code.
+A page holds the keys and values of ``page_size`` neighbouring tokens of one sequence, in 16 or 32 bits, or in INT8 or
+FP8 (e4m3) with a scale for each token's head: the largest magnitude over the largest code.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Attention of segments with many queries, chunks of prompts: a program takes neighbouring queries and all their keys.
 
-Rows of a tile are queries times the heads that share a head of keys. A tile of keys that every row sees takes no mask;
-tiles that no row sees are not met. Which segment a program serves is searched in the kernel: no number of the layout's
-tensors has to reach the host. What a query gets does not depend on how its prompt is cut into chunks of several tokens.
+Rows of a tile are queries times the heads that share a head of keys. Tiles of keys that every row sees take no mask;
+those that no row sees are skipped. The kernel searches its segment, so the host needs no number of the layout's
+tensors. A query's result does not depend on how its prompt is cut into chunks of several tokens.
 """
 
 from dataclasses import dataclass
