@@ -32,8 +32,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from zinfer.inject.shared_product import SharedProduct
-from zinfer.kernels.activation import activated_kernel, activated_ref
-from zinfer.kernels.gated import gated_kernel, gated_ref
+from zinfer.kernels.activation import activated_kernel, activated_ref, gated_kernel, gated_ref
 from zinfer.kernels.gemv import MOST_TOKENS, gemv
 from zinfer.kernels.norm import NormKind, norm_kernel, norm_ref
 from zinfer.kernels.quantized import QuantFormat

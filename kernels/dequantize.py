@@ -56,9 +56,7 @@ def _dequantize_rows(matrix: QuantizedMatrix, out: torch.Tensor) -> None:
         return
     with on_device(out):
         _dequantize_kernel[grid](
-            kernel_codes(matrix),
-            matrix.scales.contiguous(),
-            None if matrix.zeros is None else matrix.zeros.contiguous(),
+            *kernel_parts(matrix),
             out,
             lines,
             length,
@@ -127,10 +125,11 @@ def has_kernels(matrix: QuantizedMatrix) -> bool:
     return not format.is_float or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def kernel_codes(matrix: QuantizedMatrix) -> torch.Tensor:
-    """The codes as the kernels take them: e4m3 numbers as their bits, for which a masked load has a zero."""
+def kernel_parts(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes, scales and zeros for a kernel: e4m3 numbers as their bits, for which a masked load has a zero."""
     codes = matrix.codes.contiguous()
-    return codes.view(torch.uint8) if matrix.format.is_float else codes
+    zeros = None if matrix.zeros is None else matrix.zeros.contiguous()
+    return codes.view(torch.uint8) if matrix.format.is_float else codes, matrix.scales.contiguous(), zeros
 
 
 def _empty(matrix: QuantizedMatrix) -> torch.Tensor:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.dequantize import has_kernels, kernel_codes
+from zinfer.kernels.dequantize import has_kernels, kernel_parts
 from zinfer.kernels.launching import INTERPRETED, dot, on_device
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.tiles import Cut, FusedTiles, most_block, tiles_for
@@ -57,9 +57,7 @@ def _launch(
     sums = out if cut.num_parts == 1 else torch.empty((cut.num_parts, *out.shape), dtype=torch.float32, device=x.device)
     _fused_kernel[cut.num_tiles, cut.num_parts](
         _pairs(x) if matrix.format.bits == 4 else x,
-        kernel_codes(matrix),
-        matrix.scales.contiguous(),
-        None if matrix.zeros is None else matrix.zeros.contiguous(),
+        *kernel_parts(matrix),
         None if cut.num_parts > 1 or bias is None else bias.contiguous(),
         sums,
         *out.shape,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.dequantize import dequantize, dequantize_ref, has_kernels, kernel_codes
+from zinfer.kernels.dequantize import dequantize, dequantize_ref, has_kernels, kernel_parts
 from zinfer.kernels.expert_routing import Groups
 from zinfer.kernels.fragment_linear import can_multiply, chosen_linear, most_pairs
 from zinfer.kernels.grouped_kernel import grouped_kernel
@@ -121,9 +121,9 @@ def grouped_linear_kernel(
     transposed = is_float = False
     scales = zeros = None
     if isinstance(weight, QuantizedMatrix):
-        form, codes = _codes_of(weight, tiles)
-        stored, block = codes.view(groups.num_experts, rows, -1), step_units(weight, tiles)
-        scales, zeros, is_float = weight.scales.contiguous(), weight.zeros, weight.format.is_float
+        form, block, is_float = _form(weight, tiles), step_units(weight, tiles), weight.format.is_float
+        codes, scales, zeros = kernel_parts(weight)
+        stored = (codes.view(torch.int32) if form == "words" else codes).view(groups.num_experts, rows, -1)
     else:
         form, block = "full", tiles.block_columns
         transposed = weight.stride(1) == 1 and weight.stride(2) != 1
@@ -136,7 +136,7 @@ def grouped_linear_kernel(
             lines,
             stored,
             scales,
-            None if zeros is None else zeros.contiguous(),
+            zeros,
             None if bias is None else bias.contiguous(),
             out,
             groups.order,
@@ -164,12 +164,13 @@ def grouped_linear_kernel(
     return out
 
 
-def _codes_of(matrix: QuantizedMatrix, tiles: GroupedTiles) -> tuple[str, torch.Tensor]:
-    """How the kernel takes the codes, and these."""
-    codes = kernel_codes(matrix)
-    if takes_words(matrix, tiles):
-        return "words", codes.view(torch.int32)
-    return ("fragments" if matrix.format.in_fragments else "nibbles" if matrix.format.bits == 4 else "bytes"), codes
+def _form(matrix: QuantizedMatrix, tiles: GroupedTiles) -> str:
+    """How the kernel takes the codes."""
+    if matrix.format.in_fragments:
+        return "fragments"
+    if matrix.format.bits == 4:
+        return "nibbles"
+    return "words" if takes_words(matrix, tiles) else "bytes"
 
 
 def _in_order(x: torch.Tensor, form: str) -> torch.Tensor:

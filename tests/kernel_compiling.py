@@ -38,7 +38,6 @@ from zinfer.kernels import (
     dequantize,
     fragment_linear,
     fused_linear,
-    gated,
     gemv,
     grouped_linear,
     int8_linear,
@@ -159,8 +158,7 @@ def stand_in() -> None:
         prompt_attention: ["_prompt_kernel"],
         norm: ["_norm_kernel"],
         rotary: ["_rotate_kernel"],
-        gated: ["_gated_kernel"],
-        activation: ["_activation_kernel"],
+        activation: ["_activation_kernel", "_gated_kernel"],
         added: ["_added_kernel"],
         gemv: ["_gemv_kernel"],
         grouped_linear: ["grouped_kernel", "_quarters_kernel"],
@@ -228,7 +226,7 @@ def compile_others(dtype: torch.dtype) -> None:
         norm.norm_kernel(x, x[0], norm.NormKind(1e-6))
         norm.norm_kernel(x, x[0], norm.NormKind(1e-6, offset=1.0, centred=True), x[1])
     for name in activation.ACTIVATIONS:
-        gated.gated_kernel(x, x, name)
+        activation.gated_kernel(x, x, name)
         activation.activated_kernel(x, name)
 
 

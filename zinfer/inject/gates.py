@@ -13,7 +13,7 @@ from torch import nn
 
 from zinfer.inject.activations import find_activation, numbers
 from zinfer.inject.overlay import Overlay, is_near, own_unless, probe, stand_in
-from zinfer.kernels.gated import gated, gated_ref
+from zinfer.kernels.activation import gated, gated_ref
 
 _APART: Final = ("gate_proj", "up_proj", "down_proj")
 _JOINED: Final = ("gate_up_proj", "down_proj")
