@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.dequantize import has_kernels, kernel_parts
-from zinfer.kernels.launching import INTERPRETED, dot, on_device
+from zinfer.kernels.dequantize import kernel_parts
+from zinfer.kernels.launching import dot, on_device
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.kernels.tiles import Cut, FusedTiles, most_block, tiles_for
 from zinfer.kernels.widening import widen_bytes, widen_nibbles
@@ -39,52 +39,41 @@ def fused_linear(
         tiles: others than those of the table.
     """
     assert can_fuse(matrix)
-    assert has_kernels(matrix) or INTERPRETED, "a GPU or Triton's interpreter"
     assert matrix.column_scales is matrix.column_order is None, "x is to be scaled and ordered"
     flat = x.reshape(-1, matrix.columns).contiguous()
     out = torch.empty((flat.shape[0], matrix.rows), dtype=x.dtype, device=x.device)
+    bias = None if bias is None else bias.contiguous()
     if out.numel() and matrix.columns:
+        tiles = tiles or tiles_for(matrix.format.bits, flat.shape[0])
+        cut = Cut.of(flat.shape[0], matrix, tiles)
+        is_split = cut.num_parts > 1
+        sums = torch.empty((cut.num_parts, *out.shape), dtype=torch.float32, device=x.device) if is_split else out
         with on_device(x):
-            _launch(flat, matrix, bias, out, tiles or tiles_for(matrix.format.bits, flat.shape[0]))
+            _fused_kernel[cut.num_tiles, cut.num_parts](
+                _pairs(flat) if matrix.format.bits == 4 else flat,
+                *kernel_parts(matrix),
+                None if is_split else bias,
+                sums,
+                *out.shape,
+                cut.width,
+                matrix.scales.shape[1],
+                cut.steps,
+                FOUR_BITS=matrix.format.bits == 4,
+                IS_FLOAT=matrix.format.is_float,
+                IS_BFLOAT=x.dtype == torch.bfloat16,
+                ONE_GROUP=matrix.scales.shape[1] == 1,
+                STEPS_PER_GROUP=cut.steps_per_group,
+                EVEN=cut.width % cut.block == 0,
+                WEIGHTS_LEFT=tiles.weights_left,
+                BLOCK=cut.block,
+                UNROLL=tiles.unroll,
+                **tiles.options,
+            )
+            if is_split:
+                _sum_kernel[(triton.cdiv(out.numel(), _REDUCE_BLOCK),)](
+                    sums, bias, out, out.numel(), matrix.rows, PARTS=cut.num_parts, BLOCK=_REDUCE_BLOCK
+                )
     return out.view(*x.shape[:-1], matrix.rows)
-
-
-def _launch(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None, out: torch.Tensor, tiles: FusedTiles
-) -> None:
-    """Fill out [tokens, rows] for x [tokens, columns]."""
-    cut = Cut.of(x.shape[0], matrix, tiles)
-    sums = out if cut.num_parts == 1 else torch.empty((cut.num_parts, *out.shape), dtype=torch.float32, device=x.device)
-    _fused_kernel[cut.num_tiles, cut.num_parts](
-        _pairs(x) if matrix.format.bits == 4 else x,
-        *kernel_parts(matrix),
-        None if cut.num_parts > 1 or bias is None else bias.contiguous(),
-        sums,
-        *out.shape,
-        cut.width,
-        matrix.scales.shape[1],
-        cut.steps,
-        FOUR_BITS=matrix.format.bits == 4,
-        IS_FLOAT=matrix.format.is_float,
-        IS_BFLOAT=x.dtype == torch.bfloat16,
-        ONE_GROUP=matrix.scales.shape[1] == 1,
-        STEPS_PER_GROUP=cut.steps_per_group,
-        EVEN=cut.width % cut.block == 0,
-        WEIGHTS_LEFT=tiles.weights_left,
-        BLOCK=cut.block,
-        UNROLL=tiles.unroll,
-        **tiles.options,
-    )
-    if cut.num_parts > 1:
-        _sum_kernel[(triton.cdiv(out.numel(), _REDUCE_BLOCK),)](
-            sums,
-            None if bias is None else bias.contiguous(),
-            out,
-            out.numel(),
-            matrix.rows,
-            PARTS=cut.num_parts,
-            BLOCK=_REDUCE_BLOCK,
-        )
 
 
 def _pairs(x: torch.Tensor) -> torch.Tensor:

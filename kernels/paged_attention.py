@@ -78,13 +78,8 @@ def _segment(
     if rule.window is not None:
         hidden |= distance >= rule.window
     scores = scores.masked_fill(hidden, -torch.inf)
-    weights = _weights(scores, rule.sinks)
+    if rule.sinks is not None:
+        scores = torch.cat([scores, rule.sinks.float()[:, None, None].expand(heads, num_queries, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : len(key_place)]
     found = weights.view(-1, shared * num_queries, weights.shape[2]) @ values.permute(1, 0, 2)
     return found.view(heads, num_queries, -1).transpose(0, 1)
-
-
-def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    if sinks is None:
-        return torch.softmax(scores, dim=-1)
-    column = sinks.float()[:, None, None].expand(*scores.shape[:2], 1)
-    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]

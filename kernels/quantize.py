@@ -78,7 +78,8 @@ def quantize_into(target: QuantizedMatrix, matrix: torch.Tensor, bounds: Bounds 
     ranges = [bounds(_grouped(matrix, rows, target), target.format, target.dtype) for rows in slices]
     low, high = (torch.cat(part) for part in zip(*ranges, strict=True))
     if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):  # what is not finite is an extreme of its group
-        raise _not_finite(matrix)
+        row, column = torch.isfinite(matrix).logical_not_().nonzero()[0].tolist()
+        raise CannotQuantize(f"row {row}, column {column} is {matrix[row, column].item()}")
     scales, zeros = fit(
         _shared(low, target, torch.amin), _shared(high, target, torch.amax), target.format, target.dtype
     )
@@ -144,11 +145,6 @@ def _grouped(matrix: torch.Tensor, rows: slice, target: QuantizedMatrix) -> torc
     if target.column_scales is not None:
         values = values / target.column_scales.float()
     return values.reshape(values.shape[0], target.format.num_groups(target.columns), -1)
-
-
-def _not_finite(matrix: torch.Tensor) -> CannotQuantize:
-    row, column = torch.isfinite(matrix).logical_not_().nonzero()[0].tolist()
-    return CannotQuantize(f"row {row}, column {column} is {matrix[row, column].item()}")
 
 
 def _shared(bound: torch.Tensor, target: QuantizedMatrix, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:

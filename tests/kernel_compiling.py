@@ -169,7 +169,6 @@ def stand_in() -> None:
         for name in kernels:
             mock.patch.object(module, name, Compiled(getattr(module, name))).start()
     mock.patch.object(launching, "is_dependent", return_value=True).start()
-    mock.patch.object(fused_linear, "has_kernels", return_value=True).start()
     mock.patch.object(fragment_linear, "_device_facts", return_value=((9, 0), 132)).start()
 
 
