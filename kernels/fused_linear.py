@@ -14,7 +14,7 @@ from torch.nn import functional
 from zinfer.kernels.dequantize import kernel_parts
 from zinfer.kernels.launching import dot, on_device
 from zinfer.kernels.quantized import QuantizedMatrix
-from zinfer.kernels.tiles import Cut, FusedTiles, most_block, tiles_for
+from zinfer.kernels.tiles import Cut, FusedTiles, most_columns, tiles_for
 from zinfer.kernels.widening import widen_bytes, widen_nibbles
 
 _LEAST_BLOCK: Final = 16  # columns of one tensor core instruction
@@ -24,7 +24,10 @@ _REDUCE_BLOCK: Final = 1024
 def can_fuse(matrix: QuantizedMatrix) -> bool:
     """Whether the fused kernel takes the matrix: half precision, and one group a row or groups that steps divide."""
     assert not matrix.format.in_fragments, "`fragment_linear` has a kernel of its own"
-    return matrix.dtype in (torch.float16, torch.bfloat16) and most_block(matrix) >= _LEAST_BLOCK
+    return (
+        matrix.dtype in (torch.float16, torch.bfloat16)
+        and most_columns(matrix) * matrix.format.bits // 8 >= _LEAST_BLOCK
+    )
 
 
 def fused_linear(

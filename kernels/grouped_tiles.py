@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from zinfer.kernels.quantized import QuantizedMatrix
-from zinfer.kernels.tiles import Tiles
+from zinfer.kernels.tiles import Tiles, most_columns
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def takes_words(matrix: QuantizedMatrix, tiles: GroupedTiles) -> bool:
     if matrix.format.bits != 8 or not tiles.in_words or matrix.dtype == torch.float32:
         return False
     are_whole = matrix.columns % 4 == 0 and matrix.codes.storage_offset() % 4 == 0
-    return are_whole and _step_columns(matrix, tiles) >= 4 * _LEAST_STEP
+    return are_whole and min(tiles.block_columns, most_columns(matrix)) >= 4 * _LEAST_STEP
 
 
 def step_units(matrix: QuantizedMatrix, tiles: GroupedTiles) -> int:
@@ -123,16 +123,10 @@ def step_units(matrix: QuantizedMatrix, tiles: GroupedTiles) -> int:
     These are bytes, or words where `takes_words`. In the order of fragments a byte holds codes of two rows: there these
     are as many columns.
     """
-    columns = _step_columns(matrix, tiles)
+    columns = min(tiles.block_columns, most_columns(matrix))
     if takes_words(matrix, tiles):
         return columns // 4
     return columns // 2 if matrix.format.bits == 4 and not matrix.format.in_fragments else columns
-
-
-def _step_columns(matrix: QuantizedMatrix, tiles: GroupedTiles) -> int:
-    groups = matrix.scales.shape[1]
-    group = matrix.columns // groups
-    return min(tiles.block_columns, group & -group) if groups > 1 else tiles.block_columns
 
 
 def can_step(matrix: QuantizedMatrix) -> bool:

@@ -100,7 +100,7 @@ class Cut:
     def of(cls, tokens: int, matrix: QuantizedMatrix, tiles: FusedTiles) -> "Cut":
         """For x [tokens, columns]."""
         width, groups = matrix.codes.shape[1], matrix.scales.shape[1]
-        block = min(tiles.block_columns * matrix.format.bits // 8, most_block(matrix))
+        block = min(tiles.block_columns, most_columns(matrix)) * matrix.format.bits // 8
         num_steps = -(-width // block)
         num_tiles = -(-matrix.rows // tiles.block_rows) * -(-tokens // tiles.block_tokens)
         parts = max(1, min(tiles.programs // num_tiles, num_steps // (tiles.stages * tiles.unroll), _MOST_PARTS))
@@ -110,10 +110,8 @@ class Cut:
         return cls(width, block, steps_per_group, steps, -(-num_steps // steps), num_tiles)
 
 
-def most_block(matrix: QuantizedMatrix) -> int:
-    """Most bytes of a step: a power of two that divides a group, if a row has several."""
+def most_columns(matrix: QuantizedMatrix) -> int:
+    """Most columns of a step: a power of two that divides a group, if a row has several."""
     groups = matrix.scales.shape[1]
-    if groups == 1:
-        return 1 << 30
     group = matrix.columns // groups
-    return (group & -group) * matrix.format.bits // 8
+    return 1 << 30 if groups == 1 else group & -group

@@ -32,7 +32,7 @@ from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.kernels.quantized_linear import quantized_linear
-from zinfer.kernels.tiles import Cut, FusedTiles, block_tokens_for, most_block, tiles_for
+from zinfer.kernels.tiles import Cut, FusedTiles, block_tokens_for, most_columns, tiles_for
 
 FUSED = [format for format in FORMATS if format.group_size != 5]
 PLAIN = FusedTiles(16, 32, 64, 4, 2, 1, False)
@@ -204,7 +204,7 @@ def test_a_cut_covers_each_step_once(bits: int, tokens: int, rows: int, groups: 
         assert cut.num_parts * cut.steps >= num_steps > (cut.num_parts - 1) * cut.steps
         assert cut.block * 8 // bits <= tiles.block_columns
         if groups > 1:
-            assert most_block(matrix) % cut.block == 0
+            assert most_columns(matrix) * matrix.format.bits // 8 % cut.block == 0
             assert cut.steps_per_group * cut.block * 8 // bits == group_size
 
 
