@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zinfer.graphs.capturer import CudaCapturer
-from zinfer.graphs.float_masks import float_masks
+from zinfer.graphs.masks import float_masks
 from zinfer.kernels.add import added_kernel
 from zinfer.kernels.launching import INTERPRETED, is_dependent
 

@@ -15,9 +15,9 @@ from transformers.cache_utils import Cache
 from zinfer.graphs.capture import Capture, DependentLaunchAdds, EscapeDetector
 from zinfer.graphs.capturer import CudaCapturer
 from zinfer.graphs.form import CONSTANTS, Call, CannotCapture
+from zinfer.graphs.masks import spared
 from zinfer.graphs.no_sync import NoSyncMode
 from zinfer.graphs.splits import GraphSplits
-from zinfer.graphs.whole_masks import spared
 
 _MOST_GRAPHS: Final = 32
 _MOST_PIECES: Final = 512
