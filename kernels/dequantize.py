@@ -141,7 +141,7 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
     codes_ptr, scales_ptr, zeros_ptr, out_ptr, num_lines, length, line_bytes,
     FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK_LINES: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A line is what one scale serves: lines lie one behind the other, in codes as in values."""
+    """A line is what one scale serves; lines are contiguous, in codes as in values."""
     lines = tl.program_id(0).to(tl.int64) * BLOCK_LINES + tl.arange(0, BLOCK_LINES)
     in_lines = (lines < num_lines)[:, None]
     begin = tl.program_id(1) * BLOCK_COLUMNS

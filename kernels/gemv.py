@@ -1,4 +1,4 @@
-"""Multiplies one or two tokens with a matrix of 16 bits, as fast as memory gives its elements.
+"""Multiplies one or two tokens with a matrix of 16 bits, as fast as memory is read.
 
 Each program takes two rows and adds in its own registers. Sums are float32 in a fixed order: the same arguments give
 the same bits. Launches are dependent ones: the first elements are loaded while the kernel before still runs.

@@ -72,7 +72,7 @@ def _find_fragments(stored_ptr, line, unit, expert, rows, width, groups):  # typ
 @triton.jit
 def _find_rows(stored_ptr, line, unit, expert, rows, expert_stride, stride, groups, TRANSPOSED: tl.constexpr):  # type: ignore[no-untyped-def]
     """As `_find_fragments`, of rows one after the other, or of columns."""
-    # Rows that lie beside each other are masked: what is not in order is not loaded 16 bytes at a time.
+    # Contiguous rows are masked, not clamped: what is not in order is not loaded 16 bytes at a time.
     stored_row = line.to(tl.int64) if TRANSPOSED else tl.minimum(line, rows - 1).to(tl.int64)
     line_ptrs = stored_ptr + expert.to(tl.int64) * expert_stride + stored_row * (1 if TRANSPOSED else stride)
     unit_places = unit * (stride if TRANSPOSED else 1)

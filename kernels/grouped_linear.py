@@ -174,7 +174,7 @@ def _form(matrix: QuantizedMatrix, tiles: GroupedTiles) -> str:
 
 
 def _in_order(x: torch.Tensor, form: str) -> torch.Tensor:
-    """x [tokens, columns] in the order in which codes lie, contiguous: of nibbles even columns, then odd ones."""
+    """x [tokens, columns] in the order of the codes, contiguous: of nibbles even columns, then odd ones."""
     if form == "fragments":
         return columns_in_fragments(x.contiguous())
     if form == "words":

@@ -1,7 +1,7 @@
 """Multiplies activations with a quantized matrix: `torch.nn.functional.linear` for a `QuantizedMatrix`.
 
-Few tokens: one kernel that reads the packed bytes; which one, the order in which they lie decides. Many tokens: the
-matrix is dequantized once, its elements rounded, and the vendor's product does the rest.
+Few tokens: one kernel that reads the packed bytes, chosen by their order. Many tokens: the matrix is dequantized once,
+its elements rounded, for the vendor's product.
 """
 
 from typing import Final
@@ -42,7 +42,7 @@ def quantized_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tenso
 
 
 def is_fused(matrix: QuantizedMatrix, tokens: int) -> bool:
-    """Whether so many tokens are multiplied with the codes as they lie, and no matrix is dequantized for them."""
+    """Whether so many tokens are multiplied with the codes themselves, without dequantizing the matrix."""
     if matrix.format.in_fragments:
         return tokens <= MOST_FRAGMENT_TOKENS and can_multiply(matrix)
     return tokens <= MOST_FUSED_TOKENS and has_kernels(matrix) and can_fuse(matrix)

@@ -1,7 +1,4 @@
-"""Products of one or two tokens, by a kernel that reads a matrix as fast as memory gives it.
-
-Python takes longer to launch it than a library's product, so it is for forwards that are replayed as graphs.
-"""
+"""Products of one or two tokens by a kernel that pays only in graphs: Python takes longer to launch it than cuBLAS."""
 
 from typing import Any
 
@@ -41,9 +38,9 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def make_rows_contiguous(model: nn.Module) -> None:
-    """Lay the weights of GPT-2's linear layers out in rows, in their own memory; what modules see of them is the same.
+    """Transpose the weights of GPT-2's linear layers in their own memory, behind views of the same shape.
 
-    Nothing may read that memory by another layout afterwards, as a slab that is copied from would be.
+    Nothing may read that memory by its former layout afterwards, such as copies of a slab.
     """
     layers = (module for module in model.modules() if isinstance(module, Conv1D) and _is_full(module.weight))
     for weight in {id(layer.weight): layer.weight for layer in layers}.values():
@@ -57,5 +54,5 @@ def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _is_full(weight: torch.Tensor) -> bool:
-    """Whether it is a parameter as it is: not codes, nor what a hook has just made of others."""
+    """Whether it is a plain parameter: neither codes nor a tensor that a hook has just computed."""
     return type(weight) is nn.Parameter
