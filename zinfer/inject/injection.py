@@ -45,11 +45,11 @@ class Injection:
     def __init__(self, model: nn.Module, packs: Iterable[FusionGroup] = (), *, replayed: bool = False) -> None:
         free = {name: module for name, module in model.named_modules() if not is_patched(module)}
         finders = _FINDERS_REPLAYED if replayed else _FINDERS
-        self._overlaid = {
-            (name, method): (module, overlay)
-            for name, module in free.items()
-            for method, overlay in _find(module, finders).items()
-        }
+        self._overlaid: dict[tuple[str, str], tuple[nn.Module, Overlay]] = {}
+        for name, module in free.items():
+            for find in finders:
+                if overlay := find(module):
+                    self._overlaid.setdefault((name, overlay.method), (module, overlay))
         if replayed:
             make_rows_contiguous(model)
         for pack in packs:
@@ -92,13 +92,3 @@ class Injection:
         self._overlaid[pack.module, "forward"] = module, Overlay("; ".join(kinds), shared.forward)
         for name, layer, forward in zip(names, layers, shared.layer_forwards(), strict=True):
             self._overlaid[name, "forward"] = layer, Overlay("", forward)
-
-
-def _find(module: nn.Module, finders: Iterable[Callable[[nn.Module], Overlay | None]]) -> dict[str, Overlay]:
-    """The first overlay of each method."""
-    found: dict[str, Overlay] = {}
-    for find in finders:
-        overlay = find(module)
-        if overlay is not None:
-            found.setdefault(overlay.method, overlay)
-    return found
