@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from zinfer.kernels.attention_rule import AttentionRule
+from zinfer.kernels.attention_arguments import AttentionRule
 from zinfer.kernels.decode_attention import DecodeTiles, decode_attention
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
 from zinfer.kernels.paged_attention import paged_attention_kernel, paged_attention_ref

@@ -5,7 +5,7 @@ from typing import Final
 
 import torch
 
-from zinfer.kernels.attention_rule import AttentionRule
+from zinfer.kernels.attention_arguments import AttentionRule
 from zinfer.kernels.kv_pages import KV_CODES, KVPages, PagedLayout, write_pages_ref
 
 

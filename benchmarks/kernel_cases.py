@@ -126,6 +126,12 @@ def allowed_error(x: torch.Tensor, matrix: QuantizedMatrix, wanted: torch.Tensor
     return place * wanted.double().abs() + magnitudes * (2**-18 + (place / 2 if rounds else 0)) + 1e-7
 
 
+def quantized_linear_ref(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`quantized_linear` with elements and sums in float64, rounded once."""
+    product = x.double() @ dequantize_ref(matrix, torch.float64).T
+    return (product if bias is None else product + bias.double()).to(x.dtype)
+
+
 def random_experts(
     format: QuantFormat | None, mixture: Mixture, dtype: torch.dtype, device: torch.device | str
 ) -> ExpertWeights:

@@ -5,7 +5,7 @@ from typing import Final
 
 from zinfer.kernels.grouped_tiles import MOST_TOKENS, TABLES, GroupedTiles
 from zinfer.kernels.int8_linear import CHOSEN, Int8Tiles
-from zinfer.kernels.tiles import Tiles, block_tokens_for
+from zinfer.kernels.tiles import FusedTiles, block_tokens_for
 
 INT8_CANDIDATES: Final = (
     CHOSEN,
@@ -47,7 +47,7 @@ _CANDIDATES: Final[dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]]] 
 # fmt: on
 
 
-def fused_candidates(bits: int, tokens: int) -> Iterator[Tiles]:
+def fused_candidates(bits: int, tokens: int) -> Iterator[FusedTiles]:
     """Tiles worth measuring for so many tokens, at most 30."""
     block_tokens = block_tokens_for(tokens)
     left = block_tokens == 8
@@ -68,7 +68,7 @@ def fused_candidates(bits: int, tokens: int) -> Iterator[Tiles]:
     )
     for rows, columns, warps, stages, weights_left, unroll in shapes:
         for programs in (264, 528, 1056):
-            yield Tiles(block_tokens, rows, columns, warps, stages, programs, weights_left, unroll)
+            yield FusedTiles(block_tokens, rows, columns, warps, stages, programs, weights_left, unroll)
 
 
 def grouped_candidates(table: str, block_tokens: int) -> Iterator[GroupedTiles]:

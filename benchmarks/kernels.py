@@ -35,6 +35,7 @@ from kernel_cases import (
     Shape,
     allowed_error,
     fits,
+    quantized_linear_ref,
     random_input,
     random_matrix,
 )
@@ -48,8 +49,7 @@ from zinfer.kernels.fragment_linear import can_multiply, fragment_linear
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.int8_linear import int8_linear, int8_linear_kernel, int8_linear_ref, quantize_tokens_kernel
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.kernels.quantized_linear import quantized_linear_ref
-from zinfer.kernels.tiles import Tiles, block_tokens_for
+from zinfer.kernels.tiles import FusedTiles, block_tokens_for
 
 _TUNED_FORMATS: Final = (QuantFormat(8), QuantFormat(4, group_size=128, symmetric=False))
 _TUNED_TOKENS: Final = (1, 8, 16, 32, 64)
@@ -72,7 +72,7 @@ def check_kernels(dtype: torch.dtype, names: Sequence[str]) -> None:
             matrix = random_matrix(format, shape.rows, shape.columns, dtype, "cuda")
             x, bias = random_input(shape, dtype, "cuda")
             with mock.patch.object(torch, "empty", poisoned):
-                right = torch.equal(dequantize_kernel(matrix), dequantize_ref(matrix))
+                right = torch.equal(dequantize(matrix), dequantize_ref(matrix))
                 if can_multiply(matrix) if format.in_fragments else can_fuse(matrix):
                     found = (fragment_linear if format.in_fragments else fused_linear)(x, matrix, bias)
                     right &= _is_near(found, quantized_linear_ref(x, matrix, bias), x, matrix)
@@ -157,7 +157,7 @@ class Bench:
         """The best tiles of each table's entry, by the geometric mean of seconds over the shapes."""
         best: dict[str, str] = {}
         for format in _TUNED_FORMATS:
-            by_tile: dict[int, dict[Tiles, list[float]]] = defaultdict(lambda: defaultdict(list))
+            by_tile: dict[int, dict[FusedTiles, list[float]]] = defaultdict(lambda: defaultdict(list))
             for rows, columns in shapes:
                 matrices = self._matrices(format, rows, columns)
                 for tokens in _TUNED_TOKENS:

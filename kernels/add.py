@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import grid_dependency_wait, is_dependent, launch_dependents, on_device, tile_for
+from zinfer.kernels.launching import grid_dependency_wait, launch_dependents, launch_flat
 
 
 def added_kernel(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -15,18 +15,8 @@ def added_kernel(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     Args:
         x, y: of one shape and dtype, contiguous.
     """
-    assert x.shape == y.shape
-    assert x.dtype == y.dtype
-    assert x.is_contiguous()
-    assert y.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if out.numel():
-        dependent = is_dependent(x.device)
-        block, warps = tile_for(x.numel())
-        with on_device(x):
-            _added_kernel[(triton.cdiv(x.numel(), block),)](
-                x, y, out, x.numel(), BLOCK=block, IS_DEPENDENT=dependent, launch_pdl=dependent, num_warps=warps
-            )
+    launch_flat(_added_kernel, out, x, y)
     return out
 
 

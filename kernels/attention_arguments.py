@@ -1,17 +1,35 @@
-"""What both attention kernels are given: pages, layout and rule as pointers, distances and constants."""
+"""What both attention kernels are given: a layer's rule; and pages, layout and rule as their arguments."""
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import triton
 
-from zinfer.kernels.attention_rule import AttentionRule
 from zinfer.kernels.kv_pages import KV_CODES, KVPages, PagedLayout
-from zinfer.kernels.launching import INTERPRETED
 
 _LOG2_E: Final = 1.4426950408889634
 _LEAST_DIM: Final = 16  # of a tensor core's operand
 _WORD: Final = 4  # codes
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRule:
+    """How a layer weighs keys.
+
+    Args:
+        scale: products are multiplied by it; above 0.
+        window: a token sees so many of the last tokens, itself included; None: all.
+        softcap: then ``softcap * tanh(products / softcap)`` (Gemma 2); None: as they are.
+        alibi_slopes: [heads] float32, times the distance to the key, are taken off (Press et al. 2022); None: nothing.
+        sinks: [heads], one more product a query, whose weight goes nowhere (gpt-oss); None: none.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 def words_fit(pages: KVPages, dtype: torch.dtype) -> bool:
@@ -83,7 +101,6 @@ def tile_arguments(
         "IS_FLOAT": pages.keys.dtype == torch.float8_e4m3fn,
         "WORDS": words,
         "LEVELS": pages.value_scales is not None and query.dtype == torch.float16,
-        "COMPILED": not INTERPRETED,
     }
 
 

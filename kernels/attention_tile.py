@@ -13,11 +13,11 @@ and queries and sums in four parts that have every fourth column each; all colum
 import triton
 import triton.language as tl
 
+from zinfer.kernels.launching import dot
 from zinfer.kernels.widening import widen_bytes, widen_words
 
-_NOTHING = tl.constexpr(
-    -1e30
-)  # the largest product of a row that has seen no key: finite, so that no difference is NaN
+# The largest product of a row that has seen no key: finite, so that no difference is NaN.
+_NOTHING = tl.constexpr(-1e30)
 _LEAST_SCALE = tl.constexpr(2.0**-60)  # values whose scale is less may count as zeros
 _SINK_LEVEL = tl.constexpr(-24.0)
 
@@ -94,38 +94,31 @@ def _load(pointers, seen, inside, MASKED: tl.constexpr, PADDED: tl.constexpr):  
 
 
 @triton.jit
-def _dot(left, right, sums, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
-    if not COMPILED:  # the interpreter has no arithmetic for bfloat16
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, sums, input_precision="ieee")
-
-
-@triton.jit
-def _numbers(found, dtype: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _numbers(found, dtype: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """What pages hold as a tuple of numbers of the query's dtype: bare codes are whole numbers or e4m3, and exact."""
     if WORDS:
-        return widen_words(found, dtype == tl.bfloat16, IS_FLOAT, COMPILED)
+        return widen_words(found, dtype == tl.bfloat16, IS_FLOAT)
     elif found.dtype == tl.int8 or found.dtype == tl.uint8:
-        return (widen_bytes(found, dtype == tl.bfloat16, IS_FLOAT, COMPILED).to(dtype),)
+        return (widen_bytes(found, dtype == tl.bfloat16, IS_FLOAT).to(dtype),)
     else:
         return (found,)
 
 
 @triton.jit
-def _multiplied(parts, numbers, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _multiplied(parts, numbers):  # type: ignore[no-untyped-def]
     """The sum of the products of the parts of queries and of keys."""
-    found = _dot(parts[0], numbers[0], None, COMPILED)
+    found = dot(parts[0], numbers[0], None)
     for part in tl.static_range(1, len(numbers)):
-        found = _dot(parts[part], numbers[part], found, COMPILED)
+        found = dot(parts[part], numbers[part], found)
     return found
 
 
 @triton.jit
-def _weighted(weights, numbers, sums, shrink, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weighted(weights, numbers, sums, shrink):  # type: ignore[no-untyped-def]
     """Sums with the values of a tile, part by part."""
     found = ()
     for part in tl.static_range(len(numbers)):
-        found += (_dot(weights, numbers[part], sums[part] * shrink[:, None], COMPILED),)  # type: ignore[assignment]
+        found += (dot(weights, numbers[part], sums[part] * shrink[:, None]),)  # type: ignore[assignment]
     return found
 
 
@@ -190,7 +183,7 @@ def attend(  # type: ignore[no-untyped-def]
     scale, factor, softcap, window,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    MASKED: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr, COMPILED: tl.constexpr,
+    MASKED: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """The state after the keys from ``begin``, a multiple of BLOCK_KEYS, to ``end``; pointers stand at the head.
 
@@ -220,13 +213,13 @@ def attend(  # type: ignore[no-untyped-def]
         # Loaded transposed, by their strides.
         key_ptrs = keys + slot * KEY_TOKEN + (within * KEY_TOKEN)[None, :]
         found = _load(key_ptrs + column, seen[None, :], column < DIM, MASKED, DIM < MAIN)
-        scores = _multiplied(query, _numbers(found, dtype, IS_FLOAT, WORDS, COMPILED), COMPILED)
+        scores = _multiplied(query, _numbers(found, dtype, IS_FLOAT, WORDS))
         if len(query) == 2:
             REST: tl.constexpr = query[1].shape[1]
             left = MAIN + tl.arange(0, REST)[:, None]
             found = _load(key_ptrs + left, seen[None, :], left < DIM, MASKED, DIM < MAIN + REST)
-            number = _numbers(found, dtype, IS_FLOAT, WORDS, COMPILED)[0]
-            scores = _dot(query[1], number, scores, COMPILED)
+            number = _numbers(found, dtype, IS_FLOAT, WORDS)[0]
+            scores = dot(query[1], number, scores)
         value_ptrs = values + slot * VALUE_TOKEN + (within * VALUE_TOKEN)[:, None] + value_column
         value = _load(value_ptrs, seen[:, None], value_column < NUM_VALUES, MASKED, NUM_VALUES < COLUMNS)
         if key_scales is not None:
@@ -248,6 +241,6 @@ def attend(  # type: ignore[no-untyped-def]
         most = now_most
         if value_scales is not None:
             weights *= value_scale[None, :]
-        value = _numbers(value, dtype, IS_FLOAT, WORDS, COMPILED)
-        sums = _weighted(weights.to(dtype), value, sums, shrink, COMPILED)
+        value = _numbers(value, dtype, IS_FLOAT, WORDS)
+        sums = _weighted(weights.to(dtype), value, sums, shrink)
     return most, total, sums

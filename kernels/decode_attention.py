@@ -1,7 +1,7 @@
 """Attention of segments with one query: the keys of a segment are split over programs, a second kernel combines them.
 
-All heads that share a head of keys are rows of one tile. How a segment is split follows from its own length alone, and
-its parts are combined in a fixed order: what a query gets does not depend on the other segments of the pass.
+All heads that share a head of keys are rows of one tile. A segment's splits follow from its own length, and are
+combined in a fixed order: a query's result does not depend on the other segments of the pass.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.attention_arguments import tile_arguments, words_fit
-from zinfer.kernels.attention_rule import AttentionRule
+from zinfer.kernels.attention_arguments import AttentionRule, tile_arguments, words_fit
 from zinfer.kernels.attention_tile import attend, first_state, load_rows, whole_sums
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
-from zinfer.kernels.launching import grid_dependency_wait, is_dependent, launch_dependents, on_device
+from zinfer.kernels.launching import dependent_options, grid_dependency_wait, launch_dependents, on_device
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,8 @@ _BY_COLUMNS: Final = {
     256: DecodeTiles(32, 512, 4, 3),
     1024: DecodeTiles(16, 512, 8, 2),
 }
-_WORDS_BY_COLUMNS: Final = {  # of codes; more warps than words have whole tiles of columns would do the same twice
-    64: DecodeTiles(64, 512, 1, 3),
-    128: DecodeTiles(64, 1024, 2, 3),
-    256: DecodeTiles(32, 512, 4, 3),
-    1024: DecodeTiles(16, 512, 8, 2),
-}
+# Of codes as words: more warps than words have whole tiles of columns would do the same twice.
+_WORDS_BY_COLUMNS: Final = {64: DecodeTiles(64, 512, 1, 3), **_BY_COLUMNS}
 _WIDE: Final = DecodeTiles(16, 512, 4, 3)  # float32, without tensor cores
 _MOST_SPLITS: Final = 16  # of a segment; longer ones have longer splits, so that their sums fit in one tile
 _WORKSPACE_BYTES: Final = 64 << 20  # of sums that wait to be combined; more segments are taken in turns
@@ -73,72 +68,57 @@ def decode_attention(
         tiles: others than those of the table.
     """
     _, heads, value_dim = out.shape
-    tiles = tiles or decode_tiles_for(query.shape[2], value_dim, query.dtype, words_fit(pages, query.dtype))
+    kv_heads = pages.values.shape[2]
+    shared = heads // kv_heads
+    words = words_fit(pages, query.dtype)
+    tiles = tiles or decode_tiles_for(query.shape[2], value_dim, query.dtype, words)
     segments = layout.context_lengths.shape[0] if layout.num_decodes is None else layout.num_decodes
     most_seen = layout.most_context if rule.window is None else min(layout.most_context, rule.window + tiles.keys)
     splits = min(max((most_seen + tiles.split_keys // 2) // tiles.split_keys, 1), _MOST_SPLITS)
     segment_bytes = splits * heads * (value_dim + 2) * 4
     turns = 1 if splits == 1 else triton.cdiv(segments * segment_bytes, _WORKSPACE_BYTES)
-    at_once = triton.cdiv(segments, max(turns, 1))
-    for first in range(0, segments, max(at_once, 1)):
-        _launch(query, pages, layout, rule, out, tiles, range(first, min(first + at_once, segments)), splits)
-
-
-def _launch(
-    query: torch.Tensor,
-    pages: KVPages,
-    layout: PagedLayout,
-    rule: AttentionRule,
-    out: torch.Tensor,
-    tiles: DecodeTiles,
-    segments: range,
-    splits: int,
-) -> None:
-    """Attention of some segments; no one has more than ``splits``."""
-    _, heads, value_dim = out.shape
-    kv_heads = pages.values.shape[2]
-    shared = heads // kv_heads
+    at_once = max(triton.cdiv(segments, max(turns, 1)), 1)
     rows = min(max(triton.next_power_of_2(shared), _FEWEST_ROWS), _MOST_ROWS)
-    place = (len(segments) if splits > 1 else 0, splits, heads)
-    sums = torch.empty((*place, value_dim), dtype=torch.float32, device=out.device)
-    parts = torch.empty((*place, 2), dtype=torch.float32, device=out.device)
-    arguments = tile_arguments(query, pages, layout, rule, words_fit(pages, query.dtype))
+    arguments = tile_arguments(query, pages, layout, rule, words)
     common = {
+        "out": out,
         "splits": splits,
         "SPLIT_KEYS": tiles.split_keys,
         "MOST_SPLITS": _MOST_SPLITS,
         "SKIP_OTHERS": layout.num_decodes is None,
         "BLOCK_KEYS": tiles.keys,
-        "IS_DEPENDENT": is_dependent(query.device),
-        "launch_pdl": is_dependent(query.device),
+        **dependent_options(query.device),
     }
-    with on_device(query):
-        _decode_kernel[(kv_heads * triton.cdiv(shared, rows) * len(segments), splits)](
-            **arguments,
-            **common,
-            out=out,
-            sums_out=sums,
-            parts_out=parts,
-            first_segment=segments.start,
-            ROWS=rows,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
-        if splits > 1:
-            _combine_kernel[(heads, len(segments))](
+    for first in range(0, segments, at_once):
+        count = min(at_once, segments - first)
+        place = (count if splits > 1 else 0, splits, heads)
+        sums = torch.empty((*place, value_dim), dtype=torch.float32, device=out.device)
+        parts = torch.empty((*place, 2), dtype=torch.float32, device=out.device)
+        with on_device(query):
+            _decode_kernel[(kv_heads * triton.cdiv(shared, rows) * count, splits)](
+                **arguments,
                 **common,
-                out=out,
-                sums_in=sums,
-                parts_in=parts,
-                starts=layout.query_starts,
-                lengths=layout.context_lengths,
-                window=rule.window,
-                first_segment=segments.start,
-                HEADS=heads,
-                VALUE_DIM=value_dim,
-                COLUMNS=triton.next_power_of_2(value_dim),
-                num_warps=1,
+                sums_out=sums,
+                parts_out=parts,
+                first_segment=first,
+                ROWS=rows,
+                num_warps=tiles.warps,
+                num_stages=tiles.stages,
             )
+            if splits > 1:
+                _combine_kernel[(heads, count)](
+                    **common,
+                    sums_in=sums,
+                    parts_in=parts,
+                    starts=layout.query_starts,
+                    lengths=layout.context_lengths,
+                    window=rule.window,
+                    first_segment=first,
+                    HEADS=heads,
+                    VALUE_DIM=value_dim,
+                    COLUMNS=triton.next_power_of_2(value_dim),
+                    num_warps=1,
+                )
 
 
 @triton.jit
@@ -169,7 +149,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     SPLIT_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     SKIP_OTHERS: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
-    COMPILED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One split of a segment's keys for the heads of a tile; heads that share keys' sectors run beside each other."""
     launch_dependents(IS_DEPENDENT)
@@ -211,7 +191,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             table + segment.to(tl.int64) * table_row, keys + kv_head * KEY_HEAD, values + kv_head * VALUE_HEAD,
             key_scales, value_scales, KEY_TOKEN, VALUE_TOKEN,
             scale, factor, softcap, window,
-            HEAD_DIM, VALUE_DIM, KV_HEADS, PAGE_SIZE, BLOCK_KEYS, part == 1, IS_FLOAT, WORDS, LEVELS, COMPILED,
+            HEAD_DIM, VALUE_DIM, KV_HEADS, PAGE_SIZE, BLOCK_KEYS, part == 1, IS_FLOAT, WORDS, LEVELS,
         )  # fmt: skip
     sums, total = whole_sums(sums, WORDS), tl.sum(total, axis=1)
     column = tl.arange(0, sums.shape[1])

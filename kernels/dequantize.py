@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import INTERPRETED, on_device
+from zinfer.kernels.launching import on_device
 from zinfer.kernels.marlin_layout import in_rows
 from zinfer.kernels.quantized import FRAGMENT_ROWS, SYMMETRIC_INT4_ZERO, QuantizedMatrix
 from zinfer.kernels.widening import widen_bytes, widen_nibbles
@@ -22,8 +22,6 @@ def dequantize(matrix: QuantizedMatrix) -> torch.Tensor:
     if has_kernels(matrix):
         return dequantize_kernel(matrix)
     out = _empty(matrix)
-    if matrix.column_order is not None:
-        return _in_order(dequantize(replace(matrix, column_order=None)), matrix.column_order, out)
     for rows in matrix.slices(_SLICE_ELEMENTS):
         out[rows] = dequantize_ref(matrix.part(rows))
     return out
@@ -49,7 +47,7 @@ def dequantize_kernel(matrix: QuantizedMatrix, out: torch.Tensor | None = None) 
 def _dequantize_rows(matrix: QuantizedMatrix, out: torch.Tensor) -> None:
     four_bits, groups = matrix.format.bits == 4, matrix.scales.shape[1]
     length = matrix.columns // groups
-    split_bytes = four_bits and groups > 1 and length % 2 == 1
+    assert not four_bits or groups == 1 or length % 2 == 0
     lines, line_bytes = matrix.rows * groups, -(-length // 2) if four_bits else length
     block_columns = max(16, min(1024, triton.next_power_of_2(length)))
     block_lines = _TILE_ELEMENTS // block_columns
@@ -58,21 +56,15 @@ def _dequantize_rows(matrix: QuantizedMatrix, out: torch.Tensor) -> None:
         return
     with on_device(out):
         _dequantize_kernel[grid](
-            kernel_codes(matrix),
-            matrix.scales.contiguous(),
-            None if matrix.zeros is None else matrix.zeros.contiguous(),
+            *kernel_parts(matrix),
             out,
             lines,
             length,
             line_bytes,
-            groups,
-            matrix.codes.shape[1],
             FOUR_BITS=four_bits,
             IS_FLOAT=matrix.format.is_float,
-            SPLIT_BYTES=split_bytes,
             BLOCK_LINES=block_lines,
             BLOCK_COLUMNS=block_columns,
-            COMPILED=not INTERPRETED,
             num_warps=_WARPS,
         )
 
@@ -123,16 +115,21 @@ def codes_of(matrix: QuantizedMatrix) -> torch.Tensor:
 
 
 def has_kernels(matrix: QuantizedMatrix) -> bool:
-    """Whether Triton compiles for the device and the format; e4m3 needs compute capability 8.9."""
-    if matrix.codes.device.type != "cuda":
+    """Whether Triton compiles for the device and the format; e4m3 needs compute capability 8.9.
+
+    Where groups have an odd number of 4-bit codes, a byte holds codes of two: that is left to torch.
+    """
+    format, device = matrix.format, matrix.codes.device
+    if device.type != "cuda" or (format.bits == 4 and (format.group_size or 0) % 2):
         return False
-    return not matrix.format.is_float or torch.cuda.get_device_capability(matrix.codes.device) >= (8, 9)
+    return not format.is_float or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def kernel_codes(matrix: QuantizedMatrix) -> torch.Tensor:
-    """The codes as the kernels take them: e4m3 numbers as their bits, for which a masked load has a zero."""
+def kernel_parts(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes, scales and zeros for a kernel: e4m3 numbers as their bits, for which a masked load has a zero."""
     codes = matrix.codes.contiguous()
-    return codes.view(torch.uint8) if matrix.format.is_float else codes
+    zeros = None if matrix.zeros is None else matrix.zeros.contiguous()
+    return codes.view(torch.uint8) if matrix.format.is_float else codes, matrix.scales.contiguous(), zeros
 
 
 def _empty(matrix: QuantizedMatrix) -> torch.Tensor:
@@ -141,26 +138,10 @@ def _empty(matrix: QuantizedMatrix) -> torch.Tensor:
 
 @triton.jit
 def _dequantize_kernel(  # type: ignore[no-untyped-def]
-    codes_ptr,
-    scales_ptr,
-    zeros_ptr,
-    out_ptr,
-    num_lines,
-    length,
-    line_bytes,
-    groups,
-    row_bytes,
-    FOUR_BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    SPLIT_BYTES: tl.constexpr,
-    BLOCK_LINES: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
-    """A line is what one scale serves: lines lie one behind the other, in codes as in values.
-
-    But for SPLIT_BYTES, lines of an odd number of 4-bit codes: there one byte holds codes of two lines.
-    """
+    codes_ptr, scales_ptr, zeros_ptr, out_ptr, num_lines, length, line_bytes,
+    FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK_LINES: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A line is what one scale serves; lines are contiguous, in codes as in values."""
     lines = tl.program_id(0).to(tl.int64) * BLOCK_LINES + tl.arange(0, BLOCK_LINES)
     in_lines = (lines < num_lines)[:, None]
     begin = tl.program_id(1) * BLOCK_COLUMNS
@@ -171,22 +152,17 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
         centre: tl.constexpr = 8 if FOUR_BITS else 128
         zero = tl.load(zeros_ptr + lines, mask=lines < num_lines, other=0).to(tl.float32)[:, None] - centre
     mask = in_lines & (columns < length)[None, :]
-    if SPLIT_BYTES:
-        places = (lines % groups)[:, None] * length + columns[None, :]
-        pairs = tl.load(codes_ptr + (lines // groups)[:, None] * row_bytes + places // 2, mask=mask, other=0)
-        codes = (pairs.to(tl.int32) >> (places % 2 * 4).to(tl.int32)) & 15
-        values = ((codes - 8).to(tl.float32) - zero) * scale
-    elif FOUR_BITS:
+    if FOUR_BITS:
         places = begin // 2 + tl.arange(0, BLOCK_COLUMNS // 2)
         in_bytes = in_lines & (places < line_bytes)[None, :]
         pairs = tl.load(codes_ptr + lines[:, None] * line_bytes + places[None, :], mask=in_bytes, other=0)
-        low, high = widen_nibbles(pairs, False, COMPILED)
+        low, high = widen_nibbles(pairs, False)
         low = ((low.to(tl.float32) - zero) * scale).to(out_ptr.dtype.element_ty)
         high = ((high.to(tl.float32) - zero) * scale).to(out_ptr.dtype.element_ty)
         values = tl.interleave(low, high)
     else:
         codes = tl.load(codes_ptr + lines[:, None] * line_bytes + columns[None, :], mask=mask, other=0)
-        values = (widen_bytes(codes, False, IS_FLOAT, COMPILED).to(tl.float32) - zero) * scale
+        values = (widen_bytes(codes, False, IS_FLOAT).to(tl.float32) - zero) * scale
     tl.store(out_ptr + lines[:, None] * length + columns[None, :], values.to(out_ptr.dtype.element_ty), mask=mask)
 
 

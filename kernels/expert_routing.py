@@ -1,12 +1,11 @@
 """Which tokens each expert has: numbers of pairs of a token and an expert, in the order of experts.
 
-On a GPU few pairs are put in order by one kernel: each pair counts those before it, and each expert those up to its
-own. That compares all with all, in one launch, where a sort and what follows take several.
+On a GPU one kernel sorts few pairs by comparing all with all, where a sort and what follows take several launches.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 import torch
 import triton
@@ -21,21 +20,14 @@ _MOST_BLOCK: Final = 256
 _LEAST_BLOCK: Final = 16
 
 
-class PairOrder(NamedTuple):
-    """Pairs in the order of their experts, on the device.
-
-    Attributes:
-        order: [pairs] int64: numbers of pairs, those of the first expert first, and of each in rising order.
-        ends: [experts] int32: where in ``order`` those of each expert end.
-    """
-
-    order: torch.Tensor
-    ends: torch.Tensor
+PairOrder: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""[pairs] int64, numbers of pairs, those of the first expert first, and of each in rising order; and [experts] int32,
+where in them those of each expert end."""
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Pairs of a token and an expert. They are put in order when somebody asks; nobody waits for anything.
+    """Pairs of a token and an expert, sorted on first use, without waiting for the device.
 
     Attributes:
         chosen: [pairs] int64: the expert of each, token after token.
@@ -55,11 +47,11 @@ class Groups:
 
     @property
     def order(self) -> torch.Tensor:
-        return self._in_order.order
+        return self._in_order[0]
 
     @property
     def ends(self) -> torch.Tensor:
-        return self._in_order.ends
+        return self._in_order[1]
 
     @cached_property
     def _in_order(self) -> PairOrder:
@@ -71,7 +63,7 @@ def pair_order_ref(chosen: torch.Tensor, num_experts: int) -> PairOrder:
     """The order of pairs for the experts chosen, by torch."""
     found, order = torch.sort(chosen.reshape(-1), stable=True)
     every = torch.arange(num_experts, dtype=found.dtype, device=found.device)
-    return PairOrder(order, torch.searchsorted(found, every, right=True, out_int32=True))
+    return order, torch.searchsorted(found, every, right=True, out_int32=True)
 
 
 def pair_order_kernel(chosen: torch.Tensor, num_experts: int) -> PairOrder:
@@ -93,7 +85,7 @@ def pair_order_kernel(chosen: torch.Tensor, num_experts: int) -> PairOrder:
             BLOCK=max(_LEAST_BLOCK, min(triton.next_power_of_2(pairs), _MOST_BLOCK)),
             num_warps=4,
         )
-    return PairOrder(order, ends)
+    return order, ends
 
 
 @triton.jit

@@ -17,18 +17,20 @@ _STAGES = tl.constexpr(2)  # turns of x in shared memory
 def _load(ptr, is_there):  # type: ignore[no-untyped-def]
     """Codes of 32 rows and 64 columns: two tiles of 4 words; anything if they are not there."""
     WORDS: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
-    ASM: tl.constexpr = ptx.load_asm()
-    low = tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,l,r", [ptr, is_there], dtype=WORDS, is_pure=False, pack=1)
-    high = tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,l,r", [ptr + 512, is_there], dtype=WORDS, is_pure=False, pack=1)
+    low = tl.inline_asm_elementwise(ptx.LOAD, "=r,=r,=r,=r,l,r", [ptr, is_there], dtype=WORDS, is_pure=False, pack=1)
+    high = tl.inline_asm_elementwise(
+        ptx.LOAD, "=r,=r,=r,=r,l,r", [ptr + 512, is_there], dtype=WORDS, is_pure=False, pack=1
+    )
     return low, high
 
 
 @triton.jit
 def _load_scales(ptr, is_there):  # type: ignore[no-untyped-def]
     """Of each of the two tiles a word, as a tuple of its own; anything if they are not there."""
-    ASM: tl.constexpr = ptx.load_scales_asm()
     WORDS: tl.constexpr = (tl.int32, tl.int32)
-    low, high = tl.inline_asm_elementwise(ASM, "=r,=r,l,r", [ptr, is_there], dtype=WORDS, is_pure=False, pack=1)
+    low, high = tl.inline_asm_elementwise(
+        ptx.LOAD_SCALES, "=r,=r,l,r", [ptr, is_there], dtype=WORDS, is_pure=False, pack=1
+    )
     return (low,), (high,)
 
 
@@ -40,8 +42,7 @@ def _with_token(token, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _read(address):  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
-    ASM: tl.constexpr = ptx.read_asm()
-    return tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r", [address], dtype=WORDS, is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(ptx.READ, "=r,=r,=r,=r,r", [address], dtype=WORDS, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -78,24 +79,14 @@ def _accumulate(operands, sums, OCTETS: tl.constexpr, ASM: tl.constexpr, CONSTRA
 
 @triton.jit
 def _turn(  # type: ignore[no-untyped-def]
-    codes,
-    scales,
-    sums,
-    none,
-    token,
-    next_codes_ptr,
-    next_scales_ptr,
-    has_next,
-    address,
-    IS_BFLOAT: tl.constexpr,
-    OCTETS: tl.constexpr,
-    STEPS_PER_GROUP: tl.constexpr,
-):
+    codes, scales, sums, none, token, next_codes_ptr, next_scales_ptr, has_next, address,
+    IS_BFLOAT: tl.constexpr, OCTETS: tl.constexpr, STEPS_PER_GROUP: tl.constexpr,
+):  # fmt: skip
     """A turn whose codes and scales are in registers; loads those of the next one, if it is there, in their place."""
     MULTIPLY: tl.constexpr = ptx.multiply_asm(IS_BFLOAT, OCTETS)
-    MULTIPLY_IO: tl.constexpr = ptx.multiply_constraints(OCTETS)
+    MULTIPLY_IO: tl.constexpr = ptx.constraints(OCTETS, 4 + 8 * OCTETS, 0)
     SCALE: tl.constexpr = ptx.scale_asm(IS_BFLOAT, OCTETS)
-    SCALE_IO: tl.constexpr = ptx.scale_constraints(OCTETS)
+    SCALE_IO: tl.constexpr = ptx.constraints(OCTETS, 1, 4 * OCTETS)
     next_codes = ()
     next_scales = ()
     parts = (none, none)
@@ -114,7 +105,7 @@ def _turn(  # type: ignore[no-untyped-def]
             sums = (low, high)
             ptr = next_scales_ptr + step // STEPS_PER_GROUP * 128
             next_scales += (_load_scales(ptr, has_next),)  # type: ignore[assignment]
-        token = _with_token(token, ptx.fence_asm())
+        token = _with_token(token, ptx.FENCE)
     return next_codes, next_scales, sums
 
 
@@ -125,19 +116,17 @@ def _exchange(sums, k_warp, own, others, OCTETS: tl.constexpr, THREADS: tl.const
     Each gives the other what that adds, through shared memory of its ``own`` that nobody reads any more.
     """
     FOUR: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
-    WRITE: tl.constexpr = ptx.write_asm()
-    READ: tl.constexpr = ptx.read_asm()
     is_first = k_warp == 0
     for octet in tl.static_range(OCTETS):
         given = [own + octet * THREADS * 16]
         for i in tl.static_range(4):
             given += [tl.where(is_first, sums[1][octet * 4 + i], sums[0][octet * 4 + i])]
-        tl.inline_asm_elementwise(WRITE, "=r,r,f,f,f,f", given, dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(ptx.WRITE, "=r,r,f,f,f,f", given, dtype=tl.int32, is_pure=False, pack=1)
     others = _with_token(others, ptx.meet_all_asm(THREADS, 2))
     values = ()
     for octet in tl.static_range(OCTETS):
         address = others + octet * THREADS * 16
-        taken = tl.inline_asm_elementwise(READ, "=f,=f,=f,=f,r", [address], dtype=FOUR, is_pure=False, pack=1)
+        taken = tl.inline_asm_elementwise(ptx.READ, "=f,=f,=f,=f,r", [address], dtype=FOUR, is_pure=False, pack=1)
         for i in tl.static_range(4):
             mine = tl.where(is_first, sums[0][octet * 4 + i], sums[1][octet * 4 + i])
             values += (mine + taken[i],)  # type: ignore[assignment]
@@ -146,23 +135,10 @@ def _exchange(sums, k_warp, own, others, OCTETS: tl.constexpr, THREADS: tl.const
 
 @triton.jit
 def _finish(  # type: ignore[no-untyped-def]
-    values,
-    bias_ptr,
-    out_ptr,
-    sums_ptr,
-    counters_ptr,
-    tile,
-    num_tiles,
-    all_turns,
-    thread,
-    row,
-    first_token,
-    tokens,
-    rows,
-    OCTETS: tl.constexpr,
-    COUNT: tl.constexpr,
-    THREADS: tl.constexpr,
-):
+    values, bias_ptr, out_ptr, sums_ptr, counters_ptr,
+    tile, num_tiles, all_turns, thread, row, first_token, tokens, rows,
+    OCTETS: tl.constexpr, COUNT: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
     """Writes each thread's COUNT sums of a tile, those of all its programs added by the one that comes last."""
     programs = tl.num_programs(0)
     first = ((tile * all_turns + 1) * programs - 1) // (num_tiles * all_turns)
@@ -202,26 +178,11 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["share", "tokens", "all_turns"])
 def fragment_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    bias_ptr,
-    chosen_ptr,
-    out_ptr,
-    sums_ptr,
-    counters_ptr,
-    share,
-    tokens,
-    rows,
-    columns,
-    all_turns,
-    IS_BFLOAT: tl.constexpr,
-    OCTETS: tl.constexpr,
-    STEPS_PER_GROUP: tl.constexpr,
-    ROW_WARPS: tl.constexpr,
-    K_WARPS: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
+    x_ptr, codes_ptr, scales_ptr, bias_ptr, chosen_ptr, out_ptr, sums_ptr, counters_ptr,
+    share, tokens, rows, columns, all_turns,
+    IS_BFLOAT: tl.constexpr, OCTETS: tl.constexpr, STEPS_PER_GROUP: tl.constexpr,
+    ROW_WARPS: tl.constexpr, K_WARPS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """A tile of tokens and a stripe of the turns of all tiles of rows.
 
     With ``chosen_ptr`` the tile is a pair of one token, which has ``share`` of them, and one of several matrices.

@@ -1,17 +1,15 @@
 """Multiplies few tokens with a matrix in the order of fragments, straight from memory into tensor cores.
 
-After Marlin (Frantar et al. 2024, arXiv 2408.11743). A warp takes 32 rows; each of its lanes loads the 16 bytes of
-codes that it multiplies with, a turn of 256 columns ahead, and widens them in its registers. x is what the warps share:
-it is copied to shared memory, a turn ahead too, straight into the order of fragments. Whole numbers are multiplied, and
-the sum over each group is scaled. Inline PTX says all that: in Triton's own language threads have no registers, and
-what tensor cores take passes through shared memory.
+After Marlin (Frantar et al. 2024, arXiv 2408.11743). A warp takes 32 rows; each lane loads the 16 bytes of codes that
+it multiplies with, a turn of 256 columns ahead, and widens them in its registers. The warps share x, which is copied to
+shared memory a turn ahead, in the order of fragments. Whole numbers are multiplied, and the sum over each group is
+scaled. All that is inline PTX: in Triton's own language what tensor cores take passes through shared memory.
 
-Sums are taken in a fixed order: where programs share rows, the one that comes last adds all their sums, first to last.
-The same arguments give the same bits. Launches are dependent ones (compute capability 9.0): the first codes are loaded
-while the kernel before still runs, and only what may be its result is waited for.
+Sums are taken in a fixed order: where programs share rows, the last one adds all their sums, first to last. The same
+arguments give the same bits. Launches are dependent ones (compute capability 9.0): the first codes are loaded while the
+kernel before still runs.
 
-From 17 tokens on tiles of 16 run beside each other, so that the codes of one are
-in the cache for the others: it takes at most as long as a call for each.
+From 17 tokens on tiles of 16 run beside each other, and find each other's codes in the cache.
 """
 
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ import torch
 
 from zinfer.kernels.dequantize import has_kernels
 from zinfer.kernels.fragment_kernel import fragment_kernel
-from zinfer.kernels.launching import INTERPRETED, on_device
+from zinfer.kernels.launching import INTERPRETED, dependent_options, on_device
 from zinfer.kernels.quantized import FRAGMENT_COLUMNS, QuantizedMatrix
 
 _TILE_TOKENS: Final = 16
@@ -32,7 +30,6 @@ _MOST_REGISTERS: Final = 128  # of a thread, so that they have room
 _NUM_COUNTERS: Final = 1 << 14
 _ALIGNMENT: Final = 16  # bytes that are copied at a time
 _LEAST_CAPABILITY: Final = (8, 0)
-_DEPENDENT_CAPABILITY: Final = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,7 @@ def can_multiply(matrix: QuantizedMatrix) -> bool:
     )
 
 
-def fragment_linear(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, programs: int | None = None
-) -> torch.Tensor:
+def fragment_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32.
 
     The matrix must be nothing that a kernel has just written (`launching.grid_dependency_wait`); a copy engine may
@@ -84,12 +79,10 @@ def fragment_linear(
         x: [..., columns], of the matrix's dtype and device.
         matrix: one that `can_multiply` names.
         bias: [rows].
-        programs: among which the turns of all tiles are divided, at most as many as turns; by default as `FragmentCut`
-            says.
     """
     flat = _aligned(x.reshape(-1, matrix.columns))
     out = torch.empty((flat.shape[0], matrix.rows), dtype=x.dtype, device=x.device)
-    _launch(flat, matrix, bias, None, out, programs)
+    _launch(flat, matrix, bias, None, out)
     return out.view(*x.shape[:-1], matrix.rows)
 
 
@@ -99,7 +92,6 @@ def chosen_linear(
     chosen: torch.Tensor,
     rows: int,
     bias: torch.Tensor | None = None,
-    programs: int | None = None,
 ) -> torch.Tensor:
     """``x @ W.T + bias`` of pairs of a token and a matrix, each read for each of its pairs.
 
@@ -108,14 +100,13 @@ def chosen_linear(
         matrices: of ``rows`` each, whole 64s, one below the other; one that `can_multiply` names.
         chosen: [pairs] int64: the number of each one's matrix; at most `most_pairs`.
         bias: [matrices, rows].
-        programs: as of `fragment_linear`, of each pair.
 
     Returns:
         [pairs, rows].
     """
     assert (x.dtype, x.shape[1]) == (matrices.dtype, matrices.columns)
     out = torch.empty((chosen.numel(), rows), dtype=x.dtype, device=x.device)
-    _launch(_aligned(x), matrices, bias, chosen, out, programs)
+    _launch(_aligned(x), matrices, bias, chosen, out)
     return out
 
 
@@ -135,7 +126,6 @@ def _launch(
     bias: torch.Tensor | None,
     chosen: torch.Tensor | None,
     out: torch.Tensor,
-    programs: int | None,
 ) -> None:
     """Fill out [tokens, rows] for x [tokens, columns], or [pairs, rows]."""
     assert matrix.format.in_fragments
@@ -145,20 +135,17 @@ def _launch(
     assert matrix.codes.data_ptr() % _ALIGNMENT == matrix.scales.data_ptr() % _ALIGNMENT == 0
     if not out.numel() or not matrix.columns:
         return
-    capability, processors = _device_facts(x.device)
-    is_dependent = capability >= _DEPENDENT_CAPABILITY
     tokens, rows = (out.shape[0] if chosen is None else 1), out.shape[1]
     token_tiles = -(-tokens // _TILE_TOKENS) if chosen is None else len(chosen)
-    cut = FragmentCut.of(token_tiles, rows, matrix.columns, processors)
-    programs = programs or cut.programs
+    cut = FragmentCut.of(token_tiles, rows, matrix.columns, _device_facts(x.device)[1])
     octets = 1 if tokens <= _TILE_TOKENS // 2 else 2
     # Of each tile that a program shares with others, at most one for each step along the row of tiles.
-    pieces = (token_tiles, programs + cut.num_tiles, cut.row_warps * _WARP_ROWS * 8 * octets)
+    pieces = (token_tiles, cut.programs + cut.num_tiles, cut.row_warps * _WARP_ROWS * 8 * octets)
     sums = torch.empty(pieces, dtype=torch.float32, device=x.device)
     counters = _counters(x.device)
     assert cut.num_tiles * token_tiles <= len(counters)
     with on_device(x):
-        fragment_kernel[programs, token_tiles](
+        fragment_kernel[cut.programs, token_tiles](
             x,
             matrix.codes,
             matrix.scales,
@@ -177,8 +164,7 @@ def _launch(
             STEPS_PER_GROUP=matrix.columns // matrix.scales.shape[1] // 64,
             ROW_WARPS=cut.row_warps,
             K_WARPS=cut.k_warps,
-            IS_DEPENDENT=is_dependent,
-            launch_pdl=is_dependent,
+            **dependent_options(x.device),
             num_warps=cut.row_warps * cut.k_warps,
             maxnreg=_MOST_REGISTERS,
         )
@@ -197,10 +183,10 @@ _counters_of: dict[tuple[torch.device, int | None], torch.Tensor] = {}
 
 
 def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros that a call finds and leaves: a stream's own, for calls that run at the same time must not share them.
+    """Zeros that a call uses and leaves as zeros: one set a stream, for concurrent calls must not share them.
 
-    Calls that are captured share some of their own: graphs with products in parts must not run beside each other. The
-    memory of a capture is the graph's, so these are made before, by the first call that is none.
+    Captured calls share one more set, so graphs must not run beside each other. The first call that is not captured
+    makes it, because memory of a capture belongs to its graph.
     """
     is_cuda = device.type == "cuda"
     is_captured = is_cuda and torch.cuda.is_current_stream_capturing()

@@ -5,6 +5,20 @@ them while they are compiled. Instructions need compute capability 8.0.
 """
 
 import triton
+import triton.language as tl
+
+FENCE = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, $1;")
+"""The assembler moves no load past it: it would bring codes as late as registers allow."""
+LOAD = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+)
+"""Sixteen bytes of codes at $4. Not marked .nc: the assembler moves such loads past a fence."""
+LOAD_SCALES = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }")
+"""Two words of two scales at $2."""
+READ = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
+"""Sixteen bytes of shared memory at $4."""
+WRITE = tl.constexpr("st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, $1;")
+"""Sixteen bytes to shared memory at $1."""
 
 
 @triton.constexpr_function
@@ -33,37 +47,6 @@ def meet_asm(row_warps: int, k_warps: int) -> str:
 def meet_all_asm(threads: int, k_warps: int) -> str:
     """All ranges of columns, so many threads each, are here."""
     return f"bar.sync {k_warps + 1}, {threads * k_warps}; mov.b32 $0, $1;"
-
-
-@triton.constexpr_function
-def fence_asm() -> str:
-    """The assembler moves no load past it: it would bring codes as late as registers allow."""
-    return "bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
-
-
-@triton.constexpr_function
-def load_asm() -> str:
-    """Sixteen bytes of codes at $4. Not marked .nc: the assembler moves such loads past a fence."""
-    load = "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];"
-    return "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p " + load + " }"
-
-
-@triton.constexpr_function
-def load_scales_asm() -> str:
-    """Two words of two scales at $2."""
-    return "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }"
-
-
-@triton.constexpr_function
-def read_asm() -> str:
-    """Sixteen bytes of shared memory at $4."""
-    return "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
-
-
-@triton.constexpr_function
-def write_asm() -> str:
-    """Sixteen bytes to shared memory at $1."""
-    return "st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, $1;"
 
 
 @triton.constexpr_function
@@ -113,11 +96,6 @@ def _widen_to_bf16(word: str, magic: str) -> list[str]:
 
 
 @triton.constexpr_function
-def multiply_constraints(octets: int) -> str:
-    return str(_constraints(octets, ["r"] * (4 + 8 * octets)))
-
-
-@triton.constexpr_function
 def scale_asm(is_bfloat: bool, octets: int) -> str:
     """$0 and on: sums, in and out, 4 for each octet of tokens; a word of two rows' scales; what they scale."""
     count = 4 * octets
@@ -130,12 +108,7 @@ def scale_asm(is_bfloat: bool, octets: int) -> str:
 
 
 @triton.constexpr_function
-def scale_constraints(octets: int) -> str:
-    return str(_constraints(octets, ["r"] + ["f"] * (4 * octets)))
-
-
-@triton.constexpr_function
-def _constraints(octets: int, operands: list[str]) -> str:
-    """Of sums that come in where they go out."""
+def constraints(octets: int, words: int, floats: int) -> str:
+    """Of so many operands, and of sums that come in where they go out."""
     count = 4 * octets
-    return ",".join(["=f"] * count + operands + [str(i) for i in range(count)])
+    return ",".join(["=f"] * count + ["r"] * words + ["f"] * floats + [str(i) for i in range(count)])

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.dequantize import has_kernels, kernel_codes
-from zinfer.kernels.launching import INTERPRETED, on_device
+from zinfer.kernels.dequantize import kernel_parts
+from zinfer.kernels.launching import dot, on_device
 from zinfer.kernels.quantized import QuantizedMatrix
-from zinfer.kernels.tiles import Cut, Tiles, most_block, tiles_for
+from zinfer.kernels.tiles import Cut, FusedTiles, most_columns, tiles_for
 from zinfer.kernels.widening import widen_bytes, widen_nibbles
 
 _LEAST_BLOCK: Final = 16  # columns of one tensor core instruction
@@ -24,81 +24,59 @@ _REDUCE_BLOCK: Final = 1024
 def can_fuse(matrix: QuantizedMatrix) -> bool:
     """Whether the fused kernel takes the matrix: half precision, and one group a row or groups that steps divide."""
     assert not matrix.format.in_fragments, "`fragment_linear` has a kernel of its own"
-    return matrix.dtype in (torch.float16, torch.bfloat16) and most_block(matrix) >= _LEAST_BLOCK
+    return (
+        matrix.dtype in (torch.float16, torch.bfloat16)
+        and most_columns(matrix) * matrix.format.bits // 8 >= _LEAST_BLOCK
+    )
 
 
 def fused_linear(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, tiles: Tiles | None = None
+    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, tiles: FusedTiles | None = None
 ) -> torch.Tensor:
     """``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32.
 
     Args:
         x: [..., columns], of the matrix's dtype and device: a GPU, or the CPU under Triton's interpreter.
+        matrix: one that `can_fuse` names.
         bias: [rows].
         tiles: others than those of the table.
-
-    Raises:
-        ValueError: the matrix has another dtype or other groups than the kernel takes.
     """
-    if not can_fuse(matrix):
-        raise ValueError(
-            f"no fused product for {matrix.dtype} and {matrix.scales.shape[1]} groups in {matrix.columns} columns: it "
-            f"takes float16 or bfloat16, and groups that {_LEAST_BLOCK * 8 // matrix.format.bits} divides"
-        )
-    assert has_kernels(matrix) or INTERPRETED, "a GPU or Triton's interpreter"
+    assert can_fuse(matrix)
     assert matrix.column_scales is matrix.column_order is None, "x is to be scaled and ordered"
     flat = x.reshape(-1, matrix.columns).contiguous()
     out = torch.empty((flat.shape[0], matrix.rows), dtype=x.dtype, device=x.device)
+    bias = None if bias is None else bias.contiguous()
     if out.numel() and matrix.columns:
+        tiles = tiles or tiles_for(matrix.format.bits, flat.shape[0])
+        cut = Cut.of(flat.shape[0], matrix, tiles)
+        is_split = cut.num_parts > 1
+        sums = torch.empty((cut.num_parts, *out.shape), dtype=torch.float32, device=x.device) if is_split else out
         with on_device(x):
-            _launch(flat, matrix, bias, out, tiles or tiles_for(matrix.format.bits, flat.shape[0]))
+            _fused_kernel[cut.num_tiles, cut.num_parts](
+                _pairs(flat) if matrix.format.bits == 4 else flat,
+                *kernel_parts(matrix),
+                None if is_split else bias,
+                sums,
+                *out.shape,
+                cut.width,
+                matrix.scales.shape[1],
+                cut.steps,
+                FOUR_BITS=matrix.format.bits == 4,
+                IS_FLOAT=matrix.format.is_float,
+                IS_BFLOAT=x.dtype == torch.bfloat16,
+                ONE_GROUP=matrix.scales.shape[1] == 1,
+                STEPS_PER_GROUP=cut.steps_per_group,
+                EVEN=cut.width % cut.block == 0,
+                WEIGHTS_LEFT=tiles.weights_left,
+                BLOCK=cut.block,
+                UNROLL=tiles.unroll,
+                **tiles.options,
+            )
+            if is_split:
+                _sum_kernel[(triton.cdiv(out.numel(), _REDUCE_BLOCK),)](
+                    sums, bias, out, out.numel(), matrix.rows, PARTS=cut.num_parts, BLOCK=_REDUCE_BLOCK
+                )
     return out.view(*x.shape[:-1], matrix.rows)
-
-
-def _launch(
-    x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None, out: torch.Tensor, tiles: Tiles
-) -> None:
-    """Fill out [tokens, rows] for x [tokens, columns]."""
-    cut = Cut.of(x.shape[0], matrix, tiles)
-    sums = out if cut.num_parts == 1 else torch.empty((cut.num_parts, *out.shape), dtype=torch.float32, device=x.device)
-    _fused_kernel[cut.num_tiles, cut.num_parts](
-        _pairs(x) if matrix.format.bits == 4 else x,
-        kernel_codes(matrix),
-        matrix.scales,
-        matrix.zeros,
-        None if cut.num_parts > 1 or bias is None else bias.contiguous(),
-        sums,
-        *out.shape,
-        cut.width,
-        matrix.scales.shape[1],
-        *matrix.scales.stride(),
-        *(matrix.scales if matrix.zeros is None else matrix.zeros).stride(),
-        cut.steps,
-        FOUR_BITS=matrix.format.bits == 4,
-        IS_FLOAT=matrix.format.is_float,
-        IS_BFLOAT=x.dtype == torch.bfloat16,
-        ONE_GROUP=matrix.scales.shape[1] == 1,
-        STEPS_PER_GROUP=cut.steps_per_group,
-        EVEN=cut.width % cut.block == 0,
-        WEIGHTS_LEFT=tiles.weights_left,
-        BLOCK_TOKENS=tiles.block_tokens,
-        BLOCK_ROWS=tiles.block_rows,
-        BLOCK=cut.block,
-        UNROLL=tiles.unroll,
-        COMPILED=not INTERPRETED,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-    if cut.num_parts > 1:
-        _sum_kernel[(triton.cdiv(out.numel(), _REDUCE_BLOCK),)](
-            sums,
-            None if bias is None else bias.contiguous(),
-            out,
-            out.numel(),
-            matrix.rows,
-            PARTS=cut.num_parts,
-            BLOCK=_REDUCE_BLOCK,
-        )
 
 
 def _pairs(x: torch.Tensor) -> torch.Tensor:
@@ -111,75 +89,43 @@ def _pairs(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _accumulate(weights, x, sums, WEIGHTS_LEFT: tl.constexpr, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _accumulate(weights, x, sums, WEIGHTS_LEFT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Adds the products of weights [rows, columns] and x [tokens, columns] to sums, [rows, tokens] or transposed."""
-    if not COMPILED:  # the interpreter has no arithmetic for bfloat16
-        weights, x = weights.to(tl.float32), x.to(tl.float32)
     if WEIGHTS_LEFT:
-        return tl.dot(weights, tl.trans(x), sums)
+        return dot(weights, tl.trans(x), sums)
     else:
-        return tl.dot(x, tl.trans(weights), sums)
+        return dot(x, tl.trans(weights), sums)
 
 
 @triton.jit
 def _multiply(  # type: ignore[no-untyped-def]
-    x,
-    codes,
-    zero,
-    sums,
-    IS_BFLOAT: tl.constexpr,
-    FOUR_BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
+    x, codes, zero, sums,
+    IS_BFLOAT: tl.constexpr, FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr,
+    HAS_ZERO: tl.constexpr, WEIGHTS_LEFT: tl.constexpr,
+):  # fmt: skip
     """Adds a step's products to sums; with 4 bits those of even and of odd columns, x being words that hold both."""
     TYPE: tl.constexpr = tl.bfloat16 if IS_BFLOAT else tl.float16
     if FOUR_BITS:
-        low, high = widen_nibbles(codes, IS_BFLOAT, COMPILED)
+        low, high = widen_nibbles(codes, IS_BFLOAT)
         if HAS_ZERO:
             centred = (zero.to(tl.float32) - 8).to(low.dtype)[:, None]
             low, high = low - centred, high - centred
-        sums = _accumulate(low, x.to(tl.int16).to(TYPE, bitcast=True), sums, WEIGHTS_LEFT, COMPILED)
-        return _accumulate(high, (x >> 16).to(tl.int16).to(TYPE, bitcast=True), sums, WEIGHTS_LEFT, COMPILED)
+        sums = _accumulate(low, x.to(tl.int16).to(TYPE, bitcast=True), sums, WEIGHTS_LEFT)
+        return _accumulate(high, (x >> 16).to(tl.int16).to(TYPE, bitcast=True), sums, WEIGHTS_LEFT)
     else:
-        weights = widen_bytes(codes, IS_BFLOAT, IS_FLOAT, COMPILED)
+        weights = widen_bytes(codes, IS_BFLOAT, IS_FLOAT)
         if HAS_ZERO:
             weights -= (zero.to(tl.float32) - 128).to(weights.dtype)[:, None]
-        return _accumulate(weights, x, sums, WEIGHTS_LEFT, COMPILED)
+        return _accumulate(weights, x, sums, WEIGHTS_LEFT)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows", "steps"])
 def _fused_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    out_ptr,
-    tokens,
-    rows,
-    width,
-    groups,
-    scale_row,
-    scale_group,
-    zero_row,
-    zero_group,
-    steps,
-    FOUR_BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    IS_BFLOAT: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-    STEPS_PER_GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, tokens, rows, width, groups, steps,
+    FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr, IS_BFLOAT: tl.constexpr, ONE_GROUP: tl.constexpr,
+    STEPS_PER_GROUP: tl.constexpr, EVEN: tl.constexpr, WEIGHTS_LEFT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """One tile of tokens and rows, summed over some steps; tiles of the same rows run beside each other."""
     HAS_ZERO: tl.constexpr = zeros_ptr is not None
     token_tiles = tl.cdiv(tokens, BLOCK_TOKENS)
@@ -192,13 +138,13 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
     first = tl.program_id(1) * steps
     last = tl.minimum(first + steps, tl.cdiv(width, BLOCK))
     # The scales of a step are loaded one step ahead: no copy to shared memory brings them early.
-    scale_ptrs = scales_ptr + stored_row * scale_row
+    scale_ptrs = scales_ptr + stored_row * groups
     group = 0 if ONE_GROUP else first // STEPS_PER_GROUP
-    scale = tl.load(scale_ptrs + group * scale_group)
+    scale = tl.load(scale_ptrs + group)
     zero = scale  # of no use without zeros
     if HAS_ZERO:
-        zero_ptrs = zeros_ptr + stored_row * zero_row
-        zero = tl.load(zero_ptrs + group * zero_group)
+        zero_ptrs = zeros_ptr + stored_row * groups
+        zero = tl.load(zero_ptrs + group)
     if WEIGHTS_LEFT:
         none = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
     else:
@@ -213,12 +159,12 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
             codes = tl.load(codes_ptrs + step * BLOCK, mask=inside, other=0)
             x = tl.load(x_ptrs + step * BLOCK, mask=(token < tokens)[:, None] & inside, other=0)
         if ONE_GROUP:
-            sums = _multiply(x, codes, zero, sums, IS_BFLOAT, FOUR_BITS, IS_FLOAT, HAS_ZERO, WEIGHTS_LEFT, COMPILED)
+            sums = _multiply(x, codes, zero, sums, IS_BFLOAT, FOUR_BITS, IS_FLOAT, HAS_ZERO, WEIGHTS_LEFT)
         else:
             next_group = tl.minimum((step + 1) // STEPS_PER_GROUP, groups - 1)
-            next_scale = tl.load(scale_ptrs + next_group * scale_group)
-            next_zero = tl.load(zero_ptrs + next_group * zero_group) if HAS_ZERO else next_scale
-            product = _multiply(x, codes, zero, none, IS_BFLOAT, FOUR_BITS, IS_FLOAT, HAS_ZERO, WEIGHTS_LEFT, COMPILED)
+            next_scale = tl.load(scale_ptrs + next_group)
+            next_zero = tl.load(zero_ptrs + next_group) if HAS_ZERO else next_scale
+            product = _multiply(x, codes, zero, none, IS_BFLOAT, FOUR_BITS, IS_FLOAT, HAS_ZERO, WEIGHTS_LEFT)
             sums += product * (scale[:, None] if WEIGHTS_LEFT else scale[None, :]).to(tl.float32)
             scale, zero = next_scale, next_zero
     if WEIGHTS_LEFT:

@@ -1,8 +1,7 @@
-"""Multiplies one or two tokens with a matrix of 16 bits, as fast as memory gives its elements.
+"""Multiplies one or two tokens with a matrix of 16 bits, as fast as memory is read.
 
-Where a library's product of matrices fills tiles of tokens that are not there, each program here takes two rows and
-adds in its own registers. Sums are float32 and taken in a fixed order: the same arguments give the same bits. Launches
-are dependent ones: the first elements are loaded while the kernel before still runs.
+Each program takes two rows and adds in its own registers. Sums are float32 in a fixed order: the same arguments give
+the same bits. Launches are dependent ones: the first elements are loaded while the kernel before still runs.
 """
 
 from typing import Final
@@ -11,7 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import INTERPRETED, grid_dependency_wait, is_dependent, launch_dependents, on_device
+from zinfer.kernels.launching import (
+    INTERPRETED,
+    dependent_options,
+    grid_dependency_wait,
+    launch_dependents,
+    on_device,
+    rows_of,
+)
 
 MOST_TOKENS: Final = 2
 _DTYPES: Final = (torch.float16, torch.bfloat16)
@@ -46,12 +52,9 @@ def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
         [..., rows] in the dtype of x.
     """
     rows, columns = weight.shape
-    flat = x.reshape(-1, columns)
-    if flat.stride(-1) != 1:
-        flat = flat.contiguous()
+    flat = rows_of(x)
     out = torch.empty((flat.shape[0], rows), dtype=x.dtype, device=x.device)
     if out.numel():
-        dependent = is_dependent(x.device)
         with on_device(x):
             _gemv_kernel[(triton.cdiv(rows, _ROWS),)](
                 flat,
@@ -64,18 +67,10 @@ def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
                 TOKENS=flat.shape[0],
                 ROWS=_ROWS,
                 COLUMNS=_COLUMNS,
-                IS_DEPENDENT=dependent,
-                launch_pdl=dependent,
+                **dependent_options(x.device),
                 num_warps=_WARPS,
             )
     return out.view(*x.shape[:-1], rows)
-
-
-def gemv_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `gemv`, in float32, or in float64 for x in float64."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    product = x.to(wide) @ weight.to(wide).T
-    return (product if bias is None else product + bias.to(wide)).to(x.dtype)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from zinfer.kernels.launching import dot
 from zinfer.kernels.widening import widen_bytes, widen_nibbles, widen_words
 
 
@@ -22,44 +23,41 @@ def _find_tile(ends_ptr, order_ptr, tile, experts, EXPERTS: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _accumulate(weights, x, sums, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _accumulate(weights, x, sums):  # type: ignore[no-untyped-def]
     """Adds the products of weights [rows, columns] and x [tokens, columns] to sums [rows, tokens]."""
-    if COMPILED:
-        return tl.dot(weights.to(x.dtype), tl.trans(x), sums, input_precision="ieee")
-    else:  # the interpreter has no arithmetic for bfloat16
-        return tl.dot(weights.to(tl.float32), tl.trans(x.to(tl.float32)), sums)
+    return dot(weights.to(x.dtype), tl.trans(x), sums)
 
 
 @triton.jit
 def _multiply(  # type: ignore[no-untyped-def]
-    x, second_x, third_x, last_x, stored, zero, sums, high_sums,
-    FORM: tl.constexpr, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_ZERO: tl.constexpr, COMPILED: tl.constexpr,
+    parts, stored, zero, sums, high_sums,
+    FORM: tl.constexpr, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_ZERO: tl.constexpr,
 ):  # fmt: skip
     """Adds a step's products to sums; of fragments those of the rows in high halves of bytes to sums of their own."""
     if FORM == "bytes":
-        weights = widen_bytes(stored, IS_BFLOAT, IS_FLOAT, COMPILED)
+        weights = widen_bytes(stored, IS_BFLOAT, IS_FLOAT)
         if HAS_ZERO:
             weights -= (zero.to(tl.float32) - 128).to(weights.dtype)[:, None]
-        return _accumulate(weights, x, sums, COMPILED), high_sums
+        return _accumulate(weights, parts[0], sums), high_sums
     elif FORM == "words":
         if HAS_ZERO:  # unsigned codes become signed ones, less 128
             stored ^= -0x7F7F7F80
-        first, second, third, last = widen_words(stored, IS_BFLOAT, IS_FLOAT, COMPILED)
+        first, second, third, last = widen_words(stored, IS_BFLOAT, IS_FLOAT)
         if HAS_ZERO:
             centred = (zero.to(tl.float32) - 128).to(first.dtype)[:, None]
             first, second, third, last = first - centred, second - centred, third - centred, last - centred
-        sums = _accumulate(second, second_x, _accumulate(first, x, sums, COMPILED), COMPILED)
-        return _accumulate(last, last_x, _accumulate(third, third_x, sums, COMPILED), COMPILED), high_sums
+        sums = _accumulate(second, parts[1], _accumulate(first, parts[0], sums))
+        return _accumulate(last, parts[3], _accumulate(third, parts[2], sums)), high_sums
     else:
-        low, high = widen_nibbles(stored, IS_BFLOAT, COMPILED)
+        low, high = widen_nibbles(stored, IS_BFLOAT)
         if HAS_ZERO:
             centred = (zero.to(tl.float32) - 8).to(low.dtype)[:, None]
             low, high = low - centred, high - centred
-        sums = _accumulate(low, x, sums, COMPILED)
+        sums = _accumulate(low, parts[0], sums)
         if FORM == "fragments":
-            return sums, _accumulate(high, x, high_sums, COMPILED)
+            return sums, _accumulate(high, parts[0], high_sums)
         else:
-            return _accumulate(high, second_x, sums, COMPILED), high_sums
+            return _accumulate(high, parts[1], sums), high_sums
 
 
 @triton.jit
@@ -74,7 +72,7 @@ def _find_fragments(stored_ptr, line, unit, expert, rows, width, groups):  # typ
 @triton.jit
 def _find_rows(stored_ptr, line, unit, expert, rows, expert_stride, stride, groups, TRANSPOSED: tl.constexpr):  # type: ignore[no-untyped-def]
     """As `_find_fragments`, of rows one after the other, or of columns."""
-    # Rows that lie beside each other are masked: what is not in order is not loaded 16 bytes at a time.
+    # Contiguous rows are masked, not clamped: what is not in order is not loaded 16 bytes at a time.
     stored_row = line.to(tl.int64) if TRANSPOSED else tl.minimum(line, rows - 1).to(tl.int64)
     line_ptrs = stored_ptr + expert.to(tl.int64) * expert_stride + stored_row * (1 if TRANSPOSED else stride)
     unit_places = unit * (stride if TRANSPOSED else 1)
@@ -95,14 +93,11 @@ def _load_step(  # type: ignore[no-untyped-def]
         there = (unit < width - step * BLOCK)[None, :]
         is_x = inside[:, None] & there
         stored = tl.load(step_ptrs, mask=there & (row < rows)[:, None] if TRANSPOSED else there, other=0)
-    x = tl.load(x_ptrs + step * BLOCK, mask=is_x, other=0)
-    second_x, third_x, last_x = x, x, x
-    if FORM == "nibbles" or FORM == "words":
-        second_x = tl.load(x_ptrs + part + step * BLOCK, mask=is_x, other=0)
-    if FORM == "words":
-        third_x = tl.load(x_ptrs + 2 * part + step * BLOCK, mask=is_x, other=0)
-        last_x = tl.load(x_ptrs + 3 * part + step * BLOCK, mask=is_x, other=0)
-    return stored, x, second_x, third_x, last_x
+    NUM: tl.constexpr = 4 if FORM == "words" else 2 if FORM == "nibbles" else 1
+    parts = ()
+    for number in tl.static_range(NUM):
+        parts += (tl.load(x_ptrs + number * part + step * BLOCK, mask=is_x, other=0),)  # type: ignore[assignment]
+    return stored, parts
 
 
 @triton.jit
@@ -118,36 +113,12 @@ def _store(out_ptr, bias_ptr, sums, expert, pair, inside, row, rows):  # type: i
 
 @triton.jit(do_not_specialize=["share", "experts", "token_tiles"])
 def grouped_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    stored_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    out_ptr,
-    order_ptr,
-    ends_ptr,
-    share,
-    experts,
-    token_tiles,
-    rows,
-    width,
-    expert_stride,
-    stride,
-    groups,
-    part,
-    FORM: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    IS_BFLOAT: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-    STEPS_PER_GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
+    x_ptr, stored_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, order_ptr, ends_ptr,
+    share, experts, token_tiles, rows, width, expert_stride, stride, groups, part,
+    FORM: tl.constexpr, IS_FLOAT: tl.constexpr, IS_BFLOAT: tl.constexpr, ONE_GROUP: tl.constexpr,
+    STEPS_PER_GROUP: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A tile of tokens of one expert and of rows of its matrix; tiles of the same rows run beside each other.
 
     A line is what one unit of ``width`` after the other is read from: a row, or in the order of fragments two of them.
@@ -183,23 +154,19 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     none = tl.zeros((LINES, BLOCK_TOKENS), tl.float32)
     sums, high_sums = none, none
     for step in tl.range(0, tl.cdiv(width, BLOCK)):
-        stored, x, second_x, third_x, last_x = _load_step(
+        stored, parts = _load_step(
             stored_ptrs, x_ptrs, step, step_places, unit, width, inside, row, rows, part,
             BLOCK, FORM, EVEN, TRANSPOSED,
         )  # fmt: skip
         if FORM == "full":
-            sums = _accumulate(stored, x, sums, COMPILED)
+            sums = _accumulate(stored, parts[0], sums)
         elif FORM == "words" and ONE_GROUP:
             # Four products that follow each other are waited for one by one, so they may add to those before.
-            sums, high_sums = _multiply(
-                x, second_x, third_x, last_x, stored, zero, sums, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO, COMPILED
-            )
+            sums, high_sums = _multiply(parts, stored, zero, sums, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO)
         else:
             # Codes are multiplied out of registers. A product that adds to the one before may still be under way when
             # the next codes come there: sums were wrong on a GPU, in tiles of 128 tokens. What is scaled is waited for.
-            product, high = _multiply(
-                x, second_x, third_x, last_x, stored, zero, none, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO, COMPILED
-            )
+            product, high = _multiply(parts, stored, zero, none, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO)
             sums += product * scale[:, None].to(tl.float32)
             if FRAGMENTS:
                 high_sums += high * high_scale[:, None].to(tl.float32)

@@ -1,32 +1,28 @@
 """Multiplies tokens with the matrices of the experts chosen for them: a product with all experts in one launch.
 
-What is sorted are not tokens but the numbers of pairs of a token and an expert (`Groups`). A program finds in them
-which expert its tile of tokens has, reads their rows where they lie, and writes each sum to its pair's own place: so
-nothing is gathered or put back, and the host need not know how many tokens an expert has. A graph can hold all of it.
-Matrices of experts without tokens are not read.
+Not tokens are sorted but the numbers of pairs of a token and an expert (`Groups`). A program looks up the expert of its
+tile, reads the tokens' rows in place, and writes each sum to its pair's place: nothing is gathered or put back, the
+host need not know how many tokens an expert has, and a graph can hold it. Matrices of experts without tokens are not
+read.
 
-Of pairs that are at most as many as experts few share one: where codes are in the order of fragments each reads its own
-matrix (`fragment_linear.chosen_linear`), and nothing is sorted. On an H200 that takes 0.2 to 0.9 of the time.
+Few pairs share an expert if there are at most as many as experts: from codes in the order of fragments each then reads
+its own matrix (`fragment_linear.chosen_linear`), unsorted. On an H200 that takes 0.2 to 0.9 of the time.
 
 Weights are in full, [experts, rows, columns] with rows or columns beside each other, or quantized, where bare codes are
 multiplied and the sum over each group is scaled (`fused_linear`). Sums are taken in a fixed order, in float32.
 
-Torch has a grouped product for full bfloat16, of pairs in the order of experts. With gathering before it and putting
-back after it took 0.95 to 1.71 times as long as this one on an H200 (Qwen3-30B-A3B's and Mixtral-8x7B's experts, 512 to
-4,096 tokens; `benchmarks/experts.py`), by itself 0.86 to 1.62: so it is not called. Nor are quantized matrices
-dequantized for it. For Mixtral's and 4,096 tokens that would be the faster way by arithmetic (4.4 ms for 4.65 of INT8's
-gate and up), and take 1.9 GB that no plan counts.
+Torch's grouped product of full bfloat16 is at most 5 % faster with gathering before it and putting back after
+(`benchmarks/experts.py`), and is not called.
 """
 
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import torch
 import triton
+import triton.language as tl
 from torch.nn import functional
 
-from zinfer.kernels.deinterleave import in_quarters
-from zinfer.kernels.dequantize import dequantize, dequantize_ref, has_kernels, kernel_codes
+from zinfer.kernels.dequantize import dequantize, dequantize_ref, has_kernels, kernel_parts
 from zinfer.kernels.expert_routing import Groups
 from zinfer.kernels.fragment_linear import can_multiply, chosen_linear, most_pairs
 from zinfer.kernels.grouped_kernel import grouped_kernel
@@ -39,7 +35,7 @@ from zinfer.kernels.grouped_tiles import (
     step_units,
     takes_words,
 )
-from zinfer.kernels.launching import INTERPRETED, on_device
+from zinfer.kernels.launching import on_device
 from zinfer.kernels.marlin_layout import columns_in_fragments
 from zinfer.kernels.quantized import QuantizedMatrix
 
@@ -47,13 +43,18 @@ ExpertWeights: TypeAlias = torch.Tensor | QuantizedMatrix
 """[experts, rows, columns], or a matrix of all experts' rows one below the other."""
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
+_BLOCK: Final = 1024  # fours of columns
+_WARPS: Final = 4
 
 
 def can_group(weight: ExpertWeights) -> bool:
     """Whether `grouped_linear` takes the weights: of any form on the CPU, where each expert is multiplied by torch."""
-    if isinstance(weight, QuantizedMatrix):
-        return weight.codes.device.type == "cpu" or (has_kernels(weight) and _has_form(weight))
-    return weight.device.type == "cpu" or (weight.is_cuda and weight.dtype in _DTYPES)
+    if not isinstance(weight, QuantizedMatrix):
+        return weight.device.type == "cpu" or (weight.is_cuda and weight.dtype in _DTYPES)
+    if weight.codes.device.type == "cpu":
+        return True
+    has_own_columns = weight.column_scales is not None or weight.column_order is not None
+    return has_kernels(weight) and weight.dtype in _DTYPES and not has_own_columns and can_step(weight)
 
 
 def grouped_linear(
@@ -112,100 +113,68 @@ def grouped_linear_kernel(
     Args:
         tiles: others than those of the table.
     """
-    assert (x.dtype, x.shape[1]) == (weight.dtype, _columns(weight))
-    rows = _rows(weight, groups)
-    out = torch.empty((groups.num_pairs, rows), dtype=x.dtype, device=x.device)
-    if out.numel():
-        with on_device(x):
-            tiles = tiles or grouped_tiles_for(groups.num_pairs, groups.num_experts, rows, weight)
-            _launch(x, weight, groups, bias, out, tiles)
+    pairs, rows = groups.num_pairs, _rows(weight, groups)
+    out = torch.empty((pairs, rows), dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    tiles = tiles or grouped_tiles_for(pairs, groups.num_experts, rows, weight)
+    transposed = is_float = False
+    scales = zeros = None
+    if isinstance(weight, QuantizedMatrix):
+        form, block, is_float = _form(weight, tiles), step_units(weight, tiles), weight.format.is_float
+        codes, scales, zeros = kernel_parts(weight)
+        stored = (codes.view(torch.int32) if form == "words" else codes).view(groups.num_experts, rows, -1)
+    else:
+        form, block = "full", tiles.block_columns
+        transposed = weight.stride(1) == 1 and weight.stride(2) != 1
+        stored = weight if transposed or weight.stride(2) == 1 else weight.contiguous()
+    num_groups = 1 if scales is None else scales.shape[1]
+    lines = _in_order(x, form)
+    width = lines.shape[-1]
+    with on_device(x):
+        grouped_kernel[(num_programs(pairs, groups.num_experts, rows, tiles),)](
+            lines,
+            stored,
+            scales,
+            zeros,
+            None if bias is None else bias.contiguous(),
+            out,
+            groups.order,
+            groups.ends,
+            pairs // x.shape[0],
+            groups.num_experts,
+            most_token_tiles(pairs, groups.num_experts, tiles.block_tokens),
+            rows,
+            width,
+            stored.stride(0),
+            stored.stride(2 if transposed else 1),
+            num_groups,
+            lines[0].numel(),
+            FORM=form,
+            IS_FLOAT=is_float,
+            IS_BFLOAT=x.dtype == torch.bfloat16,
+            ONE_GROUP=num_groups == 1,
+            STEPS_PER_GROUP=1 if num_groups == 1 else width // num_groups // block,
+            EVEN=width % block == 0,
+            TRANSPOSED=transposed,
+            EXPERTS=triton.next_power_of_2(groups.num_experts),
+            BLOCK=block,
+            **tiles.options,
+        )
     return out
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Weights as the kernel reads them: ``stride`` is from row to row, or of transposed ones from column to column."""
-
-    form: str
-    values: torch.Tensor
-    expert_stride: int
-    stride: int
-    block: int
-    transposed: bool = False
-    is_float: bool = False
-    scales: torch.Tensor | None = None
-    zeros: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, weight: ExpertWeights, rows: int, tiles: GroupedTiles) -> "_Stored":
-        if not isinstance(weight, QuantizedMatrix):
-            transposed = weight.stride(1) == 1 and weight.stride(2) != 1
-            values = weight if transposed or weight.stride(2) == 1 else weight.contiguous()
-            strides = values.stride(0), values.stride(2 if transposed else 1)
-            return cls("full", values, *strides, tiles.block_columns, transposed)
-        codes, zeros = kernel_codes(weight), None if weight.zeros is None else weight.zeros.contiguous()
-        form = "fragments" if weight.format.in_fragments else "nibbles" if weight.format.bits == 4 else "bytes"
-        if takes_words(weight, tiles):
-            form, codes = "words", codes.view(torch.int32)
-        strides = rows * codes.shape[1], codes.shape[1]
-        block, scales = step_units(weight, tiles), weight.scales.contiguous()
-        return cls(form, codes, *strides, block, is_float=weight.format.is_float, scales=scales, zeros=zeros)
-
-    @property
-    def num_groups(self) -> int:
-        return 1 if self.scales is None else self.scales.shape[1]
-
-
-def _launch(
-    x: torch.Tensor,
-    weight: ExpertWeights,
-    groups: Groups,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    tiles: GroupedTiles,
-) -> None:
-    """Fill out [pairs, rows] for x [tokens or pairs, columns]."""
-    pairs, rows = out.shape
-    stored = _Stored.of(weight, rows, tiles)
-    lines = _in_order(x, stored.form)
-    width, num_groups = lines.shape[-1], stored.num_groups
-    grouped_kernel[(num_programs(pairs, groups.num_experts, rows, tiles),)](
-        lines,
-        stored.values,
-        stored.scales,
-        stored.zeros,
-        None if bias is None else bias.contiguous(),
-        out,
-        groups.order,
-        groups.ends,
-        pairs // x.shape[0],
-        groups.num_experts,
-        most_token_tiles(pairs, groups.num_experts, tiles.block_tokens),
-        rows,
-        width,
-        stored.expert_stride,
-        stored.stride,
-        num_groups,
-        lines[0].numel(),
-        FORM=stored.form,
-        IS_FLOAT=stored.is_float,
-        IS_BFLOAT=x.dtype == torch.bfloat16,
-        ONE_GROUP=num_groups == 1,
-        STEPS_PER_GROUP=1 if num_groups == 1 else width // num_groups // stored.block,
-        EVEN=width % stored.block == 0,
-        TRANSPOSED=stored.transposed,
-        EXPERTS=triton.next_power_of_2(groups.num_experts),
-        BLOCK_TOKENS=tiles.block_tokens,
-        BLOCK_ROWS=tiles.block_rows,
-        BLOCK=stored.block,
-        COMPILED=not INTERPRETED,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+def _form(matrix: QuantizedMatrix, tiles: GroupedTiles) -> str:
+    """How the kernel takes the codes."""
+    if matrix.format.in_fragments:
+        return "fragments"
+    if matrix.format.bits == 4:
+        return "nibbles"
+    return "words" if takes_words(matrix, tiles) else "bytes"
 
 
 def _in_order(x: torch.Tensor, form: str) -> torch.Tensor:
-    """x [tokens, columns] in the order in which codes lie, contiguous: of nibbles even columns, then odd ones."""
+    """x [tokens, columns] in the order of the codes, contiguous: of nibbles even columns, then odd ones."""
     if form == "fragments":
         return columns_in_fragments(x.contiguous())
     if form == "words":
@@ -216,16 +185,36 @@ def _in_order(x: torch.Tensor, form: str) -> torch.Tensor:
     return x.contiguous()
 
 
-def _columns(weight: ExpertWeights) -> int:
-    return weight.columns if isinstance(weight, QuantizedMatrix) else weight.shape[2]
-
-
 def _rows(weight: ExpertWeights, groups: Groups) -> int:
     """Of each expert's matrix."""
     return weight.rows // groups.num_experts if isinstance(weight, QuantizedMatrix) else weight.shape[1]
 
 
-def _has_form(matrix: QuantizedMatrix) -> bool:
-    """Whether the codes lie as the kernel reads them."""
-    has_own_columns = matrix.column_scales is not None or matrix.column_order is not None
-    return matrix.dtype in _DTYPES and not has_own_columns and can_step(matrix)
+def in_quarters(x: torch.Tensor) -> torch.Tensor:
+    """x [tokens, columns] as [4, tokens, columns / 4]: columns 0, 4, 8 and on, then 1, 5, 9 and on.
+
+    The order in which words of four codes are widened.
+
+    Args:
+        x: contiguous, of two bytes an element, with whole fours of columns; on a GPU, or under Triton's interpreter.
+    """
+    tokens, columns = x.shape
+    out = torch.empty((4, tokens, columns // 4), dtype=x.dtype, device=x.device)
+    count = out[0].numel()
+    if count:
+        words = (x.clone() if x.data_ptr() % 8 else x).view(torch.int64)
+        with on_device(x):
+            _quarters_kernel[(triton.cdiv(count, _BLOCK),)](
+                words, out.view(torch.int16), count, BLOCK=_BLOCK, num_warps=_WARPS
+            )
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _quarters_kernel(words_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Some fours of columns, each a word of 64 bits."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    words = tl.load(words_ptr + place, mask=inside, other=0)
+    for part in tl.static_range(4):
+        tl.store(out_ptr + part * count.to(tl.int64) + place, (words >> 16 * part).to(tl.int16), mask=inside)

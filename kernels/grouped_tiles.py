@@ -5,10 +5,8 @@ Raced on an H200 with the experts of Qwen3-30B-A3B (128 of 1536 x 2048 and 2048 
 (`benchmarks/experts.py --tune`): those here won or were within 2 %. With 4,096 tokens Qwen3's come to 468 TFLOP/s in
 full, 354 from INT8, 297 from INT4.
 
-Codes of 8 bits were the slowest for the way into the registers: two bytes a load from shared memory, and 799
-instructions of each thread for a step of 128 columns of 128 rows and 64 tokens (INT4: 549). Taken as words they come
-eight bytes a load, and the step has 432. In groups of 128 the tile of 128 tokens and as many rows would spill 1,140
-bytes a thread to memory; that of half as many rows spills none.
+Codes of 8 bits are taken as words: bytes come two a load from shared memory, words eight bytes. In groups of 128 the
+tile of 128 tokens and as many rows would spill 1,140 bytes a thread to memory; that of half as many rows spills none.
 """
 
 from dataclasses import dataclass, replace
@@ -17,27 +15,18 @@ from typing import Final
 import torch
 
 from zinfer.kernels.quantized import QuantizedMatrix
+from zinfer.kernels.tiles import Tiles, most_columns
 
 
 @dataclass(frozen=True)
-class GroupedTiles:
-    """A program's share of the product, powers of two.
+class GroupedTiles(Tiles):
+    """A program's share of the product.
 
     Args:
-        block_tokens: tokens of a tile, all of one expert.
-        block_rows: rows of its matrix.
-        block_columns: columns of a step; fewer where a group has fewer.
-        warps: of a program.
-        stages: steps under way: one is multiplied while the others are loaded.
-        in_words: codes of 8 bits are taken as words of four, each of which meets a quarter of x's columns: for that x
-            is put in order before, where the codes' rows are whole words.
+        in_words: whether codes of 8 bits are read as words of four, each of which meets a quarter of x's columns: for
+            that x is put in order before, where the codes' rows are whole words.
     """
 
-    block_tokens: int
-    block_rows: int
-    block_columns: int
-    warps: int
-    stages: int
     in_words: bool = False
 
 
@@ -125,7 +114,7 @@ def takes_words(matrix: QuantizedMatrix, tiles: GroupedTiles) -> bool:
     if matrix.format.bits != 8 or not tiles.in_words or matrix.dtype == torch.float32:
         return False
     are_whole = matrix.columns % 4 == 0 and matrix.codes.storage_offset() % 4 == 0
-    return are_whole and _step_columns(matrix, tiles) >= 4 * _LEAST_STEP
+    return are_whole and min(tiles.block_columns, most_columns(matrix)) >= 4 * _LEAST_STEP
 
 
 def step_units(matrix: QuantizedMatrix, tiles: GroupedTiles) -> int:
@@ -134,16 +123,10 @@ def step_units(matrix: QuantizedMatrix, tiles: GroupedTiles) -> int:
     These are bytes, or words where `takes_words`. In the order of fragments a byte holds codes of two rows: there these
     are as many columns.
     """
-    columns = _step_columns(matrix, tiles)
+    columns = min(tiles.block_columns, most_columns(matrix))
     if takes_words(matrix, tiles):
         return columns // 4
     return columns // 2 if matrix.format.bits == 4 and not matrix.format.in_fragments else columns
-
-
-def _step_columns(matrix: QuantizedMatrix, tiles: GroupedTiles) -> int:
-    groups = matrix.scales.shape[1]
-    group = matrix.columns // groups
-    return min(tiles.block_columns, group & -group) if groups > 1 else tiles.block_columns
 
 
 def can_step(matrix: QuantizedMatrix) -> bool:

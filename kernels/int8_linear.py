@@ -1,8 +1,7 @@
 """Multiplies activations with a matrix of INT8 codes in INT8 as well: W8A8 (Yao et al. 2022, "ZeroQuant").
 
-Each token's activations are quantized when they are met, symmetrically, with a scale of their own; tensor cores
-multiply codes with codes into 32-bit integers, exactly, and the two scales and the bias are applied to the sums. The
-price is the rounding of the activations.
+Each token's activations are quantized symmetrically, with a scale of their own; tensor cores multiply codes exactly
+into 32-bit integers, to which both scales and the bias are applied. The price is the rounding of the activations.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zinfer.kernels.launching import on_device
 from zinfer.kernels.quantized import QuantizedMatrix
-from zinfer.kernels.quantized_linear import check_operands, with_plain_matrix
+from zinfer.kernels.quantized_linear import check_input, with_plain_matrix
+from zinfer.kernels.tiles import Tiles
 
 _LAST: Final = 127  # the largest code
 _MOST_COLUMNS: Final = (2**31 - 1) // _LAST**2  # more of them might overflow a sum
@@ -26,14 +26,9 @@ _TOKEN_WARPS: Final = 8
 
 
 @dataclass(frozen=True)
-class Int8Tiles:
-    """A program's tile, the columns of a step, how it runs; ``swizzle`` token tiles go through the rows together."""
+class Int8Tiles(Tiles):
+    """A program's share of the product; ``swizzle`` token tiles go through the rows together."""
 
-    block_tokens: int
-    block_rows: int
-    block_columns: int
-    warps: int
-    stages: int
     swizzle: int = 8
 
 
@@ -54,24 +49,18 @@ def int8_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | N
         [..., rows] in the dtype of x; on the CPU by `int8_linear_ref`.
 
     Raises:
-        ValueError: x or bias do not fit the matrix, or its format is another one.
+        ValueError: x does not fit the matrix, or its format is another one.
     """
-    check_operands(x, matrix, bias)
-    check_matrix(matrix)
-    x, matrix = with_plain_matrix(x, matrix)
-    if x.device.type != "cuda":
-        return int8_linear_ref(x, matrix, bias)
-    return int8_linear_kernel(x, matrix, bias)
-
-
-def check_matrix(matrix: QuantizedMatrix) -> None:
-    """Raise ValueError unless INT8 tensor cores can multiply the matrix's codes."""
+    check_input(x, matrix)
     if not matrix.format.multiplies_int8:
         raise ValueError(f"INT8 products need symmetric INT8 weights with one scale a row, not {matrix.format}")
     if matrix.columns > _MOST_COLUMNS:
         raise ValueError(
             f"INT8 products take at most {_MOST_COLUMNS} columns, not {matrix.columns}: sums would overflow"
         )
+    x, matrix = with_plain_matrix(x, matrix)
+    multiply = int8_linear_kernel if x.device.type == "cuda" else int8_linear_ref
+    return multiply(x, matrix, bias)
 
 
 def int8_linear_ref(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -81,7 +70,9 @@ def int8_linear_ref(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor
     for begin in range(0, matrix.columns, _EXACT_COLUMNS):
         part = slice(begin, begin + _EXACT_COLUMNS)
         sums += (codes[:, part].float() @ matrix.codes[:, part].float().T).to(torch.int32)
-    return _finish(sums, scales, matrix, bias).to(x.dtype).view(*x.shape[:-1], matrix.rows)
+    values = sums.float().mul_(scales.unsqueeze(1)).mul_(matrix.scales.float().T)
+    values = values if bias is None else values.add_(bias.float())
+    return values.to(x.dtype).view(*x.shape[:-1], matrix.rows)
 
 
 def quantize_tokens_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +114,9 @@ def int8_linear_kernel(
         return int8_linear_ref(x, matrix, bias)
     codes, scales = quantize_tokens_kernel(flat)
     left, right = codes, matrix.codes.contiguous()
-    by_descriptor = columns % 16 == 0 and right.data_ptr() % 16 == 0 and _has_bulk_copies(x)
+    # The tensor memory accelerator copies tiles by descriptors, from compute capability 9.0 on.
+    has_descriptors = x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    by_descriptor = has_descriptors and columns % 16 == right.data_ptr() % 16 == 0
     if not by_descriptor:
         tiles = _PLAIN
     else:
@@ -143,26 +136,10 @@ def int8_linear_kernel(
             BY_DESCRIPTOR=by_descriptor,
             EVEN=columns % tiles.block_columns == 0,
             SWIZZLE=tiles.swizzle,
-            BLOCK_TOKENS=tiles.block_tokens,
-            BLOCK_ROWS=tiles.block_rows,
             BLOCK=tiles.block_columns,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            **tiles.options,
         )
     return out.view(*x.shape[:-1], rows)
-
-
-def _has_bulk_copies(x: torch.Tensor) -> bool:
-    """Whether tiles are copied by descriptors: the tensor memory accelerator, from compute capability 9 on."""
-    return x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
-def _finish(
-    sums: torch.Tensor, scales: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Sums of codes [tokens, rows] as values, in float32."""
-    values = sums.float().mul_(scales.unsqueeze(1)).mul_(matrix.scales.float().T)
-    return values if bias is None else values.add_(bias.float())
 
 
 @triton.jit
@@ -189,22 +166,10 @@ def _quantize_tokens(x_ptr, codes_ptr, scales_ptr, columns, BLOCK: tl.constexpr)
 
 @triton.jit
 def _int8_kernel(  # type: ignore[no-untyped-def]
-    x,
-    weights,
-    x_scales_ptr,
-    scales_ptr,
-    bias_ptr,
-    out_ptr,
-    tokens,
-    rows,
-    columns,
-    BY_DESCRIPTOR: tl.constexpr,
-    EVEN: tl.constexpr,
-    SWIZZLE: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, weights, x_scales_ptr, scales_ptr, bias_ptr, out_ptr, tokens, rows, columns,
+    BY_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, SWIZZLE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One tile [tokens, rows]; SWIZZLE token tiles go through the rows together, and find them in the L2 cache."""
     token_tiles = tl.cdiv(tokens, BLOCK_TOKENS)
     group_tiles = SWIZZLE * tl.cdiv(rows, BLOCK_ROWS)

@@ -1,8 +1,7 @@
-"""Keys and values of a layer in pages, and how a pass's sequences lie in them.
+"""Keys and values of a layer in pages, and where a pass's sequences are in them.
 
-A page holds the keys and values of ``page_size`` neighbouring tokens of one sequence. In 16 or 32 bits they lie there
-as they are; in INT8 or FP8 (e4m3) each token's head has a scale of its own: the largest magnitude over the largest
-code.
+A page holds the keys and values of ``page_size`` neighbouring tokens of one sequence, in 16 or 32 bits, or in INT8 or
+FP8 (e4m3) with a scale for each token's head: the largest magnitude over the largest code.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ class KVPages:
     keys:   [pages, page_size, kv_heads, head_dim]
     values: [pages, page_size, kv_heads, value_dim]
     key_scales, value_scales: [pages, kv_heads, page_size] float32 where keys and values are codes, else None; a head's
-            lie beside each other, because a program of the attention kernels takes those of one head.
+            are neighbours, because a program of the attention kernels takes those of one head.
     values_in_keys: values are the first columns of keys, in the same memory (multi-head latent attention).
     """
 
@@ -77,12 +76,8 @@ class KVPages:
         return self.keys.shape[1]
 
     @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts())
-
-    @property
     def is_flat(self) -> bool:
-        """Whether all tokens of a part lie at one distance, across pages too, as the kernels take it."""
+        """Whether all tokens of a part are equally far apart, across pages too, as the kernels need."""
         scales = [part for part in (self.key_scales, self.value_scales) if part is not None]
         return all(part.is_contiguous() for part in scales) and all(
             part.stride(0) == self.page_size * part.stride(1) and part.stride(3) == 1
@@ -98,7 +93,7 @@ class KVPages:
 
 @dataclass(frozen=True, eq=False)
 class PagedLayout:
-    """Where a pass's tokens lie: segments of neighbouring tokens of one sequence, one behind the other.
+    """Where a pass's tokens are: segments of neighbouring tokens of one sequence, one after the other.
 
     query_starts:    [segments + 1] int32, where each segment begins among the queries.
     context_lengths: [segments] int32, tokens of the sequence up to the segment's last one; its n queries are the last n

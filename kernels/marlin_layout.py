@@ -1,6 +1,6 @@
 """Codes and scales into the order of fragments, and back: permutations in plain torch, on any device.
 
-`quantized` says where everything lies. What comes is not changed, and what goes out is contiguous.
+`quantized` documents the layouts. Inputs are not changed, results are contiguous.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def codes_in_rows(codes: torch.Tensor) -> torch.Tensor:
 
 
 def columns_in_fragments(x: torch.Tensor) -> torch.Tensor:
-    """x [tokens, columns] with its columns as the bytes of a row's codes lie: the product's sums run the same way."""
+    """x [tokens, columns] with its columns in the order of the bytes of a row's codes, for products with them."""
     tokens, columns = x.shape
     steps = x.view(tokens, columns // _STEP, *_COLUMNS)
     return steps.permute(0, 1, 3, 2, 4, 6, 5).reshape(tokens, columns)
@@ -57,7 +57,7 @@ def scales_in_rows(scales: torch.Tensor) -> torch.Tensor:
 
 
 def in_rows(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """The same matrix in the order of rows; itself if it lies so."""
+    """The same matrix in the order of rows; itself if it is in that order."""
     if not matrix.format.in_fragments:
         return matrix
     format = replace(matrix.format, in_fragments=False)

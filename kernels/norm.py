@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import grid_dependency_wait, is_dependent, launch_dependents, on_device
+from zinfer.kernels.launching import dependent_options, grid_dependency_wait, launch_dependents, on_device, rows_of
 
 _MOST_WIDTH: Final = 1 << 15  # of a row, which a program holds in registers
 _TILE_ELEMENTS: Final = 4096
@@ -68,16 +68,13 @@ def norm_kernel(
 ) -> torch.Tensor:
     """As `norm`, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter."""
     width = x.shape[-1]
-    flat = x.reshape(-1, width)
-    if flat.stride(-1) != 1:
-        flat = flat.contiguous()
+    flat = rows_of(x)
     out = torch.empty((flat.shape[0], width), dtype=x.dtype, device=x.device)
     columns = triton.next_power_of_2(width)
     is_few = flat.shape[0] <= _FEW_ROWS
     rows = 1 if is_few else max(1, _TILE_ELEMENTS // columns)
     per_warp = _FEW_ELEMENTS_PER_WARP if is_few else _ELEMENTS_PER_WARP
     if out.numel():
-        dependent = is_dependent(x.device)
         with on_device(x):
             _norm_kernel[(triton.cdiv(flat.shape[0], rows),)](
                 flat,
@@ -92,8 +89,7 @@ def norm_kernel(
                 COLUMNS=columns,
                 ROWS=rows,
                 CENTRED=kind.centred,
-                IS_DEPENDENT=dependent,
-                launch_pdl=dependent,
+                **dependent_options(x.device),
                 num_warps=max(1, min(16, rows * columns // per_warp)),
             )
     return out.view(x.shape)

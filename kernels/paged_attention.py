@@ -2,12 +2,10 @@
 
 import torch
 
-from zinfer.kernels.attention_rule import AttentionRule
+from zinfer.kernels.attention_arguments import AttentionRule
 from zinfer.kernels.decode_attention import decode_attention
 from zinfer.kernels.kv_pages import KVPages, PagedLayout, read_pages_ref, takes_kernels
 from zinfer.kernels.prompt_attention import prompt_attention
-
-__all__ = ["AttentionRule", "paged_attention", "paged_attention_ref"]
 
 
 def paged_attention(query: torch.Tensor, pages: KVPages, layout: PagedLayout, rule: AttentionRule) -> torch.Tensor:
@@ -80,13 +78,8 @@ def _segment(
     if rule.window is not None:
         hidden |= distance >= rule.window
     scores = scores.masked_fill(hidden, -torch.inf)
-    weights = _weights(scores, rule.sinks)
+    if rule.sinks is not None:
+        scores = torch.cat([scores, rule.sinks.float()[:, None, None].expand(heads, num_queries, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : len(key_place)]
     found = weights.view(-1, shared * num_queries, weights.shape[2]) @ values.permute(1, 0, 2)
     return found.view(heads, num_queries, -1).transpose(0, 1)
-
-
-def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    if sinks is None:
-        return torch.softmax(scores, dim=-1)
-    column = sinks.float()[:, None, None].expand(*scores.shape[:2], 1)
-    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]

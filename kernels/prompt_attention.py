@@ -1,8 +1,8 @@
 """Attention of segments with many queries, chunks of prompts: a program takes neighbouring queries and all their keys.
 
-Rows of a tile are queries times the heads that share a head of keys. A tile of keys that every row sees takes no mask;
-tiles that no row sees are not met. Which segment a program serves is searched in the kernel: no number of the layout's
-tensors has to reach the host. What a query gets does not depend on how its prompt is cut into chunks of several tokens.
+Rows of a tile are queries times the heads that share a head of keys. Tiles of keys that every row sees take no mask;
+those that no row sees are skipped. The kernel searches its segment, so the host needs no number of the layout's
+tensors. A query's result does not depend on how its prompt is cut into chunks of several tokens.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.attention_arguments import tile_arguments
-from zinfer.kernels.attention_rule import AttentionRule
+from zinfer.kernels.attention_arguments import AttentionRule, tile_arguments
 from zinfer.kernels.attention_tile import attend, first_state, load_rows, whole_sums
 from zinfer.kernels.kv_pages import KVPages, PagedLayout
 from zinfer.kernels.launching import on_device
@@ -114,7 +113,6 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
     MAIN: tl.constexpr, REST: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE_HEADS: tl.constexpr, TILE_QUERIES: tl.constexpr, ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     SKIP_SINGLE: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries and heads. The last tiles of a segment see most keys: programs begin with them."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -165,7 +163,7 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
             most, total, sums, parts, place, slope, begin, stop, first,
             table, keys, values, key_scales, value_scales, KEY_TOKEN, VALUE_TOKEN,
             scale, factor, softcap, window,
-            HEAD_DIM, VALUE_DIM, KV_HEADS, PAGE_SIZE, BLOCK_KEYS, part != 1, IS_FLOAT, WORDS, LEVELS, COMPILED,
+            HEAD_DIM, VALUE_DIM, KV_HEADS, PAGE_SIZE, BLOCK_KEYS, part != 1, IS_FLOAT, WORDS, LEVELS,
         )  # fmt: skip
     column = tl.arange(0, COLUMNS)
     heads: tl.constexpr = KV_HEADS * SHARED

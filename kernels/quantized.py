@@ -15,7 +15,7 @@ column_order: [columns] int32, formats that order columns only: which column of 
 
 Formats in the order of fragments have codes and scales of the same shapes in another order: that in which tensor cores
 take them (after Marlin, Frantar et al. 2024, arXiv 2408.11743), alike on the disk, in slabs and on every device. It is
-one of whole blocks of 64 rows, which lie one below the other as ever, so that `part` gives some.
+one of whole blocks of 64 rows, one below the other, of which `part` takes some.
 
 codes of a block: [columns / 64][4 tiles of 16 rows][8 rows][4][16 bytes]. Byte ``b`` of [step][tile][g][t] holds the
         codes of two rows, ``16 tile + g`` in its low half and that plus 8 in its high one, in column
@@ -54,7 +54,7 @@ class QuantFormat:
             rows, with ``group_size`` None a scale per tensor.
         scales_columns: each column has a scale of its own, beside those of the groups.
         orders_columns: columns are stored in an order of their own.
-        in_fragments: codes and scales lie in the order of fragments; `arranged` says of which matrices.
+        in_fragments: codes and scales are in the order of fragments; `arranged` says of which matrices.
 
     Raises:
         ValueError: no such format.
@@ -131,9 +131,6 @@ class QuantFormat:
         """Scales of a row."""
         return 1 if self.group_size is None else columns // self.group_size
 
-    def codes_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        return (rows, columns if self.bits == 8 else -(-columns // 2))
-
     def part_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors that a matrix consists of, by their names and in the order in which they are stored."""
         groups = (rows, self.num_groups(columns))
@@ -143,7 +140,8 @@ class QuantFormat:
             "column_order": (self.orders_columns, (columns,)),
         }
         present = {name: shape for name, (is_there, shape) in optional.items() if is_there}
-        return {"codes": self.codes_shape(rows, columns), "scales": groups, **present}
+        codes = (rows, columns if self.bits == 8 else -(-columns // 2))
+        return {"codes": codes, "scales": groups, **present}
 
     def part_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Of one of those tensors; ``dtype`` is that of scales."""
@@ -152,10 +150,7 @@ class QuantFormat:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
-    """A matrix in stored form; the tensors lie on one device and are as the module's docstring says.
-
-    ``dtype`` is what its values are computed in: that of ``scales``.
-    """
+    """A matrix in stored form: tensors on one device as the module's docstring says; ``dtype`` is that of scales."""
 
     format: QuantFormat
     columns: int

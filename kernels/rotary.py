@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zinfer.kernels.launching import grid_dependency_wait, is_dependent, launch_dependents, on_device
+from zinfer.kernels.launching import dependent_options, grid_dependency_wait, launch_dependents, on_device
 
 _HEADS: Final = 64  # of a token, that a program holds at once
 _WARPS: Final = 4
@@ -60,7 +60,6 @@ def rotate_kernel(
     cos, sin = cos.expand(batch, tokens, dim), sin.expand(batch, tokens, dim)
     found = [torch.empty((batch, tokens, x.shape[1], dim), dtype=x.dtype, device=x.device) for x in (queries, keys)]
     if tokens * batch:
-        dependent = is_dependent(queries.device)
         with on_device(queries):
             _rotate_kernel[(tokens, batch, triton.cdiv(max(queries.shape[1], keys.shape[1]), _HEADS))](
                 queries,
@@ -79,8 +78,7 @@ def rotate_kernel(
                 QUERY_BLOCK=min(_HEADS, triton.next_power_of_2(queries.shape[1])),
                 KEY_BLOCK=min(_HEADS, triton.next_power_of_2(keys.shape[1])),
                 INTERLEAVED=interleaved,
-                IS_DEPENDENT=dependent,
-                launch_pdl=dependent,
+                **dependent_options(queries.device),
                 num_warps=_WARPS,
             )
     rotated_queries, rotated_keys = (x.transpose(1, 2) for x in found)

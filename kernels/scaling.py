@@ -1,8 +1,7 @@
-"""Scales columns before rounding: those that are multiplied with large activations come out the more exact for it.
+"""Scales columns before rounding, so that those multiplied with large activations are rounded more exactly.
 
-The search is that of AWQ (Lin et al. 2023, "Activation-aware Weight Quantization"): scales are a power of the
-activations' magnitude, and the power is the one with the least error. The error here is that of the product for
-activations whose columns do not depend on each other, so that one number a column says all about them.
+The search is AWQ's (Lin et al. 2023, "Activation-aware Weight Quantization"): scales are the power of the activations'
+magnitude with the least error, here of the product for activations whose columns are independent of each other.
 """
 
 from typing import Final

@@ -1,4 +1,4 @@
-"""How the fused product of few tokens is cut into tiles."""
+"""How products are cut into tiles, and the fused one of few tokens into programs."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,7 +8,7 @@ from zinfer.kernels.quantized import QuantizedMatrix
 
 @dataclass(frozen=True)
 class Tiles:
-    """A program's share of the product, powers of two all but ``programs``.
+    """A program's share of a product, powers of two.
 
     Args:
         block_tokens: tokens of a tile.
@@ -16,11 +16,6 @@ class Tiles:
         block_columns: columns of a step; fewer where a group has fewer.
         warps: of a program.
         stages: steps under way: one is multiplied while the others are loaded.
-        programs: the columns are split over several programs as long as there are no more than these.
-        weights_left: the matrix is the product's left operand, of 64 or 16 rows to an instruction, and tokens the right
-            one, of 8; otherwise the other way round.
-        unroll: steps between two barriers. Their bytes lie side by side in the rows of the matrix: memory gives 64 of
-            them at a time slowly.
     """
 
     block_tokens: int
@@ -28,6 +23,30 @@ class Tiles:
     block_columns: int
     warps: int
     stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch; how many columns a step has may depend on the matrix."""
+        return {
+            "BLOCK_TOKENS": self.block_tokens,
+            "BLOCK_ROWS": self.block_rows,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+@dataclass(frozen=True)
+class FusedTiles(Tiles):
+    """A program's share of the fused product of few tokens.
+
+    Args:
+        programs: the columns are split over several programs as long as there are no more than these.
+        weights_left: the matrix is the product's left operand, of 64 or 16 rows to an instruction, and tokens the right
+            one, of 8; otherwise the other way round.
+        unroll: steps between two barriers. Their bytes lie side by side in the rows of the matrix: memory gives 64 of
+            them at a time slowly.
+    """
+
     programs: int
     weights_left: bool
     unroll: int = 1
@@ -40,18 +59,18 @@ _MOST_PARTS: Final = 16  # that a row's columns are split into: their sums are w
 
 # The best of `benchmarks/kernels.py --tune` on an H200. Keys are bits and tokens of a tile.
 _CHOSEN: Final = {
-    (4, 8): Tiles(8, 64, 128, 2, 3, 528, True, 2),
-    (4, 16): Tiles(16, 64, 128, 2, 3, 528, True, 2),
-    (4, 32): Tiles(32, 128, 128, 4, 3, 264, False, 1),
-    (4, 64): Tiles(64, 128, 128, 4, 3, 264, False, 1),
-    (8, 8): Tiles(8, 128, 128, 2, 3, 264, True, 2),
-    (8, 16): Tiles(16, 128, 128, 4, 3, 264, False, 2),
-    (8, 32): Tiles(32, 128, 128, 4, 3, 264, False, 2),
-    (8, 64): Tiles(64, 128, 128, 4, 3, 264, False, 1),
+    (4, 8): FusedTiles(8, 64, 128, 2, 3, 528, True, 2),
+    (4, 16): FusedTiles(16, 64, 128, 2, 3, 528, True, 2),
+    (4, 32): FusedTiles(32, 128, 128, 4, 3, 264, False, 1),
+    (4, 64): FusedTiles(64, 128, 128, 4, 3, 264, False, 1),
+    (8, 8): FusedTiles(8, 128, 128, 2, 3, 264, True, 2),
+    (8, 16): FusedTiles(16, 128, 128, 4, 3, 264, False, 2),
+    (8, 32): FusedTiles(32, 128, 128, 4, 3, 264, False, 2),
+    (8, 64): FusedTiles(64, 128, 128, 4, 3, 264, False, 1),
 }
 
 
-def tiles_for(bits: int, tokens: int) -> Tiles:
+def tiles_for(bits: int, tokens: int) -> FusedTiles:
     """The tiles chosen for so many tokens; from 65 on there are several to a program's rows."""
     return _CHOSEN[bits, block_tokens_for(tokens)]
 
@@ -78,10 +97,10 @@ class Cut:
     num_tiles: int
 
     @classmethod
-    def of(cls, tokens: int, matrix: QuantizedMatrix, tiles: Tiles) -> "Cut":
+    def of(cls, tokens: int, matrix: QuantizedMatrix, tiles: FusedTiles) -> "Cut":
         """For x [tokens, columns]."""
         width, groups = matrix.codes.shape[1], matrix.scales.shape[1]
-        block = min(tiles.block_columns * matrix.format.bits // 8, most_block(matrix))
+        block = min(tiles.block_columns, most_columns(matrix)) * matrix.format.bits // 8
         num_steps = -(-width // block)
         num_tiles = -(-matrix.rows // tiles.block_rows) * -(-tokens // tiles.block_tokens)
         parts = max(1, min(tiles.programs // num_tiles, num_steps // (tiles.stages * tiles.unroll), _MOST_PARTS))
@@ -91,10 +110,8 @@ class Cut:
         return cls(width, block, steps_per_group, steps, -(-num_steps // steps), num_tiles)
 
 
-def most_block(matrix: QuantizedMatrix) -> int:
-    """Most bytes of a step: a power of two that divides a group, if a row has several."""
+def most_columns(matrix: QuantizedMatrix) -> int:
+    """Most columns of a step: a power of two that divides a group, if a row has several."""
     groups = matrix.scales.shape[1]
-    if groups == 1:
-        return 1 << 30
     group = matrix.columns // groups
-    return (group & -group) * matrix.format.bits // 8
+    return 1 << 30 if groups == 1 else group & -group

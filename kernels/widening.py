@@ -9,6 +9,8 @@ arithmetic for bfloat16: there they come out in float32.
 import triton
 import triton.language as tl
 
+from zinfer.kernels.launching import COMPILED
+
 
 def _bytes_asm(bfloat: bool, signed: bool) -> str:
     """PTX: four codes ($2) to four numbers ($0, $1), unsigned codes less 128.
@@ -86,7 +88,7 @@ _NIBBLES_TO_BF16 = tl.constexpr(_nibbles_asm(bfloat=True))
 
 
 @triton.jit
-def widen_bytes(codes, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+def widen_bytes(codes, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Codes of 8 bits as float16, or bfloat16: int8, uint8 less 128, or the bits of e4m3 numbers (IS_FLOAT)."""
     signed: tl.constexpr = codes.dtype == tl.int8
     if IS_FLOAT:
@@ -102,7 +104,7 @@ def widen_bytes(codes, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, COMPILED
 
 
 @triton.jit
-def widen_words(words, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+def widen_words(words, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Words of four codes as float16, or bfloat16: the first code of each, the second, and so on.
 
     Codes are int8, or the bits of e4m3 numbers (IS_FLOAT).
@@ -111,7 +113,7 @@ def widen_words(words, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, COMPILED
         found = ()
         for code in tl.static_range(4):
             codes = (words >> 8 * code).to(tl.uint8 if IS_FLOAT else tl.int8)
-            found += (widen_bytes(codes, IS_BFLOAT, IS_FLOAT, COMPILED),)  # type: ignore[assignment]
+            found += (widen_bytes(codes, IS_BFLOAT, IS_FLOAT),)  # type: ignore[assignment]
         return found
     elif IS_BFLOAT:
         to_bf16: tl.constexpr = _FLOAT_WORDS_TO_BF16 if IS_FLOAT else _WORDS_TO_BF16
@@ -124,7 +126,7 @@ def widen_words(words, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, COMPILED
 
 
 @triton.jit
-def widen_nibbles(codes, IS_BFLOAT: tl.constexpr, COMPILED: tl.constexpr):  # type: ignore[no-untyped-def]
+def widen_nibbles(codes, IS_BFLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Codes of 4 bits less 8 as float16, or bfloat16: those in the low halves of the bytes, those in the high ones."""
     if not COMPILED:
         return (codes & 15).to(tl.float32) - 8, (codes >> 4).to(tl.float32) - 8

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from zinfer.kernels.kv_pages import KVPages, takes_kernels, write_pages_ref
-from zinfer.kernels.launching import INTERPRETED, grid_dependency_wait, is_dependent, launch_dependents, on_device
+from zinfer.kernels.launching import COMPILED, dependent_options, grid_dependency_wait, launch_dependents, on_device
 
 _TILE_ELEMENTS: Final = 4096
 _WARPS: Final = 4
@@ -37,7 +37,6 @@ def write_pages_kernel(pages: KVPages, keys: torch.Tensor, values: torch.Tensor,
         return
     columns = triton.next_power_of_2(max(head_dim, value_dim))
     rows = max(1, _TILE_ELEMENTS // columns)
-    dependent = is_dependent(keys.device)
     with on_device(keys):
         _write_kernel[(triton.cdiv(tokens * kv_heads, rows),)](
             keys,
@@ -59,9 +58,7 @@ def write_pages_kernel(pages: KVPages, keys: torch.Tensor, values: torch.Tensor,
             KEY_COLUMNS=triton.next_power_of_2(head_dim),
             VALUE_COLUMNS=triton.next_power_of_2(value_dim),
             ROWS=rows,
-            COMPILED=not INTERPRETED,
-            IS_DEPENDENT=dependent,
-            launch_pdl=dependent,
+            **dependent_options(keys.device),
             num_warps=_WARPS,
         )
 
@@ -80,7 +77,7 @@ def _rounded_to_e4m3(wide):  # type: ignore[no-untyped-def]
 def _write(  # type: ignore[no-untyped-def]
     source, target, scales, token, place, head, inside,
     token_stride, head_stride, column_stride, place_stride, place_head,
-    KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, COMPILED: tl.constexpr,
+    KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Some heads of some tokens, [rows, columns]."""
     column = tl.arange(0, COLUMNS)
@@ -113,7 +110,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     key_place, key_place_head, value_place, value_place_head,
     KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    COMPILED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A row is one head of one token."""
     launch_dependents(IS_DEPENDENT)
@@ -125,11 +122,11 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     _write(
         keys, key_pages, key_scales, token, place, head, inside,
         key_token, key_head, key_column, key_place, key_place_head,
-        KV_HEADS, PAGE_SIZE, HEAD_DIM, KEY_COLUMNS, COMPILED,
+        KV_HEADS, PAGE_SIZE, HEAD_DIM, KEY_COLUMNS,
     )  # fmt: skip
     if values is not None:
         _write(
             values, value_pages, value_scales, token, place, head, inside,
             value_token, value_head, value_column, value_place, value_place_head,
-            KV_HEADS, PAGE_SIZE, VALUE_DIM, VALUE_COLUMNS, COMPILED,
+            KV_HEADS, PAGE_SIZE, VALUE_DIM, VALUE_COLUMNS,
         )  # fmt: skip

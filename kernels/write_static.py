@@ -20,49 +20,18 @@ def write_static(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
 ) -> None:
-    """As `write_static_ref`: on a GPU by the Triton kernel, on the CPU by the reference, which needs no arrivals."""
-    if keys.device.type == "cuda":
-        write_static_kernel(keys, values, length, arrivals, new_keys, new_values)
-    else:
-        write_static_ref(keys, values, length, new_keys, new_values)
+    """Write what comes behind the first `length` places, as far as there are places, and let the length be that of all.
 
-
-def write_static_ref(
-    keys: torch.Tensor, values: torch.Tensor, length: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor
-) -> None:
-    """Write what comes behind the first `length` places, and let the length be that of all.
+    By the Triton kernel: on a GPU, or on the CPU under Triton's interpreter.
 
     Args:
         keys: [batch, heads, places, dim], contiguous; values alike, with a dim of its own.
         length: places taken so far in every row, int64 without dimensions, on the same device.
-        new_keys: [batch, heads, tokens, dim], new_values alike: of any strides, in the dtype of keys and values.
-
-    Raises:
-        IndexError: there are fewer places. The kernel does not look: it writes those that are there.
-    """
-    tokens = new_keys.shape[2]
-    place = torch.arange(tokens, device=length.device) + length
-    keys.index_copy_(2, place, new_keys)
-    values.index_copy_(2, place, new_values)
-    length.add_(tokens)
-
-
-def write_static_kernel(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    length: torch.Tensor,
-    arrivals: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-) -> None:
-    """As `write_static_ref`, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter.
-
-    Args:
         arrivals: a zero, int32 without dimensions, that belongs to these keys and values; it is zero again afterwards.
+        new_keys: [batch, heads, tokens, dim], new_values alike: of any strides, in the dtype of keys and values.
     """
     batch, heads, tokens, head_dim = new_keys.shape
     value_dim = new_values.shape[3]
-    assert new_values.shape[:3] == new_keys.shape[:3]
     assert (*keys.shape[:2], keys.shape[3]) == (batch, heads, head_dim)
     assert values.shape == (*keys.shape[:3], value_dim)
     assert keys.is_contiguous()

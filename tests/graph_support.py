@@ -22,13 +22,13 @@ from transformers.utils import import_utils
 from triton.runtime import interpreter
 
 from zinfer.engine import acceleration
-from zinfer.graphs.capturer import CudaCapturer, GraphCapturer
+from zinfer.graphs.capturer import CudaCapturer
 from zinfer.kernels import paged_attention
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
-class StandIn(TorchDispatchMode):
+class StandIn(TorchDispatchMode, CudaCapturer):
     """Records on the CPU.
 
     Attributes:
@@ -184,7 +184,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Graphs also on the CPU; on a GPU they stay those of CUDA."""
     found = StandIn()
 
-    def capturer_for(device: torch.device) -> GraphCapturer:
+    def capturer_for(device: torch.device) -> CudaCapturer:
         return CudaCapturer() if device.type == "cuda" else found
 
     monkeypatch.setattr(acceleration, "capturer_for", capturer_for)

@@ -38,10 +38,10 @@ from zinfer.kernels import (
     dequantize,
     fragment_linear,
     fused_linear,
-    gated,
     gemv,
     grouped_linear,
     int8_linear,
+    launching,
     norm,
     paged_attention,
     prompt_attention,
@@ -50,7 +50,6 @@ from zinfer.kernels import (
     write_static,
 )
 from zinfer.kernels import add as added
-from zinfer.kernels import deinterleave as quarters
 from zinfer.kernels import expert_routing as groups
 from zinfer.kernels.quantized import QuantFormat
 
@@ -159,21 +158,17 @@ def stand_in() -> None:
         prompt_attention: ["_prompt_kernel"],
         norm: ["_norm_kernel"],
         rotary: ["_rotate_kernel"],
-        gated: ["_gated_kernel"],
-        activation: ["_activation_kernel"],
+        activation: ["_activation_kernel", "_gated_kernel"],
         added: ["_added_kernel"],
         gemv: ["_gemv_kernel"],
-        grouped_linear: ["grouped_kernel"],
+        grouped_linear: ["grouped_kernel", "_quarters_kernel"],
         groups: ["_order_kernel"],
-        quarters: ["_quarters_kernel"],
         write_static: ["_write_static_kernel"],
     }
     for module, kernels in names.items():
         for name in kernels:
             mock.patch.object(module, name, Compiled(getattr(module, name))).start()
-        if hasattr(module, "is_dependent"):
-            mock.patch.object(module, "is_dependent", return_value=True).start()
-    mock.patch.object(fused_linear, "has_kernels", return_value=True).start()
+    mock.patch.object(launching, "is_dependent", return_value=True).start()
     mock.patch.object(fragment_linear, "_device_facts", return_value=((9, 0), 132)).start()
 
 
@@ -224,13 +219,13 @@ def compile_others(dtype: torch.dtype) -> None:
     for tokens in (1, 300):
         new = torch.randn(2, tokens, 8, 128, dtype=dtype).transpose(1, 2)
         keys, values = torch.zeros(2, 8, 512, 128, dtype=dtype), torch.zeros(2, 8, 512, 80, dtype=dtype)
-        write_static.write_static_kernel(keys, values, length, arrivals, new, new[..., :80])
+        write_static.write_static(keys, values, length, arrivals, new, new[..., :80])
     for width in (128, 8192):
         x = torch.randn(5, width, dtype=dtype)
         norm.norm_kernel(x, x[0], norm.NormKind(1e-6))
         norm.norm_kernel(x, x[0], norm.NormKind(1e-6, offset=1.0, centred=True), x[1])
     for name in activation.ACTIVATIONS:
-        gated.gated_kernel(x, x, name)
+        activation.gated_kernel(x, x, name)
         activation.activated_kernel(x, name)
 
 

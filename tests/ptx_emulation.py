@@ -8,6 +8,7 @@ nothing was copied to is NaN. Global memory is read inside the tensors that are 
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 from unittest import mock
 
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+
+from zinfer.kernels.fragment_linear import FragmentCut
 
 Array = np.ndarray[Any, Any]
 
@@ -280,3 +283,13 @@ def emulated(*tensors: torch.Tensor) -> Iterator[Machine]:
         mock.patch.object(tl.core.tuple, "__radd__", lambda self, other: tl.core.tuple([*other, *self]), create=True),
     ):
         yield machine
+
+
+@contextmanager
+def cut_into(programs: int | None) -> Iterator[None]:
+    """Within it the turns of all tiles are divided among so many programs; None: as ever."""
+    of = FragmentCut.of
+    with mock.patch.object(
+        FragmentCut, "of", lambda *facts: replace(of(*facts), **{} if programs is None else {"programs": programs})
+    ):
+        yield

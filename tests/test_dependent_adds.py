@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from zinfer.graphs import dependent_adds as early_sums
-from zinfer.graphs.dependent_adds import DependentLaunchAdds
+from zinfer.graphs import capture
+from zinfer.graphs.capture import DependentLaunchAdds
 from zinfer.kernels.add import added_kernel
 
 
@@ -17,7 +17,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         found.append(tuple(x.shape))
         return added_kernel(x, y)
 
-    monkeypatch.setattr(early_sums, "added_kernel", counting)
+    monkeypatch.setattr(capture, "added_kernel", counting)
     return found
 
 

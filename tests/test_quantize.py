@@ -68,7 +68,7 @@ def test_every_element_is_within_half_a_step(data: Any) -> None:
     matrix = data.draw(matrices(format))
     stored = quantize(matrix, format)
     assert stored.codes.dtype == format.codes_dtype
-    assert stored.codes.shape == format.codes_shape(*matrix.shape)
+    assert stored.codes.shape == format.part_shapes(*matrix.shape)["codes"]
     values = dequantize_ref(stored, torch.float64)
     steps = torch.maximum(steps_of(stored, matrix.double()), steps_of(stored, values))
     error = (exactly(stored) - matrix.double()).abs()

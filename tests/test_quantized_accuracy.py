@@ -9,9 +9,8 @@ from checkpoints import left_padded, random_prompts, tiny_model
 from transformers import AutoTokenizer
 
 import zinfer
-from zinfer.kernels.clipping import least_error_range
 from zinfer.kernels.dequantize import dequantize_ref
-from zinfer.kernels.quantize import full_range, quantize
+from zinfer.kernels.quantize import full_range, least_error_range, quantize
 from zinfer.kernels.quantized import QuantFormat
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo"

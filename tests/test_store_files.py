@@ -22,8 +22,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import Checkpoint, read_header
-from zinfer.kernels.clipping import least_error_range
-from zinfer.kernels.quantize import full_range, quantize
+from zinfer.kernels.quantize import full_range, least_error_range, quantize
 from zinfer.kernels.quantized import QuantFormat
 from zinfer.nvme.aligned import ALIGNMENT_BYTES
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from transformers import BertConfig, DynamicCache, LlamaConfig, masking_utils
 
 import zinfer
-from zinfer.graphs.whole_masks import Padding, padding_of, spared
+from zinfer.graphs.masks import Padding, padding_of, spared
 
 __all__ = ["stand_in"]  # a fixture
 

@@ -18,7 +18,7 @@ from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.mpt.modeling_mpt import MptAttention
 
 from zinfer.batching.attention import attend
-from zinfer.kernels.attention_rule import AttentionRule
+from zinfer.kernels.attention_arguments import AttentionRule
 from zinfer.model.batching_support import ADAPTED, check_family
 from zinfer.model.module_patches import ModulePatches
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from zinfer.batching.ragged import Part
-from zinfer.kernels.attention_rule import AttentionRule
+from zinfer.kernels.attention_arguments import AttentionRule
 from zinfer.kernels.kv_pages import KVPages
 from zinfer.kernels.paged_attention import paged_attention
 from zinfer.kernels.write_pages import write_pages

@@ -15,7 +15,7 @@ from zinfer.engine.forward_timer import PassTimes
 from zinfer.engine.hooks import Forward
 from zinfer.engine.static_caches import StaticCaches
 from zinfer.errors import NotProfiledError
-from zinfer.graphs.capturer import CudaCapturer, GraphCapturer
+from zinfer.graphs.capturer import CudaCapturer
 from zinfer.graphs.forward_graphs import ForwardGraphs, GraphCounts
 from zinfer.inject.fusion_groups import FusionGroup
 from zinfer.inject.injection import Injection
@@ -57,7 +57,7 @@ def open_graphs(
     return None
 
 
-def capturer_for(device: torch.device) -> GraphCapturer | None:
+def capturer_for(device: torch.device) -> CudaCapturer | None:
     """What captures on a device."""
     return CudaCapturer() if device.type == "cuda" else None
 

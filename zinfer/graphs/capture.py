@@ -1,23 +1,28 @@
-"""A forward while it is captured: pieces, in the order in which they are replayed."""
+"""Captures a forward in pieces, in the order in which they are replayed, and watches what its code does meanwhile."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zinfer.graphs.capturer import GraphCapturer
-from zinfer.graphs.float_masks import float_masks
+from zinfer.graphs.capturer import CudaCapturer
+from zinfer.graphs.masks import float_masks
+from zinfer.kernels.add import added_kernel
+from zinfer.kernels.launching import INTERPRETED, is_dependent
+
+_MOST_ELEMENTS: Final = 1 << 16
+_DTYPES: Final = (torch.float16, torch.bfloat16)
 
 
 class EscapeDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches the memory that torch's operators take between `begin` and `end`.
+    """Tracks the memory that torch's operators allocate between `begin` and `end`.
 
-    What is computed within a part of a forward must not be seen outside of it: of several captures of the part, each
-    computes it somewhere else.
+    What a part of a forward computes inside must not be used outside of it, for each of the part's captures computes it
+    elsewhere.
     """
 
     def __init__(self) -> None:
@@ -25,11 +30,11 @@ class EscapeDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._taken: list[StorageWeakRef] | None = None
 
     def begin(self) -> None:
-        """Watch from here on."""
+        """Start tracking."""
         self._taken = []
 
     def end(self, given: Any) -> bool:
-        """Stop watching; whether memory that was taken is still referenced, and is none of what is given."""
+        """Stop tracking; return whether anything but ``given`` still references the memory."""
         taken, self._taken = self._taken, None
         assert taken is not None
         known = {storage.cdata for storage in _storages(given)}
@@ -48,22 +53,39 @@ def _storages(tree: Any) -> list[StorageWeakRef]:
     return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]  # type: ignore[no-untyped-call]
 
 
+class DependentLaunchAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds small 16-bit tensors of one shape by a kernel that lets the next one begin early."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and not kwargs and _are_taken(*args):
+            return added_kernel(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _are_taken(x: object, y: object) -> bool:
+    if not all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in (x, y)):
+        return False
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(y, torch.Tensor)
+    are_alike = (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
+    is_small = (INTERPRETED or is_dependent(x.device)) and x.dtype in _DTYPES and x.numel() <= _MOST_ELEMENTS
+    return are_alike and is_small and x.is_contiguous() and y.is_contiguous()
+
+
 class Capture:
-    """Steps that together compute a forward: one piece, or several where something has to be done between them.
+    """Steps that together compute a forward: one piece, or several with other work between them.
 
     Args:
-        capturer: makes the pieces.
-        modes: within which the forward runs, the last one sees its operators first.
-        inside: one mode more, around the others, which watches what is computed within a part of the forward; None:
-            it is not needed.
+        modes: in which the forward runs; the last one sees its operators first.
+        inside: a further mode around the others, for what is computed within a part of the forward.
 
     Attributes:
-        steps: what computes the forward, one after the other.
+        steps: to be run in order.
         num_pieces: captured so far.
     """
 
     def __init__(
-        self, capturer: GraphCapturer, modes: Sequence[TorchDispatchMode], inside: EscapeDetector | None
+        self, capturer: CudaCapturer, modes: Sequence[TorchDispatchMode], inside: EscapeDetector | None
     ) -> None:
         self._capturer = capturer
         self._modes = [*([] if inside is None else [inside]), *modes]
@@ -73,7 +95,7 @@ class Capture:
         self.num_pieces = 0
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """Capture a forward; what it gives, with memory that holds nothing yet.
+        """Capture a forward and return its results, whose memory holds nothing yet.
 
         Raises:
             RuntimeError, CannotCapture: it cannot be captured.
@@ -91,7 +113,7 @@ class Capture:
         self._capturer.begin()
 
     def end(self) -> Callable[[], None]:
-        """End a piece; what computes it. Its numbers of masks are its own: another may be replayed for it."""
+        """End a piece and return what replays it. No other piece may use the numbers of its masks."""
         assert self._forget_masks is not None
         self._forget_masks()
         self.num_pieces += 1

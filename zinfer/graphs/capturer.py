@@ -1,44 +1,19 @@
-"""Captures what is launched, without computing it, in pieces that are replayed one by one."""
+"""Captures launches as CUDA graphs, in pieces that are replayed one by one."""
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
-class GraphCapturer(Protocol):
-    """Makes replayable what its thread launches."""
-
-    def session(self) -> AbstractContextManager[None]:
-        """The context of one capture's pieces; a piece that is open at its end is dropped."""
-        ...
-
-    def begin(self) -> None:
-        """Begin a piece: what is launched from here on computes nothing, and leaves memory that holds nothing yet.
-
-        Memory that is let go of within a session may be taken again by what is captured after. So pieces must be
-        replayed in the order in which they were captured; of several that are captured one after the other from the
-        same state, one is enough.
-        """
-        ...
-
-    def end(self) -> Callable[[], None]:
-        """End the piece; what computes it, in the same memory, again and again.
-
-        Raises:
-            RuntimeError: something was done that cannot be captured, such as waiting for the device.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free the memory of what was captured, once nothing holds it any more. Idempotent."""
-        ...
-
-
 class CudaCapturer:
     """CUDA graphs that share their memory, since no two run at once: what one gives holds until the next runs.
+
+    Within a session memory that is let go of may be taken again by what is captured after. So pieces must be replayed
+    in the order in which they were captured; of several captured one after the other from the same state, one is
+    enough.
 
     No kernel of a graph begins before what was enqueued ahead of its launch is done, nor is the graph done before all
     of them are: launches that need not wait for the kernel before (`kernels/launching.py`) depend so on kernels of
@@ -52,8 +27,8 @@ class CudaCapturer:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """As `GraphCapturer.session`."""
-        # torch stays on a capture's stream when its end fails, and warns of captures that are empty, as between blocks.
+        """The context of one capture's pieces; a piece that is open at its end is dropped."""
+        # torch stays on a capture's stream when its end fails, and warns of empty captures, as those between blocks.
         with torch.cuda.stream(torch.cuda.current_stream()), warnings.catch_warnings(action="ignore"):
             try:
                 yield
@@ -62,7 +37,10 @@ class CudaCapturer:
                     self._give_up(*self._open)
 
     def begin(self) -> None:
-        """As `GraphCapturer.begin`; launches of other threads, such as copies of weights, go on meanwhile."""
+        """Begin a piece: what is launched from here on computes nothing, and leaves memory that holds nothing yet.
+
+        Launches of other threads, such as copies of weights, go on meanwhile.
+        """
         if self._keeper is None:
             self._keeper = _empty_graph()
         graph = torch.cuda.CUDAGraph()
@@ -71,7 +49,11 @@ class CudaCapturer:
         self._open[1].__enter__()
 
     def end(self) -> Callable[[], None]:
-        """As `GraphCapturer.end`."""
+        """End the piece; what computes it, in the same memory, again and again.
+
+        Raises:
+            RuntimeError: something was done that cannot be captured, such as waiting for the device.
+        """
         assert self._open is not None
         graph, capture = self._open
         capture.__exit__(None, None, None)
@@ -79,7 +61,7 @@ class CudaCapturer:
         return graph.replay
 
     def close(self) -> None:
-        """As `GraphCapturer.close`: a pool gives nothing back as long as a graph uses it."""
+        """Free the memory of what was captured, once nothing holds it any more. Idempotent."""
         self._keeper = None
 
     def _give_up(self, graph: torch.cuda.CUDAGraph, capture: torch.cuda.graph) -> None:

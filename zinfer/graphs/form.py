@@ -8,8 +8,8 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache, StaticLayer
 
+from zinfer.graphs.masks import Padding, padding_of
 from zinfer.graphs.static_layer import FusedStaticLayer
-from zinfer.graphs.whole_masks import Padding, padding_of
 
 CONSTANTS: Final = (bool, int, float, str, type(None), torch.dtype, torch.device)
 

@@ -12,32 +12,30 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
-from zinfer.graphs.capture import Capture, EscapeDetector
-from zinfer.graphs.capturer import GraphCapturer
-from zinfer.graphs.dependent_adds import DependentLaunchAdds
+from zinfer.graphs.capture import Capture, DependentLaunchAdds, EscapeDetector
+from zinfer.graphs.capturer import CudaCapturer
 from zinfer.graphs.form import CONSTANTS, Call, CannotCapture
+from zinfer.graphs.masks import spared
 from zinfer.graphs.no_sync import NoSyncMode
 from zinfer.graphs.splits import GraphSplits
-from zinfer.graphs.whole_masks import spared
 
 _MOST_GRAPHS: Final = 32
 _MOST_PIECES: Final = 512
-"""Of all that are kept, unless it is one form alone: a driver keeps some device memory for each."""
-_MOST_FORMS: Final = 1024
-"""Seen once; a form that has not come again in so many is forgotten."""
+"""Kept in all, unless one form alone has more: a driver keeps some device memory for each."""
+_MOST_FORMS: Final = 1024  # remembered, of which the oldest is forgotten
 FIRST: Final = "the first of its form"
 
 
 @dataclass
 class GraphCounts:
-    """What has become of the forwards since the engine was made.
+    """How forwards ran since the engine was created.
 
     Attributes:
         captured: forwards captured.
-        pieces: graphs that they consist of: one, or where weights stream one for each slot that each streamed block may
-            come to, and those in between.
-        replayed: forwards that were launched as captured.
-        eager: forwards and calls of `generate` that Python launched, by the reason.
+        pieces: graphs that they consist of: one, or where weights stream one for each slot of each streamed block, and
+            those in between.
+        replayed: forwards that were replayed.
+        eager: forwards and calls of `generate` that Python launched, by reason.
     """
 
     captured: int = 0
@@ -47,10 +45,9 @@ class GraphCounts:
 
 
 class ForwardGraphs:
-    """Captures a forward when a form of input is seen again, and replays it.
+    """Captures a forward when input of its form arrives again, and replays it.
 
     Args:
-        capturer: makes the graphs.
         device: of all tensors.
         most_streamed_bytes: as for `GraphSplits`.
 
@@ -58,19 +55,19 @@ class ForwardGraphs:
         cuts: where weights stream.
     """
 
-    def __init__(self, capturer: GraphCapturer, device: torch.device, most_streamed_bytes: int | None = None) -> None:
+    def __init__(self, capturer: CudaCapturer, device: torch.device, most_streamed_bytes: int | None = None) -> None:
         self.cuts = GraphSplits(most_streamed_bytes)
         self._capturer = capturer
         self._device = device
+        # By form, and by the places of streamed blocks.
         self._graphs: OrderedDict[tuple[Hashable, Hashable], _Graph] = OrderedDict()
-        """By form, and by the places of streamed blocks."""
+        # Why a form was not captured; "" where it came for the first time.
         self._seen: OrderedDict[Hashable, str] = OrderedDict()
-        """Why forms are not replayed: for their first time, or because they could not be captured."""
         self._is_off = self._is_compiled = False
         self.counts = GraphCounts()
 
     def eagerly(self, work: Callable[[], Any]) -> Any:
-        """Do work whose forwards Python launches, so that hooks in them are called."""
+        """Run work whose forwards Python launches, so that their hooks are called."""
         self._is_off = True
         try:
             return work()
@@ -87,11 +84,11 @@ class ForwardGraphs:
         return replayed
 
     def call(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the forward gives, replayed where it can be.
+        """Return the forward's result, by replay where possible.
 
         Args:
-            forward: always the same, and depends on nothing that changes but its arguments, and the places of streamed
-                weights. Hooks in it see what is not replayed.
+            forward: always the same; its result depends on its arguments and the places of streamed weights alone.
+                Hooks in it see only forwards that are not replayed.
         """
         try:
             if self._is_off:
@@ -107,20 +104,18 @@ class ForwardGraphs:
         return forward(*args, **kwargs)
 
     def forget(self, cache: Cache) -> None:
-        """Drop the graphs that use it, which keep it alive."""
+        """Drop the graphs that use the cache and keep it alive."""
         for form in [form for form, graph in self._graphs.items() if any(leaf is cache for leaf in graph.leaves)]:
             del self._graphs[form]
 
     def close(self) -> None:
-        """Give all graphs' memory back; what is called after is captured anew. May be called again."""
+        """Free all graphs' memory; later calls are captured anew. Idempotent."""
         self._graphs.clear()
         self._capturer.close()
 
     def begin_anew(self) -> None:
-        """Forget all forms: forwards have parts by torch.compile from now on, which are compiled before a capture.
-
-        Within a mode for dispatching, as those of a capture are, torch runs none of them.
-        """
+        """Forget all forms: from now on forwards have parts by torch.compile, which runs none of them within the
+        dispatch modes of a capture."""
         self.close()
         self._seen.clear()
         self._is_compiled = True
@@ -138,25 +133,25 @@ class ForwardGraphs:
         return graph
 
     def _make_room(self, graph: "_Graph", form: tuple[Hashable, Hashable]) -> None:
-        """Drop what was replayed last longest ago, and what belongs to other places of blocks where pieces are many.
+        """Drop the least recently replayed graph, and where pieces are many those for other places of blocks.
 
-        Forms that are as large would push each other out again and again: so the first ones stay.
+        Large forms would push each other out again and again, so the first ones stay.
         """
-        if self._graphs and self._num_pieces + graph.num_pieces > _MOST_PIECES:
+        if self._has_too_many_with(graph):
             for other in [other for other in self._graphs if other[1] != form[1]]:
                 del self._graphs[other]
-        if self._graphs and self._num_pieces + graph.num_pieces > _MOST_PIECES:
+        if self._has_too_many_with(graph):
             self._seen[form] = "other forms take the room for its pieces"
             raise CannotCapture(self._seen[form])
         if len(self._graphs) == _MOST_GRAPHS:
             self._graphs.popitem(last=False)
 
-    @property
-    def _num_pieces(self) -> int:
-        return sum(graph.num_pieces for graph in self._graphs.values())
+    def _has_too_many_with(self, graph: "_Graph") -> bool:
+        pieces = [each.num_pieces for each in self._graphs.values()]
+        return bool(pieces) and sum(pieces) + graph.num_pieces > _MOST_PIECES
 
     def _capture(self, call: Call, form: Hashable, forward: Callable[..., Any]) -> "_Graph":
-        # Where this fails nothing was computed: Python launches it anew, and what is really wrong is raised there.
+        # A capture computes nothing: where it fails, Python launches the forward, and real errors are raised there.
         handled = sys.exception()
         modes: list[TorchDispatchMode] = []
         inside = None
@@ -172,25 +167,18 @@ class ForwardGraphs:
             raise CannotCapture(self._seen[form]) from error
 
     def _expect_again(self, form: Hashable) -> None:
-        """Let a form pass that has come before, and could then be computed."""
-        reason = self._seen.get(form)
-        if reason is None:
+        """Raise CannotCapture unless the form came before, and its capture did not fail."""
+        if form not in self._seen:
             self._seen[form] = ""
             if len(self._seen) > _MOST_FORMS:
                 self._seen.popitem(last=False)
             raise CannotCapture(FIRST)
-        if reason:
+        if reason := self._seen[form]:
             raise CannotCapture(reason)
 
 
 def _reason(error: BaseException, handled: BaseException | None) -> str:
-    """The first cause in a line. Whoever kept that itself would keep the memory of all that was computed up to it."""
-    first = _first_cause(error, handled)
-    return next(iter(str(first).splitlines()), type(first).__name__)
-
-
-def _first_cause(error: BaseException, handled: BaseException | None) -> BaseException:
-    """What stands at the top of a traceback: the end of a capture that broke off raises an error that says only that.
+    """The first cause in a line: the end of a capture that broke off raises an error that says only that.
 
     Args:
         handled: what the caller was busy with before, which is no cause.
@@ -198,12 +186,13 @@ def _first_cause(error: BaseException, handled: BaseException | None) -> BaseExc
     while True:
         before = error.__cause__ if error.__suppress_context__ else error.__context__
         if before is None or before is handled:
-            return error
+            # The error itself would keep the memory of all that was computed up to it.
+            return next(iter(str(error).splitlines()), type(error).__name__)
         error = before
 
 
 class _Graph:
-    """One captured forward, with the places that it reads and what it leaves."""
+    """A captured forward, the places that it reads and its results."""
 
     def __init__(self, forward: Callable[..., Any], capture: Capture, call: Call) -> None:
         self.leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves]

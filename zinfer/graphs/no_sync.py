@@ -1,4 +1,4 @@
-"""Operators that make the host wait for the device, as nothing may while a graph is captured."""
+"""Refuses operators that make the host wait for the device, which nothing may do while a graph is captured."""
 
 from types import TracebackType
 from typing import Any, Final
@@ -11,23 +11,22 @@ from zinfer.graphs.form import CannotCapture
 
 _aten: Final = torch.ops.aten
 _ASKING: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-"""Torch's own marks of what gives the host numbers, or shapes that depend on numbers."""
+"""Torch's own marks of operators that return numbers to the host, or shapes that depend on numbers."""
 _READING: Final = (_aten.index, _aten._unsafe_index)
 _WRITING: Final = (_aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put)
 
 
 class NoSyncMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses such operators of the code within it before anything of them reaches the device.
+    """Refuses such operators before they reach the device.
 
-    CUDA refuses them too, but breaks off what is captured, and leaves torch in disorder. Waits inside of operators, and
-    those that are none of torch's, are not seen here.
+    CUDA refuses them too, but breaks the capture off and leaves torch in disorder. Waits inside operators, and those
+    outside of torch, are not seen here.
 
     Args:
-        device: where what is captured computes.
+        device: of the captured forward.
 
     Raises:
-        CannotCapture: out of the operator, and once more at the end where code went on another way: what was captured
-            then is not what would have been computed.
+        CannotCapture: in the operator, and again at the end if code caught that and took another way than it would.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,7 +85,7 @@ def _to_copy_waits(
     kind: str, source: torch.Tensor, *, device: torch.device | None = None, non_blocking: bool = False, **others: Any
 ) -> bool:
     target = source.device if device is None else device
-    # Memory of the host that is taken for a copy which nobody waits for is pinned.
+    # Host memory that torch allocates for a non-blocking copy is pinned.
     is_pinned = target.type == "cpu" or source.is_pinned()
     return _are_apart(kind, source.device, target) and not (non_blocking and is_pinned)
 

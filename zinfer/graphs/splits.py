@@ -1,4 +1,4 @@
-"""Cuts captured forwards where blocks compute whose weights stream: those have to be waited for, and let go of."""
+"""Splits captured forwards around blocks whose weights stream, which have to be waited for and released."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,12 +21,12 @@ Bind: TypeAlias = Callable[[Mapping[str, nn.Parameter]], None]
 class GraphSplits:
     """The streamed blocks of an engine, as steps of captured forwards.
 
-    A block may come to any of the slots, so it is captured for each of them, in the memory of the first: what any of
-    them gives is where the first one's is. Nothing is streamed for a capture, which computes nothing; a slot's
-    place is all that it takes. What a streamed block computes must leave it by what its module gives alone.
+    A block may be in any slot, so it is captured for each; all captures write their results where the first one does.
+    A capture computes nothing, so nothing is streamed for it: it needs the slots' addresses alone. Only a module's
+    results may leave a streamed block.
 
     Args:
-        most_bytes: that may stream in a forward which is worth a capture; None: any number.
+        most_bytes: streamed in a forward that is worth a capture; None: any number.
     """
 
     def __init__(self, most_bytes: int | None) -> None:
@@ -37,7 +37,7 @@ class GraphSplits:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether what modules launch now computes nothing."""
+        """Whether a forward is being captured."""
         return self._capture is not None
 
     @property
@@ -46,10 +46,10 @@ class GraphSplits:
         return self._streamer is not None
 
     def arrangement(self) -> Hashable:
-        """What the places of blocks depend on; captures for one serve no other.
+        """Return where blocks are; captures for one arrangement serve no other.
 
         Raises:
-            CannotCapture: blocks are on their way to where they will stay, or more stream than was said.
+            CannotCapture: blocks are moving to where they will stay, or more than ``most_bytes`` stream.
         """
         if self._streamer is None:
             return ()
@@ -62,7 +62,7 @@ class GraphSplits:
 
     @contextmanager
     def within(self, capture: Capture) -> Iterator[None]:
-        """Cut what is captured meanwhile."""
+        """Split what is captured within this context."""
         self._capture = capture
         try:
             yield
@@ -75,10 +75,10 @@ class GraphSplits:
     def add(
         self, module: nn.Module, block: Block, streamer: Streamer, bind: Bind, unbind: Callable[[], None]
     ) -> list[RemovableHandle]:
-        """Cut at the calls of a module. Its hooks give way to these while `is_capturing`; they are to be there already.
+        """Split at the calls of a module, whose own hooks were added before and do nothing while `is_capturing`.
 
         Args:
-            block: the streamed one that the module uses.
+            block: streamed, used by the module.
             bind, unbind: put tensors of the block into modules, and take them out.
         """
         self._streamer = streamer
@@ -92,7 +92,7 @@ class GraphSplits:
             if self._capture is not None:
                 self._leave(site, self._capture, streamer, (args, kwargs), given)
 
-        # First of all that looks at what the module gives: that is captured behind the block, once.
+        # Before all other hooks on the module's result: what those do is captured after the block, once.
         return [
             module.register_forward_pre_hook(enter, with_kwargs=True),
             module.register_forward_hook(leave, with_kwargs=True, prepend=True),
@@ -121,7 +121,14 @@ class GraphSplits:
             pieces[slot.address] = capture.end()
         site.unbind()
         self._entered = None
-        capture.steps.append(_Stop(streamer, site.block, pieces))
+
+        def compute_streamed() -> None:
+            # Between the wait for the block's copy and the mark behind which its slot may be overwritten.
+            streamer.wait(site.block)
+            pieces[streamer.slot_of(site.block).address]()
+            streamer.release(site.block)
+
+        capture.steps.append(compute_streamed)
         capture.begin()
 
 
@@ -135,29 +142,12 @@ class _Site:
     unbind: Callable[[], None]
 
 
-@dataclass(frozen=True, eq=False)
-class _Stop:
-    """A streamed block, in the slot that it has come to; by the address of each slot what computes it there.
-
-    It is launched between the wait for the block's copy and the mark behind which the slot may be overwritten.
-    """
-
-    streamer: Streamer
-    block: Block
-    pieces: Mapping[int, Callable[[], None]]
-
-    def __call__(self) -> None:
-        self.streamer.wait(self.block)
-        self.pieces[self.streamer.slot_of(self.block).address]()
-        self.streamer.release(self.block)
-
-
 def _put(places: Any, given: Any) -> None:
-    """Put what a block gives where another capture of it has put the same."""
+    """Copy a block's results to where another capture of it has put its own."""
     (targets, form), (sources, found) = pytree.tree_flatten(places), pytree.tree_flatten(given)
     if form != found:
         raise CannotCapture("a streamed block gives something else each time")
     for target, source in zip(targets, sources, strict=True):
-        # What it was given, changed or not, is there already.
+        # The block's inputs, changed or not, are there already.
         if isinstance(target, torch.Tensor) and target.data_ptr() != source.data_ptr():
             target.copy_(source)

@@ -9,7 +9,7 @@ from zinfer.kernels.write_static import write_static
 
 
 class FusedStaticLayer(StaticLayer):  # type: ignore[misc]
-    """transformers' own but for `update`, which is five kernels there.
+    """transformers' own but for `update` on a GPU, which is five kernels there.
 
     Attributes:
         arrivals: what the kernel counts its programs with.
@@ -35,5 +35,8 @@ class FusedStaticLayer(StaticLayer):  # type: ignore[misc]
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        write_static(self.keys, self.values, self.cumulative_length, self.arrivals, key_states, value_states)
+        if self.device.type == "cuda":
+            write_static(self.keys, self.values, self.cumulative_length, self.arrivals, key_states, value_states)
+        else:
+            super().update(key_states, value_states)
         return self.keys, self.values

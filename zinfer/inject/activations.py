@@ -1,6 +1,5 @@
 """Activations that transformers writes out as several kernels (GPT-2's, BLOOM's), by one; and which a function is."""
 
-import inspect
 from types import MethodType
 from typing import Any, Final
 
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zinfer.inject.overlay import Overlay, is_near, probe, stand_in
+from zinfer.inject.overlay import Overlay, is_near, num_inputs, own_unless, probe, stand_in
 from zinfer.kernels.activation import ACTIVATIONS, Activation, activated, activated_ref
 
 _LARGE: Final = (7.0, 12.0, 30.0, 100.0, 300.0, 1000.0)  # beyond where activations might be clamped
@@ -16,17 +15,24 @@ _LARGE: Final = (7.0, 12.0, 30.0, 100.0, 300.0, 1000.0)  # beyond where activati
 
 def overlay_activation(module: nn.Module) -> Overlay | None:
     """The kernel for a module that is an activation in several kernels of torch; None for any other."""
-    if module._parameters or module._buffers or module._modules or len(_inputs(module)) != 1:
+    if module._parameters or module._buffers or module._modules or num_inputs(module) != 1:
         return None
     forward = MethodType(type(module).forward, stand_in(module))
     activation = find_activation(forward)
     if activation is None or _num_kernels(forward) < 2:
         return None
-    return Overlay(f"activation, {activation}", _forward(module, activation))
+
+    def compute(self: Any, x: torch.Tensor) -> Any:
+        # Under autocast the dtype of the result is torch's choice.
+        return NotImplemented if torch.is_autocast_enabled(x.device.type) else activated(x, activation)
+
+    return Overlay(f"activation, {activation}", own_unless(module, compute))
 
 
 def find_activation(function: Any) -> Activation | None:
-    """Which one a function computes."""
+    """Which one a function computes; of a module with hooks None, for the kernel would not call them."""
+    if isinstance(function, nn.Module) and (function._forward_hooks or function._forward_pre_hooks):
+        return None
     x = numbers(6, 97)
     given = probe(function, x)
     return next((name for name in ACTIVATIONS if is_near(given, activated_ref(x, name))), None)
@@ -54,19 +60,3 @@ def _num_kernels(function: Any) -> int:
     with counting:
         function(x)
     return counting.num_calls
-
-
-def _inputs(module: nn.Module) -> list[str]:
-    return list(inspect.signature(type(module).forward).parameters)[1:]
-
-
-def _forward(module: nn.Module, activation: Activation) -> MethodType:
-    plain = type(module).forward
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Under autocast the dtype of the result is torch's choice.
-        if len(args) == 1 and not kwargs and not torch.is_autocast_enabled(args[0].device.type):
-            return activated(args[0], activation)
-        return plain(self, *args, **kwargs)
-
-    return MethodType(forward, module)

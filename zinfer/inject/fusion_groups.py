@@ -1,9 +1,8 @@
 """Linear layers of a module that multiply the same numbers: queries, keys and values; gate and up of a gated MLP.
 
-Laid one behind the other in a slab, their weights are one matrix. Nothing is known of names: a module's own forward is
-run with stand-ins for its parts, which note what they are given. It may fail where it misses its other arguments, for
-the first products come before that. What it finds decides only how a slab is laid out; whether one product serves
-several layers is seen anew each time (`SharedProduct`).
+Side by side in a slab, their weights are one matrix. A module's own forward is run with stand-ins that record their
+inputs; it may fail for lack of its other arguments, since the first products come before that. The result decides only
+how a slab is laid out; whether one product serves several layers is checked in each call (`SharedProduct`).
 """
 
 import inspect
@@ -42,7 +41,7 @@ class FusionGroup:
 
 
 class _Noting(nn.Module):
-    """Stands for a linear layer; notes its input, and gives something of the shape of its output."""
+    """Stands for a linear layer: records its input, and returns a tensor of its output's shape."""
 
     def __init__(self, name: str, width: int, inputs: list[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ class _Passing(nn.Module):
 
 
 def find_packs(model: nn.Module) -> list[FusionGroup]:
-    """The groups of all modules that are not patched; parameters need not be there."""
+    """The groups of all modules that are not patched; parameters may be placeholders."""
     return [pack for name, module in model.named_modules() for pack in _packs_of(name, module)]
 
 

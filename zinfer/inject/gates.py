@@ -5,7 +5,6 @@ Of mixtures of experts too: for the experts that transformers keeps in one param
 form, which goes expert by expert, nothing is fused.
 """
 
-from collections.abc import Callable
 from types import MethodType
 from typing import Any, Final
 
@@ -13,9 +12,8 @@ import torch
 from torch import nn
 
 from zinfer.inject.activations import find_activation, numbers
-from zinfer.inject.overlay import Overlay, is_near, probe, stand_in
-from zinfer.kernels.activation import Activation
-from zinfer.kernels.gated import gated, gated_ref
+from zinfer.inject.overlay import Overlay, is_near, own_unless, probe, stand_in
+from zinfer.kernels.activation import gated, gated_ref
 
 _APART: Final = ("gate_proj", "up_proj", "down_proj")
 _JOINED: Final = ("gate_up_proj", "down_proj")
@@ -42,7 +40,7 @@ def overlay_gate(module: nn.Module) -> Overlay | None:
     """The kernel for a module that is ``down(activation(gate(x)) * up(x))``; None for any other."""
     names = next((names for names in (_APART, _JOINED) if all(name in module._modules for name in names)), None)
     function = next((found for name in _ACTIVATION_NAMES if (found := getattr(module, name, None)) is not None), None)
-    activation = find_activation(function) if callable(function) and not is_hooked(function) else None
+    activation = find_activation(function)
     if names is None or activation is None:
         return None
     x = numbers(3, 4 * _WIDTH).view(1, -1, _WIDTH)
@@ -51,32 +49,15 @@ def overlay_gate(module: nn.Module) -> Overlay | None:
     wanted = _Line(_DOWN)(gated_ref(_Line(_GATE)(x), _Line(_UP)(x), activation))
     if not is_near(probe(type(module).forward, copy, x), wanted):
         return None
-    overlaid = _apart if names is _APART else _joined
-    return Overlay(f"gated MLP, {activation}", MethodType(overlaid(type(module).forward, activation), module))
 
+    def apart(self: Any, x: Any) -> Any:
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), activation))
 
-def is_hooked(function: Any) -> bool:
-    """Whether the module has hooks, which the kernel would not call."""
-    return isinstance(function, nn.Module) and bool(function._forward_hooks or function._forward_pre_hooks)
-
-
-def _apart(plain: Callable[..., Any], activation: Activation) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs:
-            return plain(self, *args, **kwargs)
-        return self.down_proj(gated(self.gate_proj(args[0]), self.up_proj(args[0]), activation))
-
-    return forward
-
-
-def _joined(plain: Callable[..., Any], activation: Activation) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs:
-            return plain(self, *args, **kwargs)
-        gate, up = self.gate_up_proj(args[0]).chunk(2, dim=-1)
+    def joined(self: Any, x: Any) -> Any:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(gated(gate, up, activation))
 
-    return forward
+    return Overlay(f"gated MLP, {activation}", own_unless(module, apart if names is _APART else joined))
 
 
 def overlay_experts(module: nn.Module) -> Overlay | None:
@@ -85,19 +66,16 @@ def overlay_experts(module: nn.Module) -> Overlay | None:
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if plain is None or _EXPERTS_METHOD in module.__dict__ or implementation in (None, "eager"):
         return None
-    activation = find_activation(function) if callable(function) and not is_hooked(function) else None
+    activation = find_activation(function)
     if activation is None:
         return None
     gate = numbers(3, 4 * _WIDTH).view(-1, _WIDTH)
     up = 0.1 - 0.7 * gate.flip(0)
     if not is_near(probe(plain, stand_in(module), torch.cat((gate, up), dim=-1)), gated_ref(gate, up, activation)):
         return None
-    return Overlay(f"gated experts, {activation}", MethodType(_of_experts(activation), module), _EXPERTS_METHOD)
 
-
-def _of_experts(activation: Activation) -> Any:
     def _apply_gate(self: Any, gate_up: torch.Tensor) -> torch.Tensor:  # by its name a pickled copy finds its own
         gate, up = gate_up.chunk(2, dim=-1)
         return gated(gate, up, activation)
 
-    return _apply_gate
+    return Overlay(f"gated experts, {activation}", MethodType(_apply_gate, module), _EXPERTS_METHOD)

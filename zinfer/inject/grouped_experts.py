@@ -1,8 +1,7 @@
-"""Mixtures of experts: the products of all experts that have tokens in one launch each, without waiting for the device.
+"""Mixtures of experts: all experts' products in two launches, without waiting for the device.
 
-Of transformers' own ways one goes expert by expert and waits for each, one copies the weights of every expert chosen,
-and torch's grouped product takes bfloat16 alone on a GPU, and would have quantized experts dequantized whole. A module
-is recognised like any other: its own forward, expert by expert, is run on a few numbers and compared with this one.
+Of transformers' own ways one waits for the device in each expert, one copies the weights of every expert chosen, and
+torch's grouped product takes bfloat16 alone on a GPU, and would dequantize all experts.
 """
 
 from collections.abc import Callable
@@ -75,7 +74,7 @@ def _overlaid(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_ours(module: Any, x: torch.Tensor) -> bool:
-    """Whether the products of these tokens are to be taken here, and not by whatever else the config names."""
+    """Whether the kernel takes these tokens, and the config names no other implementation."""
     is_left = module.config._experts_implementation not in _TRANSFORMERS_CHOICE
     if is_left or getattr(module, "_is_expert_parallel", False) or torch.is_autocast_enabled(x.device.type):
         return False
@@ -85,7 +84,7 @@ def _is_ours(module: Any, x: torch.Tensor) -> bool:
 
 
 def _computed(module: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What the experts make of x [tokens, width], chosen and weighed [tokens, of each].
+    """The experts' weighted sum for x [tokens, width]; ``chosen`` and ``weights`` are [tokens, experts of each].
 
     Rounds and sums as `grouped_mm_experts_forward` in transformers' integrations/moe.py.
     """

@@ -26,31 +26,30 @@ _FINDERS: Final = (
     overlay_rotation,
     overlay_activation,
 )
-_FINDERS_REPLAYED: Final = (*_FINDERS, overlay_layer_norm, overlay_product)
-"""Also what is worth it only where Python need not launch it."""
+_FINDERS_REPLAYED: Final = (*_FINDERS, overlay_layer_norm, overlay_product)  # the last pay only without Python
 
-# Of the width of what is multiplied. Heads are narrower; wider is a gate, whose product stays whole until the module's
-# end unless a kernel takes it, and activations would take more memory than is planned for.
+# Of the input's width. A wider product is a gate's; unless a kernel takes it, it lives until the module's end, in more
+# memory than is planned for.
 _MOST_WIDENING: Final = 4
 
 
 class Injection:
-    """Fused kernels in a model until `remove`. Modules that somebody else has patched are left alone.
+    """Fused kernels in a model until `remove`; modules that are already patched are left alone.
 
     Args:
-        model: its parameters need not be there.
+        model: its parameters may be placeholders.
         packs: layers whose weights are one matrix in memory, so that one product serves them.
-        replayed: whether forwards may be replayed as graphs. Weights that are there now stay where they are.
+        replayed: whether forwards may be replayed as graphs; then resident weights do not move any more.
     """
 
     def __init__(self, model: nn.Module, packs: Iterable[FusionGroup] = (), *, replayed: bool = False) -> None:
         free = {name: module for name, module in model.named_modules() if not is_patched(module)}
         finders = _FINDERS_REPLAYED if replayed else _FINDERS
-        self._overlaid = {
-            (name, method): (module, overlay)
-            for name, module in free.items()
-            for method, overlay in _find(module, finders).items()
-        }
+        self._overlaid: dict[tuple[str, str], tuple[nn.Module, Overlay]] = {}
+        for name, module in free.items():
+            for find in finders:
+                if overlay := find(module):
+                    self._overlaid.setdefault((name, overlay.method), (module, overlay))
         if replayed:
             make_rows_contiguous(model)
         for pack in packs:
@@ -61,7 +60,7 @@ class Injection:
 
     @property
     def injected(self) -> dict[str, str]:
-        """The modules that compute by a kernel now, by name, and what is fused in each."""
+        """What is fused in each module, by its name."""
         kinds: dict[str, list[str]] = {}
         for (name, _), (module, overlay) in self._overlaid.items():
             if overlay.kind and module.__dict__.get(overlay.method) is overlay.forward:
@@ -69,7 +68,7 @@ class Injection:
         return {name: "; ".join(found) for name, found in kinds.items()}
 
     def remove(self) -> None:
-        """Let the modules compute as before. May be called again."""
+        """Undo all patches. Idempotent."""
         self._patches.undo()
         self._overlaid.clear()
 
@@ -93,13 +92,3 @@ class Injection:
         self._overlaid[pack.module, "forward"] = module, Overlay("; ".join(kinds), shared.forward)
         for name, layer, forward in zip(names, layers, shared.layer_forwards(), strict=True):
             self._overlaid[name, "forward"] = layer, Overlay("", forward)
-
-
-def _find(module: nn.Module, finders: Iterable[Callable[[nn.Module], Overlay | None]]) -> dict[str, Overlay]:
-    """The first overlay of each method."""
-    found: dict[str, Overlay] = {}
-    for find in finders:
-        overlay = find(module)
-        if overlay is not None:
-            found.setdefault(overlay.method, overlay)
-    return found

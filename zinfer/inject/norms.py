@@ -1,13 +1,12 @@
 """Norms that transformers writes out in Python, by one kernel each."""
 
-import inspect
 from types import MethodType
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from zinfer.inject.overlay import Overlay, is_near, probe, stand_in
+from zinfer.inject.overlay import Overlay, is_near, num_inputs, own_unless, probe, stand_in
 from zinfer.kernels.norm import NormKind, norm, norm_ref
 
 _EPS_NAMES: Final = ("variance_epsilon", "eps", "epsilon")
@@ -23,7 +22,7 @@ def overlay_norm(module: nn.Module) -> Overlay | None:
     weight = module._parameters.get("weight")
     eps = next((value for name in _EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None)
     own = len(module._parameters) == 1 and not module._modules and not isinstance(module, nn.LayerNorm)
-    if weight is None or weight.dim() != 1 or eps is None or not own or _num_inputs(module) != 1:
+    if weight is None or weight.dim() != 1 or eps is None or not own or num_inputs(module) != 1:
         return None
     generator = torch.Generator().manual_seed(0)
     x = 1 + torch.randn(1, _ROWS, weight.shape[0], generator=generator, dtype=torch.float32, device="cpu")
@@ -51,18 +50,12 @@ def overlay_layer_norm(module: nn.Module) -> Overlay | None:
     return Overlay("layer norm", _forward(module, NormKind(module.eps, centred=True)))
 
 
-def _num_inputs(module: nn.Module) -> int:
-    return len(inspect.signature(type(module).forward).parameters) - 1
-
-
 def _forward(module: nn.Module, kind: NormKind) -> MethodType:
-    plain = type(module).forward
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute(self: Any, x: torch.Tensor) -> Any:
         weight = self.weight
         # With a weight of another dtype the result of transformers has that one's: not for the kernel to imitate.
-        if len(args) == 1 and not kwargs and args[0].dtype == weight.dtype and args[0].shape[-1:] == weight.shape:
-            return norm(args[0], weight, kind, self._parameters.get("bias"))
-        return plain(self, *args, **kwargs)
+        if x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
+            return NotImplemented
+        return norm(x, weight, kind, self._parameters.get("bias"))
 
-    return MethodType(forward, module)
+    return own_unless(module, compute)

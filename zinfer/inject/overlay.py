@@ -1,7 +1,9 @@
-"""What a recognised module computes by instead, and the probes that recognise it."""
+"""Replacements of recognised modules' forwards, and the probes that recognise modules."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -10,12 +12,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Overlay:
-    """What a module is to compute by.
+    """A method that replaces a module's own.
 
     Attributes:
-        kind: what is fused, in words; none where another module's overlay says it.
-        forward: takes and gives what the module's own does; a method, so that a copy of the module has its own.
-        method: the name of what is overlaid.
+        kind: what is fused, in words; empty where another module's overlay says it.
+        forward: takes and returns what the module's own does; bound to the module, so that copies get their own.
+        method: name of the replaced method.
     """
 
     kind: str
@@ -23,16 +25,32 @@ class Overlay:
     method: str = "forward"
 
 
+def num_inputs(module: nn.Module) -> int:
+    """Arguments of the module's own forward."""
+    return len(inspect.signature(type(module).forward).parameters) - 1
+
+
+def own_unless(module: nn.Module, compute: Callable[[Any, Any], Any]) -> MethodType:
+    """A forward that is ``compute(module, input)``, or the module's own where that returns NotImplemented."""
+    plain = type(module).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = NotImplemented if kwargs or len(args) != 1 else compute(self, args[0])
+        return plain(self, *args, **kwargs) if found is NotImplemented else found
+
+    return MethodType(forward, module)
+
+
 def probe(function: Callable[..., Any], *numbers: Any) -> Any:
-    """What a function makes of a few numbers; None where it takes something else, and so is not what is looked for."""
+    """Return the function's result for a few numbers; None where it takes something else."""
     try:
         return function(*numbers)
-    except Exception:  # whatever code of any family raises for what it was not made for
+    except Exception:  # any family's code may raise anything for foreign arguments
         return None
 
 
 def is_near(given: Any, wanted: torch.Tensor) -> bool:
-    """Whether a function gave the tensor that is wanted, but for rounding."""
+    """Whether a function returned the wanted tensor, up to rounding."""
     return (
         isinstance(given, torch.Tensor)
         and given.shape == wanted.shape
@@ -43,7 +61,7 @@ def is_near(given: Any, wanted: torch.Tensor) -> bool:
 
 
 def stand_in(module: nn.Module, **parts: Any) -> nn.Module:
-    """A copy of a module that shares all but the named parameters and submodules; its own forward runs on them."""
+    """A copy of a module that shares all but the named parameters and submodules."""
     copy = type(module).__new__(type(module))
     parameters = {name: part for name, part in parts.items() if name in module._parameters}
     modules = {name: part for name, part in parts.items() if name in module._modules}

@@ -1,9 +1,5 @@
-"""Products of one or two tokens, by a kernel that reads a matrix as fast as memory gives it.
+"""Products of one or two tokens by a kernel that pays only in graphs: Python takes longer to launch it than cuBLAS."""
 
-Python takes longer to launch it than a library's product, so it is for forwards that are replayed as graphs.
-"""
-
-from types import MethodType
 from typing import Any
 
 import torch
@@ -11,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from zinfer.inject.overlay import Overlay
+from zinfer.inject.overlay import Overlay, own_unless
 from zinfer.kernels.gemv import can_multiply, gemv
 
 
@@ -19,7 +15,16 @@ def overlay_product(module: nn.Module) -> Overlay | None:
     """The kernel for a linear layer, be it torch's or GPT-2's; None for any other module."""
     if type(module) not in (nn.Linear, Conv1D):
         return None
-    return Overlay("product of few tokens", _forward(module))
+    transposed = type(module) is Conv1D
+
+    def compute(self: Any, x: torch.Tensor) -> Any:
+        weight = self.weight
+        if not _is_full(weight):
+            return NotImplemented
+        rows = weight.T if transposed else weight
+        return gemv(x, rows, self.bias) if _takes(x, rows) else NotImplemented
+
+    return Overlay("product of few tokens", own_unless(module, compute))
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -33,9 +38,9 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def make_rows_contiguous(model: nn.Module) -> None:
-    """Lay the weights of GPT-2's linear layers out in rows, in their own memory; what modules see of them is the same.
+    """Transpose the weights of GPT-2's linear layers in their own memory, behind views of the same shape.
 
-    Nothing may read that memory by another layout afterwards, as a slab that is copied from would be.
+    Nothing may read that memory by its former layout afterwards, such as copies of a slab.
     """
     layers = (module for module in model.modules() if isinstance(module, Conv1D) and _is_full(module.weight))
     for weight in {id(layer.weight): layer.weight for layer in layers}.values():
@@ -44,25 +49,10 @@ def make_rows_contiguous(model: nn.Module) -> None:
             weight.data = weight.data.view(rows.shape).copy_(rows).t()
 
 
-def _forward(module: nn.Module) -> MethodType:
-    transposed = type(module) is Conv1D
-    plain = type(module).forward
-
-    def forward(self: Any, x: torch.Tensor) -> Any:
-        weight = self.weight
-        if _is_full(weight):
-            rows = weight.T if transposed else weight
-            if _takes(x, rows):
-                return gemv(x, rows, self.bias)
-        return plain(self, x)
-
-    return MethodType(forward, module)
-
-
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return can_multiply(x, weight) and not torch.is_autocast_enabled(x.device.type)
 
 
 def _is_full(weight: torch.Tensor) -> bool:
-    """Whether it is a parameter as it is: not codes, nor what a hook has just made of others."""
+    """Whether it is a plain parameter: neither codes nor a tensor that a hook has just computed."""
     return type(weight) is nn.Parameter

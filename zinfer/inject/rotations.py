@@ -1,7 +1,7 @@
-"""Queries and keys turned by their positions, by one kernel where transformers takes ten.
+"""Rotary embeddings by one kernel where transformers launches ten.
 
-transformers turns them in a function of the family's file that the attention's forward calls by name. So the overlay is
-that very forward, compiled no differently, which finds another function under the name.
+transformers rotates in a function of the family's file that the attention's forward calls by name: the overlay is that
+forward's code with other globals, in which the name stands for the kernel.
 """
 
 import functools

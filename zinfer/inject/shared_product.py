@@ -1,12 +1,11 @@
-"""One product for several linear layers that are given the same numbers.
+"""One product for several linear layers with the same input.
 
-The layer that a module calls first computes for all; the others take their parts of its output, as views. They do so
-only within that one call of the module, and only where they are given the very tensor that the first was given,
-unchanged since: a module that does something else after all computes layer by layer.
+The layer that a module calls first computes for all; the others return views of its output, within that one call of the
+module and only for the very same input tensor, unchanged. Otherwise each layer computes for itself.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -44,7 +43,7 @@ class SharedProduct:
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without views of memory: those of a copy would be of neither's weights."""
+        """Without views of memory, which would be of neither copy's weights."""
         names = ("_plain", "_multiply", "_layers", "_leaves", "_widths")
         return {name: self.__dict__[name] for name in names}
 
@@ -64,7 +63,7 @@ class SharedProduct:
         self._parts: dict[int, torch.Tensor] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, within which its layers share."""
+        """The module's own forward, within which its layers share."""
         try:
             self._is_open = True
             return self._plain(*args, **kwargs)
@@ -73,8 +72,8 @@ class SharedProduct:
             self._forget()
 
     def layer_forwards(self) -> list[Callable[..., Any]]:
-        """The forward of each layer; methods of what is copied with the module, so that copies have their own."""
-        return [_Member(self, index).forward for index in range(len(self._layers))]
+        """The forward of each layer; copied with the module."""
+        return [partial(self.part, index) for index in range(len(self._layers))]
 
     def part(self, index: int, input: torch.Tensor) -> torch.Tensor:
         """One layer's output: [..., in] -> [..., out]."""
@@ -102,22 +101,11 @@ class SharedProduct:
         """The layers' weights as one, and their biases; none where they are apart."""
         parameters = [[layer._parameters[leaf] for layer in self._layers] for leaf in self._leaves]
         places = [_place_of(parameter) for several in parameters for parameter in several]
-        if places != self._places:  # what is kept keeps its memory: nothing else can have these places
+        if places != self._places:  # kept operands keep their memory, so nothing else can have these addresses
             found = [joined_parameter(several) for several in parameters]
             self._operands = [each for each in found if each is not None]
             self._places = places if len(self._operands) == len(found) else []
         return self._operands if self._places else []
-
-
-@dataclass(frozen=True, eq=False)
-class _Member:
-    """One layer of a shared product."""
-
-    product: SharedProduct
-    index: int
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.product.part(self.index, input)
 
 
 def _spares_memory(weight: torch.Tensor, input: torch.Tensor) -> bool:

@@ -21,8 +21,7 @@ from zinfer.kernels.quantized import FRAGMENT_ROWS
 from zinfer.model.layers import find_layers, find_shared
 from zinfer.model.weight_matching import Weight
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
-from zinfer.quantization.conversion import Quantizing
-from zinfer.quantization.rounding import NEAREST, Rounding
+from zinfer.quantization.conversion import NEAREST, Quantizing, Rounding
 from zinfer.quantization.slab_matrix import SlabMatrix, interleave
 from zinfer.quantization.stored import StoredMatrix
 

@@ -11,11 +11,10 @@ from transformers.pytorch_utils import Conv1D
 
 from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import ConfigError
-from zinfer.kernels.clipping import least_error_range
-from zinfer.kernels.quantize import full_range
+from zinfer.kernels.quantize import full_range, least_error_range
 from zinfer.model.partition import Form, full_form
 from zinfer.offload.block import SlabTensor
-from zinfer.quantization.rounding import Rounding, Squares, no_squares
+from zinfer.quantization.conversion import Rounding, Squares
 from zinfer.quantization.slab_matrix import SlabMatrix
 
 log = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ def find_form(rules: Quantization | None, *, scales_columns: bool = False) -> Fo
     return full_form if rules is None else QuantizedForms(rules, scales_columns=scales_columns)
 
 
-def find_rounding(rules: Quantization | None, squares: Squares = no_squares) -> Rounding:
+def find_rounding(rules: Quantization | None, squares: Squares | None = None) -> Rounding:
     """How weights are rounded under these rules."""
     return Rounding(least_error_range if rules is not None and rules.search == "clip" else full_range, squares)
 

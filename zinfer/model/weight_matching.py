@@ -198,6 +198,6 @@ def _check_stored(name: str, matrix: StoredMatrix, model: nn.Module) -> None:
     shape = (matrix.columns, matrix.rows) if isinstance(module, Conv1D) else (matrix.rows, matrix.columns)
     if shape != (prod(wanted[:-1]), wanted[-1]):  # experts are stored one below the other
         raise CheckpointError(
-            f"{matrix.file}: {matrix.parameter} has shape {list(shape)}, the model's {name} has {list(wanted)}: "
+            f"{matrix.file}: {matrix.name} has shape {list(shape)}, the model's {name} has {list(wanted)}: "
             f"config.json describes another model, or the file is damaged"
         )

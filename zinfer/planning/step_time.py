@@ -34,7 +34,6 @@ _ATTENTION_SHARE: Final = 0.22
 # Bytes that cross the link slow products down by as much as moving them so often on the device: 14 to 20 ms a pass
 # for 15 to 20 GB on an H200.
 _LINK_TOUCHES: Final = 4
-_MOST_FUSED_TOKENS: Final = max(MOST_FUSED_TOKENS.values())
 # What transformers' modules take on an H200 in passes of 16,384 tokens, as bytes and touches at a copy's rate. A value
 # of 16 bits is widened, squared, averaged, scaled, narrowed and weighted: seven kernels that move 36 bytes.
 _RMS_NORM_BYTES: Final = 53
@@ -265,9 +264,9 @@ class PassClock:
         transfer = self._transfer_without(min(num_staying, len(self._streamed)))
         flops = _FLOPS_PER_PARAMETER * (layers.active_params * num_tokens + others.active_params * num_rows)
         moved_bytes = _LINK_TOUCHES * transfer.link_bytes + num_tokens * (layers.between_bytes + others.between_bytes)
-        if num_tokens > _MOST_FUSED_TOKENS:
+        if num_tokens > MOST_FUSED_TOKENS:
             moved_bytes += num_parts * layers.dequantized_bytes
-        if num_rows > _MOST_FUSED_TOKENS:
+        if num_rows > MOST_FUSED_TOKENS:
             moved_bytes += others.dequantized_bytes
         attention_flops = 2 * _FLOPS_PER_PARAMETER * num_pairs * (layers.query_width + others.query_width)
         return PassTime(

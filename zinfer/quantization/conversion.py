@@ -1,37 +1,72 @@
-"""Quantizes a block's weights while its home is filled, or takes over those that are quantized already."""
+"""Quantizes a block's weights while they are loaded, or takes over those that the checkpoint holds quantized."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 import torch
 
 from zinfer.errors import CheckpointError
-from zinfer.kernels.quantize import CannotQuantize
+from zinfer.kernels.quantize import Bounds, CannotQuantize, full_range, quantize_into
+from zinfer.kernels.quantized import QuantizedMatrix
+from zinfer.kernels.scaling import scale_columns_into
 from zinfer.offload.block import SlabLayout
-from zinfer.quantization.rounding import NEAREST, Rounding
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.quantization.stored import StoredMatrix
+
+Squares: TypeAlias = Callable[[str], torch.Tensor | None]
+"""The mean square of each column of what a parameter is multiplied with, [columns]; None: it was never seen."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Rounds to nearest.
+
+    Args:
+        bounds: the range that the codes of a group cover.
+        squares: what a calibration has seen; only formats that scale columns ask for it. None: nothing.
+    """
+
+    bounds: Bounds = full_range
+    squares: Squares | None = None
+
+    def into(self, target: QuantizedMatrix, matrix: torch.Tensor, parameter: str) -> None:
+        """Fill ``target`` with ``matrix`` [rows, columns] of a parameter, by its name in the model.
+
+        Raises:
+            CannotQuantize: as `quantize_into`.
+        """
+        squares = self.squares(parameter) if self.squares and target.column_scales is not None else None
+        if squares is not None:
+            scale_columns_into(target, matrix, squares, self.bounds)
+            return
+        if target.column_scales is not None:
+            target.column_scales.fill_(1)
+        quantize_into(target, matrix, self.bounds)
+
+
+NEAREST: Final = Rounding()
+"""To nearest, and nothing else."""
 
 
 @dataclass(frozen=True)
 class Quantizing:
-    """Makes a slab of quantized matrices, and of the block's other tensors as they are, out of full weights.
+    """Fills a block's slab with quantized matrices, and with its other tensors as they are.
 
     Args:
         block: its name, for messages.
         stored: layout of what is read: full weights under their names in ``layout``, and the parts of ``matrices``.
-        layout: of the slab that is made.
+        layout: of the slab.
         matrices: those that the checkpoint holds quantized, by their names in ``layout``.
-        rounding: how weights become codes.
         names: of parameters in the model, by their names in ``layout``.
     """
 
     block: str
     stored: SlabLayout
     layout: SlabLayout
-    matrices: Mapping[str, StoredMatrix] = field(default_factory=dict)
-    rounding: Rounding = NEAREST
-    names: Mapping[str, str] = field(default_factory=dict)
+    matrices: Mapping[str, StoredMatrix]
+    rounding: Rounding
+    names: Mapping[str, str]
 
     def __call__(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Fill ``target`` out of ``source``, both uint8 and on one device.

@@ -1,7 +1,7 @@
-"""A quantized weight in the place of a full one: modules multiply with it as ever, and never see its codes.
+"""A quantized weight in the place of a full one.
 
-`torch.nn.functional.linear` and its like go to the fused product; whatever else a module does with its weight gets
-the dequantized matrix, so that no architecture computes something wrong.
+`torch.nn.functional.linear` and its like multiply with its codes; any other use gets the dequantized matrix, so that
+every architecture computes right numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +20,13 @@ from zinfer.kernels.quantized_linear import is_fused, quantized_linear
 class QuantizedParameter(nn.Parameter):
     """A parameter that consists of codes and scales.
 
+    Its shape is the module's: [rows, columns], [columns, rows], or of several matrices one below the other [number,
+    rows of each, columns].
+
     Attributes:
         matrix: [rows, columns], as stored.
         transposed: the parameter is the matrix's transpose, [columns, rows] (transformers' Conv1D).
-        quantizes_input: products are of INT8 with INT8, as ZeroQuant has them.
-
-    Its own shape is the module's: [rows, columns], [columns, rows], or several matrices one below the other, [number,
-    rows of each, columns].
+        quantizes_input: products are of INT8 with INT8, as in ZeroQuant.
     """
 
     matrix: QuantizedMatrix
@@ -37,7 +37,7 @@ class QuantizedParameter(nn.Parameter):
     def make(
         matrix: QuantizedMatrix, shape: Sequence[int], *, transposed: bool = False, quantizes_input: bool = False
     ) -> "QuantizedParameter":
-        """One that shares the matrix's memory and is seen with ``shape``."""
+        """A parameter of ``shape`` that shares the matrix's memory."""
         made = torch.Tensor._make_wrapper_subclass(
             QuantizedParameter, tuple(shape), dtype=matrix.dtype, device=matrix.codes.device
         )
@@ -120,16 +120,11 @@ def _getitem(weight: Any, index: Any) -> Any:
 
 
 def _transposed(weight: Any) -> Any:
-    """The same codes seen the other way round: a module may write ``input @ weight.T``."""
+    """The same codes as the transpose: a module may write ``input @ weight.T``."""
     if not isinstance(weight, QuantizedParameter) or weight.dim() != 2:
         return NotImplemented
-    columns, rows = reversed(weight.shape)
-    return QuantizedParameter.make(
-        weight.matrix,
-        (columns, rows),
-        transposed=not weight.transposed,
-        quantizes_input=weight.quantizes_input,
-    )
+    shape, transposed = (weight.shape[1], weight.shape[0]), not weight.transposed
+    return QuantizedParameter.make(weight.matrix, shape, transposed=transposed, quantizes_input=weight.quantizes_input)
 
 
 def _matmul(input: Any, other: Any) -> Any:

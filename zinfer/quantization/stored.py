@@ -1,4 +1,4 @@
-"""A quantized parameter as a checkpoint holds it: several tensors that a scheme makes one matrix of."""
+"""A quantized parameter in a checkpoint: several tensors that its scheme converts into one matrix."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +17,10 @@ from zinfer.quantization.native.scheme import StoreScheme
 
 
 def find_stored_scheme(checkpoint: Checkpoint) -> Scheme | None:
-    """How the checkpoint stores quantized weights, None if it holds them in full; a list of files does not say how.
+    """How the checkpoint stores quantized weights; None if it holds them in full, or is a list of files.
 
     Raises:
-        CheckpointError: in a way that is not supported.
+        CheckpointError: the way is not supported.
     """
     if checkpoint.is_listed:
         return None
@@ -36,13 +36,13 @@ class StoredMatrix:
     """The parts of one parameter.
 
     Attributes:
-        parameter: its name in the checkpoint.
+        name: of the parameter in the checkpoint.
         scheme: what the parts mean.
         parts: the tensors by the scheme's names for them.
         format, rows, columns: of the resulting matrix.
     """
 
-    parameter: str
+    name: str
     scheme: Scheme
     parts: tuple[tuple[str, TensorEntry], ...]
     format: QuantFormat
@@ -51,19 +51,10 @@ class StoredMatrix:
 
     @classmethod
     def of(cls, parameter: str, scheme: Scheme, parts: Mapping[str, TensorEntry]) -> "StoredMatrix":
-        """From what a scheme says of the checkpoint's tensors.
-
-        Raises:
-            CheckpointError: shapes contradict each other.
-        """
+        """From a scheme's parts. Raises CheckpointError: their shapes contradict each other."""
         shapes = {part: entry.shape for part, entry in parts.items()}
         format, rows, columns = scheme.format_of(parameter, shapes)
         return cls(parameter, scheme, tuple(parts.items()), format, rows, columns)
-
-    @property
-    def name(self) -> str:
-        """As a tensor has one."""
-        return self.parameter
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,7 +62,7 @@ class StoredMatrix:
 
     @property
     def pieces(self) -> "tuple[StoredMatrix, ...]":
-        """Itself: a parameter may also be made up of several."""
+        """The matrices that make it up: itself."""
         return (self,)
 
     @property
@@ -92,7 +83,7 @@ class StoredMatrix:
         try:
             self.scheme.convert_into(target, parts)
         except CheckpointError as error:
-            raise CheckpointError(f"{self.file}: {self.parameter}: {error}") from error
+            raise CheckpointError(f"{self.file}: {self.name}: {error}") from error
 
     @property
     def _first(self) -> TensorEntry:
@@ -101,16 +92,16 @@ class StoredMatrix:
 
 @dataclass(frozen=True, eq=False)
 class JoinedMatrix(StoredMatrix):
-    """Matrices that were quantized one by one, such as the experts of a mixture, one below the other.
+    """Matrices quantized one by one, such as the experts of a mixture, one below the other.
 
-    Its parts are those of all matrices, each with the matrix's number before its name.
+    Names of parts have the matrix's number before them.
     """
 
     matrices: tuple[StoredMatrix, ...]
 
     @classmethod
     def join(cls, name: str, shape: tuple[int, ...], matrices: Sequence[StoredMatrix]) -> "JoinedMatrix | None":
-        """The parameter ``name`` of ``shape``; None where the matrices do not make it up."""
+        """The parameter ``name`` of ``shape``; None if the matrices do not form it."""
         first = matrices[0]
         is_whole = sum(matrix.rows for matrix in matrices) == prod(shape[:-1])
         if not is_whole or any(matrix.columns != shape[-1] for matrix in matrices):

@@ -18,8 +18,8 @@ from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.quantized_forms import check_patterns, find_form, find_rounding
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Block, Extent, SlabLayout
+from zinfer.quantization.conversion import Squares
 from zinfer.quantization.native.manifest import MANIFEST_NAME, StoredParameter
-from zinfer.quantization.rounding import Squares, no_squares
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.quantization.stored import StoredMatrix, find_stored_scheme
 from zinfer.store.files import BlockFile, name_prefix
@@ -77,7 +77,7 @@ class Source:
             tree,
             weights,
             find_form(rules, scales_columns=squares is not None),
-            find_rounding(rules, squares or no_squares),
+            find_rounding(rules, squares),
         )
         blocks += _buffers(tree, weights, len(blocks))
         parameters = _quantized(blocks)

@@ -10,31 +10,31 @@ scales:  [groups, rows]; a value is (code - zero) * scale.
 From the lowest bits up a word holds its rows in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 import torch
 
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.quantization.foreign.contract import Scheme
 from zinfer.quantization.foreign.filling import SLICE_ELEMENTS, bytes_of, fill_codes, fill_scales, fill_zeros
 from zinfer.quantization.foreign.parts import (
     FLOATS,
+    ForeignScheme,
+    Layout,
     Shapes,
     check_dtypes,
-    check_format,
-    check_shapes,
-    marked_modules,
+    group_of,
     matrix_shape,
-    parts_of,
 )
-from zinfer.quantization.foreign.section import GroupSize, Section
+from zinfer.quantization.foreign.section import GroupSize
 
 _ROW_AT_NIBBLE: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-class Awq(Section, Scheme):
+class Awq(ForeignScheme):
     """Weights that AWQ's tools wrote; with ``zero_point`` false they have no zeros, or every one is 8."""
+
+    marks = ("qweight", "qzeros", "scales")
 
     bits: Literal[4] = 4
     version: Literal["gemm"] = "gemm"
@@ -43,27 +43,16 @@ class Awq(Section, Scheme):
     group_size: GroupSize = 128
     zero_point: bool = True
 
-    def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
-        names = set(names)
-        required, optional = (
-            (("qweight", "scales", "qzeros"), ()) if self.zero_point else (("qweight", "scales"), ("qzeros",))
-        )
-        modules = marked_modules(names, ("qweight", "qzeros", "scales"))
-        return {f"{module}.weight": parts_of(module, names, required, optional) for module in modules}
+    def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
+        return (self.marks, ()) if self.zero_point else (("qweight", "scales"), ("qzeros",))
 
-    def format_of(self, parameter: str, shapes: Shapes) -> tuple[QuantFormat, int, int]:
+    def layout(self, parameter: str, shapes: Shapes) -> Layout:
         columns, words = matrix_shape(parameter, "qweight", shapes)
         rows = words * len(_ROW_AT_NIBBLE)
-        size = self.group_size if self.group_size and self.group_size < columns else None
-        format = QuantFormat(4, size, not self.zero_point)
-        check_format(parameter, format, rows, columns)
+        format = QuantFormat(4, group_of(self.group_size, columns), not self.zero_point)
         groups = format.num_groups(columns)
-        check_shapes(
-            parameter,
-            shapes,
-            {"qweight": [(columns, words)], "qzeros": [(groups, words)], "scales": [(groups, rows)]},
-        )
-        return format, rows, columns
+        expected = {"qweight": [(columns, words)], "qzeros": [(groups, words)], "scales": [(groups, rows)]}
+        return format, rows, columns, expected
 
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
         check_dtypes(parts, {"qweight": (torch.int32,), "qzeros": (torch.int32,), "scales": FLOATS})

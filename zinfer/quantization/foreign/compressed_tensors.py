@@ -16,42 +16,39 @@ quantized key-value caches, transforms), and sparse layouts.
 """
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
 
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantized import FLOAT8, QuantFormat, QuantizedMatrix
-from zinfer.quantization.foreign.contract import Scheme
 from zinfer.quantization.foreign.filling import fill_codes, fill_order, fill_scales, fill_words, fill_zeros, unpack
 from zinfer.quantization.foreign.parts import (
     FLOATS,
     INTEGERS,
+    ForeignScheme,
+    Layout,
     Shapes,
     check_dtypes,
-    check_format,
-    check_shapes,
-    marked_modules,
     matrix_shape,
-    parts_of,
 )
 from zinfer.quantization.foreign.section import PATH, REMEDY, Nothing, Section, unsupported
 from zinfer.quantization.foreign.weight_group import ANY_MODULE, WeightGroup
 
 log = logging.getLogger(__name__)
 
-_MARKS: Final = ("weight_packed", "weight_scale")
-
 
 class _Sparsity(Section):
     format: Literal["dense"] = "dense"
 
 
-class CompressedTensors(Section, Scheme):
+class CompressedTensors(ForeignScheme):
     """Weights that compressed-tensors wrote, in one or more groups of modules."""
+
+    marks = ("weight_packed", "weight_scale")
 
     kv_cache_scheme: Nothing = None
     transform_config: Nothing = None
@@ -87,20 +84,15 @@ class CompressedTensors(Section, Scheme):
                 )
         return groups
 
-    def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
-        names = set(names)
-        return {
-            f"{module}.weight": parts_of(module, names, self._group(module).required)
-            for module in marked_modules(names, _MARKS)
-        }
+    def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
+        return self._group(module).required, ()
 
-    def format_of(self, parameter: str, shapes: Shapes) -> tuple[QuantFormat, int, int]:
+    def layout(self, parameter: str, shapes: Shapes) -> Layout:
         group = self._group(parameter.removesuffix(".weight"))
         format = group.format
         if group.reordered and format.group_size is not None:
             format = replace(format, orders_columns=True)
         rows, columns = _extent(parameter, shapes, group)
-        check_format(parameter, format, rows, columns)
         grid = _grid(format, rows, columns)
         scales: list[tuple[int, ...]] = [grid, (1,), ()] if grid == (1, 1) and format.group_rows is None else [grid]
         codes = 32 // format.bits
@@ -115,8 +107,7 @@ class CompressedTensors(Section, Scheme):
             "weight_zero_point": [*packed_zeros, *scales],
             "weight_g_idx": [(columns,)],
         }
-        check_shapes(parameter, shapes, expected)
-        return format, rows, columns
+        return format, rows, columns, expected
 
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
         _check_parts(target, parts)
@@ -134,7 +125,11 @@ class CompressedTensors(Section, Scheme):
         groups = list(self.config_groups.values())
         if len(groups) == 1:
             return groups[0]
-        tests = (lambda group: group.names(module), lambda group: group.fits(module), _takes_all)
+        tests: tuple[Callable[[WeightGroup], bool], ...] = (
+            lambda group: module in group.targets,
+            lambda group: group.fits(module),
+            lambda group: ANY_MODULE in group.targets,
+        )
         found = next((group for test in tests for group in groups if test(group)), None)
         if found is None:
             raise CheckpointError(
@@ -142,10 +137,6 @@ class CompressedTensors(Section, Scheme):
                 f"its targets: restore config.json"
             )
         return found
-
-
-def _takes_all(group: WeightGroup) -> bool:
-    return group.names(ANY_MODULE)
 
 
 def _extent(parameter: str, shapes: Shapes, group: WeightGroup) -> tuple[int, int]:

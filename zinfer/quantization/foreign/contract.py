@@ -1,4 +1,4 @@
-"""The contract of every way to store quantized weights in a checkpoint."""
+"""What every way of storing quantized weights in a checkpoint implements."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping

@@ -1,6 +1,6 @@
-"""Fills the tensors of a quantized matrix with codes, scales and zeros as other tools count them: unsigned, from 0.
+"""Fills a quantized matrix with other tools' codes, scales and zeros, which are counted from 0.
 
-Words are little-endian and of 32 bits, the first code of a row in the lowest ones.
+Words have 32 bits and are little-endian; a row's first code is in the lowest bits.
 """
 
 from typing import Final
@@ -16,15 +16,15 @@ SLICE_ELEMENTS: Final = 4 << 20  # beside which a matrix is large
 
 
 def fill_words(target: QuantizedMatrix, words: torch.Tensor) -> None:
-    """Take over codes in words [rows, words] (int32), as `unpack` takes them, a slice of rows at a time."""
+    """Fill the codes from words [rows, words] (int32), as `unpack` takes them, a slice of rows at a time."""
     for rows in target.slices(SLICE_ELEMENTS):
         fill_codes(target.part(rows), unpack(words[rows], target.format.bits, target.columns))
 
 
 def fill_codes(target: QuantizedMatrix, codes: torch.Tensor) -> None:
-    """Take over codes [rows, columns] (uint8, or the bits of e4m3 numbers), in the target's order of columns.
+    """Fill the codes from [rows, columns] (uint8, or the bits of e4m3 numbers), in the target's order of columns.
 
-    Symmetric 8-bit codes become signed: unsigned less 128 is the same byte with its highest bit turned over.
+    Symmetric 8-bit codes become signed: less 128 is the same byte with its highest bit inverted.
     """
     if target.column_order is not None:
         codes = codes.index_select(1, target.column_order)
@@ -38,7 +38,7 @@ def fill_codes(target: QuantizedMatrix, codes: torch.Tensor) -> None:
 
 
 def fill_scales(target: QuantizedMatrix, scales: torch.Tensor, part: str) -> None:
-    """Take over scales [rows or 1, groups], rounded to the target's dtype.
+    """Fill the scales from [rows or 1, groups], rounded to the target's dtype.
 
     Raises:
         CheckpointError: a scale is not finite, or becomes infinite or 0 in the target's dtype.
@@ -55,10 +55,10 @@ def fill_scales(target: QuantizedMatrix, scales: torch.Tensor, part: str) -> Non
 
 
 def fill_zeros(target: QuantizedMatrix, zeros: torch.Tensor | None, part: str) -> None:
-    """Take over zeros [rows or 1, groups] (uint8); a symmetric target has none, and they must be the middle code.
+    """Fill the zeros from [rows or 1, groups] (uint8).
 
     Raises:
-        CheckpointError: the target is symmetric and the zeros are not in the middle.
+        CheckpointError: the target is symmetric, and a zero is not the middle code.
     """
     if target.zeros is not None:
         assert zeros is not None
@@ -74,18 +74,24 @@ def fill_zeros(target: QuantizedMatrix, zeros: torch.Tensor | None, part: str) -
 
 
 def fill_order(target: QuantizedMatrix, group_index: torch.Tensor, part: str) -> None:
-    """Put the columns of each group beside one another, if the target orders columns; to be called before `fill_codes`.
+    """Fill the order of columns, which `fill_codes` then uses, so that each group's are neighbours.
 
     Args:
         group_index: the group of each column, [columns].
 
     Raises:
-        CheckpointError: groups are of different sizes; or neighbouring columns do not share their scale, and the target
-            takes them as they come.
+        CheckpointError: groups differ in size; or the target orders no columns, and groups are scattered.
     """
     size = target.format.group_size or target.columns
     if target.column_order is not None:
-        _check_sizes(group_index, target.columns // size, size, part)
+        num_groups = target.columns // size
+        sizes = torch.bincount(group_index.long().clamp(0, num_groups), minlength=num_groups)
+        if bool((sizes != size).any()):
+            group = int((sizes != size).nonzero()[0])
+            raise CheckpointError(
+                f"{part} puts {int(sizes[group])} columns into group {group}, but group_size is {size}: the file is "
+                "damaged or of another configuration, download both again"
+            )
         target.column_order.copy_(torch.argsort(group_index, stable=True))
         return
     in_order = torch.arange(target.columns, device=group_index.device) // size
@@ -96,24 +102,6 @@ def fill_order(target: QuantizedMatrix, group_index: torch.Tensor, part: str) ->
             f"{part} puts column {column} into group {int(group_index[column])} instead of {int(in_order[column])}: "
             "a checkpoint whose configuration does not say desc_act (actorder) has its groups in order; correct the "
             "configuration, or download both again"
-        )
-
-
-def _check_sizes(group_index: torch.Tensor, num_groups: int, size: int, part: str) -> None:
-    beyond = ((group_index < 0) | (group_index >= num_groups)).nonzero()
-    if len(beyond):
-        column = int(beyond[0])
-        raise CheckpointError(
-            f"{part} puts column {column} into group {int(group_index[column])}, but there are {num_groups} groups: "
-            "the file is damaged, download it again"
-        )
-    sizes = torch.bincount(group_index.long(), minlength=num_groups)
-    wrong = (sizes != size).nonzero()
-    if len(wrong):
-        group = int(wrong[0])
-        raise CheckpointError(
-            f"{part} puts {int(sizes[group])} columns into group {group}, but group_size is {size}: the file is "
-            "damaged or of another configuration, download both again"
         )
 
 

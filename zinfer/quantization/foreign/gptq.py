@@ -12,34 +12,32 @@ The format ``gptq`` subtracts 1 from every zero, ``gptq_v2`` does not. It subtra
 `convert_gptq_v2_to_v1_format_module`), so a zero of 0 borrows from its neighbour; adding to whole words undoes that.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import torch
 from pydantic import Field, field_validator
 
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
-from zinfer.quantization.foreign.contract import Scheme
 from zinfer.quantization.foreign.filling import fill_order, fill_scales, fill_words, fill_zeros, unpack
 from zinfer.quantization.foreign.parts import (
     FLOATS,
     INTEGERS,
+    ForeignScheme,
+    Layout,
     Shapes,
     check_dtypes,
-    check_format,
-    check_shapes,
-    marked_modules,
+    group_of,
     matrix_shape,
-    parts_of,
 )
-from zinfer.quantization.foreign.section import GroupSize, Section, unsupported
+from zinfer.quantization.foreign.section import GroupSize, unsupported
 
 _REQUIRED: Final = ("qweight", "qzeros", "scales")
 _ONE_IN_EACH: Final = {4: 0x11111111, 8: 0x01010101}
 _OVERRIDES: Final = frozenset({"bits", "group_size", "sym", "desc_act", "format", "checkpoint_format", "pack_dtype"})
 
 
-class Gptq(Section, Scheme):
+class Gptq(ForeignScheme):
     """Weights that GPTQ's tools wrote.
 
     Attributes:
@@ -47,6 +45,8 @@ class Gptq(Section, Scheme):
             apart; each product then puts what it multiplies with in their order first.
         dynamic: rules for single modules, which may leave them alone, but not store them otherwise.
     """
+
+    marks = (*_REQUIRED, "g_idx")
 
     bits: Literal[4, 8]
     group_size: GroupSize = 128
@@ -66,19 +66,15 @@ class Gptq(Section, Scheme):
                 raise unsupported(f"{pattern}: modules that are stored otherwise than the rest are not read")
         return rules
 
-    def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
-        names = set(names)
-        required = (*_REQUIRED, "g_idx") if self.desc_act and self.group_size else _REQUIRED
-        modules = marked_modules(names, (*_REQUIRED, "g_idx"))
-        return {f"{module}.weight": parts_of(module, names, required, ("g_idx",)) for module in modules}
+    def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
+        return (self.marks if self.desc_act and self.group_size else _REQUIRED), ("g_idx",)
 
-    def format_of(self, parameter: str, shapes: Shapes) -> tuple[QuantFormat, int, int]:
+    def layout(self, parameter: str, shapes: Shapes) -> Layout:
         words, rows = matrix_shape(parameter, "qweight", shapes)
         codes = 32 // self.bits
         columns = shapes["g_idx"][0] if shapes.get("g_idx") else words * codes
-        size = self.group_size if self.group_size and self.group_size < columns else None
+        size = group_of(self.group_size, columns)
         format = QuantFormat(self.bits, size, self.sym, orders_columns=self.desc_act and size is not None)
-        check_format(parameter, format, rows, columns)
         groups = format.num_groups(columns)
         expected: dict[str, list[tuple[int, ...]]] = {
             "qweight": [(-(-columns // codes), rows)],
@@ -86,8 +82,7 @@ class Gptq(Section, Scheme):
             "scales": [(groups, rows)],
             "g_idx": [(columns,)],
         }
-        check_shapes(parameter, shapes, expected)
-        return format, rows, columns
+        return format, rows, columns, expected
 
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
         words = (torch.int32,)

@@ -1,42 +1,74 @@
 """The tensors that a checkpoint stores for one quantized parameter: found by name, checked by shape and dtype."""
 
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from typing import ClassVar, Final, TypeAlias
 
 import torch
 
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantized import QuantFormat
+from zinfer.quantization.foreign.contract import Scheme
+from zinfer.quantization.foreign.section import Section
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+Layout: TypeAlias = tuple[QuantFormat, int, int, Mapping[str, Collection[tuple[int, ...]]]]
+"""Format, rows and columns of a matrix, and the shapes that each of its parts may have."""
 FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS: Final = (torch.int32, torch.int64)
 
 
-def marked_modules(names: Collection[str], marks: Collection[str]) -> list[str]:
-    """Modules that have a tensor of one of these names, sorted."""
-    split = (name.rpartition(".") for name in names)
-    return sorted({module for module, _, part in split if part in marks})
+class ForeignScheme(Section, Scheme):
+    """A scheme that ``quantization_config`` describes: it says what parts there are, which are checked here."""
+
+    marks: ClassVar[Collection[str]]
+    """Names of parts that quantized modules alone have."""
+
+    @abstractmethod
+    def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
+        """Parts that the module must have, and parts that it may have."""
+
+    @abstractmethod
+    def layout(self, parameter: str, shapes: Shapes) -> Layout:
+        """What the config and the shapes of a parameter's parts say together."""
+
+    def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
+        names = set(names)
+        split = (name.rpartition(".") for name in names)
+        modules = sorted({module for module, _, part in split if part in self.marks})
+        return {f"{module}.weight": self._parts_of(module, names) for module in modules}
+
+    def _parts_of(self, module: str, names: Collection[str]) -> dict[str, str]:
+        required, optional = self.part_names(module)
+        present = [part for part in (*required, *optional, "weight") if f"{module}.{part}" in names]
+        missing = [part for part in required if part not in present]
+        if missing:
+            raise CheckpointError(
+                f"{module} has {', '.join(present)} but no {', '.join(missing)}: the checkpoint is incomplete, or "
+                f"not what quantization_config of config.json says; download it again"
+            )
+        if "weight" in present and "weight" not in required:
+            raise CheckpointError(f"{module} has both {required[0]} and a full weight: remove one of them")
+        return {part: f"{module}.{part}" for part in dict.fromkeys(present)}
+
+    def format_of(self, parameter: str, shapes: Shapes) -> tuple[QuantFormat, int, int]:
+        format, rows, columns, expected = self.layout(parameter, shapes)
+        try:
+            format.check_shape(rows, columns)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{parameter} is [{rows}, {columns}] and {error}: ragged groups are not supported; "
+                f"use a checkpoint with another group size"
+            ) from error
+        for part, shape in shapes.items():
+            if tuple(shape) not in expected[part]:
+                raise _contradiction(parameter, part, shape, " or ".join(str(list(each)) for each in expected[part]))
+        return format, rows, columns
 
 
-def parts_of(
-    module: str, names: Collection[str], required: Sequence[str], optional: Sequence[str] = ()
-) -> dict[str, str]:
-    """A module's parts by their names in the checkpoint.
-
-    Raises:
-        CheckpointError: a required part is missing, or the module has a full weight beside its parts.
-    """
-    present = [part for part in (*required, *optional, "weight") if f"{module}.{part}" in names]
-    missing = [part for part in required if part not in present]
-    if missing:
-        raise CheckpointError(
-            f"{module} has {', '.join(present)} but no {', '.join(missing)}: the checkpoint is incomplete, or "
-            f"not what quantization_config of config.json says; download it again"
-        )
-    if "weight" in present and "weight" not in required:
-        raise CheckpointError(f"{module} has both {required[0]} and a full weight: remove one of them")
-    return {part: f"{module}.{part}" for part in dict.fromkeys(present)}
+def group_of(size: int | None, columns: int) -> int | None:
+    """The columns of a group, of a config's ``group_size``: groups as long as rows are whole rows."""
+    return size if size and size < columns else None
 
 
 def matrix_shape(parameter: str, part: str, shapes: Shapes) -> tuple[int, int]:
@@ -45,24 +77,6 @@ def matrix_shape(parameter: str, part: str, shapes: Shapes) -> tuple[int, int]:
     if len(shape) != 2:
         raise _contradiction(parameter, part, shape, "a matrix")
     return shape[0], shape[1]
-
-
-def check_shapes(parameter: str, shapes: Shapes, expected: Mapping[str, Collection[tuple[int, ...]]]) -> None:
-    """Refuse a part that has none of its possible shapes."""
-    for part, shape in shapes.items():
-        if tuple(shape) not in expected[part]:
-            raise _contradiction(parameter, part, shape, " or ".join(str(list(each)) for each in expected[part]))
-
-
-def check_format(parameter: str, format: QuantFormat, rows: int, columns: int) -> None:
-    """Refuse a matrix whose groups are ragged."""
-    try:
-        format.check_shape(rows, columns)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{parameter} is [{rows}, {columns}] and {error}: ragged groups are not supported; "
-            f"use a checkpoint with another group size"
-        ) from error
 
 
 def check_dtypes(parts: Mapping[str, torch.Tensor], expected: Mapping[str, Collection[torch.dtype]]) -> None:

@@ -52,14 +52,6 @@ class _Weights(Section):
             raise malformed("block_structure does not give the rows and columns of a block")
         return strategy
 
-    @property
-    def extent(self) -> tuple[int | None, int | None]:
-        """Rows and columns that share a scale; None: all of them."""
-        if self.strategy == "block":
-            assert self.block_structure is not None
-            return self.block_structure[0], self.block_structure[1]
-        return (None if self.strategy == "tensor" else 1), (self.group_size if self.strategy == "group" else None)
-
 
 class _Activations(Section):
     dynamic: Literal[True] = Field(False, validate_default=True)  # static by default
@@ -102,8 +94,14 @@ class WeightGroup(Section):
     @property
     def format(self) -> QuantFormat:
         """Of the weights as matrices; ``group_rows`` and ``group_size`` are the rows and columns of a scale."""
-        weights, (group_rows, group_size) = self.weights, self.weights.extent
-        return QuantFormat(weights.num_bits, group_size, weights.symmetric, weights.type == "float", group_rows)
+        weights = self.weights
+        rows, columns = (None if weights.strategy == "tensor" else 1), None
+        if weights.strategy == "group":
+            columns = weights.group_size
+        elif weights.strategy == "block":
+            assert weights.block_structure is not None
+            rows, columns = weights.block_structure
+        return QuantFormat(weights.num_bits, columns, weights.symmetric, weights.type == "float", rows)
 
     @property
     def packed(self) -> bool:
@@ -121,10 +119,6 @@ class WeightGroup(Section):
         weight = ("weight_packed", "weight_shape") if self.packed else ("weight",)
         zeros = () if self.format.symmetric else ("weight_zero_point",)
         return (*weight, "weight_scale", *zeros, *(("weight_g_idx",) if self.reordered else ()))
-
-    def names(self, module: str) -> bool:
-        """Whether a target is the module's name."""
-        return module in self.targets
 
     def fits(self, module: str) -> bool:
         """Whether a target's pattern is found where the module's name begins."""

@@ -1,7 +1,7 @@
 """What a store was made of: the source's files and every setting that changes its bytes.
 
-The folder's place is no part of it, but the times at which its files of weights were written are: nothing reads all of
-a checkpoint to find a store, and files that were written to since may hold other weights.
+The source's files are known by samples and by the times when they were written, for nothing reads all of a checkpoint
+to find its store; its folder may move.
 """
 
 import hashlib
@@ -51,13 +51,13 @@ class Identity:
         return cls(source, settings | ({"calibration_sha256": calibration} if calibration else {}))
 
     def digest(self) -> str:
-        """A SHA-256 over what is compared, in hexadecimal digits: one for all stores without differences."""
+        """A SHA-256 over what is compared, in hexadecimal digits."""
         source = {name: value for name, value in self.source.items() if name != _NAME}
         members = {"source": source, "settings": dict(self.settings)}
         return hashlib.sha256(json.dumps(members, sort_keys=True).encode()).hexdigest()
 
     def differences(self, now: "Identity") -> list[str]:
-        """One line for each thing that is not as it was, in words for the user; empty for the same store."""
+        """One line for each difference, in words for the user; empty for the same store."""
         former, new = dict(self.source), dict(now.source)
         if {**former, _NAME: ""} == {**new, _NAME: ""}:
             former = new

@@ -1,7 +1,7 @@
 """A store's manifest: what the store was made of, how its parameters are quantized, and which block files it has.
 
-It is the store's only record. A writer replaces it as a whole after each block, and once more with ``finished`` set
-when everything else is on the disk, so a killed writer resumes and a reader tells a whole store from a part of one.
+A writer replaces it after each block, and once more with ``finished`` set when everything else is on the disk, so that
+a killed writer resumes and a reader recognises unfinished stores.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A store's quantized parameters as a checkpoint's scheme: parts have the same form in the file and in a slab."""
+"""The scheme of stores, whose files hold parts as slabs do."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,14 +17,12 @@ class StoreScheme(Scheme):
     is_native = True
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._path = folder / MANIFEST_NAME
-        self._parameters = manifest.parameters
-        self._checksums = {folder / file: block.checksum for file, block in manifest.blocks.items()}
+        self._path, self._manifest = folder / MANIFEST_NAME, manifest
 
     @property
     def checksums(self) -> Mapping[Path, str]:
         """Of each block's weights, by its file (absolute): xxh3_128 of all bytes after the header, hexadecimal."""
-        return self._checksums
+        return {self._path.parent / file: block.checksum for file, block in self._manifest.blocks.items()}
 
     @classmethod
     def open(cls, folder: Path) -> "StoreScheme":
@@ -34,7 +32,7 @@ class StoreScheme(Scheme):
     def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         found = {
             parameter: {part: f"{parameter}.{part}" for part in stored.format.part_shapes(0, stored.columns)}
-            for parameter, stored in self._parameters.items()
+            for parameter, stored in self._manifest.parameters.items()
         }
         absent = [tensor for parts in found.values() for tensor in parts.values() if tensor not in names]
         if absent:
@@ -45,7 +43,7 @@ class StoreScheme(Scheme):
         return found
 
     def format_of(self, parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[QuantFormat, int, int]:
-        stored = self._parameters[parameter]
+        stored = self._manifest.parameters[parameter]
         format, columns, codes = stored.format, stored.columns, shapes["codes"]
         rows = codes[0] if codes else 0
         expected = format.part_shapes(rows, columns)
