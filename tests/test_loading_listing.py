@@ -97,7 +97,7 @@ def test_files_that_cannot_be_used(sharded: Path, files: list[str] | None, messa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", r"list\.json: not JSON at line 1"),
+        ("{", r"list\.json: not JSON: .* line 1"),
         ("[]", r"list\.json: expected one JSON object"),
         ("{}", r"list\.json: type = null: expected an object like"),
         (listing([]), r"list\.json: checkpoints = \[\]: expected the names of files"),

@@ -60,35 +60,18 @@ def read_json(file: Path, what: str) -> Mapping[str, object]:
     Raises:
         ConfigError: the file cannot be read or holds something else.
     """
-    remedy = f"{what} must be a dict or the path of a JSON file"
     try:
-        text = file.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file; {remedy}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{file}: is a folder; {remedy}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start}); {what} must be JSON") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
-    document = _parse(file, text)
+        document = json.loads(file.read_bytes().decode("utf-8-sig"), object_pairs_hook=_pairs)
+    except OSError as error:
+        remedy = f"{what} must be a dict or the path of a JSON file"
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}); {remedy}") from error
+    except (ValueError, RecursionError) as error:  # also text that is not UTF-8
+        raise ConfigError(f"{file}: not JSON: {error}") from error
     if not isinstance(document, _Object):
         raise ConfigError(f"{file}: expected one JSON object {{...}} at the top, got {type(document).__name__}")
     for path, fault in _faults(document, ""):
         raise ConfigError(f"{file}: {path}: {fault}")
     return document
-
-
-def _parse(file: Path, text: str) -> object:
-    try:
-        return json.loads(text, object_pairs_hook=_pairs)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise ConfigError(f"{file}: not JSON at {place}: {error.msg}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{file}: nested too deeply") from error
-    except ValueError as error:
-        raise ConfigError(f"{file}: not JSON: {error}") from error
 
 
 def _pairs(pairs: list[tuple[str, object]]) -> _Object:

@@ -29,11 +29,11 @@ SIZE_EXPECTED = 'a positive number of bytes, or one with a unit such as "24GB", 
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?", re.IGNORECASE)
 _MOST_CHARS = 40  # of a number that is written as text
 
-DTYPES = {
-    **dict.fromkeys(("fp16", "half", "float16", "torch.float16", "torch.half"), torch.float16),
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
-    **dict.fromkeys(("fp32", "float", "float32", "torch.float32", "torch.float"), torch.float32),
-    **dict.fromkeys(("int8", "torch.int8"), torch.int8),
+_DTYPES = {
+    **dict.fromkeys(("fp16", "half", "float16"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp32", "float", "float32"), torch.float32),
+    "int8": torch.int8,
 }
 
 
@@ -76,15 +76,17 @@ def flag(value: object) -> bool:
 
 def count(minimum: int, maximum: int | None = None) -> Parser:
     """A parser of whole numbers; 3.0 and "3" are, 3.5 is not."""
-    limits = f"from {minimum} to {maximum}" if maximum is not None else f"of at least {minimum}"
+    expected = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
 
     def parse(value: object) -> int:
         number = _finite(value)
-        if number is None or number != math.floor(number) or number < minimum:
-            raise Unusable(f"a whole number {limits}")
-        if maximum is not None and number > maximum:
-            raise Unusable(f"a whole number {limits}")
-        return math.floor(number)
+        if (
+            number is None
+            or number.denominator > 1
+            or not minimum <= number <= (number if maximum is None else maximum)
+        ):
+            raise Unusable(f"a whole number {expected}")
+        return int(number)
 
     return parse
 
@@ -116,17 +118,12 @@ def size_bytes(value: object) -> int:
     """
     if isinstance(value, str):
         match = SIZE.fullmatch(value.strip())
-        if match is None:
-            raise Unusable(SIZE_EXPECTED)
-        num_bytes: int = math.floor(Fraction(match[1]) * UNIT_BYTES[(match[2] or "b").lower()])
+        number = Fraction(math.floor(Fraction(match[1]) * UNIT_BYTES[(match[2] or "b").lower()])) if match else None
     else:
         number = _finite(value)
-        if number is None or number != math.floor(number):
-            raise Unusable(SIZE_EXPECTED)
-        num_bytes = math.floor(number)
-    if num_bytes < 1:
+    if number is None or number.denominator > 1 or number < 1:
         raise Unusable(SIZE_EXPECTED)
-    return num_bytes
+    return int(number)
 
 
 def path(value: object) -> Path:
@@ -157,10 +154,10 @@ def choice(*names: str) -> Parser:
 
 def dtype(value: object) -> torch.dtype:
     """A floating-point torch dtype or its name; also int8, which asks for quantized weights."""
-    name = str(value).lower() if isinstance(value, (str, torch.dtype)) else ""
-    if name not in DTYPES:
+    name = str(value).lower().removeprefix("torch.") if isinstance(value, (str, torch.dtype)) else ""
+    if name not in _DTYPES:
         raise Unusable('a torch dtype, "fp16", "bf16", "fp32" or "int8"')
-    return DTYPES[name]
+    return _DTYPES[name]
 
 
 def cpu_if_true(value: object) -> str | None:
@@ -170,13 +167,10 @@ def cpu_if_true(value: object) -> str | None:
 
 def show(value: object) -> str:
     """The value as JSON has it where it can be JSON, else its representation, shortened."""
-    if value is None or isinstance(value, (str, bool, int, float, list, tuple, dict)):
-        try:
-            text = json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError):
-            text = repr(value)
-    else:
-        text = str(value) if isinstance(value, torch.dtype) else repr(value)
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
