@@ -1,7 +1,7 @@
 """The checkpoint that a store is made of, cut into the blocks that the store will have."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class Source:
             CheckpointError: the checkpoint is incomplete, damaged, a store itself, or of no model that transformers
                 builds.
         """
-        _refuse_store(absolute(model))
+        _refuse_store(absolute(model))  # also one that is not finished
         rules = settings.quantization
         if rules is None:
             raise ConfigError("the configuration asks for no quantized weights; state zinfer.quantization.bits in it")
@@ -80,7 +80,12 @@ class Source:
             find_rounding(rules, squares or no_squares),
         )
         blocks += _buffers(tree, weights, len(blocks))
-        parameters = _quantized(blocks)
+        parameters = {
+            name_prefix(block) + tensor.name: StoredParameter(format=tensor.format, columns=tensor.columns)
+            for block in blocks
+            for tensor in block.block.layout.tensors
+            if isinstance(tensor, SlabMatrix)
+        }
         if not parameters:
             raise ConfigError(
                 f"{checkpoint.folder}: these settings quantize no weight of this model; correct include and exclude"
@@ -109,12 +114,3 @@ def _buffers(tree: PreTrainedModel, weights: Mapping[str, Weight], index: int) -
         for entry, tensor in zip(entries.values(), layout.tensors, strict=True)
     )
     return [ModelBlock(Block(index, "buffers", layout, extents), (), (), is_layer=False)]
-
-
-def _quantized(blocks: Sequence[ModelBlock]) -> dict[str, StoredParameter]:
-    return {
-        name_prefix(block) + tensor.name: StoredParameter(format=tensor.format, columns=tensor.columns)
-        for block in blocks
-        for tensor in block.block.layout.tensors
-        if isinstance(tensor, SlabMatrix)
-    }

@@ -20,7 +20,7 @@ from zinfer.nvme.scratch import ScratchError, ScratchFile
 from zinfer.offload.block import Extent
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.probe.limits import choose_device
-from zinfer.quantization.slab_matrix import SlabMatrix
+from zinfer.store.files import stored_tensors
 from zinfer.store.packed_cache import KEY, make_folder
 from zinfer.store.pipeline import check_device
 from zinfer.units import human_bytes
@@ -114,13 +114,8 @@ def _weights_of(block: ModelBlock) -> dict[str, torch.Tensor]:
 
 def _placed(block: ModelBlock, file: Path, begin: int) -> ModelBlock:
     """The block, read from its slab in the file."""
-    parts = (
-        part
-        for tensor in block.block.layout.tensors
-        for part in (tensor.parts() if isinstance(tensor, SlabMatrix) else [tensor])
-    )
     extents = tuple(
         Extent(file, begin + part.offset, part.nbytes, torch.uint8, part.offset, torch.uint8)
-        for part in sorted(parts, key=lambda part: part.offset)
+        for part in sorted(stored_tensors(block.block), key=lambda part: part.offset)
     )
     return replace(block, block=replace(block.block, conversion=None, extents=extents))
