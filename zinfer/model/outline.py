@@ -5,7 +5,7 @@ the model's order. Cutting and planning then run the same code as on a real chec
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint, TensorEntry
-from zinfer.checkpoint.folder import absolute
-from zinfer.checkpoint.json_text import JsonFault, parse_object
+from zinfer.checkpoint.config_checks import read_config
+from zinfer.checkpoint.folder import CONFIG_NAME, INDEX_SUFFIX, SAFETENSORS_SUFFIX, absolute
 from zinfer.config import Settings
 from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError
@@ -29,7 +29,6 @@ from zinfer.offload.block import Block, Extent
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.requests.length_limits import LengthLimits
 
-_CONFIG_NAME: Final = "config.json"
 _MADE_UP_NAME: Final = "model.safetensors"
 # Where a file's weights would begin: past the header's length, and as little aligned to pages as real ones are.
 _MADE_UP_OFFSET: Final = 8
@@ -171,21 +170,15 @@ def _owner(name: str, ties: Mapping[str, str]) -> str:
 def holds_config_alone(model: str | os.PathLike[str]) -> bool:
     """Whether it is a folder with config.json and no weights."""
     folder = absolute(model)
-    return (folder / _CONFIG_NAME).is_file() and not any(_weight_files(folder))
-
-
-def _weight_files(folder: Path) -> Iterator[Path]:
-    yield from folder.glob("*.safetensors")
-    yield from folder.glob("*.safetensors.index.json")
+    return (folder / CONFIG_NAME).is_file() and not any(
+        file.name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for file in folder.iterdir()
+    )
 
 
 def _check_config(checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
     """Without weights only config.json tells how wide they are, and it does not tell which of them are quantized."""
     path = checkpoint.config_path
-    try:
-        config = parse_object(path.read_bytes(), lenient=True)
-    except (OSError, JsonFault) as error:
-        raise CheckpointError(f"{path}: {error}; download it again") from error
+    config = read_config(path)
     if find_stored_scheme(checkpoint) is not None:
         raise CheckpointError(
             f"{path}: quantization_config says that weights are quantized, but which of them only their files tell, "
