@@ -108,7 +108,7 @@ def read_outline(
     folder = absolute(model)
     weights: Mapping[str, Weight]
     if holds_config_alone(folder):
-        checkpoint = Checkpoint(folder, {}, {}, 0, "")
+        checkpoint = Checkpoint(folder, {}, {}, "")
         _check_config(checkpoint, dtype)
         tree = build_meta_model(checkpoint, dtype)
         weights = made_up_weights(tree, folder / _MADE_UP_NAME)
