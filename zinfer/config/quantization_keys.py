@@ -137,8 +137,9 @@ def _merged(prefix: str, keys: Mapping[str, object], known: Mapping[str, Parser]
             raise Unusable(f"one of the keys {', '.join(known)}", f"{prefix}{name}", value)
         try:
             part = known[name](value)
-        except Unusable as expected:
-            raise Unusable(str(expected), f"{prefix}{name}", value) from None
+        except Unusable as fault:
+            fault.inside, fault.value = f"{prefix}{name}", value
+            raise
         assert isinstance(part, Part)
         merged.update(part)
     return merged

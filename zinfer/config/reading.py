@@ -80,7 +80,8 @@ class _Reader:
             self.given[key.path] = Given(key, written, value, value, self.source, key.reason)
         elif key.status is Status.UNSUPPORTED:
             if number_of(value) not in key.idle and _asks(value, off_is_idle=not key.idle):
-                raise self._not_available(written, value, key.reason, show(key.idle[0] if key.idle else None))
+                instead = show(key.idle[0] if key.idle else None)
+                raise self._refusal(written, value, NotAvailable(key.reason, instead))
         elif _is_unstated(value):
             return
         elif key.parse is not None:
@@ -88,18 +89,14 @@ class _Reader:
         elif isinstance(value, Mapping | QuantizationConfig):
             self.read(value if isinstance(value, Mapping) else asdict(value), key.path, written)
         elif not _is_off(value) and value not in key.idle:
-            raise self._unusable(written, value, "an object {...}")
+            raise self._refusal(written, value, Unusable("an object {...}"))
 
     def _value(self, key: Key, written: str, raw: object) -> None:
         assert key.parse is not None
         try:
             value = key.parse(raw)
-        except Unusable as expected:
-            if expected.inside:
-                written, raw = f"{written}.{expected.inside}", expected.value
-            raise self._unusable(written, raw, str(expected)) from None
-        except NotAvailable as missing:
-            raise self._not_available(written, raw, str(missing), missing.instead) from None
+        except Unusable as fault:
+            raise self._refusal(written, raw, fault) from None
         if value is not None:
             reason = value.reason if isinstance(value, NoEffect) else ""
             self.given[key.path] = Given(key, written, raw, value, self.source, reason)
@@ -119,13 +116,10 @@ class _Reader:
         self.written[key.path] = spelt
         return key, spelt
 
-    def _unusable(self, written: str, value: object, expected: str) -> ConfigError:
-        return self.source.error(f"{written} = {show(value)}: expected {expected}")
-
-    def _not_available(self, written: str, value: object, what: str, instead: str) -> ConfigError:
-        return self.source.error(
-            f"{written} = {show(value)} is not available yet: {what}; remove it or set it to {instead}"
-        )
+    def _refusal(self, written: str, raw: object, fault: Unusable) -> ConfigError:
+        if fault.inside:
+            written, raw = f"{written}.{fault.inside}", fault.value
+        return self.source.error(f"{written} = {show(raw)}{fault}")
 
 
 def merge(config: Mapping[str, Given], kwargs: Mapping[str, Given]) -> dict[str, Given]:

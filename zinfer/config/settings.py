@@ -31,9 +31,7 @@ class Offload:
     """Where the parameters live. `device` None means that the configuration does not say."""
 
     device: Literal["none", "cpu", "nvme"] | None = setting(
-        f"{_OFFLOAD}.device",
-        choice("none", "cpu", "nvme"),
-        "home of the parameters: device, host memory or disk",
+        f"{_OFFLOAD}.device", choice("none", "cpu", "nvme"), "home of the parameters: device, host memory or disk"
     )
     nvme_path: Path | None = setting(
         f"{_OFFLOAD}.nvme_path",
@@ -42,10 +40,7 @@ class Offload:
         "for what preempted sequences of zinfer.LLM leave; weights that stream as they lie are read in place",
     )
     pin_memory: bool = setting(
-        f"{_OFFLOAD}.pin_memory",
-        flag,
-        "host memory is page-locked; false: only the staging slots are",
-        default=True,
+        f"{_OFFLOAD}.pin_memory", flag, "host memory is page-locked; false: only the staging slots are", default=True
     )
     buffer_count: int | None = setting(f"{_OFFLOAD}.buffer_count", count(1), "a hint: staging slots")
     buffer_size: int | None = setting(
@@ -62,9 +57,7 @@ class Aio:
 
     block_size: int | None = setting("aio.block_size", values.multiple(4096), "bytes of one request")
     queue_depth: int | None = setting(
-        "aio.queue_depth",
-        count(1),
-        "requests in flight, times intra_op_parallelism; each is a thread, 64 at most",
+        "aio.queue_depth", count(1), "requests in flight, times intra_op_parallelism; each is a thread, 64 at most"
     )
     intra_op_parallelism: int | None = setting("aio.intra_op_parallelism", count(1), "threads that read one slab")
     use_gds: bool = setting(
@@ -165,9 +158,7 @@ class Settings:
     """
 
     dtype: torch.dtype | None = setting(
-        "dtype",
-        values.dtype,
-        "dtype of weights and compute, by default the checkpoint's own; int8: quantized weights",
+        "dtype", values.dtype, "dtype of weights and compute, by default the checkpoint's own; int8: quantized weights"
     )
     max_out_tokens: int | None = setting(
         "max_out_tokens",

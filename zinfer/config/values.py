@@ -1,6 +1,5 @@
-"""Parsers of single values. Each takes what the user wrote and returns what the settings hold, or raises `Unusable`
-(the value is wrong) or `NotAvailable` (it is right, and asks for a feature that is missing). They know no paths: the
-reader adds them."""
+"""Parsers of single values. Each takes what the user wrote and returns what the settings hold, or raises `Unusable`.
+They know no paths: the reader adds them."""
 
 from __future__ import annotations
 
@@ -38,23 +37,25 @@ _DTYPES = {
 
 
 class Unusable(ValueError):
-    """The value cannot be read; the text says what is expected.
+    """The value cannot be read. The text goes on after ``path = value``, and says what is expected.
 
-    `inside` is the path of the faulty part within the value, and `value` what stands there; empty: the whole value.
+    Attributes:
+        inside: path of the faulty part within the value; empty: the whole value.
+        value: what the part holds.
     """
 
     def __init__(self, expected: str, inside: str = "", value: object = None) -> None:
-        super().__init__(expected)
+        super().__init__(f": expected {expected}")
         self.inside = inside
         self.value = value
 
 
-class NotAvailable(ValueError):
-    """The value asks for something that is missing; the text says what, `instead` says what can be written."""
+class NotAvailable(Unusable):
+    """The value asks for something that is missing; `instead` says what can be written."""
 
     def __init__(self, what: str, instead: str) -> None:
-        super().__init__(what)
-        self.instead = instead
+        ValueError.__init__(self, f" is not available yet: {what}; remove it or set it to {instead}")
+        self.inside = ""
 
 
 @dataclass(frozen=True)
