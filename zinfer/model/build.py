@@ -2,8 +2,8 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
@@ -182,13 +182,13 @@ def _brief(error: Exception) -> str:
 
 def _commonest_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The floating-point dtype that most of the checkpoint's bytes have."""
-    nbytes: dict[torch.dtype, int] = {}
+    nbytes: Counter[torch.dtype] = Counter()
     for entry in checkpoint.tensors.values():
         if entry.dtype.is_floating_point:
-            nbytes[entry.dtype] = nbytes.get(entry.dtype, 0) + entry.nbytes
+            nbytes[entry.dtype] += entry.nbytes
     if not nbytes:
         raise CheckpointError(f"{checkpoint.folder}: the checkpoint holds no floating-point tensor")
-    return max(nbytes, key=lambda dtype: nbytes[dtype])
+    return nbytes.most_common(1)[0][0]
 
 
 def find_model(
@@ -220,7 +220,10 @@ def find_model(
     if settings.checkpoint is None:
         return module, None
     compute_buffers(module)
-    return module, _open(settings.checkpoint, needs_config=isinstance(model, PreTrainedModel))
+    if isinstance(settings.checkpoint, CheckpointListing):
+        return module, Checkpoint.listed(settings.checkpoint.paths, settings.checkpoint.label)
+    needs_config = isinstance(model, PreTrainedModel)
+    return module, Checkpoint.open(settings.checkpoint) if needs_config else Checkpoint.of_weights(settings.checkpoint)
 
 
 def _keep_scale(model: PreTrainedModel) -> None:
@@ -248,12 +251,6 @@ def _check_module(model: nn.Module, settings: Settings) -> None:
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and settings.checkpoint is None:
         raise ConfigError(f"model: {on_meta[0]} is on the meta device; say where its weights are: checkpoint=FOLDER")
-
-
-def _open(place: Path | CheckpointListing, *, needs_config: bool) -> Checkpoint:
-    if isinstance(place, CheckpointListing):
-        return Checkpoint.listed(place.paths, place.label)
-    return Checkpoint.open(place) if needs_config else Checkpoint.of_weights(place)
 
 
 def find_dtype(model: nn.Module) -> torch.dtype:

@@ -22,7 +22,6 @@ from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import max_positions
 from zinfer.model.partition import ModelBlock, partition_model
-from zinfer.model.quantized_forms import find_form
 from zinfer.model.spec import ModelSpec
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Block, Extent
@@ -106,16 +105,15 @@ def read_outline(
         PlanError: the model is no decoder that generates, or keeps a state other than keys and values.
     """
     folder = absolute(model)
-    weights: Mapping[str, Weight]
     if holds_config_alone(folder):
         checkpoint = Checkpoint(folder, {}, {}, "")
         _check_config(checkpoint, dtype)
         tree = build_meta_model(checkpoint, dtype)
-        weights = made_up_weights(tree, folder / _MADE_UP_NAME)
+        checkpoint = replace(checkpoint, tensors=_made_up_tensors(tree, folder / _MADE_UP_NAME))
     else:
         checkpoint = Checkpoint.open(model)
         tree = build_meta_model(checkpoint, dtype)
-        weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
+    weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
     return Outline(
         name=os.fspath(model),
         blocks=_partition(tree, weights, quantization, folder),
@@ -131,7 +129,7 @@ def read_outline(
 def _partition(
     tree: PreTrainedModel, weights: Mapping[str, Weight], quantization: Quantization | None, folder: Path
 ) -> tuple[ModelBlock, ...]:
-    return tuple(_as_in_store(block, folder) for block in partition_model(tree, weights, find_form(quantization)))
+    return tuple(_as_in_store(block, folder) for block in partition_model(tree, weights, quantization))
 
 
 def _as_in_store(block: ModelBlock, folder: Path) -> ModelBlock:
@@ -143,28 +141,15 @@ def _as_in_store(block: ModelBlock, folder: Path) -> ModelBlock:
     return replace(block, block=replace(block.block, extents=(extent,), conversion=None))
 
 
-def made_up_weights(model: PreTrainedModel, file: Path) -> dict[str, TensorEntry]:
-    """A place in ``file`` for every parameter, laid end to end in the model's order; tied ones share theirs."""
-    ties: Mapping[str, str] = model.all_tied_weights_keys
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    entries: dict[str, TensorEntry] = {}
+def _made_up_tensors(model: PreTrainedModel, file: Path) -> dict[str, TensorEntry]:
+    """A place in ``file`` for all that the model stores, end to end in its order; what is tied has the other's."""
+    tensors: dict[str, TensorEntry] = {}
     offset = _MADE_UP_OFFSET
-    for name, parameter in parameters.items():
-        owner = _owner(name, ties)
-        if owner not in entries:
-            nbytes = parameter.numel() * parameter.dtype.itemsize
-            entries[owner] = TensorEntry(owner, parameter.dtype, tuple(parameter.shape), file, offset, nbytes)
-            offset += nbytes
-    return {name: entries[_owner(name, ties)] for name in parameters}
-
-
-def _owner(name: str, ties: Mapping[str, str]) -> str:
-    """The parameter whose bytes a name stands for; a tie may lead to another one."""
-    seen = {name}
-    while name in ties and ties[name] not in seen:
-        name = ties[name]
-        seen.add(name)
-    return name
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name not in model.all_tied_weights_keys:
+            tensors[name] = TensorEntry(name, value.dtype, tuple(value.shape), file, offset, value.nbytes)
+            offset += value.nbytes
+    return tensors
 
 
 def holds_config_alone(model: str | os.PathLike[str]) -> bool:

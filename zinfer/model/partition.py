@@ -4,11 +4,10 @@ Weights that are tied to each other outside the layers (embedding and head) are 
 What several layers share is a block of its own, used inside theirs.
 """
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -16,23 +15,17 @@ from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import JoinedTensor, TensorEntry
 from zinfer.config.block_classes import BlockClass
+from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import ConfigError
 from zinfer.kernels.quantized import FRAGMENT_ROWS
 from zinfer.model.layers import find_layers, find_shared
+from zinfer.model.quantized_forms import Form, find_form, find_rounding
 from zinfer.model.weight_matching import Weight
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
 from zinfer.quantization.conversion import Quantizing
-from zinfer.quantization.rounding import NEAREST, Rounding
+from zinfer.quantization.rounding import Rounding, Squares, no_squares
 from zinfer.quantization.slab_matrix import SlabMatrix, interleave
 from zinfer.quantization.stored import StoredMatrix
-
-Form: TypeAlias = Callable[[str, nn.Module, torch.Tensor], SlabTensor]
-"""Gives a parameter its place in a slab, at offset 0: from its name, the module that holds it, and the parameter."""
-
-
-def full_form(name: str, module: nn.Module, parameter: torch.Tensor) -> SlabTensor:
-    """As the module holds it."""
-    return SlabTensor(name, parameter.dtype, tuple(parameter.shape))
 
 
 @dataclass(frozen=True)
@@ -68,10 +61,9 @@ class _Piece:
 def partition_model(
     model: nn.Module,
     weights: Mapping[str, Weight],
-    form: Form = full_form,
-    rounding: Rounding = NEAREST,
+    rules: Quantization | None = None,
+    squares: Squares | None = None,
     checksums: Mapping[Path, str] = MappingProxyType({}),
-    quantizes_input: Callable[[str], bool] = lambda name: False,
     together: Iterable[Sequence[str]] = (),
     classes: Sequence[BlockClass] = (),
 ) -> list[ModelBlock]:
@@ -80,21 +72,22 @@ def partition_model(
     Args:
         model: a transformers model whose class or parts name `_no_split_modules`, or one with blocks of ``classes``.
         weights: what the checkpoint holds of each parameter; empty for a model whose weights are in memory.
-        form: the place in a slab of a parameter that is stored in full.
-        rounding: how it becomes codes where that form quantizes it.
+        rules: which of those that are stored in full are quantized, and how; None: none.
+        squares: what a calibration finds, asked for when a weight is quantized; None: no columns are scaled.
         checksums: of files that hold one block each.
-        quantizes_input: whether products with a weight that is stored quantized quantize what it is multiplied with.
         together: names of parameters that are to follow one another in a slab, where one block has them.
         classes: of modules that are layers too.
 
     Raises:
         CheckpointError: the model does not say which of its modules are layers.
-        ConfigError: a product is to quantize what its stored weight is multiplied with, and cannot.
+        ConfigError: the rules cannot be kept for a weight; names it.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     bytes_of = {name: weights[name] if weights else id(value) for name, value in parameters.items()}
     packs = {name: tuple(pack) for pack in together for name in pack}
-    partitioner = _Partitioner(model, parameters, weights, bytes_of, form, rounding, quantizes_input, packs)
+    form = find_form(rules, scales_columns=squares is not None)
+    rounding = find_rounding(rules, squares or no_squares)
+    partitioner = _Partitioner(model, parameters, weights, bytes_of, rules, form, rounding, packs)
     pieces = _joined(_pieces(model, find_layers(model, classes)), bytes_of)
     blocks = [partitioner.finish(index, piece) for index, piece in enumerate(pieces)]
     return [_with_checksum(block, checksums) for block in blocks]
@@ -168,9 +161,9 @@ class _Partitioner:
     parameters: Mapping[str, nn.Parameter]
     weights: Mapping[str, Weight]
     bytes_of: Mapping[str, Hashable]
+    rules: Quantization | None
     form: Form
     rounding: Rounding
-    quantizes_input: Callable[[str], bool]
     packs: Mapping[str, tuple[str, ...]]
 
     def finish(self, index: int, piece: _Piece) -> ModelBlock:
@@ -212,7 +205,7 @@ class _Partitioner:
         stored = SlabMatrix(name, parameter.dtype, shape, format=weight.format, transposed=transposed)
         if not weight.scheme.is_native and all(piece.rows % FRAGMENT_ROWS == 0 for piece in weight.pieces):
             stored = stored.arranged
-        if not self.quantizes_input(name):
+        if self.rules is None or not self.rules.quantizes_input(name):
             return stored
         if not weight.format.multiplies_int8:
             raise ConfigError(

@@ -7,8 +7,7 @@ from torch import nn
 from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.kernels.quantize import CannotQuantize, quantize
-from zinfer.model.partition import Form
-from zinfer.model.quantized_forms import find_form
+from zinfer.model.quantized_forms import Form, find_form
 from zinfer.quantization.parameter import QuantizedParameter
 from zinfer.quantization.slab_matrix import SlabMatrix
 

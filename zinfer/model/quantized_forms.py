@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -13,12 +14,14 @@ from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import ConfigError
 from zinfer.kernels.clipping import least_error_range
 from zinfer.kernels.quantize import full_range
-from zinfer.model.partition import Form, full_form
 from zinfer.offload.block import SlabTensor
 from zinfer.quantization.rounding import Rounding, Squares, no_squares
 from zinfer.quantization.slab_matrix import SlabMatrix
 
 log = logging.getLogger(__name__)
+
+Form: TypeAlias = Callable[[str, nn.Module, torch.Tensor], SlabTensor]
+"""Gives a parameter its place in a slab, at offset 0: from its name, the module that holds it, and the parameter."""
 
 
 def find_form(rules: Quantization | None, *, scales_columns: bool = False) -> Form:
@@ -35,12 +38,16 @@ def find_form(rules: Quantization | None, *, scales_columns: bool = False) -> Fo
         the form; it raises ConfigError where a rule names a parameter and its groups do not divide it, or are of rows
         of several matrices.
     """
-    if rules is None:
-        return full_form
 
     def form(name: str, module: nn.Module, parameter: torch.Tensor) -> SlabTensor:
-        shape, plain = tuple(parameter.shape), full_form(name, module, parameter)
-        if len(shape) not in (2, 3) or not parameter.is_floating_point() or isinstance(module, nn.Embedding | _ConvNd):
+        shape = tuple(parameter.shape)
+        plain = SlabTensor(name, parameter.dtype, shape)
+        if (
+            rules is None
+            or len(shape) not in (2, 3)
+            or not parameter.is_floating_point()
+            or isinstance(module, nn.Embedding | _ConvNd)
+        ):
             return plain
         transposed = isinstance(module, Conv1D)
         columns = shape[0] if transposed else shape[-1]
@@ -72,11 +79,6 @@ def find_form(rules: Quantization | None, *, scales_columns: bool = False) -> Fo
 def find_rounding(rules: Quantization | None, squares: Squares = no_squares) -> Rounding:
     """How weights are rounded under these rules."""
     return Rounding(least_error_range if rules is not None and rules.search == "clip" else full_range, squares)
-
-
-def find_activations(rules: Quantization | None) -> Callable[[str], bool]:
-    """Which parameters' products quantize what they multiply with, under these rules; none without any."""
-    return (lambda name: False) if rules is None else rules.quantizes_input
 
 
 def check_patterns(rules: Quantization | None, model: nn.Module) -> None:

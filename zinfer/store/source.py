@@ -15,11 +15,11 @@ from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.build import build_meta_model
 from zinfer.model.partition import ModelBlock, partition_model
-from zinfer.model.quantized_forms import check_patterns, find_form, find_rounding
+from zinfer.model.quantized_forms import check_patterns
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Block, Extent, SlabLayout
 from zinfer.quantization.native.manifest import MANIFEST_NAME, StoredParameter
-from zinfer.quantization.rounding import Squares, no_squares
+from zinfer.quantization.rounding import Squares
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.quantization.stored import StoredMatrix, find_stored_scheme
 from zinfer.store.files import BlockFile, name_prefix
@@ -73,12 +73,7 @@ class Source:
         tree = build_meta_model(checkpoint, settings.dtype)
         weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
         check_patterns(rules, tree)
-        blocks = partition_model(
-            tree,
-            weights,
-            find_form(rules, scales_columns=squares is not None),
-            find_rounding(rules, squares or no_squares),
-        )
+        blocks = partition_model(tree, weights, rules, squares)
         blocks += _buffers(tree, weights, len(blocks))
         parameters = {
             name_prefix(block) + tensor.name: StoredParameter(format=tensor.format, columns=tensor.columns)
