@@ -110,7 +110,7 @@ def test_config_names_unusable_weights(folder: Path, name: object, what: str) ->
     [
         (b'{"a": ', "at byte 6 not valid JSON: Expecting value: download it again"),
         (b"\xff", "at byte 0 not valid UTF-8: download it again"),
-        (b"[]", "a JSON array instead of an object: download it again"),
+        (b"[]", "list instead of an object {...}: download it again"),
         (b"[" * 100_000, "nested too deeply: download it again"),
     ],
 )
@@ -150,10 +150,10 @@ def test_a_damaged_shard_names_itself(folder: Path) -> None:
     ("content", "what"),
     [
         ("{", "at byte 1 not valid JSON: Expecting property name enclosed in double quotes: the index is corrupt"),
-        ("[]", "a JSON array instead of an object: the index is corrupted, download it again"),
-        ('"text"', "a JSON string instead of an object"),
-        ("true", "a JSON boolean instead of an object"),
-        ("17", "a JSON number instead of an object"),
+        ("[]", "list instead of an object {...}: the index is corrupted, download it again"),
+        ('"text"', "str instead of an object {...}"),
+        ("true", "bool instead of an object {...}"),
+        ("17", "int instead of an object {...}"),
         ('{"a":' * 100_000, "nested too deeply"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "the name 'a' stands twice in one object"),
         ("{}", "no weight_map of tensor names to file names: download the index again"),

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint
-from zinfer.checkpoint.config_checks import TOKEN_KEYS, Vocabulary, check_config, check_token_ids, read_config
+from zinfer.checkpoint.config_checks import TOKEN_KEYS, check_config, check_token_ids, read_config
 from zinfer.config import Settings
 from zinfer.config.listing import CheckpointListing
 from zinfer.errors import CheckpointError, ConfigError
@@ -124,7 +124,7 @@ def _load_config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
     path = checkpoint.config_path
     members = read_config(path)
     check_config(path, members, len(checkpoint.tensors))
-    check_token_ids(path, members, None)
+    check_token_ids(path, members, None, {})
     try:
         config: transformers.PretrainedConfig = AutoConfig.from_pretrained(
             str(checkpoint.folder), local_files_only=True, trust_remote_code=False
@@ -135,14 +135,15 @@ def _load_config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
         raise CheckpointError(
             f"{path}: not a configuration that transformers {transformers.__version__} reads: {_brief(error)}"
         ) from error
-    check_token_ids(path, members, vocabulary)
+    check_token_ids(path, members, *vocabulary)
     return config
 
 
-def _vocabulary(config: transformers.PretrainedConfig) -> Vocabulary:
+def _vocabulary(config: transformers.PretrainedConfig) -> tuple[int | None, dict[str, object]]:
+    """The size of the vocabulary, if it is stated, and the class's special tokens."""
     text = config.get_text_config()
     usual = type(text)()
-    return Vocabulary(getattr(text, "vocab_size", None), {key: getattr(usual, key, None) for key in TOKEN_KEYS})
+    return getattr(text, "vocab_size", None), {key: getattr(usual, key, None) for key in TOKEN_KEYS}
 
 
 def _drop_flash_attention(config: transformers.PretrainedConfig) -> None:
@@ -167,7 +168,7 @@ def _stated_dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint)
 def _load_generation_config(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     path = checkpoint.folder / "generation_config.json"
     if path.is_file():
-        check_token_ids(path, read_config(path), _vocabulary(model.config))
+        check_token_ids(path, read_config(path), *_vocabulary(model.config))
         try:
             model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
         except Exception as error:  # as above
