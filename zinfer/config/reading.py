@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from typing import Any
 
 from zinfer.config.key import Key, Status
@@ -176,19 +176,14 @@ def _advice(name: str, section: str, section_as_written: str) -> str:
     places = [key.path for key in by_status if _plain(name) in map(_plain, (key.name, *key.aliases))]
     if places:
         return "it belongs in " + " or ".join(places[:_MAX_PLACES])
-    here = [(_ratio(name, known), _joined(section_as_written, known)) for known in BY_NAME.get(section, {})]
-    elsewhere = [(_ratio(name, key.name), key.path) for key in by_status]
-    for candidates, least in ((here, _LIKE_HERE), (elsewhere, _LIKE_ELSEWHERE)):
-        ratio, nearest = max(candidates, key=lambda candidate: candidate[0])
-        if ratio >= least:
-            return f"did you mean {nearest}?"
+    here = {_plain(known): _joined(section_as_written, known) for known in BY_NAME[section]}
+    elsewhere = {_plain(key.name): key.path for key in reversed(by_status)}
+    for candidates, likeness in ((here, _LIKE_HERE), (elsewhere, _LIKE_ELSEWHERE)):
+        for nearest in get_close_matches(_plain(name), candidates, 1, likeness):
+            return f"did you mean {candidates[nearest]}?"
     if section:
         return "known there: " + ", ".join(sorted(key.name for key in KEYS if key.parent == section))
     return "remove it; zinfer.config.keys.KEYS lists what is known"
-
-
-def _ratio(name: str, known: str) -> float:
-    return SequenceMatcher(None, _plain(name), _plain(known)).ratio()
 
 
 def _plain(name: str) -> str:
