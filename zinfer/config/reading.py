@@ -11,7 +11,6 @@ from typing import Any
 from zinfer.config.key import Key, Status
 from zinfer.config.keys import BY_NAME, BY_PATH, KEYS
 from zinfer.config.quantization_rules import QuantizationConfig
-from zinfer.config.source import Source
 from zinfer.config.values import NoEffect, NotAvailable, Unusable, flag, number_of, show
 from zinfer.errors import ConfigError
 
@@ -28,6 +27,7 @@ class Given:
         written: the key's path as the user spelt it.
         raw: what was written.
         value: what it means.
+        label: names what states it, in messages.
         reason: why it changes nothing, if it does not.
     """
 
@@ -35,7 +35,7 @@ class Given:
     written: str
     raw: object
     value: Any
-    source: Source
+    label: str
     reason: str = ""
 
     def __str__(self) -> str:
@@ -44,18 +44,29 @@ class Given:
 
 def contradiction(first: Given, second: Given, why: str) -> ConfigError:
     """The error of two keys that cannot both be given; `why` ends with the remedy."""
-    return ConfigError(f"{first} ({first.source.label}) contradicts {second} ({second.source.label}): {why}")
+    return ConfigError(f"{first} ({first.label}) contradicts {second} ({second.label}): {why}")
 
 
-def read(source: Source) -> dict[str, Given]:
-    """Everything that the source states, by the keys' own paths; also what is ignored.
+def read(keys: Mapping[str, object], label: str, *, in_file: bool = False, is_kwargs: bool = False) -> dict[str, Given]:
+    """Everything that one source states, by the keys' own paths; also what is ignored.
+
+    Args:
+        label: names the source in messages; with ``in_file``, messages begin with it.
+        is_kwargs: zinfer's own keys may stand alone.
 
     Raises:
         ConfigError: the first key or value that cannot be used.
     """
-    reader = _Reader(source)
-    reader.read(source.keys, "", "")
+    reader = _Reader(label, is_kwargs)
+    try:
+        reader.read(keys, "", "")
+    except _Fault as fault:
+        raise ConfigError(f"{label}: {fault}" if in_file else f"{fault}") from None
     return reader.given
+
+
+class _Fault(Exception):
+    """What is wrong with a source, without its name."""
 
 
 class _Reader:
@@ -65,8 +76,9 @@ class _Reader:
         written: how each key and section was spelt; a second spelling of one is an error.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, label: str, is_kwargs: bool) -> None:
+        self.label = label
+        self.is_kwargs = is_kwargs
         self.given: dict[str, Given] = {}
         self.written: dict[str, str] = {}
 
@@ -77,7 +89,7 @@ class _Reader:
 
     def _key(self, key: Key, written: str, value: object) -> None:
         if key.status is Status.IGNORED:
-            self.given[key.path] = Given(key, written, value, value, self.source, key.reason)
+            self.given[key.path] = Given(key, written, value, value, self.label, key.reason)
         elif key.status is Status.UNSUPPORTED:
             if number_of(value) not in key.idle and _asks(value, off_is_idle=not key.idle):
                 instead = show(key.idle[0] if key.idle else None)
@@ -99,27 +111,27 @@ class _Reader:
             raise self._refusal(written, raw, fault) from None
         if value is not None:
             reason = value.reason if isinstance(value, NoEffect) else ""
-            self.given[key.path] = Given(key, written, raw, value, self.source, reason)
+            self.given[key.path] = Given(key, written, raw, value, self.label, reason)
 
     def _known(self, name: object, path: str, written: str) -> tuple[Key, str]:
         """The key that `name` means in a section, and the full path as the user spells it."""
         if not isinstance(name, str):
-            raise self.source.error(f"{_joined(written, show(name))}: keys must be text")
+            raise _Fault(f"{_joined(written, show(name))}: keys must be text")
         spelt = _joined(written, name)
         key = BY_NAME[path].get(name)
-        if key is None and self.source.is_kwargs and not path:
+        if key is None and self.is_kwargs and not path:
             key = BY_NAME["zinfer"].get(name)
         if key is None:
-            raise self.source.error(f"unknown key {spelt}; {_advice(name, path, written)}")
+            raise _Fault(f"unknown key {spelt}; {_advice(name, path, written)}")
         if key.path in self.written:
-            raise self.source.error(f"{self.written[key.path]} and {spelt} are the same key; keep one of them")
+            raise _Fault(f"{self.written[key.path]} and {spelt} are the same key; keep one of them")
         self.written[key.path] = spelt
         return key, spelt
 
-    def _refusal(self, written: str, raw: object, fault: Unusable) -> ConfigError:
+    def _refusal(self, written: str, raw: object, fault: Unusable) -> _Fault:
         if fault.inside:
             written, raw = f"{written}.{fault.inside}", fault.value
-        return self.source.error(f"{written} = {show(raw)}{fault}")
+        return _Fault(f"{written} = {show(raw)}{fault}")
 
 
 def merge(config: Mapping[str, Given], kwargs: Mapping[str, Given]) -> dict[str, Given]:
@@ -132,8 +144,8 @@ def merge(config: Mapping[str, Given], kwargs: Mapping[str, Given]) -> dict[str,
         theirs = kwargs.get(path, ours)
         if ours.value != theirs.value and not _is_unstated(ours.raw) and not _is_unstated(theirs.raw):
             raise ConfigError(
-                f"{path} is given twice with different values: {ours} ({ours.source.label}) "
-                f"and {theirs} ({theirs.source.label}); keep one of them"
+                f"{path} is given twice with different values: {ours} ({ours.label}) "
+                f"and {theirs} ({theirs.label}); keep one of them"
             )
     given = {**config, **kwargs}
     meant = {path: item for path, item in given.items() if item.key.same_as is None}

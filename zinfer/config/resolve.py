@@ -16,7 +16,7 @@ from zinfer.config.listing import CheckpointListing
 from zinfer.config.quantization import resolve_quantization
 from zinfer.config.reading import Given, contradiction, merge, read
 from zinfer.config.settings import Ignored, Settings
-from zinfer.config.source import config_source, kwargs_source
+from zinfer.config.source import config_keys
 from zinfer.errors import ConfigError
 
 STAGE = "zero_optimization.stage"
@@ -49,7 +49,11 @@ def resolve_settings(
         ConfigError: an unreadable file, an unknown key, an unusable value, a feature that is not available yet, or
             keys that contradict each other. The message names the key's full path and the remedy.
     """
-    everything = merge(read(config_source(config)), read(kwargs_source(kwargs)))
+    in_file = isinstance(config, str | os.PathLike)
+    everything = merge(
+        read(config_keys(config), f"{config}" if in_file else "config", in_file=in_file),
+        read(kwargs or {}, "keyword arguments", is_kwargs=True),
+    )
     given = {path: item for path, item in everything.items() if not item.reason}
     _check_together(given)
     quantization, idle = resolve_quantization(given)

@@ -13,11 +13,10 @@ from typing import Literal
 import torch
 
 from zinfer.config import values
-from zinfer.config.block_classes import BlockClass, block_classes
 from zinfer.config.key import setting
 from zinfer.config.listing import CheckpointListing, checkpoint
 from zinfer.config.quantization_rules import Quantization
-from zinfer.config.values import choice, count, elements, flag, size_bytes
+from zinfer.config.values import BlockClass, block_classes, choice, count, elements, flag, size_bytes
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,4 @@
-"""Where a configuration comes from: a dict, a JSON file or keyword arguments. Files are strict JSON: a key twice in
-one object, NaN and Infinity are refused. Which keys mean something is not known here."""
+"""Configurations in JSON files, which are strict: a key twice in one object, NaN and Infinity are refused."""
 
 from __future__ import annotations
 
@@ -8,24 +7,9 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from zinfer.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Source:
-    """Keys as they were given. `label` names the source in messages; `file` is the file they stand in, if any."""
-
-    label: str
-    keys: Mapping[str, object]
-    file: Path | None = None
-    is_kwargs: bool = False
-
-    def error(self, message: str) -> ConfigError:
-        """The message, with the file's name before it."""
-        return ConfigError(f"{self.file}: {message}" if self.file else message)
 
 
 class _Object(dict[str, object]):
@@ -34,24 +18,17 @@ class _Object(dict[str, object]):
     repeated: str | None = None
 
 
-def config_source(config: str | os.PathLike[str] | Mapping[str, object] | None) -> Source:
-    """The source of `init_inference`'s `config`: nothing, a mapping or the path of a JSON file.
+def config_keys(config: str | os.PathLike[str] | Mapping[str, object] | None) -> Mapping[str, object]:
+    """The keys of `init_inference`'s `config`: none, a mapping's or those in a JSON file.
 
-    Raises ConfigError when a file cannot be read or is not one JSON object.
+    Raises:
+        ConfigError: a file cannot be read or is not one JSON object, or it is neither a mapping nor a path.
     """
-    if config is None:
-        return Source("config", {})
-    if isinstance(config, Mapping):
-        return Source("config", config)
+    if config is None or isinstance(config, Mapping):
+        return config or {}
     if isinstance(config, (str, os.PathLike)):
-        file = Path(config)
-        return Source(str(file), read_json(file, "config"), file)
+        return read_json(Path(config), "config")
     raise ConfigError(f"config: expected a dict or the path of a JSON file, got {type(config).__name__}")
-
-
-def kwargs_source(kwargs: Mapping[str, object] | None) -> Source:
-    """The source of `init_inference`'s keyword arguments."""
-    return Source("keyword arguments", kwargs or {}, is_kwargs=True)
 
 
 def read_json(file: Path, what: str) -> Mapping[str, object]:

@@ -7,13 +7,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
 from pathlib import Path
 
 import torch
+from torch import nn
 
 Parser = Callable[[object], object]
 
@@ -25,6 +26,7 @@ UNIT_BYTES = {
 SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?b)?", re.IGNORECASE)
 SIZE_EXPECTED = 'a positive number of bytes, or one with a unit such as "24GB", "1.5GB" or "512MiB"'
 
+_BLOCKS_EXPECTED = 'an object like {Block: ("attn.out_proj", "mlp.fc2")}: classes of modules, and linear layers in them'
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?", re.IGNORECASE)
 _MOST_CHARS = 40  # of a number that is written as text
 
@@ -63,6 +65,28 @@ class NoEffect:
     """Returned by a parser for a value that is legitimate and changes nothing here."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """A class of modules, itself or by its name, and the ends of names of linear layers in them.
+
+    DeepSpeed adds up over GPUs what comes out of those layers; on one GPU nothing has to be added, and they only tell
+    whether the policy was written for the model.
+    """
+
+    kind: type[nn.Module] | str
+    linears: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.kind if isinstance(self.kind, str) else self.kind.__name__
+
+    def is_class_of(self, module: nn.Module) -> bool:
+        """Whether the module is a block of this kind."""
+        if isinstance(self.kind, str):
+            return type(module).__name__ == self.kind
+        return isinstance(module, self.kind)
 
 
 def flag(value: object) -> bool:
@@ -159,6 +183,22 @@ def dtype(value: object) -> torch.dtype:
     if name not in _DTYPES:
         raise Unusable('a torch dtype, "fp16", "bf16", "fp32" or "int8"')
     return _DTYPES[name]
+
+
+def block_classes(value: object) -> tuple[BlockClass, ...] | None:
+    """The classes that a policy names; None where it names none."""
+    if not isinstance(value, Mapping):
+        raise Unusable(_BLOCKS_EXPECTED)
+    found = []
+    for kind, linears in value.items():
+        is_class = isinstance(kind, type) and issubclass(kind, nn.Module)
+        names = (linears,) if isinstance(linears, str) else linears
+        if not (is_class or isinstance(kind, str)) or not isinstance(names, list | tuple):
+            raise Unusable(_BLOCKS_EXPECTED)
+        if not all(isinstance(name, str) and name for name in names):
+            raise Unusable(_BLOCKS_EXPECTED)
+        found.append(BlockClass(kind, tuple(names)))
+    return tuple(found) or None
 
 
 def cpu_if_true(value: object) -> str | None:

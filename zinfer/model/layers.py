@@ -7,7 +7,7 @@ from typing import Final
 from torch import nn
 from transformers import PreTrainedModel
 
-from zinfer.config.block_classes import BlockClass
+from zinfer.config.values import BlockClass
 from zinfer.errors import CheckpointError, ConfigError
 
 _KEY: Final = "injection_policy"

@@ -14,8 +14,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import JoinedTensor, TensorEntry
-from zinfer.config.block_classes import BlockClass
 from zinfer.config.quantization_rules import Quantization
+from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
 from zinfer.kernels.quantized import FRAGMENT_ROWS
 from zinfer.model.layers import find_layers, find_shared
