@@ -38,11 +38,9 @@ def with_table(page: str) -> str:
     Raises:
         ValueError: the page does not have both markers, once each and in their order.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _former, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
         raise ValueError(f"the page must have {BEGIN} and then {END}, once each")
-    return f"{before}{BEGIN}\n\n{key_table()}\n{END}{after}"
+    return f"{page.partition(BEGIN)[0]}{BEGIN}\n\n{key_table()}\n{END}{page.partition(END)[2]}"
 
 
 def _section(name: str, keys: Sequence[Key]) -> Iterator[str]:

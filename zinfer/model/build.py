@@ -45,7 +45,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
         CheckpointError: config.json describes no model that transformers builds.
     """
     config = _load_config(checkpoint)
-    config.dtype = dtype or _stated_dtype(config, checkpoint) or _commonest_dtype(checkpoint)
+    config.dtype = dtype or _checkpoint_dtype(config, checkpoint)
     try:
         with init_empty_weights(include_buffers=False), _SkipInit():
             model: PreTrainedModel = find_class(config)._from_config(config, dtype=config.dtype)
@@ -155,14 +155,23 @@ def _drop_flash_attention(config: transformers.PretrainedConfig) -> None:
             each._attn_implementation_internal = None
 
 
-def _stated_dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype | None:
-    dtype = config.dtype
-    if dtype is not None and dtype not in COMPUTE_DTYPES:
+def _checkpoint_dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype that config.json states, else the floating-point one that most of the checkpoint's bytes have."""
+    dtype = cast(torch.dtype | None, config.dtype)
+    if dtype is None:
+        nbytes: Counter[torch.dtype] = Counter()
+        for entry in checkpoint.tensors.values():
+            if entry.dtype.is_floating_point:
+                nbytes[entry.dtype] += entry.nbytes
+        if not nbytes:
+            raise CheckpointError(f"{checkpoint.folder}: the checkpoint holds no floating-point tensor")
+        return nbytes.most_common(1)[0][0]
+    if dtype not in COMPUTE_DTYPES:
         raise CheckpointError(
             f"{checkpoint.config_path}: dtype is {str(dtype).removeprefix('torch.')}, which layers do not compute in; "
             "state dtype in the configuration: fp32, fp16 or bf16"
         )
-    return cast(torch.dtype | None, dtype)
+    return dtype
 
 
 def _load_generation_config(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
@@ -179,17 +188,6 @@ def _brief(error: Exception) -> str:
     """The kind of an error and the beginning of its text, in one line; transformers lists every family it knows."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 400 else f"{text[:400]} ..."
-
-
-def _commonest_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The floating-point dtype that most of the checkpoint's bytes have."""
-    nbytes: Counter[torch.dtype] = Counter()
-    for entry in checkpoint.tensors.values():
-        if entry.dtype.is_floating_point:
-            nbytes[entry.dtype] += entry.nbytes
-    if not nbytes:
-        raise CheckpointError(f"{checkpoint.folder}: the checkpoint holds no floating-point tensor")
-    return nbytes.most_common(1)[0][0]
 
 
 def find_model(

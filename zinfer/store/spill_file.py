@@ -95,7 +95,9 @@ def _slabs(blocks: Sequence[ModelBlock], device: torch.device, num_bytes: int) -
     """The bytes of one slab after the other, in the same memory of so many; what is behind a slab means nothing."""
     slab = HostBuffer(num_bytes)
     for block in blocks:
-        weights, conversion, nbytes = _weights_of(block), block.block.conversion, block.block.nbytes
+        parameters = {binding.tensor: binding.module._parameters[binding.leaf] for binding in block.bindings}
+        weights = {name: parameter.detach() for name, parameter in parameters.items() if parameter is not None}
+        conversion, nbytes = block.block.conversion, block.block.nbytes
         if conversion is None:
             block.block.layout.fill(slab.tensor, weights)
         else:
@@ -105,11 +107,6 @@ def _slabs(blocks: Sequence[ModelBlock], device: torch.device, num_bytes: int) -
             conversion.convert(source, made)
             slab.tensor[:nbytes].copy_(made)
         yield slab.memory
-
-
-def _weights_of(block: ModelBlock) -> dict[str, torch.Tensor]:
-    parameters = {binding.tensor: binding.module._parameters[binding.leaf] for binding in block.bindings}
-    return {name: parameter.detach() for name, parameter in parameters.items() if parameter is not None}
 
 
 def _placed(block: ModelBlock, file: Path, begin: int) -> ModelBlock:
