@@ -225,12 +225,12 @@ class _Partitioner:
         for name, tensor in zip(names, layout.tensors, strict=True):
             weight = self.weights[name]
             if not isinstance(weight, StoredMatrix):
-                yield from _extents(weight, tensor)
+                yield from find_extents(weight, tensor)
             else:
                 assert isinstance(tensor, SlabMatrix)
                 for (part_name, entry), part in zip(weight.parts, tensor.parts(), strict=True):
                     assert part.name == f"{tensor.name}.{part_name}"
-                    yield from _extents(entry, part)
+                    yield from find_extents(entry, part)
 
     def _conversion(self, block: Block, names: list[str]) -> Conversion:
         """Weights as they are stored, and what makes the block's slab of them."""
@@ -248,13 +248,13 @@ class _Partitioner:
                 entries += [weight] if weight else []
         layout = SlabLayout.pack(stored)
         placed = zip(entries, layout.tensors, strict=False)
-        extents = tuple(extent for entry, tensor in placed for extent in _extents(entry, tensor))
+        extents = tuple(extent for entry, tensor in placed for extent in find_extents(entry, tensor))
         in_model = {tensor.name: name for name, tensor in zip(names, block.layout.tensors, strict=True)}
         make = Quantizing(block.name, layout, block.layout, matrices, self.rounding, in_model)
         return Conversion(layout, extents, make)
 
 
-def _extents(weight: TensorEntry | JoinedTensor, tensor: SlabTensor) -> Iterator[Extent]:
+def find_extents(weight: TensorEntry | JoinedTensor, tensor: SlabTensor) -> Iterator[Extent]:
     """Where a parameter's bytes are stored, and where they go; in the slab its pieces follow one another."""
     begin = tensor.offset
     for piece in weight.pieces:

@@ -68,8 +68,8 @@ class StoreSummary:
     num_skipped: int
     source_bytes: int
     packed_bytes: int
-    read_bytes: int
-    wall_s: float
+    read_bytes: int = 0
+    wall_s: float = 0.0
 
 
 def summary_table(summary: StoreSummary) -> Table:

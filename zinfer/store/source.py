@@ -14,10 +14,10 @@ from zinfer.config import Settings
 from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.build import build_meta_model
-from zinfer.model.partition import ModelBlock, partition_model
+from zinfer.model.partition import ModelBlock, find_extents, partition_model
 from zinfer.model.quantized_forms import check_patterns
 from zinfer.model.weight_matching import Weight, match_weights
-from zinfer.offload.block import Block, Extent, SlabLayout
+from zinfer.offload.block import Block, SlabLayout
 from zinfer.quantization.native.manifest import MANIFEST_NAME, StoredParameter
 from zinfer.quantization.rounding import Squares
 from zinfer.quantization.slab_matrix import SlabMatrix
@@ -104,8 +104,6 @@ def _buffers(tree: PreTrainedModel, weights: Mapping[str, Weight], index: int) -
     if not entries:
         return []
     layout = SlabLayout.pack((name, entry.dtype, entry.shape) for name, entry in entries.items())
-    extents = tuple(
-        Extent(entry.file, entry.offset, entry.nbytes, entry.dtype, tensor.offset, tensor.dtype)
-        for entry, tensor in zip(entries.values(), layout.tensors, strict=True)
-    )
+    placed = zip(entries.values(), layout.tensors, strict=True)
+    extents = tuple(extent for entry, tensor in placed for extent in find_extents(entry, tensor))
     return [ModelBlock(Block(index, "buffers", layout, extents), (), (), is_layer=False)]

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -68,6 +68,13 @@ def write_store(
         prompts = calibration.sha256 if calibration else None
         identity = Identity.of(source.checkpoint, source.rules, source.dtype, prompts)
         folder = absolute(output)
+        summary = StoreSummary(
+            output=folder,
+            num_blocks=len(source.files),
+            num_skipped=len(source.files),
+            source_bytes=sum(_stored_bytes(file.block) for file in source.files),
+            packed_bytes=sum(file.data_bytes for file in source.files),
+        )
         manifest = find_manifest(folder, identity, caller)
         if manifest is None or not manifest.finished:
             with locked(folder, caller):
@@ -76,9 +83,9 @@ def write_store(
                     format_version=FORMAT_VERSION, identity=identity, parameters=dict(source.parameters)
                 )
                 if not manifest.finished:
-                    return _Writing(source, manifest, folder, device, meter, calibration, caller).run()
+                    return _Writing(source, manifest, folder, device, meter, calibration, caller).run(summary)
     meter.note(f"{folder} is finished already, from this model with these settings; nothing was written.")
-    return _summary(source, folder, num_skipped=len(source.files), read_bytes=0, wall_s=0.0)
+    return summary
 
 
 @dataclass
@@ -93,7 +100,8 @@ class _Writing:
     calibration: Calibration | None
     caller: Caller
 
-    def run(self) -> StoreSummary:
+    def run(self, summary: StoreSummary) -> StoreSummary:
+        """Write what is missing; returns the summary with what this run did."""
         for path in self.folder.glob(TEMPORARY):
             path.unlink()
         beside = sidecar_files(self.source.checkpoint, self.source.dtype, self.source.files)
@@ -121,13 +129,8 @@ class _Writing:
         written = {file.file: self.manifest.blocks[file.file] for file in self.source.files}
         self.manifest.model_copy(update={"blocks": written, "finished": True}).write(self.folder)
         (self.folder / LOCK_NAME).unlink()
-        return _summary(
-            self.source,
-            self.folder,
-            num_skipped=len(self.source.files) - len(left),
-            read_bytes=read_bytes,
-            wall_s=time.perf_counter() - begin_s,
-        )
+        wall_s = time.perf_counter() - begin_s
+        return replace(summary, num_skipped=summary.num_blocks - len(left), read_bytes=read_bytes, wall_s=wall_s)
 
     def _calibrate(self, calibration: Calibration) -> None:
         self.meter.note("Measuring what the weights are multiplied with: the model runs over the prompts.")
@@ -204,15 +207,3 @@ class _Writing:
 def _stored_bytes(block: Block) -> int:
     """What a block takes in the source."""
     return sum(extent.nbytes for extent in block.read_extents)
-
-
-def _summary(source: Source, output: Path, *, num_skipped: int, read_bytes: int, wall_s: float) -> StoreSummary:
-    return StoreSummary(
-        output=output,
-        num_blocks=len(source.files),
-        num_skipped=num_skipped,
-        source_bytes=sum(_stored_bytes(file.block) for file in source.files),
-        packed_bytes=sum(file.data_bytes for file in source.files),
-        read_bytes=read_bytes,
-        wall_s=wall_s,
-    )
