@@ -34,7 +34,18 @@ MODULES_KEPT = "concerns DeepSpeed's replaced layers; transformers' own modules 
 _ZERO = "zero_optimization"
 _OFFLOAD = "zero_optimization.offload_param"
 
-_INFERENCE: tuple[Key, ...] = (
+
+def _settings_keys(settings: Any = Settings, prefix: str = "") -> Iterator[Key]:
+    """The keys that are fields of the settings, each with its place in them."""
+    for each in fields(settings):
+        if "key" in each.metadata:
+            yield replace(each.metadata["key"], field=f"{prefix}{each.name}")
+        elif is_dataclass(each.default):
+            yield from _settings_keys(each.default, f"{each.name}.")
+
+
+KEYS: tuple[Key, ...] = (
+    *_settings_keys(),
     supported("base_dir", values.folder_or_empty, "folder that a relative checkpoint, or its files, are joined to"),
     section("checkpoint_config", "the checkpoint, as a section", "ckpt_config"),
     supported("checkpoint_config.checkpoint_dir", checkpoint_path, "the same as checkpoint", same_as="checkpoint"),
@@ -71,9 +82,6 @@ _INFERENCE: tuple[Key, ...] = (
     *ignored("", "no model is moved to the device as a whole; the homes of its blocks decide", "keep_module_on_host"),
     *ignored("", "modules are always built empty, and their weights stream", "set_empty_params"),
     *ignored("", "the checkpoint's own config.json describes the model", "config|args"),
-)
-
-_ZERO_INFERENCE: tuple[Key, ...] = (
     section(_ZERO, "ZeRO-Inference", "zero"),
     supported(f"{_ZERO}.stage", values.count(0, 3), "3 where parameters are offloaded, else any"),
     section(_OFFLOAD, "home of the parameters"),
@@ -130,9 +138,6 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
     section("aio", "how the disk is read"),
     supported("aio.thread_count", values.count(1), "old spelling", same_as="aio.intra_op_parallelism"),
     *ignored("aio", "each reading thread has one request under way at a time", "single_submit", "overlap_events"),
-)
-
-_PRECISION: tuple[Key, ...] = (
     section("fp16", "half precision"),
     supported("fp16.enabled", values.flag, "true sets dtype to fp16", default=False),
     *ignored("fp16", LOSS_SCALE, "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
@@ -142,9 +147,6 @@ _PRECISION: tuple[Key, ...] = (
     supported("bf16.enabled", values.flag, "true sets dtype to bf16", default=False),
     *ignored("bf16", GRADIENTS, "immediate_grad_update", "check_grad_overflow"),
     *ignored("bf16", OPTIMIZER, "bf16_master_weights_and_grads", "bf16_optimizer_states"),
-)
-
-_TRAINING: tuple[Key, ...] = (
     *ignored("", "training batches; generation takes its own", "train_batch_size"),
     *ignored("", "training batches; generation takes its own", "train_micro_batch_size_per_gpu"),
     *ignored("", OPTIMIZER, "optimizer", "scheduler", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
@@ -164,24 +166,6 @@ _TRAINING: tuple[Key, ...] = (
     *ignored("", TRAINING, "graph_harvesting", "compile"),
     *ignored("", DATA, "data_efficiency", "curriculum_learning", "dataloader_drop_last"),
     *ignored("", SAVING, "nebula", "datastates"),
-)
-
-
-def _settings_keys(settings: Any = Settings, prefix: str = "") -> Iterator[Key]:
-    """The keys that are fields of the settings, each with its place in them."""
-    for each in fields(settings):
-        if "key" in each.metadata:
-            yield replace(each.metadata["key"], field=f"{prefix}{each.name}")
-        elif is_dataclass(each.default):
-            yield from _settings_keys(each.default, f"{each.name}.")
-
-
-KEYS: tuple[Key, ...] = (
-    *_settings_keys(),
-    *_INFERENCE,
-    *_ZERO_INFERENCE,
-    *_PRECISION,
-    *_TRAINING,
     section("zinfer", "zinfer's own keys; as keyword arguments they may also stand alone"),
     *QUANTIZATION_KEYS,
 )
