@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-_IMPORTED: Final = [f"zinfer.{name}" for name in ("cli", "jobs.job", "jobs.summary", "store.writing", "store.summary")]
+_IMPORTED: Final = [f"zinfer.{name}" for name in ("cli", "jobs.job", "jobs.summary", "store.writing", "store.progress")]
 Preparation = tuple[Callable[..., None], tuple[Any, ...]]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_IMPORTED)

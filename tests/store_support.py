@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import zinfer.store.writing
 from zinfer.config import Settings, resolve_settings
 from zinfer.store.folder import place_file
-from zinfer.store.summary import StoreSummary
+from zinfer.store.progress import StoreSummary
 from zinfer.store.writing import write_store
 
 

@@ -169,7 +169,7 @@ def test_neither_a_path_nor_a_hub_name(name: str, tmp_path: Path, monkeypatch: p
     [
         ("model.safetensors", "a file, not a model folder: pass the folder that holds config.json"),
         ("config.json", "a file, not a model folder"),
-        ("model.Q4.gguf", "a file in another format: convert the model to safetensors and pass its folder"),
+        ("model.Q4.gguf", "a file in another format: convert the model, with transformers'"),
         ("pytorch_model.bin", "a file in another format"),
     ],
 )
@@ -184,9 +184,9 @@ def test_a_file(tmp_path: Path, file_name: str, what: str) -> None:
     ("file_names", "what"),
     [
         ([], "an empty folder: pass the folder that holds config.json and *.safetensors"),
-        (["config.json", "pytorch_model.bin"], "no safetensors, only pytorch_model.bin: convert them"),
-        (["consolidated.00.pth", "params.json"], "no safetensors, only consolidated.00.pth: convert them"),
-        (["model.Q4.gguf"], "no safetensors, only model.Q4.gguf: convert them"),
+        (["config.json", "pytorch_model.bin"], "no safetensors, only pytorch_model.bin: convert the model, with"),
+        (["consolidated.00.pth", "params.json"], "no safetensors, only consolidated.00.pth: convert the model, with"),
+        (["model.Q4.gguf"], "no safetensors, only model.Q4.gguf: convert the model, with"),
         (["config.json", "tokenizer.json"], "a config.json but no *.safetensors: download the weights into it"),
         (["model.safetensors"], "no config.json beside the weights: download it from where the weights came"),
         (["notes.txt"], "not a model folder, no config.json and no *.safetensors, it holds notes.txt: pass another"),

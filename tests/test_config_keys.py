@@ -36,7 +36,7 @@ SECTIONS = {
     "zinfer.quantization": [],
     "moe": [],
 }
-HONOURED = {
+SUPPORTED = {
     "dtype": [],
     "checkpoint": [],
     "base_dir": [],
@@ -83,7 +83,7 @@ HONOURED = {
     "enable_cuda_graph": [],
     "injection_policy": ["injection_dict"],
 }
-NOT_YET = {
+UNSUPPORTED = {
     "tensor_parallel.tp_size": [],
     "tensor_parallel.mpu": [],
     "tensor_parallel.tp_group": [],
@@ -97,7 +97,7 @@ NOT_YET = {
     "zero_optimization.zero_hpz_partition_size": [],
     "zero_optimization.leaf_module": [],
 }
-NO_EFFECT = {
+IGNORED = {
     "use_triton": [],
     "triton_autotune": [],
     "moe.enabled": [],
@@ -138,9 +138,9 @@ NO_EFFECT = {
     "gradient_predivide_factor": [],
 }
 EXPECTED = [
-    *((path, Status.HONOURED, aliases) for path, aliases in (SECTIONS | HONOURED).items()),
-    *((path, Status.NOT_YET, aliases) for path, aliases in NOT_YET.items()),
-    *((path, Status.NO_EFFECT, aliases) for path, aliases in NO_EFFECT.items()),
+    *((path, Status.SUPPORTED, aliases) for path, aliases in (SECTIONS | SUPPORTED).items()),
+    *((path, Status.UNSUPPORTED, aliases) for path, aliases in UNSUPPORTED.items()),
+    *((path, Status.IGNORED, aliases) for path, aliases in IGNORED.items()),
 ]
 
 
@@ -169,7 +169,7 @@ def test_rows_are_consistent(key: Key) -> None:
         assert BY_PATH[key.parent].is_section
     if key.same_as is not None:
         assert BY_PATH[key.same_as].status is key.status
-    if key.status is Status.HONOURED and not key.is_section:
+    if key.status is Status.SUPPORTED and not key.is_section:
         assert key.parse is not None
 
 
@@ -179,21 +179,21 @@ def test_table_and_settings_agree_on_defaults(key: Key) -> None:
     assert reduce(getattr, key.field.split("."), Settings()) == key.default
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key.status is Status.NO_EFFECT], ids=lambda key: key.path)
+@pytest.mark.parametrize("key", [key for key in KEYS if key.status is Status.IGNORED], ids=lambda key: key.path)
 def test_a_key_without_effect_is_listed_whatever_it_holds(key: Key) -> None:
     settings = resolve_settings(_document(key.path, {"anything": [1, {"nested": True}]}))
     assert [(ignored.path, ignored.reason) for ignored in settings.without_effect] == [(key.path, key.reason)]
 
 
 @pytest.mark.parametrize("value", [None, False, "auto", {}, [], ""])
-@pytest.mark.parametrize("key", [key for key in KEYS if key.status is Status.NOT_YET], ids=lambda key: key.path)
+@pytest.mark.parametrize("key", [key for key in KEYS if key.status is Status.UNSUPPORTED], ids=lambda key: key.path)
 def test_a_missing_feature_may_be_declined(key: Key, value: object) -> None:
     assert resolve_settings(_document(key.path, value)) == Settings()
     for idle in key.idle:
         assert resolve_settings(_document(key.path, idle)) == Settings()
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key.status is Status.NOT_YET], ids=lambda key: key.path)
+@pytest.mark.parametrize("key", [key for key in KEYS if key.status is Status.UNSUPPORTED], ids=lambda key: key.path)
 def test_a_missing_feature_is_refused_by_name(key: Key) -> None:
     with pytest.raises(ValueError, match=r"is not available yet: .*; remove it or set it to ") as refused:
         resolve_settings(_document(key.path, 7))
@@ -211,7 +211,7 @@ def test_an_alias_beside_its_key_is_refused(key: Key) -> None:
             resolve_settings(both)
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key.status is Status.HONOURED], ids=lambda key: key.path)
+@pytest.mark.parametrize("key", [key for key in KEYS if key.status is Status.SUPPORTED], ids=lambda key: key.path)
 def test_a_letter_too_many_is_understood(key: Key) -> None:
     message = f"unknown key {key.path}x; did you mean {key.path}?"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
@@ -241,7 +241,7 @@ def _sections(path: str, values: dict[str, list[Any]]) -> st.SearchStrategy[dict
     """Random contents of a section, made of its known keys under any of their names."""
     contents = {
         key.path: _sections(key.path, values)
-        if key.path in BY_NAME and key.status is Status.HONOURED
+        if key.path in BY_NAME and key.status is Status.SUPPORTED
         else st.sampled_from(values[key.path]).map(deepcopy)
         for key in BY_NAME[path].values()
     }

@@ -91,7 +91,7 @@ def test_a_config_without_a_dtype_needs_one_stated(tmp_path: Path) -> None:
 
 def test_a_damaged_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": ')
-    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON"):
+    with pytest.raises(CheckpointError, match=r"config\.json: at byte 15 not valid JSON"):
         read_outline(tmp_path)
 
 

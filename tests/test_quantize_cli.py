@@ -163,7 +163,7 @@ def test_a_configurations_section_is_the_same_as_options(small: Path, tmp_path: 
         (("--bits", "4", "--format", "fp8"), r"error: .*bits"),
         (("--config", "ds.json"), r"error: the configuration asks for no quantized weights; state zinfer\.quant"),
         (("--config", "ds.json", "--asymmetric", "--group-size", "8"), r"does --group-size, --asymmetric; remove one"),
-        (("--config", "none.json"), r"none\.json: no such file"),
+        (("--config", "none.json"), r"none\.json: cannot be read \(No such file or directory\)"),
         (("--group-size", "48"), r"group_size = 48 does not divide the \d+ columns of model\.layers\.0"),
     ],
 )

@@ -24,7 +24,7 @@ from zinfer.errors import CheckpointError
 from zinfer.nvme.reader import DiskReadError
 from zinfer.quantization.native.manifest import Manifest
 from zinfer.store.folder import place_file
-from zinfer.store.progress import Meter
+from zinfer.store.progress import Meter, StoreSummary
 from zinfer.store.writing import write_store
 
 NUM_BLOCKS = 9
@@ -124,9 +124,9 @@ def test_a_source_that_is_cut_short_while_it_is_read_is_named(tmp_path: Path, mo
     shard = max(folder.glob("*.safetensors"))
     run = zinfer.store.writing._Writing.run
 
-    def shorten(self: zinfer.store.writing._Writing) -> object:
+    def shorten(self: zinfer.store.writing._Writing, summary: StoreSummary) -> object:
         os.truncate(shard, shard.stat().st_size - 4096)
-        return run(self)
+        return run(self, summary)
 
     monkeypatch.setattr(zinfer.store.writing._Writing, "run", shorten)
     with pytest.raises(DiskReadError, match=rf"{shard.name}: reading at byte \d+: the file has changed"):

@@ -16,7 +16,7 @@ from zinfer.batching.request import RequestBuilder
 from zinfer.batching.runner import PassRunner, open_pages
 from zinfer.batching.serving_loop import ServingLoop
 from zinfer.config import Settings, resolve_settings
-from zinfer.config.without_effect import say_without_effect
+from zinfer.config.settings import say_without_effect
 from zinfer.engine.streamed_model import StreamedModel
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.model.batching_support import check_family

@@ -36,31 +36,26 @@ MAX_TOTAL = 100_000
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The places of all tensors of a model. `tensors` is sorted by file, then by offset; `nbytes` is their sum; `files`
-    identifies the files whose headers were read.
+    """The places of all tensors of a model.
 
-    A tensor that a shard holds and the index does not name is left out.
+    Attributes:
+        tensors: sorted by file, then by offset. A tensor that a shard holds and the index does not name is left out.
+        files: identify those whose headers were read.
+        fingerprint: identifies the model without reading its weights: SHA-256 over config.json and each file's name,
+            size and header, as they were when the checkpoint was opened. Two fine-tunes of one model, saved alike,
+            differ only in their weights and so share a fingerprint.
+        is_listed: it is a list of files, with no config.json that speaks of them.
     """
 
     folder: Path
     tensors: Mapping[str, TensorEntry]
     files: Mapping[Path, FileIdentity]
-    nbytes: int
-    _fingerprint: str = field(repr=False)
+    fingerprint: str = field(repr=False)
     is_listed: bool = False
-    """Whether it is a list of files, with no config.json that speaks of them."""
 
     @property
     def config_path(self) -> Path:
         return self.folder / CONFIG_NAME
-
-    def fingerprint(self) -> str:
-        """Identifies the model without reading its weights.
-
-        SHA-256 over config.json and each file's name, size and header, as they were when the checkpoint was opened. Two
-        fine-tunes of one model, saved alike, differ only in their weights and so share a fingerprint.
-        """
-        return self._fingerprint
 
     @classmethod
     def open(cls, model: str | os.PathLike[str]) -> "Checkpoint":
@@ -75,9 +70,7 @@ class Checkpoint:
             headers, tensors = _gathered(folder, config)
         except OSError as error:
             raise unreadable(error.filename or folder, error) from error
-        if not tensors:
-            raise CheckpointError(f"{folder}: its safetensors hold no tensor: download the weights again")
-        return cls._of(folder, config, headers, tensors)
+        return cls._of(f"{folder}", folder, config, headers, tensors)
 
     @classmethod
     def of_weights(cls, folder: Path) -> "Checkpoint":
@@ -108,23 +101,20 @@ class Checkpoint:
         for path in paths:
             check_weights_file(path, label)
         folder = Path(os.path.commonpath([path.parent for path in paths]))
-        headers, tensors = _union(paths)
-        if not tensors:
-            raise CheckpointError(f"{label}: the files hold no tensor: download the weights again")
-        return cls._of(folder, b"", headers, tensors, is_listed=True)
+        return cls._of(label, folder, b"", *_union(paths))
 
     @classmethod
     def _of(
-        cls,
-        folder: Path,
-        config: bytes,
-        headers: list[Header],
-        tensors: dict[str, TensorEntry],
-        is_listed: bool = False,
+        cls, label: str, folder: Path, config: bytes, headers: list[Header], tensors: dict[str, TensorEntry]
     ) -> "Checkpoint":
+        if not tensors:
+            raise CheckpointError(f"{label}: the files hold no tensor: download the weights again")
+        digest = hashlib.sha256(hashlib.sha256(config).digest())
+        for header in headers:
+            name = header.file.relative_to(folder).as_posix()
+            digest.update(f"{name}\0{header.identity.num_bytes}\0{header.sha256}\n".encode("utf-8", "surrogateescape"))
         files = {header.file: header.identity for header in headers}
-        fingerprint = _fingerprint(folder, config, headers)
-        return cls(folder, tensors, files, sum(entry.nbytes for entry in tensors.values()), fingerprint, is_listed)
+        return cls(folder, tensors, files, digest.hexdigest(), is_listed=not config)
 
 
 def _gathered(folder: Path, config: bytes) -> tuple[list[Header], dict[str, TensorEntry]]:
@@ -202,14 +192,6 @@ def _union(files: list[Path]) -> tuple[list[Header], dict[str, TensorEntry]]:
                 )
             tensors[name] = entry
     return headers, tensors
-
-
-def _fingerprint(folder: Path, config: bytes, headers: list[Header]) -> str:
-    digest = hashlib.sha256(hashlib.sha256(config).digest())
-    for header in headers:
-        name = header.file.relative_to(folder).as_posix()
-        digest.update(f"{name}\0{header.identity.num_bytes}\0{header.sha256}\n".encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()
 
 
 def _loose_files(folder: Path) -> list[Path]:

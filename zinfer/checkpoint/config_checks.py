@@ -4,7 +4,6 @@ from elsewhere, build for minutes, or silently change what is generated are refu
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,41 +56,33 @@ def check_config(path: Path, config: Mapping[str, Any], num_tensors: int) -> Non
         _check_heads(f"{path}: {where}", part)
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """A model's vocabulary size (None: not known), and the default special tokens of its class.
-
-    Those defaults are accepted also where the vocabulary is smaller, because transformers writes them into configs.
-    """
-
-    size: int | None
-    usual: Mapping[str, object]
-
-
-def check_token_ids(path: Path, members: Mapping[str, Any], vocabulary: Vocabulary | None) -> None:
+def check_token_ids(
+    path: Path, members: Mapping[str, Any], vocab_size: int | None, usual: Mapping[str, object]
+) -> None:
     """Refuse special tokens outside the vocabulary: generation would silently end elsewhere.
 
     Args:
         members: of the file, `config.json` or `generation_config.json`.
-        vocabulary: of the model; None: not known yet.
+        vocab_size: None: not known.
+        usual: special tokens that are defaults of the model's class: accepted also where the vocabulary is smaller,
+            because transformers writes them into configs.
 
     Raises:
         CheckpointError: names the key.
     """
-    size = vocabulary.size if vocabulary else None
     for prefix, part in (("", members), ("text_config.", members.get("text_config"))):
         if not isinstance(part, Mapping):
             continue
         for key in TOKEN_KEYS:
             value = part.get(key)
-            usual = vocabulary.usual.get(key) if vocabulary else None
-            if usual == value and type(usual) is type(value):  # 1.0 and True equal 1
+            if usual.get(key) == value and type(usual.get(key)) is type(value):  # 1.0 and True equal 1
                 continue
             for token in value if isinstance(value, list) else [] if value is None else [value]:
-                if type(token) is not int or token < 0 or (size is not None and token >= size):
+                if type(token) is not int or token < 0 or (vocab_size is not None and token >= vocab_size):
+                    most = "" if vocab_size is None else f" to {vocab_size - 1}"
                     raise CheckpointError(
-                        f"{path}: {prefix}{key} is {shorten(repr(value))[1:-1]}; token ids are whole numbers from 0"
-                        f"{'' if size is None else f' to {size - 1}'}: correct it, or download the file again"
+                        f"{path}: {prefix}{key} is {shorten(repr(value))[1:-1]}; token ids are whole numbers from "
+                        f"0{most}: correct it, or download the file again"
                     )
 
 

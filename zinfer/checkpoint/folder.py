@@ -7,7 +7,6 @@ index); everything else is refused with what to do about it.
 import os
 import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import NoReturn
 
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
@@ -22,6 +21,7 @@ SAFETENSORS_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 CACHED_REPO_PREFIX = "models--"
+_CONVERT = "convert the model, with transformers' `from_pretrained(folder).save_pretrained(new_folder)`"
 HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 
 
@@ -54,7 +54,9 @@ def resolve_folder(model: str | os.PathLike[str]) -> Path:
         if path.is_dir():
             return _checked(_snapshot(path) if _is_cached_repo(path) else path)
         if path.exists():
-            _refuse_file(path)
+            if path.name.endswith(OTHER_WEIGHT_SUFFIXES):
+                raise CheckpointError(f"{path}: a file in another format: {_CONVERT}, and pass that folder")
+            raise CheckpointError(f"{path}: a file, not a model folder: pass the folder that holds {CONFIG_NAME}")
         return _checked(_cached(name))
     except OSError as error:
         raise unreadable(error.filename or name, error) from error
@@ -70,10 +72,7 @@ def check_weights_file(path: Path, label: str) -> None:
         CheckpointError: names the file, and what to do.
     """
     if path.name.endswith(OTHER_WEIGHT_SUFFIXES):
-        raise CheckpointError(
-            f"{label} names {path}, a file in another format: convert the model to safetensors, with transformers' "
-            "`from_pretrained(folder).save_pretrained(new_folder)`, and name those files"
-        )
+        raise CheckpointError(f"{label} names {path}, a file in another format: {_CONVERT}, and name those files")
     if not path.name.endswith(SAFETENSORS_SUFFIX):
         raise CheckpointError(f"{label} names {path}, which is no *{SAFETENSORS_SUFFIX}: name the files with weights")
     if not path.is_file():
@@ -152,29 +151,17 @@ def _checked(folder: Path) -> Path:
             "zinfer quantize command again, it resumes"
         )
     if not any(name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for name in names):
-        _refuse_weightless(folder, names)
+        if others := [name for name in names if name.endswith(OTHER_WEIGHT_SUFFIXES)]:
+            what = f"no safetensors, only {listed(others)}: {_CONVERT}"
+        elif CONFIG_NAME in names:
+            what = f"a {CONFIG_NAME} but no *.safetensors: download the weights into it"
+        else:
+            holds = f"it holds {listed(names)}"
+            what = f"not a model folder, no {CONFIG_NAME} and no *.safetensors, {holds}: pass another"
+        raise CheckpointError(f"{folder}: {what}")
     if not (folder / CONFIG_NAME).is_file():
         dangling = " (a link to a file that is gone)" if (folder / CONFIG_NAME).is_symlink() else ""
         raise CheckpointError(
             f"{folder}: no {CONFIG_NAME}{dangling} beside the weights: download it from where the weights came"
         )
     return folder
-
-
-def _refuse_weightless(folder: Path, names: list[str]) -> NoReturn:
-    others = [name for name in names if name.endswith(OTHER_WEIGHT_SUFFIXES)]
-    if others:
-        raise CheckpointError(
-            f"{folder}: no safetensors, only {listed(others)}: convert them, with transformers' "
-            "`from_pretrained(folder).save_pretrained(new_folder)`"
-        )
-    if CONFIG_NAME in names:
-        raise CheckpointError(f"{folder}: a {CONFIG_NAME} but no *.safetensors: download the weights into it")
-    holds = f"it holds {listed(names)}"
-    raise CheckpointError(f"{folder}: not a model folder, no {CONFIG_NAME} and no *.safetensors, {holds}: pass another")
-
-
-def _refuse_file(path: Path) -> NoReturn:
-    if path.name.endswith(OTHER_WEIGHT_SUFFIXES):
-        raise CheckpointError(f"{path}: a file in another format: convert the model to safetensors and pass its folder")
-    raise CheckpointError(f"{path}: a file, not a model folder: pass the folder that holds {CONFIG_NAME}")

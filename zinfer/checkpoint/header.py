@@ -1,4 +1,4 @@
-"""Reads and checks the header of one safetensors file; it reads the 8 + N header bytes and never a weight.
+"""Reads and checks the header of one safetensors file, and never a weight.
 
 The rules are those of the reference (huggingface/safetensors, safetensors/src/tensor.rs: `read_metadata`, `validate`):
 what it refuses is refused here. Stricter than it: the header starts with `{` (as the format's text says), no name or
@@ -109,15 +109,13 @@ class JoinedTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """A checked header. `tensors` goes by offset; weights begin at `data_offset`; `sha256` is of all bytes before.
+    """A checked header. `tensors` goes by offset; `sha256` is of all bytes before the weights.
 
     `identity` tells whether the file is still the one whose offsets these are.
     """
 
     file: Path
     tensors: dict[str, TensorEntry]
-    metadata: dict[str, str]
-    data_offset: int
     identity: FileIdentity
     sha256: str
 
@@ -134,18 +132,19 @@ def read_header(path: Path) -> Header:
         raw, identity = _read_raw(path)
     except OSError as error:
         raise unreadable(path, error) from error
-    data_offset = len(raw)
     try:
         members = parse_object(raw[LENGTH_BYTES:])
     except JsonFault as fault:
         offset = LENGTH_BYTES + (fault.position or 0)
         raise CheckpointError(f"{path}: header at byte {offset}: {fault}: {DOWNLOAD_AGAIN}") from fault
-    metadata = _metadata(path, members.pop("__metadata__", None))
-    entries = [_entry(path, data_offset, name, value) for name, value in members.items()]
+    metadata = members.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        _fail(path, "header entry '__metadata__' is not an object of texts")
+    entries = [_entry(path, len(raw), name, value) for name, value in members.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
-    _check_cover(path, entries, data_offset, identity.num_bytes)
-    tensors = {entry.name: entry for entry in entries}
-    return Header(path, tensors, metadata, data_offset, identity, hashlib.sha256(raw).hexdigest())
+    _check_cover(path, entries, len(raw), identity.num_bytes)
+    return Header(path, {entry.name: entry for entry in entries}, identity, hashlib.sha256(raw).hexdigest())
 
 
 def _fail(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN) -> NoReturn:
@@ -157,16 +156,25 @@ def _read_raw(path: Path) -> tuple[bytes, FileIdentity]:
     # Asked before opening: opening a named pipe would wait for a writer forever.
     if not stat.S_ISREG(path.stat().st_mode):
         _fail(path, "not a regular file", "name the safetensors file itself")
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         identity = FileIdentity.from_stat(os.fstat(file.fileno()))
-        file_bytes = identity.num_bytes
-        prefix = _read_exactly(file.fileno(), LENGTH_BYTES)
+        prefix = file.read(LENGTH_BYTES)
         if len(prefix) < LENGTH_BYTES:
-            what = f"{file_bytes} bytes long, a safetensors file begins with {LENGTH_BYTES} bytes of header length"
+            what = f"{len(prefix)} bytes long, a safetensors file begins with {LENGTH_BYTES} bytes of header length"
             _fail(path, what, TRUNCATED)
+        if prefix == b"version ":
+            _fail(path, "a Git LFS pointer, not the weights", "run `git lfs pull` in its folder")
         header_bytes = int.from_bytes(prefix, "little")
-        _check_length(path, prefix, header_bytes, file_bytes)
-        raw = prefix + _read_exactly(file.fileno(), header_bytes)
+        where = f"header length at byte 0 is {header_bytes}"
+        if header_bytes == 0:
+            _fail(path, where)
+        if header_bytes > MAX_HEADER_BYTES:
+            _fail(path, f"{where}, more than the format's {MAX_HEADER_BYTES}")
+        missing_bytes = LENGTH_BYTES + header_bytes - identity.num_bytes
+        if missing_bytes > 0:
+            what = f"{where}, but the file has {identity.num_bytes} bytes: {missing_bytes} bytes are missing"
+            _fail(path, what, TRUNCATED)
+        raw = prefix + file.read(header_bytes)
     if len(raw) < LENGTH_BYTES + header_bytes:
         _fail(path, f"shrank to {len(raw)} bytes while its header was read", "wait for what writes it")
     if raw[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
@@ -174,85 +182,41 @@ def _read_raw(path: Path) -> tuple[bytes, FileIdentity]:
     return raw, identity
 
 
-def _read_exactly(descriptor: int, num_bytes: int) -> bytes:
-    """`num_bytes` from the descriptor, fewer only at the end of the file."""
-    chunks = []
-    while num_bytes > 0 and (chunk := os.read(descriptor, num_bytes)):
-        chunks.append(chunk)
-        num_bytes -= len(chunk)
-    return b"".join(chunks)
-
-
-def _check_length(path: Path, prefix: bytes, header_bytes: int, file_bytes: int) -> None:
-    if prefix == b"version ":
-        _fail(path, "a Git LFS pointer, not the weights", "run `git lfs pull` in its folder")
-    where = "header length at byte 0"
-    if header_bytes == 0:
-        _fail(path, f"{where} is 0")
-    if header_bytes > MAX_HEADER_BYTES:
-        _fail(path, f"{where} is {header_bytes}, more than the format's {MAX_HEADER_BYTES}")
-    missing_bytes = LENGTH_BYTES + header_bytes - file_bytes
-    if missing_bytes > 0:
-        what = f"{where} is {header_bytes}, but the file has {file_bytes} bytes: {missing_bytes} bytes are missing"
-        _fail(path, what, TRUNCATED)
-
-
-def _metadata(path: Path, value: object) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        _fail(path, "header entry '__metadata__' is not an object of texts")
-    return value
-
-
-def _entry(path: Path, data_offset: int, name: str, value: object) -> TensorEntry:
+def _entry(path: Path, data_offset: int, name: str, value: Any) -> TensorEntry:
     """The checked entry; offsets in the header count from `data_offset`, those in the result from the file's start."""
-    tensor = f"tensor {shorten(name)}"
+
+    def fail(what: str, remedy: str = DOWNLOAD_AGAIN) -> NoReturn:
+        _fail(path, f"tensor {shorten(name)}: {what}", remedy)
+
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        _fail(path, f"{tensor}: its header entry is not an object of exactly dtype, shape and data_offsets")
-    dtype = _dtype(path, tensor, value["dtype"])
-    shape, offsets = value["shape"], value["data_offsets"]
-    if not _is_naturals(shape) or not _is_naturals(offsets) or len(offsets) != 2:
-        _fail(path, f"{tensor}: shape and data_offsets (two of them) must be lists of non-negative integers")
-    num_elements = _num_elements(path, tensor, shape)
+        fail("its header entry is not an object of exactly dtype, shape and data_offsets")
+    dtype_name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype_name, str):
+        fail("its dtype is not a text")
+    if dtype_name in SUB_BYTE_DTYPES:
+        fail(f"dtype {dtype_name} packs elements below a byte", "use a checkpoint in another dtype")
+    if dtype_name not in DTYPES:
+        fail(f"unknown dtype {shorten(dtype_name)}, known are {', '.join(DTYPES)}")
+    # `bool` is a kind of `int` in Python; an `int` of the parser is never negative.
+    are_naturals = all(isinstance(each, list) and all(type(n) is int for n in each) for each in (shape, offsets))
+    if not are_naturals or len(offsets) != 2:
+        fail("shape and data_offsets (two of them) must be lists of non-negative integers")
+    shown = str(shape) if len(shape) <= 12 else f"[{', '.join(map(str, shape[:12]))}, ... {len(shape)} dimensions]"
+    num_elements = 1
+    for dimension in shape:  # from the left, as the reference: an overflow counts even if a zero follows
+        num_elements *= dimension
+        if num_elements > MAX_NATURAL or dimension > MAX_DIMENSION:
+            fail(f"shape {shown} overflows 64 bits")
     begin, end = data_offset + offsets[0], data_offset + offsets[1]
     if begin > end:
-        _fail(path, f"{tensor}: begins at byte {begin} of the file and ends before, at byte {end}")
-    nbytes = num_elements * dtype.itemsize
+        fail(f"begins at byte {begin} of the file and ends before, at byte {end}")
+    nbytes = num_elements * DTYPES[dtype_name].itemsize
     if end - begin != nbytes:
-        needs = f"{value['dtype']} of shape {_shown(shape)} takes {nbytes} bytes"
-        what = f"{needs}, but its range from byte {begin} to {end} of the file has {end - begin}"
-        _fail(path, f"{tensor}: {what}")
-    return TensorEntry(name, dtype, tuple(shape), path, begin, nbytes)
-
-
-def _dtype(path: Path, tensor: str, name: object) -> torch.dtype:
-    if not isinstance(name, str):
-        _fail(path, f"{tensor}: its dtype is not a text")
-    if name in SUB_BYTE_DTYPES:
-        _fail(path, f"{tensor}: dtype {name} packs elements below a byte", "use a checkpoint in another dtype")
-    if name not in DTYPES:
-        _fail(path, f"{tensor}: unknown dtype {shorten(name)}, known are {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def _is_naturals(value: Any) -> bool:
-    # `bool` is a kind of `int` in Python; an `int` of the parser is never negative.
-    return isinstance(value, list) and all(type(number) is int for number in value)
-
-
-def _num_elements(path: Path, tensor: str, shape: list[int]) -> int:
-    """The product as the reference takes it: from the left, an overflow counts even if a zero follows."""
-    product = 1
-    for dimension in shape:
-        product *= dimension
-        if product > MAX_NATURAL or dimension > MAX_DIMENSION:
-            _fail(path, f"{tensor}: shape {_shown(shape)} overflows 64 bits")
-    return product
-
-
-def _shown(shape: list[int]) -> str:
-    return str(shape) if len(shape) <= 12 else f"[{', '.join(map(str, shape[:12]))}, ... {len(shape)} dimensions]"
+        fail(
+            f"{dtype_name} of shape {shown} takes {nbytes} bytes, but its range from byte {begin} to {end} of the file "
+            f"has {end - begin}"
+        )
+    return TensorEntry(name, DTYPES[dtype_name], tuple(shape), path, begin, nbytes)
 
 
 def _check_cover(path: Path, entries: list[TensorEntry], data_offset: int, file_bytes: int) -> None:

@@ -5,6 +5,8 @@ surrogates, sizes that are no 64-bit naturals. Nesting too deep to parse is a fa
 """
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +14,7 @@ from zinfer.checkpoint.faults import shorten
 from zinfer.errors import CheckpointError
 
 MAX_NATURAL = 2**64 - 1
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class JsonFault(ValueError):
@@ -51,7 +54,7 @@ def parse_object(data: bytes, *, lenient: bool = False) -> dict[str, Any]:
     except ValueError as error:  # an integer longer than Python's limit on digits
         raise JsonFault(f"not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise JsonFault(f"a JSON {_kind(value)} instead of an object", 0)
+        raise JsonFault(f"{type(value).__name__} instead of an object {{...}}", 0)
     return value
 
 
@@ -65,25 +68,14 @@ def parse_file(path: Path, data: bytes, remedy: str, *, lenient: bool = False) -
 
 
 def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for text in (text for pair in pairs for text in pair if isinstance(text, str)):
+        if _HALF_PAIR.search(text):
+            raise JsonFault(f"the text {shorten(text)} holds half a surrogate pair")
     members = dict(pairs)
-    for key, value in pairs:
-        _check_unicode(key)
-        if isinstance(value, str):
-            _check_unicode(value)
     if len(members) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise JsonFault(f"the name {shorten(key)} stands twice in one object")
-            seen.add(key)
+        [(name, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise JsonFault(f"the name {shorten(name)} stands twice in one object")
     return members
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise JsonFault(f"the text {shorten(text)} holds half a surrogate pair") from error
 
 
 def _natural(digits: str) -> int | float:
@@ -95,8 +87,3 @@ def _natural(digits: str) -> int | float:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise JsonFault(f"not valid JSON: {text}")
-
-
-def _kind(value: object) -> str:
-    kinds = {list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return kinds.get(type(value), "number")

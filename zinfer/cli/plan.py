@@ -108,7 +108,7 @@ def _plan_job(
 ) -> _Found:
     with importing():
         from zinfer.config import resolve_settings
-        from zinfer.config.source import config_source
+        from zinfer.config.source import config_keys
         from zinfer.errors import ConfigError, PlanError
         from zinfer.jobs.token_rows import sample_lengths
         from zinfer.planning.advice import fitting_job_changes, job_advice
@@ -117,7 +117,7 @@ def _plan_job(
 
     if rows is not None and input is not None:
         raise ConfigError("--rows and --input both say how many rows there are; remove one of the two")
-    settings, given = resolve_settings(config), config_source(config).keys
+    settings, given = resolve_settings(config), config_keys(config)
     case = _case(machine_name, probe, settings, model)
     prompt_len, new_tokens = lengths
     job, skipped = Job(rows or 1, [prompt_len], [new_tokens]), []

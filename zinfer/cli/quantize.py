@@ -80,7 +80,7 @@ def quantize(
     }
     with _explained(output), signals_raise():
         with importing():
-            from zinfer.store.summary import summary_table
+            from zinfer.store.progress import summary_table
             from zinfer.store.writing import write_store
 
         stated = {key: value for key, value in section.items() if value is not None}

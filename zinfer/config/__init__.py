@@ -1,4 +1,4 @@
-"""DeepSpeed-style configuration: every key is honoured, refused, or listed as without effect; none is silently lost."""
+"""DeepSpeed-style configuration: every key is supported, ignored with a reason, or refused; none is silently lost."""
 
 from zinfer.config.resolve import resolve_settings
 from zinfer.config.settings import Aio, Ignored, Memory, Offload, Settings, Streaming

@@ -6,12 +6,15 @@ Read off DeepSpeed 0.19: `inference/config.py`, `runtime/config.py`, `runtime/ze
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
 from zinfer.config import values
-from zinfer.config.block_classes import block_classes
-from zinfer.config.key import Key, ignored, parts, section, supported, unsupported
-from zinfer.config.listing import checkpoint, checkpoint_path
+from zinfer.config.key import Key, ignored, section, supported, unsupported
+from zinfer.config.listing import checkpoint_path
 from zinfer.config.quantization_keys import QUANTIZATION_KEYS
-from zinfer.config.zinfer_keys import OWN_KEYS
+from zinfer.config.settings import Settings
 
 SEVERAL_GPUS = "splitting layers over several GPUs"
 EXPERT_PARALLEL = "spreading experts over several GPUs"
@@ -28,36 +31,21 @@ DATA = "steers the loading of training data; nothing is trained here"
 MODULES_KEPT = "concerns DeepSpeed's replaced layers; transformers' own modules run here"
 
 
-def _streaming(name: str, reason: str) -> Key:
-    return supported(f"zero_optimization.stage3_{name}", values.elements, reason, name, field=f"streaming.{name}")
-
-
 _ZERO = "zero_optimization"
 _OFFLOAD = "zero_optimization.offload_param"
 
-_INFERENCE: tuple[Key, ...] = (
-    supported(
-        "dtype",
-        values.dtype,
-        "dtype of weights and compute, by default the checkpoint's own; int8: quantized weights",
-        field="dtype",
-    ),
-    supported(
-        "max_out_tokens",
-        values.count(1),
-        "most tokens of a sequence, input and new ones together, checked before any compute",
-        "max_tokens",
-        field="max_out_tokens",
-    ),
-    supported(
-        "min_out_tokens",
-        values.count(1),
-        "tokens that must at least be possible",
-        "min_tokens",
-        field="min_out_tokens",
-        default=1,
-    ),
-    supported("checkpoint", checkpoint, "folder of the checkpoint, or a list of its files", field="checkpoint"),
+
+def _settings_keys(settings: Any = Settings, prefix: str = "") -> Iterator[Key]:
+    """The keys that are fields of the settings, each with its place in them."""
+    for each in fields(settings):
+        if "key" in each.metadata:
+            yield replace(each.metadata["key"], field=f"{prefix}{each.name}")
+        elif is_dataclass(each.default):
+            yield from _settings_keys(each.default, f"{each.name}.")
+
+
+KEYS: tuple[Key, ...] = (
+    *_settings_keys(),
     supported("base_dir", values.folder_or_empty, "folder that a relative checkpoint, or its files, are joined to"),
     section("checkpoint_config", "the checkpoint, as a section", "ckpt_config"),
     supported("checkpoint_config.checkpoint_dir", checkpoint_path, "the same as checkpoint", same_as="checkpoint"),
@@ -67,37 +55,17 @@ _INFERENCE: tuple[Key, ...] = (
     section("tensor_parallel", "tensor parallelism", "tp"),
     unsupported("tensor_parallel.tp_size", SEVERAL_GPUS, idle=(1,)),
     unsupported("tensor_parallel.autotp_size", SEVERAL_GPUS, idle=(0, 1)),
-    *parts("tensor_parallel", SEVERAL_GPUS, "mpu", "tp_group", "partition_config", "preset_model"),
+    *(
+        unsupported(f"tensor_parallel.{name}", SEVERAL_GPUS)
+        for name in ("mpu", "tp_group", "partition_config", "preset_model")
+    ),
     *ignored("tensor_parallel", "says how layers are split; none is split over one GPU", "enabled", "tp_grain_size"),
     *ignored("tensor_parallel", ONE_GPU, "tp_overlap_comm"),
     *ignored("", "says how finely layers are split; none is split over one GPU", "tp_grain_size"),
     unsupported("mp_size", SEVERAL_GPUS, idle=(1,)),
     unsupported("training_mp_size", "checkpoints that training has split", idle=(1,)),
     unsupported("mpu", SEVERAL_GPUS),
-    supported(
-        "replace_with_kernel_inject",
-        values.flag,
-        "norms, rotations, activations and gated MLPs are computed by fused kernels, products of one input as one, and "
-        "those of all experts; by default those of zinfer.LLM on a GPU",
-        "kernel_inject",
-        field="kernel_inject",
-    ),
-    supported(
-        "injection_policy",
-        block_classes,
-        "classes of modules that are blocks, as {Block: (linear layers whose results GPUs would add up)}",
-        "injection_dict",
-        field="block_classes",
-        default=(),
-    ),
     *ignored("", "written by DeepSpeed itself, out of injection_policy", "injection_policy_tuple"),
-    supported(
-        "enable_cuda_graph",
-        values.flag,
-        "forwards are replayed as CUDA graphs, in pieces where weights stream; by default zinfer.LLM's passes of few "
-        "texts, where little streams",
-        field="cuda_graph",
-    ),
     *ignored("", TRITON, "use_triton", "triton_autotune"),
     section("moe", "mixtures of experts", idle=(True,)),
     *ignored("moe", EXPERTS, "enabled", "moe_experts|num_experts", "type"),
@@ -114,40 +82,9 @@ _INFERENCE: tuple[Key, ...] = (
     *ignored("", "no model is moved to the device as a whole; the homes of its blocks decide", "keep_module_on_host"),
     *ignored("", "modules are always built empty, and their weights stream", "set_empty_params"),
     *ignored("", "the checkpoint's own config.json describes the model", "config|args"),
-)
-
-_ZERO_INFERENCE: tuple[Key, ...] = (
     section(_ZERO, "ZeRO-Inference", "zero"),
     supported(f"{_ZERO}.stage", values.count(0, 3), "3 where parameters are offloaded, else any"),
     section(_OFFLOAD, "home of the parameters"),
-    supported(
-        f"{_OFFLOAD}.device",
-        values.choice("none", "cpu", "nvme"),
-        "home of the parameters: device, host memory or disk",
-        field="offload.device",
-    ),
-    supported(
-        f"{_OFFLOAD}.nvme_path",
-        values.folder_or_empty,
-        "folder for weights that are converted for the disk, once, for those of a module that is given in memory, and "
-        "for what preempted sequences of zinfer.LLM leave; weights that stream as they lie are read in place",
-        field="offload.nvme_path",
-    ),
-    supported(
-        f"{_OFFLOAD}.pin_memory",
-        values.flag,
-        "host memory is page-locked; false: only the staging slots are",
-        field="offload.pin_memory",
-        default=True,
-    ),
-    supported(f"{_OFFLOAD}.buffer_count", values.count(1), "a hint: staging slots", field="offload.buffer_count"),
-    supported(
-        f"{_OFFLOAD}.buffer_size",
-        values.elements,
-        "a hint: elements of a staging slot; tensors of any size pass through it in parts",
-        field="offload.buffer_size",
-    ),
-    supported(f"{_OFFLOAD}.max_in_cpu", values.elements, "most elements in host memory", field="offload.max_in_cpu"),
     supported(
         f"{_ZERO}.cpu_offload_param",
         values.cpu_if_true,
@@ -160,8 +97,6 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
         "old spelling of offload_param.pin_memory",
         same_as=f"{_OFFLOAD}.pin_memory",
     ),
-    _streaming("prefetch_bucket_size", "a hint: elements fetched ahead of use"),
-    _streaming("max_live_parameters", "a hint: most elements in the slots, but two layers at least"),
     *ignored(
         _ZERO,
         "weights outside the layers stay on the device wherever the budget holds them, whatever their size",
@@ -201,31 +136,8 @@ _ZERO_INFERENCE: tuple[Key, ...] = (
         "override_module_apply",
     ),
     section("aio", "how the disk is read"),
-    supported("aio.block_size", values.multiple(4096), "bytes of one request", field="aio.block_size"),
-    supported(
-        "aio.queue_depth",
-        values.count(1),
-        "requests in flight, times intra_op_parallelism; each is a thread, 64 at most",
-        field="aio.queue_depth",
-    ),
-    supported(
-        "aio.intra_op_parallelism",
-        values.count(1),
-        "threads that read one slab",
-        field="aio.intra_op_parallelism",
-    ),
     supported("aio.thread_count", values.count(1), "old spelling", same_as="aio.intra_op_parallelism"),
     *ignored("aio", "each reading thread has one request under way at a time", "single_submit", "overlap_events"),
-    supported(
-        "aio.use_gds",
-        values.flag,
-        "read from disk straight into device memory, where kvikio and the driver allow it",
-        field="aio.use_gds",
-        default=False,
-    ),
-)
-
-_PRECISION: tuple[Key, ...] = (
     section("fp16", "half precision"),
     supported("fp16.enabled", values.flag, "true sets dtype to fp16", default=False),
     *ignored("fp16", LOSS_SCALE, "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
@@ -235,9 +147,6 @@ _PRECISION: tuple[Key, ...] = (
     supported("bf16.enabled", values.flag, "true sets dtype to bf16", default=False),
     *ignored("bf16", GRADIENTS, "immediate_grad_update", "check_grad_overflow"),
     *ignored("bf16", OPTIMIZER, "bf16_master_weights_and_grads", "bf16_optimizer_states"),
-)
-
-_TRAINING: tuple[Key, ...] = (
     *ignored("", "training batches; generation takes its own", "train_batch_size"),
     *ignored("", "training batches; generation takes its own", "train_micro_batch_size_per_gpu"),
     *ignored("", OPTIMIZER, "optimizer", "scheduler", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
@@ -257,9 +166,9 @@ _TRAINING: tuple[Key, ...] = (
     *ignored("", TRAINING, "graph_harvesting", "compile"),
     *ignored("", DATA, "data_efficiency", "curriculum_learning", "dataloader_drop_last"),
     *ignored("", SAVING, "nebula", "datastates"),
+    section("zinfer", "zinfer's own keys; as keyword arguments they may also stand alone"),
+    *QUANTIZATION_KEYS,
 )
-
-KEYS: tuple[Key, ...] = (*_INFERENCE, *_ZERO_INFERENCE, *_PRECISION, *_TRAINING, *OWN_KEYS, *QUANTIZATION_KEYS)
 
 BY_PATH: dict[str, Key] = {key.path: key for key in KEYS}
 

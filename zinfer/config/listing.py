@@ -45,19 +45,24 @@ class CheckpointListing:
             Unusable: a member is missing, unknown, or not what it should be.
             NotAvailable: the list is of parts that layers were split into.
         """
-        unknown = [name for name in members if name not in _MEMBERS]
-        if unknown:
-            raise Unusable(f"{_EXPECTED}; the member {show(unknown[0])} is not known")
-        kind, sizes = members.get("type"), [members.get(name, 1) for name in ("mp_size", "tp_size")]
+        for name in members:
+            if name not in _MEMBERS:
+                raise Unusable(f"{_EXPECTED}; the member {show(name)} is not known")
+        kind, listed, base_dir = members.get("type"), members.get("checkpoints"), members.get("base_dir") or None
         if not isinstance(kind, str):
             raise Unusable(_EXPECTED, "type", kind)
-        listed = members.get("checkpoints")
-        if kind.lower() == "megatron" or isinstance(listed, Mapping) or any(size not in (0, 1) for size in sizes):
+        is_split = any(members.get(name, 1) not in (0, 1) for name in ("mp_size", "tp_size"))
+        if kind.lower() == "megatron" or isinstance(listed, Mapping) or is_split:
             raise NotAvailable("weights that training or another run has split over GPUs", _FOLDER)
-        base_dir = members.get("base_dir") or None
         if base_dir is not None and not isinstance(base_dir, str | os.PathLike):
             raise Unusable("a path, as text", "base_dir", base_dir)
-        return cls(label, _files(listed), None if base_dir is None else Path(base_dir))
+        names = [listed] if isinstance(listed, str | os.PathLike) else listed
+        if not isinstance(names, list | tuple) or not names:
+            raise Unusable("the names of files, one at least", "checkpoints", listed)
+        if not all(isinstance(name, str | os.PathLike) and os.fspath(name) for name in names):
+            raise Unusable("names of files", "checkpoints", listed)
+        files = tuple(Path(name) for name in names)
+        return cls(label, files, None if base_dir is None else Path(base_dir))
 
 
 def checkpoint(value: object) -> Path | CheckpointListing | NoEffect:
@@ -72,25 +77,11 @@ def checkpoint(value: object) -> Path | CheckpointListing | NoEffect:
 
 def checkpoint_path(value: object) -> Path | CheckpointListing:
     """As `checkpoint`, of a path."""
-    place = path(value)
-    return _read(place) if place.suffix == ".json" else place
-
-
-def _read(file: Path) -> CheckpointListing:
+    file = path(value)
+    if file.suffix != ".json":
+        return file
     try:
         return CheckpointListing.of(read_json(file, "checkpoint"), str(file))
-    except Unusable as expected:
-        found = f"{expected.inside} = {show(expected.value)}: " if expected.inside else ""
-        raise ConfigError(f"{file}: {found}expected {expected}") from None
-    except NotAvailable as missing:
-        raise ConfigError(f"{file}: {missing} are not available yet; give {missing.instead}") from None
-
-
-def _files(listed: object) -> tuple[Path, ...]:
-    names = [listed] if isinstance(listed, str | os.PathLike) else listed
-    if not isinstance(names, list | tuple) or not names:
-        raise Unusable("the names of files, one at least", "checkpoints", listed)
-    for name in names:
-        if not isinstance(name, str | os.PathLike) or not os.fspath(name):
-            raise Unusable("names of files", "checkpoints", listed)
-    return tuple(Path(name) for name in names)
+    except Unusable as fault:
+        found = f"{fault.inside} = {show(fault.value)}" if fault.inside else "the list"
+        raise ConfigError(f"{file}: {found}{fault}") from None

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Final, Literal
+from dataclasses import asdict
+from typing import Any, Final
 
-from zinfer.config import values
 from zinfer.config.key import Key, section, supported
 from zinfer.config.quantization_rules import QuantizationConfig
 from zinfer.config.values import Parser, Unusable, choice, count, flag, number_of
@@ -22,29 +21,11 @@ _PATTERN_EXPECTED: Final = 'a part of parameter names, such as "fc1" or "self_at
 _SETTING_EXPECTED: Final = "a number of groups, or (mlp_extra_grouping, groups) such as [true, 8]"
 
 
-@dataclass(frozen=True)
-class Grouping:
-    """What shares a scale: so many columns, or an even part of the whole matrix."""
+class Part(dict[str, Any]):
+    """What one key, or several that agree, say of a format, by fields of `QuantRule`; any asks for quantized weights.
 
-    group_size: int | None = None
-    num_groups: int | None = None
-    mlp_extra_grouping: bool = False
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one key, or several that agree, say of a format; None: nothing. Any of them asks for quantized weights."""
-
-    bits: Literal[4, 8] | None = None
-    symmetric: bool | None = None
-    is_float: bool | None = None
-    grouping: Grouping | None = None
-    group_dim: Literal[0, 1] | None = None
-
-    def stated(self) -> dict[str, object]:
-        """The fields that say something."""
-        pairs = ((item.name, getattr(self, item.name)) for item in fields(self))
-        return {name: value for name, value in pairs if value is not None}
+    A key that speaks of groups states all three fields about them: ways to group exclude one another.
+    """
 
 
 INT8: Final = Part(bits=8, is_float=False)
@@ -53,10 +34,10 @@ FP8: Final = Part(bits=8, symmetric=True, is_float=True)
 
 def bits(value: object) -> Part:
     """4 or 8."""
-    value = number_of(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value not in (4, 8):
+    number = number_of(value)
+    if isinstance(number, bool) or number not in (4, 8):
         raise Unusable("4 or 8")
-    return Part(bits=4 if value == 4 else 8)
+    return Part(bits=4 if number == 4 else 8)
 
 
 def q_type(value: object) -> Part:
@@ -71,17 +52,17 @@ def symmetric(value: object) -> Part:
 
 def group_size(value: object) -> Part:
     """Columns that share a scale."""
-    return Part(grouping=Grouping(group_size=_positive(value)))
+    return _grouping(group_size=count(1)(value))
 
 
 def q_groups(value: object) -> Part:
     """Parts of a matrix, row after row."""
-    return Part(grouping=Grouping(num_groups=_positive(value)))
+    return _grouping(num_groups=count(1)(value))
 
 
 def group_dim(value: object) -> Part:
     """The dimension of a weight [rows, columns] whose neighbours share a scale: 1, or 0 for rows."""
-    return Part(group_dim=1 if count(0, 1)(value) == 1 else 0)
+    return Part(group_dim=count(0, 1)(value))
 
 
 def number_format(value: object) -> Part:
@@ -98,17 +79,20 @@ def patterns(value: object) -> tuple[str, ...] | None:
     """A list of parts of names; an empty one says nothing."""
     if not isinstance(value, (list, tuple)):
         raise Unusable('a list of parts of parameter names, such as ["fc1", "self_attn.q_proj"]')
-    for index, item in enumerate(value):
-        if not _is_pattern(item):
-            raise Unusable(_PATTERN_EXPECTED, str(index), item)
-    return tuple(value) or None
+    return tuple(_pattern(item, str(index)) for index, item in enumerate(value)) or None
 
 
-def post_init_quant(value: object) -> tuple[tuple[str, Part], ...] | None:
+def post_init_quant(value: object) -> dict[str, Part] | None:
     """A format for each pattern; an empty object says nothing."""
     if not isinstance(value, Mapping):
         raise Unusable('an object {...} of patterns, such as {"fc1": {"num_bits": 4, "group_size": 64}}')
-    return tuple((_pattern(name), _format(str(name), keys)) for name, keys in value.items()) or None
+    found = {}
+    for name, keys in value.items():
+        pattern = _pattern(name, str(name))
+        if not isinstance(keys, Mapping):
+            raise Unusable('an object {...}, such as {"num_bits": 4, "group_size": 64}', pattern, keys)
+        found[pattern] = _merged(f"{pattern}.", keys, _GROUP_KEYS)
+    return found or None
 
 
 def quantization_setting(value: object) -> Part:
@@ -116,7 +100,7 @@ def quantization_setting(value: object) -> Part:
     `inference/engine.py` unpacks it, or the other way round, as its inference tutorial writes it; also a
     `QuantizationConfig`."""
     if isinstance(value, QuantizationConfig):
-        stated = {name: part for name, part in value.as_section().items() if part is not None}
+        stated = {name: part for name, part in asdict(value).items() if part is not None}
         return _merged("", stated, _OLDER_KEYS)
     extra: object = False
     groups = value
@@ -125,7 +109,7 @@ def quantization_setting(value: object) -> Part:
         if isinstance(groups, bool):
             extra, groups = groups, extra
     try:
-        return Part(grouping=Grouping(num_groups=_positive(groups), mlp_extra_grouping=flag(extra)))
+        return _grouping(num_groups=count(1)(groups), mlp_extra_grouping=flag(extra))
     except Unusable:
         raise Unusable(_SETTING_EXPECTED) from None
 
@@ -141,59 +125,45 @@ _GROUP_KEYS: Final[dict[str, Parser]] = {
 _OLDER_KEYS: Final[dict[str, Parser]] = {"q_bits": bits, "q_type": q_type, "q_groups": q_groups}
 
 
-def _format(pattern: str, keys: object) -> Part:
-    if not isinstance(keys, Mapping):
-        raise Unusable('an object {...}, such as {"num_bits": 4, "group_size": 64}', pattern, keys)
-    return _merged(f"{pattern}.", keys, _GROUP_KEYS)
+def _grouping(group_size: object = None, num_groups: object = None, mlp_extra_grouping: bool = False) -> Part:
+    return Part(group_size=group_size, num_groups=num_groups, mlp_extra_grouping=mlp_extra_grouping)
 
 
 def _merged(prefix: str, keys: Mapping[str, object], known: Mapping[str, Parser]) -> Part:
     """What keys that say different things say together."""
-    stated: dict[str, object] = {}
+    merged = Part()
     for name, value in keys.items():
-        parse = known.get(name)
-        if parse is None:
+        if name not in known:
             raise Unusable(f"one of the keys {', '.join(known)}", f"{prefix}{name}", value)
         try:
-            part = parse(value)
-        except Unusable as expected:
-            raise Unusable(str(expected), f"{prefix}{name}", value) from None
+            part = known[name](value)
+        except Unusable as fault:
+            fault.inside, fault.value = f"{prefix}{name}", value
+            raise
         assert isinstance(part, Part)
-        stated |= part.stated()
-    return Part(**stated)  # type: ignore[arg-type]
+        merged.update(part)
+    return merged
 
 
-def _positive(value: object) -> int:
-    number = count(1)(value)
-    assert isinstance(number, int)
-    return number
-
-
-def _pattern(name: object) -> str:
-    if not _is_pattern(name):
-        raise Unusable(_PATTERN_EXPECTED, str(name), name)
-    return str(name)
-
-
-def _is_pattern(name: object) -> bool:
-    return isinstance(name, str) and _PATTERN.fullmatch(name) is not None
+def _pattern(name: object, inside: str) -> str:
+    if not isinstance(name, str) or not _PATTERN.fullmatch(name):
+        raise Unusable(_PATTERN_EXPECTED, inside, name)
+    return name
 
 
 _BITS: Final = "bits of a quantized weight, 4 or 8"
-_TYPE: Final = "symmetric, or asymmetric with zero points"
-_GROUPS: Final = "even parts that each matrix is cut into, row after row; 1: a scale per tensor"
 _SIZE: Final = "columns that share a scale"
 _DIMENSION: Final = "1: groups are of columns; 0: of rows, and such weights are dequantized for each product"
-_SWITCH: Final = "false: the section asks for nothing"
 
 
 def _base(parent: str) -> Iterable[Key]:
     """The keys of `BaseQuantConfig`, with the older guides' spelling."""
-    yield supported(f"{parent}.enabled", values.flag, _SWITCH)
+    yield supported(f"{parent}.enabled", flag, "false: the section asks for nothing")
     yield supported(f"{parent}.num_bits", bits, _BITS)
     yield supported(f"{parent}.q_bits", bits, "older spelling of num_bits")
-    yield supported(f"{parent}.q_type", q_type, _TYPE)
-    yield supported(f"{parent}.q_groups", q_groups, _GROUPS)
+    yield supported(f"{parent}.q_type", q_type, "symmetric, or asymmetric with zero points")
+    groups = "even parts that each matrix is cut into, row after row; 1: a scale per tensor"
+    yield supported(f"{parent}.q_groups", q_groups, groups)
 
 
 def _weights(parent: str) -> Iterable[Key]:
@@ -217,7 +187,7 @@ QUANTIZATION_KEYS: Final[tuple[Key, ...]] = (
     section("quant.activation", "INT8 activations beside INT8 weights"),
     *_base("quant.activation"),
     section("quant.qkv", "the projections to queries, keys and values"),
-    supported("quant.qkv.enabled", values.flag, "false: they stay in full precision", default=True),
+    supported("quant.qkv.enabled", flag, "false: they stay in full precision", default=True),
     section("weight_quantization", "quantized weights"),
     *_weights("weight_quantization"),
     *(
@@ -233,9 +203,9 @@ QUANTIZATION_KEYS: Final[tuple[Key, ...]] = (
     supported("zinfer.quantization.exclude", patterns, "not those in whose names one of these occurs"),
     supported(
         "zinfer.quantization.search",
-        values.choice("none", "clip"),
+        choice("none", "clip"),
         "clip: narrows ranges to the least squared error",
         default="none",
     ),
-    supported("zinfer.quantization.activations", values.flag, "INT8 activations beside INT8 weights", default=False),
+    supported("zinfer.quantization.activations", flag, "INT8 activations beside INT8 weights", default=False),
 )

@@ -53,10 +53,6 @@ class QuantizationConfig:
     q_type: str = "symmetric"
     q_groups: int | None = None
 
-    def as_section(self) -> dict[str, object]:
-        """The same as the keys of a configuration's section."""
-        return {"q_bits": self.q_bits, "q_type": self.q_type, "q_groups": self.q_groups}
-
 
 @dataclass(frozen=True)
 class QuantRule:

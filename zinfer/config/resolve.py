@@ -14,9 +14,9 @@ import torch
 
 from zinfer.config.listing import CheckpointListing
 from zinfer.config.quantization import resolve_quantization
-from zinfer.config.reading import Given, Reading, merge, read
-from zinfer.config.settings import Aio, Batch, Batching, Ignored, Memory, Offload, Settings, Streaming
-from zinfer.config.source import config_source, kwargs_source
+from zinfer.config.reading import Given, contradiction, merge, read
+from zinfer.config.settings import Ignored, Settings
+from zinfer.config.source import config_keys
 from zinfer.errors import ConfigError
 
 STAGE = "zero_optimization.stage"
@@ -24,6 +24,8 @@ OFFLOAD_DEVICE = "zero_optimization.offload_param.device"
 PIN_MEMORY = "zero_optimization.offload_param.pin_memory"
 KV_TIER = "zinfer.kv_cache_tier"
 NVME_PATH = "zero_optimization.offload_param.nvme_path"
+
+_DEFAULTS = Settings()
 
 
 def resolve_settings(
@@ -47,59 +49,45 @@ def resolve_settings(
         ConfigError: an unreadable file, an unknown key, an unusable value, a feature that is not available yet, or
             keys that contradict each other. The message names the key's full path and the remedy.
     """
-    reading = merge(read(config_source(config)), read(kwargs_source(kwargs)))
-    given = reading.given
-    _check_offload(given)
-    _check_lengths(given)
-    _check_batch(given)
-    _check_tier(given)
+    in_file = isinstance(config, str | os.PathLike)
+    everything = merge(
+        read(config_keys(config), f"{config}" if in_file else "config", in_file=in_file),
+        read(kwargs or {}, "keyword arguments", is_kwargs=True),
+    )
+    given = {path: item for path, item in everything.items() if not item.reason}
+    _check_together(given)
+    quantization, idle = resolve_quantization(given)
+    writes = quantization is not None or (is_module and "checkpoint" not in given)
+    ignored = [Ignored(path, item.reason) for path, item in everything.items() if item.reason]
+    if "base_dir" in given and "checkpoint" not in given:
+        ignored.append(Ignored("base_dir", "a checkpoint is joined to it, and the configuration names none"))
+    ignored += idle
+    if not swaps and NVME_PATH in given and (reason := _idle_nvme_path(given, writes=writes)):
+        ignored.append(Ignored(NVME_PATH, f"{reason}; only zinfer.LLM swaps preempted sequences there"))
     fields: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for item in given.values():
         if item.key.field is not None:
             section, _, name = item.key.field.rpartition(".")
             fields[section][name] = item.value
-    quantization, idle = resolve_quantization(given)
-    writes = quantization is not None or (is_module and "checkpoint" not in given)
-    fields[""] |= {
-        "dtype": _dtype(given),
-        "checkpoint": _checkpoint(given),
-        "quantization": quantization,
-        "without_effect": _without_effect(reading) + idle + (() if swaps else _idle_nvme_path(given, writes=writes)),
-    }
-    return Settings(
-        **fields[""],
-        offload=Offload(**fields["offload"]),
-        aio=Aio(**fields["aio"]),
-        streaming=Streaming(**fields["streaming"]),
-        memory=Memory(**fields["memory"]),
-        batch=Batch(**fields["batch"]),
-        batching=Batching(**fields["batching"]),
-    )
+    own = fields.pop("", {}) | {"dtype": _dtype(given), "checkpoint": _checkpoint(given)}
+    sections = {name: replace(getattr(_DEFAULTS, name), **stated) for name, stated in fields.items()}
+    return Settings(**own, **sections, quantization=quantization, without_effect=tuple(ignored))
 
 
-def _check_offload(given: Mapping[str, Given]) -> None:
+def _check_together(given: Mapping[str, Given]) -> None:
     stage, device = given.get(STAGE), given.get(OFFLOAD_DEVICE)
     if stage is not None and device is not None and device.value != "none" and stage.value != 3:
         raise ConfigError(
             f"{stage} contradicts {device}: parameters are offloaded at stage 3 only; "
             f'set {stage.written} to 3, or {device.written} to "none"'
         )
-
-
-def _check_lengths(given: Mapping[str, Given]) -> None:
     least, most = given.get("min_out_tokens"), given.get("max_out_tokens")
     if least is not None and most is not None and least.value > most.value:
         raise ConfigError(f"{least} is more than {most}; lower the one or raise the other")
-
-
-def _check_batch(given: Mapping[str, Given]) -> None:
     names = [f"zinfer.{name}" for name in ("batch_size", "prompt_len", "new_tokens")]
     missing = [name for name in names if name not in given]
     if missing and len(missing) < len(names):
         raise ConfigError(f"{' and '.join(missing)}: missing; a batch has {', '.join(names)}, give all of them or none")
-
-
-def _check_tier(given: Mapping[str, Given]) -> None:
     tier, pins = given.get(KV_TIER), given.get(PIN_MEMORY)
     if tier is not None and tier.value == "host" and pins is not None and not pins.value:
         raise ConfigError(
@@ -118,10 +106,7 @@ def _dtype(given: Mapping[str, Given]) -> torch.dtype | None:
             stated.append((given[path], dtype))
     for (first, ours), (second, theirs) in pairwise(stated):
         if ours != theirs:
-            raise ConfigError(
-                f"{first} ({first.source.label}) contradicts {second} ({second.source.label}): "
-                "weights have one dtype; keep one of them"
-            )
+            raise contradiction(first, second, "weights have one dtype; keep one of them")
     return stated[0][1] if stated else None
 
 
@@ -137,21 +122,11 @@ def _checkpoint(given: Mapping[str, Given]) -> Path | CheckpointListing | None:
     return base_dir / checkpoint
 
 
-def _without_effect(reading: Reading) -> tuple[Ignored, ...]:
-    ignored = [Ignored(path, given.reason) for path, given in reading.ignored.items()]
-    if "base_dir" in reading.given and "checkpoint" not in reading.given:
-        ignored.append(Ignored("base_dir", "a checkpoint is joined to it, and the configuration names none"))
-    return tuple(ignored)
-
-
-def _idle_nvme_path(given: Mapping[str, Given], *, writes: bool) -> tuple[Ignored, ...]:
-    """`nvme_path` where no weights are written there, as far as the configuration alone can tell."""
-    if NVME_PATH not in given:
-        return ()
-    beside = "only zinfer.LLM swaps preempted sequences there"
+def _idle_nvme_path(given: Mapping[str, Given], *, writes: bool) -> str | None:
+    """Why no weights are written to `nvme_path`, as far as the configuration alone can tell; None: some are."""
     if OFFLOAD_DEVICE not in given or given[OFFLOAD_DEVICE].value != "nvme":
-        return (Ignored(NVME_PATH, f'no weights are written there unless {OFFLOAD_DEVICE} is "nvme"; {beside}'),)
+        return f'no weights are written there unless {OFFLOAD_DEVICE} is "nvme"'
     if not writes:
         reason = "the checkpoint's files are read where they lie; only weights that other tools quantized are written"
-        return (Ignored(NVME_PATH, f"{reason} there, in the form that streams; {beside}"),)
-    return ()
+        return f"{reason} there, in the form that streams"
+    return None

@@ -1,87 +1,144 @@
-"""What a configuration resolves to: small frozen objects. Nothing here reads, checks or converts anything."""
+"""What a configuration resolves to: small frozen objects, each field with the key that states it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from zinfer.config.block_classes import BlockClass
-from zinfer.config.listing import CheckpointListing
+from zinfer.config import values
+from zinfer.config.key import setting
+from zinfer.config.listing import CheckpointListing, checkpoint
 from zinfer.config.quantization_rules import Quantization
+from zinfer.config.values import BlockClass, block_classes, choice, count, elements, flag, size_bytes
+
+log = logging.getLogger(__name__)
+
+_OFFLOAD = "zero_optimization.offload_param"
+_ROOM = "the plan leaves room for it"
+_is_said: ContextVar[bool] = ContextVar("zinfer_without_effect_is_said", default=False)
 
 
 @dataclass(frozen=True)
 class Offload:
     """Where the parameters live. `device` None means that the configuration does not say."""
 
-    device: Literal["none", "cpu", "nvme"] | None = None
-    nvme_path: Path | None = None
-    """Folder where weights that stream from disk, but are not there in the form that streams, are written once, and
-    where `zinfer.LLM` swaps preempted sequences."""
-    pin_memory: bool = True
-    buffer_count: int | None = None
-    """Staging slots."""
-    buffer_size: int | None = None
-    """Elements of a staging slot."""
-    max_in_cpu: int | None = None
-    """Most elements whose home is host memory."""
+    device: Literal["none", "cpu", "nvme"] | None = setting(
+        f"{_OFFLOAD}.device", choice("none", "cpu", "nvme"), "home of the parameters: device, host memory or disk"
+    )
+    nvme_path: Path | None = setting(
+        f"{_OFFLOAD}.nvme_path",
+        values.folder_or_empty,
+        "folder for weights that are converted for the disk, once, for those of a module that is given in memory, and "
+        "for what preempted sequences of zinfer.LLM leave; weights that stream as they lie are read in place",
+    )
+    pin_memory: bool = setting(
+        f"{_OFFLOAD}.pin_memory", flag, "host memory is page-locked; false: only the staging slots are", default=True
+    )
+    buffer_count: int | None = setting(f"{_OFFLOAD}.buffer_count", count(1), "a hint: staging slots")
+    buffer_size: int | None = setting(
+        f"{_OFFLOAD}.buffer_size",
+        elements,
+        "a hint: elements of a staging slot; tensors of any size pass through it in parts",
+    )
+    max_in_cpu: int | None = setting(f"{_OFFLOAD}.max_in_cpu", elements, "most elements in host memory")
 
 
 @dataclass(frozen=True)
 class Aio:
     """How the disk is read. None means that the reader chooses."""
 
-    block_size: int | None = None
-    """Bytes of one request."""
-    queue_depth: int | None = None
-    intra_op_parallelism: int | None = None
-    """Threads that read one slab."""
-    use_gds: bool = False
-    """Read straight into device memory where that is possible."""
+    block_size: int | None = setting("aio.block_size", values.multiple(4096), "bytes of one request")
+    queue_depth: int | None = setting(
+        "aio.queue_depth", count(1), "requests in flight, times intra_op_parallelism; each is a thread, 64 at most"
+    )
+    intra_op_parallelism: int | None = setting("aio.intra_op_parallelism", count(1), "threads that read one slab")
+    use_gds: bool = setting(
+        "aio.use_gds",
+        flag,
+        "read from disk straight into device memory, where kvikio and the driver allow it",
+        default=False,
+    )
 
 
 @dataclass(frozen=True)
 class Streaming:
     """Hints at the depth of the stream, in elements; None means that the planner chooses."""
 
-    prefetch_bucket_size: int | None = None
-    max_live_parameters: int | None = None
+    prefetch_bucket_size: int | None = setting(
+        "zero_optimization.stage3_prefetch_bucket_size",
+        elements,
+        "a hint: elements fetched ahead of use",
+        "prefetch_bucket_size",
+    )
+    max_live_parameters: int | None = setting(
+        "zero_optimization.stage3_max_live_parameters",
+        elements,
+        "a hint: most elements in the slots, but two layers at least",
+        "max_live_parameters",
+    )
 
 
 @dataclass(frozen=True)
 class Memory:
     """Budgets in bytes; None means what the machine has."""
 
-    max_device_memory: int | None = None
-    max_host_memory: int | None = None
-    max_pinned_memory: int | None = None
+    max_device_memory: int | None = setting(
+        "zinfer.max_device_memory", size_bytes, 'most device memory, in bytes or as "24GB"'
+    )
+    max_host_memory: int | None = setting("zinfer.max_host_memory", size_bytes, "most host memory, pinned included")
+    max_pinned_memory: int | None = setting("zinfer.max_pinned_memory", size_bytes, "most page-locked host memory")
 
 
 @dataclass(frozen=True)
 class Batch:
     """What the plan leaves room for beside the weights; all three are stated, or none."""
 
-    batch_size: int | None = None
-    prompt_len: int | None = None
-    new_tokens: int | None = None
+    batch_size: int | None = setting("zinfer.batch_size", count(1), f"prompts computed together; {_ROOM}")
+    prompt_len: int | None = setting("zinfer.prompt_len", count(1), f"tokens of the longest prompt; {_ROOM}")
+    new_tokens: int | None = setting("zinfer.new_tokens", count(1), f"tokens generated after each; {_ROOM}")
 
 
 @dataclass(frozen=True)
 class Batching:
     """How `zinfer.LLM` batches sequences; None means that it chooses."""
 
-    tokens_per_pass: int | None = None
-    max_sequences: int | None = None
-    kv_cache_memory: int | None = None
-    """Bytes of the memory that `kv_cache_tier` names."""
-    kv_cache_tier: Literal["device", "host"] = "device"
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    admission_order: Literal["arrival", "longest_first"] = "arrival"
-    kv_page_size: int | None = None
-    """Tokens."""
+    tokens_per_pass: int | None = setting(
+        "zinfer.tokens_per_pass", count(1), "most tokens of a ragged batch of zinfer.LLM"
+    )
+    max_sequences: int | None = setting(
+        "zinfer.max_sequences", count(1), "most sequences that run at once in zinfer.LLM"
+    )
+    kv_cache_memory: int | None = setting(
+        "zinfer.kv_cache_memory",
+        size_bytes,
+        "memory for the KV cache of zinfer.LLM, of the kind that kv_cache_tier names",
+    )
+    kv_cache_tier: Literal["device", "host"] = setting(
+        "zinfer.kv_cache_tier",
+        choice("device", "host"),
+        "where the KV cache is; host: a layer's pages are copied to the device while it computes",
+        default="device",
+    )
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
+        "zinfer.kv_cache_dtype",
+        choice("auto", "int8", "fp8"),
+        "dtype of the KV cache; auto: the model's dtype",
+        default="auto",
+    )
+    admission_order: Literal["arrival", "longest_first"] = setting(
+        "zinfer.admission_order",
+        choice("arrival", "longest_first"),
+        "which waiting sequence runs next in zinfer.LLM",
+        default="arrival",
+    )
+    kv_page_size: int | None = setting("zinfer.kv_page_size", count(1), "tokens of a page of the KV cache")
 
 
 @dataclass(frozen=True)
@@ -99,30 +156,61 @@ class Settings:
     Products with quantized weights are computed in `dtype` too.
     """
 
-    dtype: torch.dtype | None = None
-    max_out_tokens: int | None = None
-    """Most tokens of a sequence, input and new ones together; None means the model's positions."""
-    min_out_tokens: int = 1
-    num_slots: int | None = None
-    synchronous: bool = False
-    check_finite: bool = False
-    """Whether every layer's output is looked at; costs a reading of each."""
-    kernel_inject: bool | None = None
-    """Whether fused kernels take the place of what modules write out; None: where `LLM` runs on a GPU."""
-    cuda_graph: bool | None = None
-    """Whether forwards are replayed as CUDA graphs; None: `LLM`'s passes of few sequences, where little streams."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    checkpoint: Path | CheckpointListing | None = None
-    block_classes: tuple[BlockClass, ...] = ()
-    """What of a model is a block, beside what its own class says."""
-    trace: Path | None = None
-    """Where a trace of reads, copies and computes is written when the engine is destroyed."""
-    offload: Offload = field(default_factory=Offload)
-    aio: Aio = field(default_factory=Aio)
-    streaming: Streaming = field(default_factory=Streaming)
-    memory: Memory = field(default_factory=Memory)
-    batch: Batch = field(default_factory=Batch)
-    batching: Batching = field(default_factory=Batching)
+    dtype: torch.dtype | None = setting(
+        "dtype", values.dtype, "dtype of weights and compute, by default the checkpoint's own; int8: quantized weights"
+    )
+    max_out_tokens: int | None = setting(
+        "max_out_tokens",
+        count(1),
+        "most tokens of a sequence, input and new ones together, checked before any compute",
+        "max_tokens",
+    )
+    min_out_tokens: int = setting(
+        "min_out_tokens", count(1), "tokens that must at least be possible", "min_tokens", default=1
+    )
+    num_slots: int | None = setting("zinfer.num_slots", count(1), "device slots that blocks stream through")
+    synchronous: bool = setting(
+        "zinfer.synchronous", flag, "every copy is waited for: slow, for comparison", default=False
+    )
+    check_finite: bool = setting(
+        "zinfer.check_finite",
+        flag,
+        "generate and forward fail at infinities or NaN, before, in or after the layers, and name the first place",
+        default=False,
+    )
+    kernel_inject: bool | None = setting(
+        "replace_with_kernel_inject",
+        flag,
+        "norms, rotations, activations and gated MLPs are computed by fused kernels, products of one input as one, and "
+        "those of all experts; by default those of zinfer.LLM on a GPU",
+        "kernel_inject",
+    )
+    cuda_graph: bool | None = setting(
+        "enable_cuda_graph",
+        flag,
+        "forwards are replayed as CUDA graphs, in pieces where weights stream; by default zinfer.LLM's passes of few "
+        "texts, where little streams",
+    )
+    device: Literal["auto", "cuda", "cpu"] = setting(
+        "zinfer.device", choice("auto", "cuda", "cpu"), "where the model computes", default="auto"
+    )
+    checkpoint: Path | CheckpointListing | None = setting(
+        "checkpoint", checkpoint, "folder of the checkpoint, or a list of its files"
+    )
+    block_classes: tuple[BlockClass, ...] = setting(
+        "injection_policy",
+        block_classes,
+        "classes of modules that are blocks, as {Block: (linear layers whose results GPUs would add up)}",
+        "injection_dict",
+        default=(),
+    )
+    trace: Path | None = setting("zinfer.trace", values.path, "file for a Perfetto trace of reads, copies and computes")
+    offload: Offload = Offload()
+    aio: Aio = Aio()
+    streaming: Streaming = Streaming()
+    memory: Memory = Memory()
+    batch: Batch = Batch()
+    batching: Batching = Batching()
     quantization: Quantization | None = None
     """Which weights are quantized, and how; None: none."""
     without_effect: tuple[Ignored, ...] = ()
@@ -130,3 +218,24 @@ class Settings:
     def for_batches(self, *, on_cuda: bool) -> Settings:
         """These for `LLM`, on a GPU or not: with fused kernels there if nothing is said of them."""
         return self if self.kernel_inject is not None else replace(self, kernel_inject=on_cuda)
+
+
+def say_without_effect(settings: Settings, say: Callable[[str], object] = log.warning) -> None:
+    """Report each key that changes nothing in a line with the reason; none inside of `said_before`.
+
+    Args:
+        say: takes a line; by default a warning in the log.
+    """
+    if not _is_said.get():
+        for ignored in settings.without_effect:
+            say(f"without effect: {ignored.path} ({ignored.reason})")
+
+
+@contextmanager
+def said_before() -> Iterator[None]:
+    """Inside, engines do not report keys: their caller already has."""
+    token = _is_said.set(True)
+    try:
+        yield
+    finally:
+        _is_said.reset(token)

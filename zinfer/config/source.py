@@ -1,5 +1,4 @@
-"""Where a configuration comes from: a dict, a JSON file or keyword arguments. Files are strict JSON: a key twice in
-one object, NaN and Infinity are refused. Which keys mean something is not known here."""
+"""Configurations in JSON files, which are strict: a key twice in one object, NaN and Infinity are refused."""
 
 from __future__ import annotations
 
@@ -8,24 +7,9 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from zinfer.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Source:
-    """Keys as they were given. `label` names the source in messages; `file` is the file they stand in, if any."""
-
-    label: str
-    keys: Mapping[str, object]
-    file: Path | None = None
-    is_kwargs: bool = False
-
-    def error(self, message: str) -> ConfigError:
-        """The message, with the file's name before it."""
-        return ConfigError(f"{self.file}: {message}" if self.file else message)
 
 
 class _Object(dict[str, object]):
@@ -34,24 +18,17 @@ class _Object(dict[str, object]):
     repeated: str | None = None
 
 
-def config_source(config: str | os.PathLike[str] | Mapping[str, object] | None) -> Source:
-    """The source of `init_inference`'s `config`: nothing, a mapping or the path of a JSON file.
+def config_keys(config: str | os.PathLike[str] | Mapping[str, object] | None) -> Mapping[str, object]:
+    """The keys of `init_inference`'s `config`: none, a mapping's or those in a JSON file.
 
-    Raises ConfigError when a file cannot be read or is not one JSON object.
+    Raises:
+        ConfigError: a file cannot be read or is not one JSON object, or it is neither a mapping nor a path.
     """
-    if config is None:
-        return Source("config", {})
-    if isinstance(config, Mapping):
-        return Source("config", config)
+    if config is None or isinstance(config, Mapping):
+        return config or {}
     if isinstance(config, (str, os.PathLike)):
-        file = Path(config)
-        return Source(str(file), read_json(file, "config"), file)
+        return read_json(Path(config), "config")
     raise ConfigError(f"config: expected a dict or the path of a JSON file, got {type(config).__name__}")
-
-
-def kwargs_source(kwargs: Mapping[str, object] | None) -> Source:
-    """The source of `init_inference`'s keyword arguments."""
-    return Source("keyword arguments", kwargs or {}, is_kwargs=True)
 
 
 def read_json(file: Path, what: str) -> Mapping[str, object]:
@@ -60,35 +37,18 @@ def read_json(file: Path, what: str) -> Mapping[str, object]:
     Raises:
         ConfigError: the file cannot be read or holds something else.
     """
-    remedy = f"{what} must be a dict or the path of a JSON file"
     try:
-        text = file.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file; {remedy}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{file}: is a folder; {remedy}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start}); {what} must be JSON") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
-    document = _parse(file, text)
+        document = json.loads(file.read_bytes().decode("utf-8-sig"), object_pairs_hook=_pairs)
+    except OSError as error:
+        remedy = f"{what} must be a dict or the path of a JSON file"
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}); {remedy}") from error
+    except (ValueError, RecursionError) as error:  # also text that is not UTF-8
+        raise ConfigError(f"{file}: not JSON: {error}") from error
     if not isinstance(document, _Object):
         raise ConfigError(f"{file}: expected one JSON object {{...}} at the top, got {type(document).__name__}")
     for path, fault in _faults(document, ""):
         raise ConfigError(f"{file}: {path}: {fault}")
     return document
-
-
-def _parse(file: Path, text: str) -> object:
-    try:
-        return json.loads(text, object_pairs_hook=_pairs)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise ConfigError(f"{file}: not JSON at {place}: {error.msg}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{file}: nested too deeply") from error
-    except ValueError as error:
-        raise ConfigError(f"{file}: not JSON: {error}") from error
 
 
 def _pairs(pairs: list[tuple[str, object]]) -> _Object:

@@ -20,17 +20,12 @@ _TITLES: Final = {
     "zero_optimization": "ZeRO-Inference: `zero_optimization`",
     "zinfer": "zinfer's own keys: `zinfer`",
 }
-_WORDS: Final = {
-    Status.HONOURED: "supported",
-    Status.NO_EFFECT: "ignored",
-    Status.NOT_YET: "unsupported",
-}
 
 
 def key_table() -> str:
-    """A table for each section at the top, the keys in the order of `KEYS`."""
+    """A table for each section at the top, supported keys first."""
     sections: dict[str, list[Key]] = {"": []}
-    for key in KEYS:
+    for key in sorted(KEYS, key=lambda key: (list(Status).index(key.status), key.path)):
         top = key.path.partition(".")[0]
         named = key.is_section or "." in key.path
         sections.setdefault(top if named else "", []).append(key)
@@ -43,11 +38,9 @@ def with_table(page: str) -> str:
     Raises:
         ValueError: the page does not have both markers, once each and in their order.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _former, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
         raise ValueError(f"the page must have {BEGIN} and then {END}, once each")
-    return f"{before}{BEGIN}\n\n{key_table()}\n{END}{after}"
+    return f"{page.partition(BEGIN)[0]}{BEGIN}\n\n{key_table()}\n{END}{page.partition(END)[2]}"
 
 
 def _section(name: str, keys: Sequence[Key]) -> Iterator[str]:
@@ -56,26 +49,19 @@ def _section(name: str, keys: Sequence[Key]) -> Iterator[str]:
     yield "| key | status | what it does, or why not |"
     yield "|---|---|---|"
     for key in keys:
-        yield f"| {_names(key)} | {_fate(key)} | {_reason(key)} |"
+        aliases = ", ".join(f"`{alias}`" for alias in key.aliases)
+        names = f"`{key.path}`" + (f" (also {aliases})" if aliases else "")
+        yield f"| {names} | {'section' if key.is_section else key.status.value} | {_reason(key)} |"
     yield ""
-
-
-def _names(key: Key) -> str:
-    aliases = ", ".join(f"`{alias}`" for alias in key.aliases)
-    return f"`{key.path}`" + (f" (also {aliases})" if aliases else "")
-
-
-def _fate(key: Key) -> str:
-    return "section" if key.is_section and key.status is Status.HONOURED else _WORDS[key.status]
 
 
 def _reason(key: Key) -> str:
     text = key.reason.replace("|", "\\|")
     if key.same_as is not None:
         text += f"; means `{key.same_as}`"
-    if key.status is Status.NOT_YET and key.idle:
+    if key.status is Status.UNSUPPORTED and key.idle:
         text += "; accepted: " + ", ".join(dict.fromkeys(f"`{show(value)}`" for value in key.idle))
-    elif key.status is Status.HONOURED and key.default is not None:
+    elif key.default is not None:
         text += f" (default `{show(key.default)}`)"
     return text
 

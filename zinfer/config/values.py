@@ -1,6 +1,5 @@
-"""Parsers of single values. Each takes what the user wrote and returns what the settings hold, or raises `Unusable`
-(the value is wrong) or `NotAvailable` (it is right, and asks for a feature that is missing). They know no paths: the
-reader adds them."""
+"""Parsers of single values. Each takes what the user wrote and returns what the settings hold, or raises `Unusable`.
+They know no paths: the reader adds them."""
 
 from __future__ import annotations
 
@@ -8,13 +7,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
 from pathlib import Path
 
 import torch
+from torch import nn
 
 Parser = Callable[[object], object]
 
@@ -26,35 +26,38 @@ UNIT_BYTES = {
 SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?b)?", re.IGNORECASE)
 SIZE_EXPECTED = 'a positive number of bytes, or one with a unit such as "24GB", "1.5GB" or "512MiB"'
 
+_BLOCKS_EXPECTED = 'an object like {Block: ("attn.out_proj", "mlp.fc2")}: classes of modules, and linear layers in them'
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?", re.IGNORECASE)
 _MOST_CHARS = 40  # of a number that is written as text
 
-DTYPES = {
-    **dict.fromkeys(("fp16", "half", "float16", "torch.float16", "torch.half"), torch.float16),
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
-    **dict.fromkeys(("fp32", "float", "float32", "torch.float32", "torch.float"), torch.float32),
-    **dict.fromkeys(("int8", "torch.int8"), torch.int8),
+_DTYPES = {
+    **dict.fromkeys(("fp16", "half", "float16"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp32", "float", "float32"), torch.float32),
+    "int8": torch.int8,
 }
 
 
 class Unusable(ValueError):
-    """The value cannot be read; the text says what is expected.
+    """The value cannot be read. The text goes on after ``path = value``, and says what is expected.
 
-    `inside` is the path of the faulty part within the value, and `value` what stands there; empty: the whole value.
+    Attributes:
+        inside: path of the faulty part within the value; empty: the whole value.
+        value: what the part holds.
     """
 
     def __init__(self, expected: str, inside: str = "", value: object = None) -> None:
-        super().__init__(expected)
+        super().__init__(f": expected {expected}")
         self.inside = inside
         self.value = value
 
 
-class NotAvailable(ValueError):
-    """The value asks for something that is missing; the text says what, `instead` says what can be written."""
+class NotAvailable(Unusable):
+    """The value asks for something that is missing; `instead` says what can be written."""
 
     def __init__(self, what: str, instead: str) -> None:
-        super().__init__(what)
-        self.instead = instead
+        ValueError.__init__(self, f" is not available yet: {what}; remove it or set it to {instead}")
+        self.inside = ""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,28 @@ class NoEffect:
     """Returned by a parser for a value that is legitimate and changes nothing here."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """A class of modules, itself or by its name, and the ends of names of linear layers in them.
+
+    DeepSpeed adds up over GPUs what comes out of those layers; on one GPU nothing has to be added, and they only tell
+    whether the policy was written for the model.
+    """
+
+    kind: type[nn.Module] | str
+    linears: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.kind if isinstance(self.kind, str) else self.kind.__name__
+
+    def is_class_of(self, module: nn.Module) -> bool:
+        """Whether the module is a block of this kind."""
+        if isinstance(self.kind, str):
+            return type(module).__name__ == self.kind
+        return isinstance(module, self.kind)
 
 
 def flag(value: object) -> bool:
@@ -76,15 +101,17 @@ def flag(value: object) -> bool:
 
 def count(minimum: int, maximum: int | None = None) -> Parser:
     """A parser of whole numbers; 3.0 and "3" are, 3.5 is not."""
-    limits = f"from {minimum} to {maximum}" if maximum is not None else f"of at least {minimum}"
+    expected = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
 
     def parse(value: object) -> int:
         number = _finite(value)
-        if number is None or number != math.floor(number) or number < minimum:
-            raise Unusable(f"a whole number {limits}")
-        if maximum is not None and number > maximum:
-            raise Unusable(f"a whole number {limits}")
-        return math.floor(number)
+        if (
+            number is None
+            or number.denominator > 1
+            or not minimum <= number <= (number if maximum is None else maximum)
+        ):
+            raise Unusable(f"a whole number {expected}")
+        return int(number)
 
     return parse
 
@@ -116,17 +143,12 @@ def size_bytes(value: object) -> int:
     """
     if isinstance(value, str):
         match = SIZE.fullmatch(value.strip())
-        if match is None:
-            raise Unusable(SIZE_EXPECTED)
-        num_bytes: int = math.floor(Fraction(match[1]) * UNIT_BYTES[(match[2] or "b").lower()])
+        number = Fraction(math.floor(Fraction(match[1]) * UNIT_BYTES[(match[2] or "b").lower()])) if match else None
     else:
         number = _finite(value)
-        if number is None or number != math.floor(number):
-            raise Unusable(SIZE_EXPECTED)
-        num_bytes = math.floor(number)
-    if num_bytes < 1:
+    if number is None or number.denominator > 1 or number < 1:
         raise Unusable(SIZE_EXPECTED)
-    return num_bytes
+    return int(number)
 
 
 def path(value: object) -> Path:
@@ -157,10 +179,26 @@ def choice(*names: str) -> Parser:
 
 def dtype(value: object) -> torch.dtype:
     """A floating-point torch dtype or its name; also int8, which asks for quantized weights."""
-    name = str(value).lower() if isinstance(value, (str, torch.dtype)) else ""
-    if name not in DTYPES:
+    name = str(value).lower().removeprefix("torch.") if isinstance(value, (str, torch.dtype)) else ""
+    if name not in _DTYPES:
         raise Unusable('a torch dtype, "fp16", "bf16", "fp32" or "int8"')
-    return DTYPES[name]
+    return _DTYPES[name]
+
+
+def block_classes(value: object) -> tuple[BlockClass, ...] | None:
+    """The classes that a policy names; None where it names none."""
+    if not isinstance(value, Mapping):
+        raise Unusable(_BLOCKS_EXPECTED)
+    found = []
+    for kind, linears in value.items():
+        is_class = isinstance(kind, type) and issubclass(kind, nn.Module)
+        names = (linears,) if isinstance(linears, str) else linears
+        if not (is_class or isinstance(kind, str)) or not isinstance(names, list | tuple):
+            raise Unusable(_BLOCKS_EXPECTED)
+        if not all(isinstance(name, str) and name for name in names):
+            raise Unusable(_BLOCKS_EXPECTED)
+        found.append(BlockClass(kind, tuple(names)))
+    return tuple(found) or None
 
 
 def cpu_if_true(value: object) -> str | None:
@@ -170,13 +208,10 @@ def cpu_if_true(value: object) -> str | None:
 
 def show(value: object) -> str:
     """The value as JSON has it where it can be JSON, else its representation, shortened."""
-    if value is None or isinstance(value, (str, bool, int, float, list, tuple, dict)):
-        try:
-            text = json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError):
-            text = repr(value)
-    else:
-        text = str(value) if isinstance(value, torch.dtype) else repr(value)
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 

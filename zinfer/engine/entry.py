@@ -8,7 +8,7 @@ from typing import Any, Final
 from torch import nn
 
 from zinfer.config import Ignored, resolve_settings
-from zinfer.config.without_effect import say_without_effect
+from zinfer.config.settings import say_without_effect
 from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import ConfigError
 

@@ -14,7 +14,7 @@ from zinfer.inject.fusion_groups import FusionGroup, find_packs, packs_in
 from zinfer.model.build import find_dtype, report_device
 from zinfer.model.dtype import warn_of_overflow
 from zinfer.model.partition import ModelBlock, partition_model
-from zinfer.model.quantized_forms import check_patterns, find_activations, find_form, find_rounding
+from zinfer.model.quantized_forms import check_patterns
 from zinfer.model.weight_matching import Weight, load_buffers, match_weights
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchFile
@@ -75,12 +75,10 @@ class PreparedModel:
         checksums: Mapping[Path, str],
         settings: Settings,
     ) -> "PreparedModel":
-        rules = settings.quantization
-        form, rounding, quantizes_input = find_form(rules), find_rounding(rules), find_activations(rules)
         packs = tuple(find_packs(module)) if settings.kernel_inject else ()
         together = [names for pack in packs for names in pack.parameters]
-        classes = settings.block_classes
-        blocks = partition_model(module, weights, form, rounding, checksums, quantizes_input, together, classes)
+        rules, classes = settings.quantization, settings.block_classes
+        blocks = partition_model(module, weights, rules, checksums=checksums, together=together, classes=classes)
         return cls(module, settings, checkpoint, tuple(blocks), weights, packs)
 
     def with_packed_copy(self) -> "PreparedModel":

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
-from zinfer.config.without_effect import say_without_effect
+from zinfer.config.settings import say_without_effect
 from zinfer.display import shown
 from zinfer.errors import JobError
 from zinfer.jobs.completer import Completer

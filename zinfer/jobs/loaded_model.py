@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from zinfer.config.without_effect import said_before
+from zinfer.config.settings import said_before
 from zinfer.errors import JobError
 from zinfer.jobs.completer import Answer, Completer
 from zinfer.jobs.progress import Meter

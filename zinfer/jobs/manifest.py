@@ -118,7 +118,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 def model_identity(checkpoint: Checkpoint, template_hash: str) -> dict[str, str]:
     """What tells the model and its tokenizer from others."""
     return {
-        "fingerprint": checkpoint.fingerprint(),
+        "fingerprint": checkpoint.fingerprint,
         "tokenizer": tokenizer_hash(checkpoint.folder),
         "chat_template": template_hash,
     }

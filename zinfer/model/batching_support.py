@@ -13,18 +13,8 @@ from zinfer.errors import ConfigError
 
 INTERFACED: Final = frozenset(
     (
-        *(
-            "cohere",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "glm4",
-            "gpt2",
-            "gpt_neox",
-            "gpt_oss",
-        ),
-        *("granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "qwen2", "qwen3", "qwen3_moe", "stablelm"),
-        "starcoder2",
+        *("cohere", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama"),
+        *("mistral", "mixtral", "olmo2", "opt", "phi", "qwen2", "qwen3", "qwen3_moe", "stablelm", "starcoder2"),
     )
 )
 """Model types whose ragged greedy tokens were seen to equal those of each prompt alone in transformers' `generate`."""

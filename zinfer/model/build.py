@@ -2,8 +2,8 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint
-from zinfer.checkpoint.config_checks import TOKEN_KEYS, Vocabulary, check_config, check_token_ids, read_config
+from zinfer.checkpoint.config_checks import TOKEN_KEYS, check_config, check_token_ids, read_config
 from zinfer.config import Settings
 from zinfer.config.listing import CheckpointListing
 from zinfer.errors import CheckpointError, ConfigError
@@ -45,7 +45,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
         CheckpointError: config.json describes no model that transformers builds.
     """
     config = _load_config(checkpoint)
-    config.dtype = dtype or _stated_dtype(config, checkpoint) or _commonest_dtype(checkpoint)
+    config.dtype = dtype or _checkpoint_dtype(config, checkpoint)
     try:
         with init_empty_weights(include_buffers=False), _SkipInit():
             model: PreTrainedModel = find_class(config)._from_config(config, dtype=config.dtype)
@@ -124,7 +124,7 @@ def _load_config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
     path = checkpoint.config_path
     members = read_config(path)
     check_config(path, members, len(checkpoint.tensors))
-    check_token_ids(path, members, None)
+    check_token_ids(path, members, None, {})
     try:
         config: transformers.PretrainedConfig = AutoConfig.from_pretrained(
             str(checkpoint.folder), local_files_only=True, trust_remote_code=False
@@ -135,14 +135,15 @@ def _load_config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
         raise CheckpointError(
             f"{path}: not a configuration that transformers {transformers.__version__} reads: {_brief(error)}"
         ) from error
-    check_token_ids(path, members, vocabulary)
+    check_token_ids(path, members, *vocabulary)
     return config
 
 
-def _vocabulary(config: transformers.PretrainedConfig) -> Vocabulary:
+def _vocabulary(config: transformers.PretrainedConfig) -> tuple[int | None, dict[str, object]]:
+    """The size of the vocabulary, if it is stated, and the class's special tokens."""
     text = config.get_text_config()
     usual = type(text)()
-    return Vocabulary(getattr(text, "vocab_size", None), {key: getattr(usual, key, None) for key in TOKEN_KEYS})
+    return getattr(text, "vocab_size", None), {key: getattr(usual, key, None) for key in TOKEN_KEYS}
 
 
 def _drop_flash_attention(config: transformers.PretrainedConfig) -> None:
@@ -154,20 +155,29 @@ def _drop_flash_attention(config: transformers.PretrainedConfig) -> None:
             each._attn_implementation_internal = None
 
 
-def _stated_dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype | None:
-    dtype = config.dtype
-    if dtype is not None and dtype not in COMPUTE_DTYPES:
+def _checkpoint_dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype that config.json states, else the floating-point one that most of the checkpoint's bytes have."""
+    dtype = cast(torch.dtype | None, config.dtype)
+    if dtype is None:
+        nbytes: Counter[torch.dtype] = Counter()
+        for entry in checkpoint.tensors.values():
+            if entry.dtype.is_floating_point:
+                nbytes[entry.dtype] += entry.nbytes
+        if not nbytes:
+            raise CheckpointError(f"{checkpoint.folder}: the checkpoint holds no floating-point tensor")
+        return nbytes.most_common(1)[0][0]
+    if dtype not in COMPUTE_DTYPES:
         raise CheckpointError(
             f"{checkpoint.config_path}: dtype is {str(dtype).removeprefix('torch.')}, which layers do not compute in; "
             "state dtype in the configuration: fp32, fp16 or bf16"
         )
-    return cast(torch.dtype | None, dtype)
+    return dtype
 
 
 def _load_generation_config(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     path = checkpoint.folder / "generation_config.json"
     if path.is_file():
-        check_token_ids(path, read_config(path), _vocabulary(model.config))
+        check_token_ids(path, read_config(path), *_vocabulary(model.config))
         try:
             model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
         except Exception as error:  # as above
@@ -178,17 +188,6 @@ def _brief(error: Exception) -> str:
     """The kind of an error and the beginning of its text, in one line; transformers lists every family it knows."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 400 else f"{text[:400]} ..."
-
-
-def _commonest_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The floating-point dtype that most of the checkpoint's bytes have."""
-    nbytes: dict[torch.dtype, int] = {}
-    for entry in checkpoint.tensors.values():
-        if entry.dtype.is_floating_point:
-            nbytes[entry.dtype] = nbytes.get(entry.dtype, 0) + entry.nbytes
-    if not nbytes:
-        raise CheckpointError(f"{checkpoint.folder}: the checkpoint holds no floating-point tensor")
-    return max(nbytes, key=lambda dtype: nbytes[dtype])
 
 
 def find_model(
@@ -220,7 +219,10 @@ def find_model(
     if settings.checkpoint is None:
         return module, None
     compute_buffers(module)
-    return module, _open(settings.checkpoint, needs_config=isinstance(model, PreTrainedModel))
+    if isinstance(settings.checkpoint, CheckpointListing):
+        return module, Checkpoint.listed(settings.checkpoint.paths, settings.checkpoint.label)
+    needs_config = isinstance(model, PreTrainedModel)
+    return module, Checkpoint.open(settings.checkpoint) if needs_config else Checkpoint.of_weights(settings.checkpoint)
 
 
 def _keep_scale(model: PreTrainedModel) -> None:
@@ -248,12 +250,6 @@ def _check_module(model: nn.Module, settings: Settings) -> None:
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and settings.checkpoint is None:
         raise ConfigError(f"model: {on_meta[0]} is on the meta device; say where its weights are: checkpoint=FOLDER")
-
-
-def _open(place: Path | CheckpointListing, *, needs_config: bool) -> Checkpoint:
-    if isinstance(place, CheckpointListing):
-        return Checkpoint.listed(place.paths, place.label)
-    return Checkpoint.open(place) if needs_config else Checkpoint.of_weights(place)
 
 
 def find_dtype(model: nn.Module) -> torch.dtype:

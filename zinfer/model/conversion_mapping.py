@@ -8,7 +8,7 @@ by the name that it would have in full.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -24,67 +24,60 @@ _STACKED_AND_JOINED: Final = (("MergeModulelist", 0), ("Concatenate", 1))
 _JOINED: Final = (("Concatenate", 0),)
 
 
-class CheckpointMapping:
-    """What transformers would make of the tensors of one model's checkpoint.
+def convert_names(
+    model: PreTrainedModel, entries: Mapping[str, TensorEntry | StoredMatrix], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, TensorEntry | JoinedTensor | StoredMatrix], dict[str, str]]:
+    """Place tensors of a checkpoint where transformers would.
 
-    Attributes:
-        found: a weight for each of the module's names that could be made.
-        refused: why the others could not, by the checkpoint's name.
+    Args:
+        entries: those that have no place under their own names.
+        shapes: of all that the module has, by its names.
+
+    Returns:
+        a weight for each of the module's names that could be made, and why others could not, by the checkpoint's name.
     """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        entries: Mapping[str, TensorEntry | StoredMatrix],
-        shapes: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        """Sort the tensors.
-
-        Args:
-            entries: those that have no place under their own names.
-            shapes: of all that the module has, by its names.
-        """
-        self.found: dict[str, TensorEntry | JoinedTensor | StoredMatrix] = {}
-        self.refused: dict[str, str] = {}
-        rules = get_model_conversion_mapping(model) if entries else []
-        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-        gathered: dict[str, dict[str, list[TensorEntry | StoredMatrix]]] = defaultdict(lambda: defaultdict(list))
-        for name in sorted(entries, key=dot_natural_key):
-            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(shapes))
-            if target not in shapes:
-                continue
-            if pattern is None:
-                self.found[target] = entries[name]
-            else:
-                gathered[target][pattern].append(entries[name])
-        for target, by_source in gathered.items():
-            self._join(target, shapes[target], by_source, by_pattern[next(iter(by_source))])
-
-    def _join(
-        self,
-        target: str,
-        shape: tuple[int, ...],
-        by_source: Mapping[str, list[TensorEntry | StoredMatrix]],
-        rule: WeightConverter,
-    ) -> None:
-        chain = tuple((type(each).__name__, getattr(each, "dim", None)) for each in rule.operations)
+    found: dict[str, TensorEntry | JoinedTensor | StoredMatrix] = {}
+    refused: dict[str, str] = {}
+    rules = get_model_conversion_mapping(model) if entries else []
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    gathered: dict[str, dict[str, list[TensorEntry | StoredMatrix]]] = defaultdict(lambda: defaultdict(list))
+    for name in sorted(entries, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(shapes))
+        if target not in shapes:
+            continue
+        if pattern is None:
+            found[target] = entries[name]
+        else:
+            gathered[target][pattern].append(entries[name])
+    for target, by_source in gathered.items():
+        rule = by_pattern[next(iter(by_source))]
         lists = [by_source.get(pattern, []) for pattern in rule.source_patterns]
-        pieces = [piece for own in lists for piece in own]
-        if chain not in (_STACKED, _JOINED, _STACKED_AND_JOINED):
-            reason = f"{target} is made of it by {_told(chain)}, which moves bytes around; that is not available yet"
-            self.refused |= {piece.name: reason for piece in pieces}
-            return
-        if chain == _STACKED_AND_JOINED and len({len(own) for own in lists}) == 1:
-            pieces = [piece for expert in zip(*lists, strict=True) for piece in expert]
-        alike = chain == _JOINED or all(len({piece.shape for piece in own}) == 1 for own in lists if own)
-        joined = _joined(target, shape, pieces) if alike else None
+        made = _made(target, shapes[target], lists, rule)
+        if isinstance(made, str):
+            refused |= {piece.name: made for own in lists for piece in own}
+        else:
+            found[target] = made
+    return found, refused
+
+
+def _made(
+    target: str, shape: tuple[int, ...], lists: Sequence[Sequence[TensorEntry | StoredMatrix]], rule: WeightConverter
+) -> JoinedTensor | JoinedMatrix | str:
+    """The weight that a rule makes of lists of tensors, one a pattern, or why it cannot be made."""
+    chain = tuple((type(each).__name__, getattr(each, "dim", None)) for each in rule.operations)
+    if chain not in (_STACKED, _JOINED, _STACKED_AND_JOINED):
+        told = ", ".join(f"{name}(dim={dim})" if dim is not None else name for name, dim in chain)
+        return f"{target} is made of it by {told}, which moves bytes around; that is not available yet"
+    pieces = [piece for own in lists for piece in own]
+    if chain == _STACKED_AND_JOINED and len({len(own) for own in lists}) == 1:
+        pieces = [piece for expert in zip(*lists, strict=True) for piece in expert]
+    if chain == _JOINED or all(len({piece.shape for piece in own}) == 1 for own in lists if own):
+        joined = _joined(target, shape, pieces)
         if joined is not None:
-            self.found[target] = joined
-            return
-        reason = f"with the {len(pieces) - 1} others of {target} it does not make up {list(shape)}: "
-        self.refused |= {piece.name: reason + _reason(pieces) for piece in pieces}
+            return joined
+    return f"with the {len(pieces) - 1} others of {target} it does not make up {list(shape)}: {_reason(pieces)}"
 
 
 def _joined(
@@ -106,7 +99,3 @@ def _reason(pieces: Sequence[TensorEntry | StoredMatrix]) -> str:
     if any(format is not None and format.orders_columns for format in formats):
         return f"experts whose columns are in activation order (desc_act, actorder) are not read; {remedy}"
     return "some are missing, or config.json describes another model"
-
-
-def _told(chain: tuple[tuple[str, Any], ...]) -> str:
-    return ", ".join(f"{name}(dim={dim})" if dim is not None else name for name, dim in chain)

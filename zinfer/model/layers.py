@@ -1,13 +1,13 @@
 """Finds the layers of a module tree, and the modules that several of them share."""
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Final
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from zinfer.config.block_classes import BlockClass
+from zinfer.config.values import BlockClass
 from zinfer.errors import CheckpointError, ConfigError
 
 _KEY: Final = "injection_policy"
@@ -32,11 +32,15 @@ def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[st
     chosen = {name for name, module in modules.items() if any(each.is_class_of(module) for each in classes)}
     family = set(getattr(model, "_no_split_modules", None) or ())
     named = {name for name, module in modules.items() if type(module).__name__ in family}
-    listed = {name for name in named if _is_listed(model, name)}
+    listed = {name for name in named if isinstance(modules[name.rpartition(".")[0]], _LISTS)}
     found = chosen | (listed or named)
     if not found:
         found = _alike(model) if isinstance(model, PreTrainedModel) else find_repeated(model)
-    layers = _outermost({name: module for name, module in modules.items() if name in found})
+    layers = {
+        name: module
+        for name, module in modules.items()
+        if name in found and not any(name.startswith(f"{other}.") for other in found)
+    }
     if not layers:
         raise CheckpointError(
             f"{type(model).__name__} names no layer class (_no_split_modules) and holds no list of layers, so it "
@@ -46,7 +50,8 @@ def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[st
 
 
 def find_repeated(model: nn.Module) -> set[str]:
-    """Names of modules with weights that share a list or sequence with another one of their class."""
+    """Names of modules with weights, and a forward before which they can be brought in, that share a list or sequence
+    with another one of their class."""
     found: set[str] = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -54,16 +59,13 @@ def find_repeated(model: nn.Module) -> set[str]:
             found |= {
                 f"{name}.{key}" if name else key
                 for key, member in module._modules.items()
-                if kinds[type(member)] > 1 and _is_called(member)
+                if kinds[type(member)] > 1 and not isinstance(member, _CALLED_BY_NOBODY) and _has_weights(member)
             }
     return found
 
 
-def _is_called(module: nn.Module | None) -> bool:
-    """Whether a module has weights, and a forward before which they can be brought in."""
-    if module is None or isinstance(module, _CALLED_BY_NOBODY):
-        return False
-    return any(True for _ in module.parameters())
+def _has_weights(module: nn.Module | None) -> bool:
+    return module is not None and any(True for _ in module.parameters())
 
 
 def check_classes(model: nn.Module, classes: Sequence[BlockClass]) -> None:
@@ -99,7 +101,7 @@ def find_shared(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[nn.Mod
     for layer in layers.values():
         for module in layer.modules():
             holders[module].add(layer)
-    shared = {each for each, found in holders.items() if len(found) > 1 and any(True for _ in each.parameters())}
+    shared = {each for each, found in holders.items() if len(found) > 1 and _has_weights(each)}
     parts = {(part, each) for each in shared for part in each.modules() if part is not each}
     return shared - {part for part, each in parts if holders[part] == holders[each]}
 
@@ -111,10 +113,6 @@ def _outside(module: nn.Module, layers: Container[nn.Module]) -> Iterator[nn.Mod
             yield from _outside(child, layers)
 
 
-def _is_listed(model: nn.Module, name: str) -> bool:
-    return isinstance(model.get_submodule(name.rpartition(".")[0]), _LISTS)
-
-
 def _alike(model: nn.Module) -> set[str]:
     """Members of lists whose modules are of one class and have parts."""
     found: set[str] = set()
@@ -123,11 +121,3 @@ def _alike(model: nn.Module) -> set[str]:
         if len({type(member) for member in members}) == 1 and any(True for _ in members[0].children()):
             found |= {f"{name}.{key}" for key, _ in module.named_children()}
     return found
-
-
-def _outermost(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    return {name: module for name, module in modules.items() if not _is_inside(name, modules)}
-
-
-def _is_inside(name: str, others: Iterable[str]) -> bool:
-    return any(name.startswith(f"{other}.") for other in others)

@@ -5,7 +5,7 @@ the model's order. Cutting and planning then run the same code as on a real chec
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -14,22 +14,20 @@ import torch
 from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint, TensorEntry
-from zinfer.checkpoint.folder import absolute
-from zinfer.checkpoint.json_text import JsonFault, parse_object
+from zinfer.checkpoint.config_checks import read_config
+from zinfer.checkpoint.folder import CONFIG_NAME, INDEX_SUFFIX, SAFETENSORS_SUFFIX, absolute
 from zinfer.config import Settings
 from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import max_positions
 from zinfer.model.partition import ModelBlock, partition_model
-from zinfer.model.quantized_forms import find_form
 from zinfer.model.spec import ModelSpec
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Block, Extent
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.requests.length_limits import LengthLimits
 
-_CONFIG_NAME: Final = "config.json"
 _MADE_UP_NAME: Final = "model.safetensors"
 # Where a file's weights would begin: past the header's length, and as little aligned to pages as real ones are.
 _MADE_UP_OFFSET: Final = 8
@@ -107,16 +105,15 @@ def read_outline(
         PlanError: the model is no decoder that generates, or keeps a state other than keys and values.
     """
     folder = absolute(model)
-    weights: Mapping[str, Weight]
     if holds_config_alone(folder):
-        checkpoint = Checkpoint(folder, {}, {}, 0, "")
+        checkpoint = Checkpoint(folder, {}, {}, "")
         _check_config(checkpoint, dtype)
         tree = build_meta_model(checkpoint, dtype)
-        weights = made_up_weights(tree, folder / _MADE_UP_NAME)
+        checkpoint = replace(checkpoint, tensors=_made_up_tensors(tree, folder / _MADE_UP_NAME))
     else:
         checkpoint = Checkpoint.open(model)
         tree = build_meta_model(checkpoint, dtype)
-        weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
+    weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
     return Outline(
         name=os.fspath(model),
         blocks=_partition(tree, weights, quantization, folder),
@@ -132,7 +129,7 @@ def read_outline(
 def _partition(
     tree: PreTrainedModel, weights: Mapping[str, Weight], quantization: Quantization | None, folder: Path
 ) -> tuple[ModelBlock, ...]:
-    return tuple(_as_in_store(block, folder) for block in partition_model(tree, weights, find_form(quantization)))
+    return tuple(_as_in_store(block, folder) for block in partition_model(tree, weights, quantization))
 
 
 def _as_in_store(block: ModelBlock, folder: Path) -> ModelBlock:
@@ -144,48 +141,29 @@ def _as_in_store(block: ModelBlock, folder: Path) -> ModelBlock:
     return replace(block, block=replace(block.block, extents=(extent,), conversion=None))
 
 
-def made_up_weights(model: PreTrainedModel, file: Path) -> dict[str, TensorEntry]:
-    """A place in ``file`` for every parameter, laid end to end in the model's order; tied ones share theirs."""
-    ties: Mapping[str, str] = model.all_tied_weights_keys
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    entries: dict[str, TensorEntry] = {}
+def _made_up_tensors(model: PreTrainedModel, file: Path) -> dict[str, TensorEntry]:
+    """A place in ``file`` for all that the model stores, end to end in its order; what is tied has the other's."""
+    tensors: dict[str, TensorEntry] = {}
     offset = _MADE_UP_OFFSET
-    for name, parameter in parameters.items():
-        owner = _owner(name, ties)
-        if owner not in entries:
-            nbytes = parameter.numel() * parameter.dtype.itemsize
-            entries[owner] = TensorEntry(owner, parameter.dtype, tuple(parameter.shape), file, offset, nbytes)
-            offset += nbytes
-    return {name: entries[_owner(name, ties)] for name in parameters}
-
-
-def _owner(name: str, ties: Mapping[str, str]) -> str:
-    """The parameter whose bytes a name stands for; a tie may lead to another one."""
-    seen = {name}
-    while name in ties and ties[name] not in seen:
-        name = ties[name]
-        seen.add(name)
-    return name
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name not in model.all_tied_weights_keys:
+            tensors[name] = TensorEntry(name, value.dtype, tuple(value.shape), file, offset, value.nbytes)
+            offset += value.nbytes
+    return tensors
 
 
 def holds_config_alone(model: str | os.PathLike[str]) -> bool:
     """Whether it is a folder with config.json and no weights."""
     folder = absolute(model)
-    return (folder / _CONFIG_NAME).is_file() and not any(_weight_files(folder))
-
-
-def _weight_files(folder: Path) -> Iterator[Path]:
-    yield from folder.glob("*.safetensors")
-    yield from folder.glob("*.safetensors.index.json")
+    return (folder / CONFIG_NAME).is_file() and not any(
+        file.name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for file in folder.iterdir()
+    )
 
 
 def _check_config(checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
     """Without weights only config.json tells how wide they are, and it does not tell which of them are quantized."""
     path = checkpoint.config_path
-    try:
-        config = parse_object(path.read_bytes(), lenient=True)
-    except (OSError, JsonFault) as error:
-        raise CheckpointError(f"{path}: {error}; download it again") from error
+    config = read_config(path)
     if find_stored_scheme(checkpoint) is not None:
         raise CheckpointError(
             f"{path}: quantization_config says that weights are quantized, but which of them only their files tell, "

@@ -4,34 +4,27 @@ Weights that are tied to each other outside the layers (embedding and head) are 
 What several layers share is a block of its own, used inside theirs.
 """
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeAlias
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import JoinedTensor, TensorEntry
-from zinfer.config.block_classes import BlockClass
+from zinfer.config.quantization_rules import Quantization
+from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
 from zinfer.kernels.quantized import FRAGMENT_ROWS
 from zinfer.model.layers import find_layers, find_shared
+from zinfer.model.quantized_forms import Form, find_form, find_rounding
 from zinfer.model.weight_matching import Weight
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
-from zinfer.quantization.conversion import NEAREST, Quantizing, Rounding
+from zinfer.quantization.conversion import Quantizing, Rounding, Squares
 from zinfer.quantization.slab_matrix import SlabMatrix, interleave
 from zinfer.quantization.stored import StoredMatrix
-
-Form: TypeAlias = Callable[[str, nn.Module, torch.Tensor], SlabTensor]
-"""Gives a parameter its place in a slab, at offset 0: from its name, the module that holds it, and the parameter."""
-
-
-def full_form(name: str, module: nn.Module, parameter: torch.Tensor) -> SlabTensor:
-    """As the module holds it."""
-    return SlabTensor(name, parameter.dtype, tuple(parameter.shape))
 
 
 @dataclass(frozen=True)
@@ -55,22 +48,21 @@ class ModelBlock:
 
 @dataclass
 class _Piece:
-    """A block in the making: parameter names grouped by the modules that use them."""
+    """A block in the making: the modules whose forward uses it, and the names of its parameters."""
 
     name: str
     sites: list[nn.Module]
     parameters: list[str]
     is_layer: bool
-    encloses: bool = False
+    encloses: bool
 
 
 def partition_model(
     model: nn.Module,
     weights: Mapping[str, Weight],
-    form: Form = full_form,
-    rounding: Rounding = NEAREST,
+    rules: Quantization | None = None,
+    squares: Squares | None = None,
     checksums: Mapping[Path, str] = MappingProxyType({}),
-    quantizes_input: Callable[[str], bool] = lambda name: False,
     together: Iterable[Sequence[str]] = (),
     classes: Sequence[BlockClass] = (),
 ) -> list[ModelBlock]:
@@ -79,24 +71,24 @@ def partition_model(
     Args:
         model: a transformers model whose class or parts name `_no_split_modules`, or one with blocks of ``classes``.
         weights: what the checkpoint holds of each parameter; empty for a model whose weights are in memory.
-        form: the place in a slab of a parameter that is stored in full.
-        rounding: how it becomes codes where that form quantizes it.
+        rules: which of those that are stored in full are quantized, and how; None: none.
+        squares: what a calibration finds, asked for when a weight is quantized; None: no columns are scaled.
         checksums: of files that hold one block each.
-        quantizes_input: whether products with a weight that is stored quantized quantize what it is multiplied with.
         together: names of parameters that are to follow one another in a slab, where one block has them.
         classes: of modules that are layers too.
 
     Raises:
         CheckpointError: the model does not say which of its modules are layers.
-        ConfigError: a product is to quantize what its stored weight is multiplied with, and cannot.
+        ConfigError: the rules cannot be kept for a weight; names it.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     bytes_of = {name: weights[name] if weights else id(value) for name, value in parameters.items()}
     packs = {name: tuple(pack) for pack in together for name in pack}
-    partitioner = _Partitioner(
-        model, parameters, weights, bytes_of, form, rounding, quantizes_input, packs, tuple(classes)
-    )
-    blocks = [partitioner.finish(index, piece) for index, piece in enumerate(partitioner.pieces())]
+    form = find_form(rules, scales_columns=squares is not None)
+    rounding = find_rounding(rules, squares)
+    partitioner = _Partitioner(model, parameters, weights, bytes_of, rules, form, rounding, packs)
+    pieces = _joined(_pieces(model, find_layers(model, classes)), bytes_of)
+    blocks = [partitioner.finish(index, piece) for index, piece in enumerate(pieces)]
     return [_with_checksum(block, checksums) for block in blocks]
 
 
@@ -104,6 +96,60 @@ def _with_checksum(block: ModelBlock, checksums: Mapping[Path, str]) -> ModelBlo
     files = {extent.file for extent in block.block.read_extents}
     checksum = checksums.get(next(iter(files))) if len(files) == 1 else None
     return replace(block, block=replace(block.block, checksum=checksum))
+
+
+def _pieces(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[_Piece]:
+    """Each module with weights of its own; a whole one takes those of its parts too, unless several layers share them.
+
+    A module that has parameters beside its parts, or that the family names as one, may read its parts' weights itself;
+    it is whole unless it holds layers.
+    """
+    shared = find_shared(model, layers)
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    whole: list[str] = []
+    for name, module in model.named_modules():
+        if module not in shared and any(name.startswith(outer) for outer in whole):
+            continue
+        is_one = type(module).__name__ in classes or any(True for _ in module.parameters(recurse=False))
+        is_whole = name in layers or module in shared
+        is_whole |= is_one and not any(layer.startswith(f"{name}.") or not name for layer in layers)
+        if is_whole:
+            whole.append(f"{name}.")
+        names = [
+            f"{path}.{leaf}" if path else leaf
+            for path, part in (_parts(name, module, shared) if is_whole else [(name, module)])
+            for leaf, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+        if names:
+            encloses = not is_whole and any(next(child.parameters(), None) is not None for child in module.children())
+            yield _Piece(name or type(model).__name__, [module], names, name in layers, encloses)
+
+
+def _parts(path: str, module: nn.Module, shared: Container[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """A module and all within it but for what has a block of its own."""
+    yield path, module
+    for name, child in module.named_children():
+        if child not in shared:
+            yield from _parts(f"{path}.{name}", child, shared)
+
+
+def _joined(pieces: Iterable[_Piece], bytes_of: Mapping[str, Hashable]) -> list[_Piece]:
+    """The pieces, those outside the layers joined where they share bytes."""
+    joined: list[_Piece] = []
+    owner: dict[Hashable, _Piece] = {}
+    for piece in pieces:
+        keys = [bytes_of[name] for name in piece.parameters]
+        first = None if piece.is_layer else next((owner[key] for key in keys if key in owner), None)
+        if first is None:
+            joined.append(piece)
+        else:
+            first.sites += piece.sites
+            first.parameters += piece.parameters
+            first.encloses |= piece.encloses
+        if not piece.is_layer:
+            owner.update(dict.fromkeys(keys, first or piece))
+    return joined
 
 
 @dataclass(frozen=True)
@@ -114,33 +160,10 @@ class _Partitioner:
     parameters: Mapping[str, nn.Parameter]
     weights: Mapping[str, Weight]
     bytes_of: Mapping[str, Hashable]
+    rules: Quantization | None
     form: Form
     rounding: Rounding
-    quantizes_input: Callable[[str], bool]
     packs: Mapping[str, tuple[str, ...]]
-    classes: tuple[BlockClass, ...]
-
-    def pieces(self) -> list[_Piece]:
-        """Layers, and the modules that hold weights outside them; the latter joined where they share bytes."""
-        pieces: list[_Piece] = []
-        owner: dict[Hashable, _Piece] = {}
-        layers = find_layers(self.model, self.classes)
-        shared = find_shared(self.model, layers)
-        for holder in _holders(self.model, layers, shared):
-            names = list(_own_parameters(holder, shared))
-            if not names:
-                continue
-            keys = [self.bytes_of[full] for full in names]
-            joined = None if holder.is_layer else next((owner[key] for key in keys if key in owner), None)
-            if joined is None:
-                joined = _Piece(holder.name or type(self.model).__name__, [], [], holder.is_layer)
-                pieces.append(joined)
-            joined.encloses |= holder.encloses
-            joined.sites.append(holder.module)
-            joined.parameters += names
-            if not holder.is_layer:
-                owner.update(dict.fromkeys(keys, joined))
-        return pieces
 
     def finish(self, index: int, piece: _Piece) -> ModelBlock:
         first: dict[Hashable, str] = {}
@@ -153,7 +176,12 @@ class _Partitioner:
         layout = SlabLayout.place(replace(self._form_of(name), name=name.removeprefix(prefix)) for name in names)
         packs = {self.packs[name] for name in names if name in self.packs}
         layout = interleave(layout, ([name.removeprefix(prefix) for name in pack] for pack in packs))
-        bindings = tuple(self._binding(name, target.removeprefix(prefix)) for name, target in alias.items())
+        bindings = tuple(
+            Binding(
+                self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], target.removeprefix(prefix)
+            )
+            for name, target in alias.items()
+        )
         block = Block(index, piece.name, layout, encloses=piece.encloses)
         if any(self._converts(name, tensor) for name, tensor in zip(names, layout.tensors, strict=True)):
             block = replace(block, conversion=self._conversion(block, names))
@@ -176,7 +204,7 @@ class _Partitioner:
         stored = SlabMatrix(name, parameter.dtype, shape, format=weight.format, transposed=transposed)
         if not weight.scheme.is_native and all(piece.rows % FRAGMENT_ROWS == 0 for piece in weight.pieces):
             stored = stored.arranged
-        if not self.quantizes_input(name):
+        if self.rules is None or not self.rules.quantizes_input(name):
             return stored
         if not weight.format.multiplies_int8:
             raise ConfigError(
@@ -196,12 +224,12 @@ class _Partitioner:
         for name, tensor in zip(names, layout.tensors, strict=True):
             weight = self.weights[name]
             if not isinstance(weight, StoredMatrix):
-                yield from _extents(weight, tensor)
+                yield from find_extents(weight, tensor)
             else:
                 assert isinstance(tensor, SlabMatrix)
                 for (part_name, entry), part in zip(weight.parts, tensor.parts(), strict=True):
                     assert part.name == f"{tensor.name}.{part_name}"
-                    yield from _extents(entry, part)
+                    yield from find_extents(entry, part)
 
     def _conversion(self, block: Block, names: list[str]) -> Conversion:
         """Weights as they are stored, and what makes the block's slab of them."""
@@ -219,67 +247,13 @@ class _Partitioner:
                 entries += [weight] if weight else []
         layout = SlabLayout.pack(stored)
         placed = zip(entries, layout.tensors, strict=False)
-        extents = tuple(extent for entry, tensor in placed for extent in _extents(entry, tensor))
+        extents = tuple(extent for entry, tensor in placed for extent in find_extents(entry, tensor))
         in_model = {tensor.name: name for name, tensor in zip(names, block.layout.tensors, strict=True)}
         make = Quantizing(block.name, layout, block.layout, matrices, self.rounding, in_model)
         return Conversion(layout, extents, make)
 
-    def _binding(self, name: str, tensor: str) -> Binding:
-        path, _, leaf = name.rpartition(".")
-        return Binding(self.model.get_submodule(path), leaf, tensor)
 
-
-@dataclass(frozen=True)
-class _Holder:
-    """A module that may hold weights; ``whole`` with those of its parts."""
-
-    name: str
-    module: nn.Module
-    whole: bool
-    is_layer: bool
-
-    @property
-    def encloses(self) -> bool:
-        """Whether modules that hold weights of other blocks are called within it."""
-        children = self.module.children() if not self.whole else ()
-        return any(next(child.parameters(), None) is not None for child in children)
-
-
-def _holders(model: nn.Module, layers: Mapping[str, nn.Module], shared: Container[nn.Module]) -> Iterator[_Holder]:
-    """All modules that may hold weights of their own, none inside a whole one unless it is shared.
-
-    A module that has parameters beside its parts, or that the family names as one, may read its parts' weights itself;
-    it is whole unless it holds layers.
-    """
-    classes = set(getattr(model, "_no_split_modules", None) or ())
-    whole: list[str] = []
-    for name, module in model.named_modules():
-        if module not in shared and any(name.startswith(outer) for outer in whole):
-            continue
-        is_one = type(module).__name__ in classes or any(True for _ in module.parameters(recurse=False))
-        is_block = name in layers or module in shared
-        if is_block or (is_one and not any(layer.startswith(f"{name}.") or not name for layer in layers)):
-            whole.append(f"{name}.")
-        yield _Holder(name, module, f"{name}." in whole, name in layers)
-
-
-def _own_parameters(holder: _Holder, shared: Container[nn.Module]) -> Iterator[str]:
-    """Names of what a holder's block consists of."""
-    for path, part in _parts(holder.name, holder.module, shared) if holder.whole else [(holder.name, holder.module)]:
-        for leaf, parameter in part._parameters.items():
-            if parameter is not None:
-                yield f"{path}.{leaf}" if path else leaf
-
-
-def _parts(path: str, module: nn.Module, shared: Container[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """A module and all within it but for what has a block of its own."""
-    yield path, module
-    for name, child in module.named_children():
-        if child not in shared:
-            yield from _parts(f"{path}.{name}", child, shared)
-
-
-def _extents(weight: TensorEntry | JoinedTensor, tensor: SlabTensor) -> Iterator[Extent]:
+def find_extents(weight: TensorEntry | JoinedTensor, tensor: SlabTensor) -> Iterator[Extent]:
     """Where a parameter's bytes are stored, and where they go; in the slab its pieces follow one another."""
     begin = tensor.offset
     for piece in weight.pieces:

@@ -7,7 +7,6 @@ from torch import nn
 from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.kernels.quantize import CannotQuantize, quantize
-from zinfer.model.partition import Form
 from zinfer.model.quantized_forms import find_form
 from zinfer.quantization.parameter import QuantizedParameter
 from zinfer.quantization.slab_matrix import SlabMatrix
@@ -47,27 +46,19 @@ def quantize_transformer(
     done: dict[nn.Parameter, QuantizedParameter] = {}
     for path, module in model.named_modules():
         for leaf, parameter in list(module._parameters.items()):
-            if parameter is not None and not isinstance(parameter, QuantizedParameter):
-                _replace(module, leaf, f"{path}.{leaf}".lstrip("."), parameter, form, done)
+            if parameter is None or isinstance(parameter, QuantizedParameter):
+                continue
+            if parameter not in done:
+                name = f"{path}.{leaf}".lstrip(".")
+                place = form(name, module, parameter)
+                if not isinstance(place, SlabMatrix):
+                    continue
+                weight = parameter.detach()
+                weight = weight.t() if place.transposed else weight.view(place.rows, place.columns)
+                try:
+                    matrix = quantize(weight, place.format)
+                except CannotQuantize as error:
+                    raise CheckpointError(f"{name} cannot be quantized: {error}") from error
+                done[parameter] = QuantizedParameter.make(matrix, place.shape, transposed=place.transposed)
+            module._parameters[leaf] = done[parameter]
     return model
-
-
-def _replace(
-    module: nn.Module,
-    leaf: str,
-    name: str,
-    parameter: nn.Parameter,
-    form: Form,
-    done: dict[nn.Parameter, QuantizedParameter],
-) -> None:
-    if parameter not in done:
-        place = form(name, module, parameter)
-        if not isinstance(place, SlabMatrix):
-            return
-        weight = parameter.detach().t() if place.transposed else parameter.detach().view(place.rows, place.columns)
-        try:
-            matrix = quantize(weight, place.format)
-        except CannotQuantize as error:
-            raise CheckpointError(f"{name} cannot be quantized: {error}") from error
-        done[parameter] = QuantizedParameter.make(matrix, place.shape, transposed=place.transposed)
-    module._parameters[leaf] = done[parameter]

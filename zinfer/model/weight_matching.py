@@ -1,7 +1,7 @@
 """Finds a checkpoint tensor for every parameter of a module: prefixes, ties, missing, spare and misshapen ones."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Final, TypeAlias
 
@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from zinfer.checkpoint import Checkpoint, JoinedTensor, TensorEntry
 from zinfer.checkpoint.faults import listed
 from zinfer.errors import CheckpointError
-from zinfer.model.conversion_mapping import CheckpointMapping
+from zinfer.model.conversion_mapping import convert_names
 from zinfer.quantization.foreign import Scheme
 from zinfer.quantization.stored import StoredMatrix
 
@@ -61,15 +61,20 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
             found[target], holders[target] = entry, name
     if isinstance(model, PreTrainedModel):
         shapes = {name: shape for name, (shape, _) in wanted.items() if name not in found}
-        converted = CheckpointMapping(model, unplaced, shapes)
-        _refuse_unconverted(unplaced, converted.refused)
-        found |= converted.found
-        for made in converted.found.values():
+        converted, refused = convert_names(model, unplaced, shapes)
+        for name, reason in refused.items():
+            raise CheckpointError(f"{unplaced[name].file}: {name}: {reason} ({len(refused)} tensors are like it)")
+        found |= converted
+        for made in converted.values():
             for piece in made.pieces:
                 unplaced.pop(piece.name)
     _share_tied(model, found)
-    _refuse_missing(checkpoint, [name for name in wanted if name not in found])
-    _refuse_spare(checkpoint, [name for entry in unplaced.values() for name in _tensor_names(entry)], model)
+    if missing := [name for name in wanted if name not in found]:
+        raise CheckpointError(
+            f"{checkpoint.folder}: {len(missing)} weights are missing: {listed(missing)}. The checkpoint is "
+            f"incomplete, or config.json describes another model"
+        )
+    _refuse_spare(checkpoint, unplaced.values(), model)
     for name, weight in found.items():
         if isinstance(weight, StoredMatrix):
             _check_stored(name, weight, model)
@@ -143,25 +148,9 @@ def _other_names(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, first[value]
 
 
-def _refuse_missing(checkpoint: Checkpoint, missing: list[str]) -> None:
-    if missing:
-        raise CheckpointError(
-            f"{checkpoint.folder}: {len(missing)} weights are missing: {listed(missing)}. The checkpoint is "
-            f"incomplete, or config.json describes another model"
-        )
-
-
-def _refuse_unconverted(unplaced: Mapping[str, TensorEntry | StoredMatrix], refused: Mapping[str, str]) -> None:
-    if refused:
-        name, reason = next(iter(refused.items()))
-        raise CheckpointError(f"{unplaced[name].file}: {name}: {reason} ({len(refused)} tensors are like it)")
-
-
-def _tensor_names(entry: TensorEntry | StoredMatrix) -> list[str]:
-    return [part.name for _, part in entry.parts] if isinstance(entry, StoredMatrix) else [entry.name]
-
-
-def _refuse_spare(checkpoint: Checkpoint, spare: list[str], model: nn.Module) -> None:
+def _refuse_spare(checkpoint: Checkpoint, unplaced: Iterable[TensorEntry | StoredMatrix], model: nn.Module) -> None:
+    parts = [[part for _, part in each.parts] if isinstance(each, StoredMatrix) else [each] for each in unplaced]
+    spare = [part.name for each in parts for part in each]
     known: list[str] = [*_SPARE_PATTERNS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     extra = [name for name in spare if not any(re.search(pattern, name) for pattern in known)]
     if extra:

@@ -6,10 +6,10 @@ header's end that make the alignment (huggingface/safetensors, README.md, "Forma
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -44,14 +44,24 @@ class BlockFile:
     @classmethod
     def of(cls, block: ModelBlock, num_files: int) -> "BlockFile":
         """The file of a block, one of so many."""
-        prefix = name_prefix(block)
         file = f"block-{block.block.index + 1:05}-of-{num_files:05}.safetensors"
-        return cls(block.block, file, tuple(_tensors(block.block, prefix)))
+        return cls(block.block, file, stored_tensors(block.block, name_prefix(block)))
 
     @cached_property
     def header(self) -> bytes:
-        """All bytes before the weights."""
-        return _header(self.tensors)
+        """All bytes before the weights, a multiple of 4096."""
+        members: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        begin = 0
+        for tensor in self.tensors:
+            members[tensor.name] = {
+                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, begin + tensor.nbytes],
+            }
+            begin += tensor.nbytes
+        text = json.dumps(members, separators=(",", ":")).encode()
+        text = text.ljust(align_up(LENGTH_BYTES + len(text), ALIGNMENT_BYTES) - LENGTH_BYTES)
+        return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
     @property
     def data_bytes(self) -> int:
@@ -73,52 +83,31 @@ def name_prefix(block: ModelBlock) -> str:
     return f"{block.block.name}." if block.is_layer else ""
 
 
-def _tensors(block: Block, prefix: str) -> Iterator[SlabTensor]:
-    for tensor in block.layout.tensors:
-        for part in tensor.parts() if isinstance(tensor, SlabMatrix) else [tensor]:
-            yield SlabTensor(prefix + part.name, part.dtype, part.shape, part.offset)
-
-
-def _header(tensors: Iterable[SlabTensor]) -> bytes:
-    """All bytes before the weights, a multiple of 4096, where these tensors follow one another end to end."""
-    members: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        offsets = [offset, offset + tensor.nbytes]
-        members[tensor.name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
-        offset = offsets[1]
-    text = json.dumps(members, separators=(",", ":")).encode()
-    text = text.ljust(align_up(LENGTH_BYTES + len(text), ALIGNMENT_BYTES) - LENGTH_BYTES)
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+def stored_tensors(block: Block, prefix: str = "") -> tuple[SlabTensor, ...]:
+    """The tensors of a block's slab as a file has them: a quantized matrix is several."""
+    return tuple(
+        SlabTensor(prefix + part.name, part.dtype, part.shape, part.offset)
+        for tensor in block.layout.tensors
+        for part in (tensor.parts() if isinstance(tensor, SlabMatrix) else [tensor])
+    )
 
 
 def sidecar_files(checkpoint: Checkpoint, dtype: torch.dtype, files: Sequence[BlockFile]) -> dict[str, bytes]:
-    """config.json, the index and the tokenizer's files, by their names. Raises OSError: the source cannot be read."""
-    config = parse_object(checkpoint.config_path.read_bytes(), lenient=True)
-    made = {checkpoint.config_path.name: _text(_config(config, dtype)), INDEX_NAME: _text(_index(files))}
-    folder = checkpoint.folder
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in text_files(folder)} | made
+    """config.json, the index and the tokenizer's files, by their names.
 
+    The config is the source's, but for what says where and how weights are stored. It states the dtype: that of codes,
+    which are floating-point too in some formats, would be taken for it else.
 
-def _config(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The source's, but for what says where and how its weights are stored.
-
-    The dtype is stated: that of codes, which are floating-point too in some formats, would be taken for it else.
+    Raises:
+        OSError: the source cannot be read.
     """
-    dropped = ("torch_dtype", EXPLICIT_KEY)
-    method = {"quant_method": METHOD, "format_version": FORMAT_VERSION}
-    kept = {key: value for key, value in config.items() if key not in dropped}
-    return kept | {"dtype": str(dtype).removeprefix("torch."), "quantization_config": method}
-
-
-def _index(files: Sequence[BlockFile]) -> dict[str, Any]:
+    config = parse_object(checkpoint.config_path.read_bytes(), lenient=True)
+    config = {key: value for key, value in config.items() if key not in ("torch_dtype", EXPLICIT_KEY)}
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["quantization_config"] = {"quant_method": METHOD, "format_version": FORMAT_VERSION}
     places = {tensor.name: file.file for file in files for tensor in file.tensors}
-    return {"metadata": {"total_size": sum(file.data_bytes for file in files)}, "weight_map": places}
-
-
-def _text(members: Mapping[str, Any]) -> bytes:
-    return (json.dumps(members, indent=2, sort_keys=True) + "\n").encode()
+    index = {"metadata": {"total_size": sum(file.data_bytes for file in files)}, "weight_map": places}
+    made = {checkpoint.config_path.name: config, INDEX_NAME: index}
+    texts = {name: (json.dumps(each, indent=2, sort_keys=True) + "\n").encode() for name, each in made.items()}
+    folder = checkpoint.folder
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in text_files(folder)} | texts

@@ -45,38 +45,6 @@ class _Slab:
     reusable_after: "Future[None]"
 
 
-class _Slabs:
-    """The slabs, taken in turn."""
-
-    def __init__(self) -> None:
-        self._slabs: deque[_Slab] = deque()
-
-    def allocate(self, nbytes: int, *, pin: bool) -> None:
-        """New ones in the place of the former, which nothing uses any more."""
-        self.close()
-        for _ in range(_NUM_SLABS):
-            reusable_after: Future[None] = Future()
-            reusable_after.set_result(None)
-            self._slabs.append(_Slab(HostBuffer(nbytes, pin=pin), reusable_after))
-
-    def take(self) -> tuple[HostBuffer, "Future[None]", "Future[None]"]:
-        """The memory, the future that tells it is free, and the future to fulfil once it is free again."""
-        slab = self._slabs[0]
-        self._slabs.rotate(-1)
-        reusable_after, slab.reusable_after = slab.reusable_after, Future()
-        return slab.memory, reusable_after, slab.reusable_after
-
-    def wait(self) -> None:
-        """Return when all memory is free again; raises what a write failed with."""
-        for slab in self._slabs:
-            slab.reusable_after.result()
-
-    def close(self) -> None:
-        for slab in self._slabs:
-            slab.memory.close()
-        self._slabs.clear()
-
-
 def check_device(blocks: Sequence[Block], device: torch.device, what: str, instead: str = "") -> None:
     """Raise PlanError if a GPU has too little memory for converting the blocks' weights."""
     if device.type != "cuda":
@@ -89,7 +57,7 @@ def check_device(blocks: Sequence[Block], device: torch.device, what: str, inste
         )
 
 
-class Assembly:
+class Pipeline:
     """Threads and buffers that carry blocks from a checkpoint to ``keep``.
 
     Args:
@@ -106,7 +74,8 @@ class Assembly:
             staging = owned.enter_context(closing(StagingRing()))
             for _ in range(_NUM_STAGING):
                 staging.add(HostBuffer(_STAGING_BYTES, pin=self._stream.needs_pinned))
-            self._slabs = owned.enter_context(closing(_Slabs()))
+            self._slabs: deque[_Slab] = deque()
+            owned.callback(self._free_slabs)
             # On the way out the lane ends first: what waits in the writer's thread for it is let go then.
             self._writer = owned.enter_context(closing(Pool(1, "zinfer-write")))
             owned.callback(drain, self._stream)  # copies from and to memory that is about to be freed
@@ -129,18 +98,38 @@ class Assembly:
         converted = [block for block in blocks if block.conversion is not None]
         for part, carry in ((plain, self._place), (converted, self._convert)):
             if part:
-                self._slabs.allocate(max(block.nbytes for block in part), pin=self._stream.needs_pinned)
+                self._allocate_slabs(max(block.nbytes for block in part))
                 carry(part)
-                self._slabs.wait()
+                for slab in self._slabs:
+                    slab.reusable_after.result()
 
     def close(self) -> None:
         """Drop what has not begun, end the threads and free the memory."""
         self._owned.close()
 
+    def _allocate_slabs(self, nbytes: int) -> None:
+        """New slabs in the place of the former, which nothing uses any more."""
+        self._free_slabs()
+        for _ in range(_NUM_SLABS):
+            reusable_after: Future[None] = Future()
+            reusable_after.set_result(None)
+            self._slabs.append(_Slab(HostBuffer(nbytes, pin=self._stream.needs_pinned), reusable_after))
+
+    def _free_slabs(self) -> None:
+        while self._slabs:
+            self._slabs.pop().memory.close()
+
+    def _take_slab(self) -> tuple[HostBuffer, "Future[None]", "Future[None]"]:
+        """The next memory in turn, the future that tells it is free, and the one to fulfil once it is free again."""
+        slab = self._slabs[0]
+        self._slabs.rotate(-1)
+        reusable_after, slab.reusable_after = slab.reusable_after, Future()
+        return slab.memory, reusable_after, slab.reusable_after
+
     def _place(self, blocks: Sequence[Block]) -> None:
         """Read blocks that need no conversion into their slabs."""
         for block in blocks:
-            memory, reusable_after, written = self._slabs.take()
+            memory, reusable_after, written = self._take_slab()
             reusable_after.result()
             source = DiskSource(block, self._reader, self._lane.slot_bytes)
             transfer = Transfer(block.name, source, Target(memory.tensor, HostStream()))
@@ -155,7 +144,7 @@ class Assembly:
 
         conversions = Conversions(blocks, self._lane, self._reader, done=hand_over)
         for block in blocks:
-            memory, reusable_after, written = self._slabs.take()
+            memory, reusable_after, written = self._take_slab()
             places[block.index] = memory, written
             conversions.begin(block, memory.tensor[: block.nbytes], reusable_after)
         conversions.finish()

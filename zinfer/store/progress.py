@@ -1,19 +1,22 @@
-"""The progress of writing a store."""
+"""What the writing of a store shows: its progress, and at the end a table of what was done."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from zinfer.display import Progress
-from zinfer.units import clock, human_bytes
+from zinfer.units import clock, duration, human_bytes
 
 
 class Meter(Progress):
     """A store's numbers.
 
     Attributes:
-        read_bytes: gives the bytes read by this run.
+        read_bytes: gives the bytes read by this run; margins of aligned reads may make a little more than the total.
         total_bytes: that this run reads in all.
         num_blocks, num_written: blocks of the store, and those that are finished, by former runs too.
     """
@@ -31,33 +34,55 @@ class Meter(Progress):
         self.started_s = time.monotonic()
         self.read_bytes, self.total_bytes = read_bytes, total_bytes
 
-    @property
-    def done_bytes(self) -> int:
-        """Of ``total_bytes``; margins of aligned reads may make a little more of it."""
-        return min(self.read_bytes(), self.total_bytes)
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.started_s
-
-    @property
-    def eta_s(self) -> float | None:
-        """Seconds to the end at this run's pace; None before anything is known."""
-        done = self.done_bytes
-        return (self.total_bytes - done) * self.elapsed_s / done if done else None
-
     def share(self) -> float | None:
-        return self.done_bytes / self.total_bytes if self.total_bytes else None
+        return min(1.0, self.read_bytes() / self.total_bytes) if self.total_bytes else None
 
     def line(self) -> str:
+        elapsed_s = time.monotonic() - self.started_s
         if not self.total_bytes:
-            return f"zinfer: checking, {clock(self.elapsed_s)} elapsed"
-        eta, rate = self.eta_s, self.done_bytes / max(self.elapsed_s, 1e-3)
-        parts = [
-            f"zinfer: {self.num_written}/{self.num_blocks} blocks",
-            f"{human_bytes(self.done_bytes)} of {human_bytes(self.total_bytes)} read",
-            f"{human_bytes(round(rate))}/s",
-            f"{clock(self.elapsed_s)} elapsed",
-            f"ETA {'unknown' if eta is None else clock(eta)}",
-        ]
-        return ", ".join(parts)
+            return f"zinfer: checking, {clock(elapsed_s)} elapsed"
+        done = min(self.read_bytes(), self.total_bytes)
+        eta = clock((self.total_bytes - done) * elapsed_s / done) if done else "unknown"
+        return (
+            f"zinfer: {self.num_written}/{self.num_blocks} blocks, "
+            f"{human_bytes(done)} of {human_bytes(self.total_bytes)} read, "
+            f"{human_bytes(round(done / max(elapsed_s, 1e-3)))}/s, {clock(elapsed_s)} elapsed, ETA {eta}"
+        )
+
+
+@dataclass(frozen=True)
+class StoreSummary:
+    """A store that is finished.
+
+    Attributes:
+        output: its folder.
+        num_blocks: in it, ``num_skipped`` of which were there before this run: all of them where it had nothing to do.
+        source_bytes: of the source's weights.
+        packed_bytes: of the store's.
+        read_bytes: read from the disk by this run.
+        wall_s: seconds of this run, from the first read to the last file.
+    """
+
+    output: Path
+    num_blocks: int
+    num_skipped: int
+    source_bytes: int
+    packed_bytes: int
+    read_bytes: int = 0
+    wall_s: float = 0.0
+
+
+def summary_table(summary: StoreSummary) -> Table:
+    """The table that `zinfer quantize` ends with."""
+    table = Table(title="zinfer quantize", show_header=False, title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right", overflow="fold")
+    former = f", {summary.num_skipped:,} of them before this run" if summary.num_skipped else ""
+    rate = summary.read_bytes / summary.wall_s if summary.wall_s else 0.0
+    table.add_row("blocks", f"{summary.num_blocks:,}{former}")
+    table.add_row("source", f"{summary.source_bytes:,} bytes ({human_bytes(summary.source_bytes)})")
+    table.add_row("packed", f"{summary.packed_bytes:,} bytes ({human_bytes(summary.packed_bytes)})")
+    table.add_row("ratio", f"{summary.source_bytes / summary.packed_bytes:.2f} x smaller")
+    table.add_row("wall", duration(summary.wall_s))
+    table.add_row("read", f"{human_bytes(summary.read_bytes)}, {rate / 1e9:,.2f} GB/s")
+    return table

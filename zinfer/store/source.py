@@ -1,7 +1,7 @@
 """The checkpoint that a store is made of, cut into the blocks that the store will have."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from zinfer.config import Settings
 from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.build import build_meta_model
-from zinfer.model.partition import ModelBlock, partition_model
-from zinfer.model.quantized_forms import check_patterns, find_form, find_rounding
+from zinfer.model.partition import ModelBlock, find_extents, partition_model
+from zinfer.model.quantized_forms import check_patterns
 from zinfer.model.weight_matching import Weight, match_weights
-from zinfer.offload.block import Block, Extent, SlabLayout
+from zinfer.offload.block import Block, SlabLayout
 from zinfer.quantization.conversion import Squares
 from zinfer.quantization.native.manifest import MANIFEST_NAME, StoredParameter
 from zinfer.quantization.slab_matrix import SlabMatrix
@@ -59,7 +59,7 @@ class Source:
             CheckpointError: the checkpoint is incomplete, damaged, a store itself, or of no model that transformers
                 builds.
         """
-        _refuse_store(absolute(model))
+        _refuse_store(absolute(model))  # also one that is not finished
         rules = settings.quantization
         if rules is None:
             raise ConfigError("the configuration asks for no quantized weights; state zinfer.quantization.bits in it")
@@ -73,14 +73,14 @@ class Source:
         tree = build_meta_model(checkpoint, settings.dtype)
         weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
         check_patterns(rules, tree)
-        blocks = partition_model(
-            tree,
-            weights,
-            find_form(rules, scales_columns=squares is not None),
-            find_rounding(rules, squares),
-        )
+        blocks = partition_model(tree, weights, rules, squares)
         blocks += _buffers(tree, weights, len(blocks))
-        parameters = _quantized(blocks)
+        parameters = {
+            name_prefix(block) + tensor.name: StoredParameter(format=tensor.format, columns=tensor.columns)
+            for block in blocks
+            for tensor in block.block.layout.tensors
+            if isinstance(tensor, SlabMatrix)
+        }
         if not parameters:
             raise ConfigError(
                 f"{checkpoint.folder}: these settings quantize no weight of this model; correct include and exclude"
@@ -104,17 +104,6 @@ def _buffers(tree: PreTrainedModel, weights: Mapping[str, Weight], index: int) -
     if not entries:
         return []
     layout = SlabLayout.pack((name, entry.dtype, entry.shape) for name, entry in entries.items())
-    extents = tuple(
-        Extent(entry.file, entry.offset, entry.nbytes, entry.dtype, tensor.offset, tensor.dtype)
-        for entry, tensor in zip(entries.values(), layout.tensors, strict=True)
-    )
+    placed = zip(entries.values(), layout.tensors, strict=True)
+    extents = tuple(extent for entry, tensor in placed for extent in find_extents(entry, tensor))
     return [ModelBlock(Block(index, "buffers", layout, extents), (), (), is_layer=False)]
-
-
-def _quantized(blocks: Sequence[ModelBlock]) -> dict[str, StoredParameter]:
-    return {
-        name_prefix(block) + tensor.name: StoredParameter(format=tensor.format, columns=tensor.columns)
-        for block in blocks
-        for tensor in block.block.layout.tensors
-        if isinstance(tensor, SlabMatrix)
-    }

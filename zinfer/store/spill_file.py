@@ -20,7 +20,7 @@ from zinfer.nvme.scratch import ScratchError, ScratchFile
 from zinfer.offload.block import Extent
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.probe.limits import choose_device
-from zinfer.quantization.slab_matrix import SlabMatrix
+from zinfer.store.files import stored_tensors
 from zinfer.store.packed_cache import KEY, make_folder
 from zinfer.store.pipeline import check_device
 from zinfer.units import human_bytes
@@ -95,7 +95,9 @@ def _slabs(blocks: Sequence[ModelBlock], device: torch.device, num_bytes: int) -
     """The bytes of one slab after the other, in the same memory of so many; what is behind a slab means nothing."""
     slab = HostBuffer(num_bytes)
     for block in blocks:
-        weights, conversion, nbytes = _weights_of(block), block.block.conversion, block.block.nbytes
+        parameters = {binding.tensor: binding.module._parameters[binding.leaf] for binding in block.bindings}
+        weights = {name: parameter.detach() for name, parameter in parameters.items() if parameter is not None}
+        conversion, nbytes = block.block.conversion, block.block.nbytes
         if conversion is None:
             block.block.layout.fill(slab.tensor, weights)
         else:
@@ -107,20 +109,10 @@ def _slabs(blocks: Sequence[ModelBlock], device: torch.device, num_bytes: int) -
         yield slab.memory
 
 
-def _weights_of(block: ModelBlock) -> dict[str, torch.Tensor]:
-    parameters = {binding.tensor: binding.module._parameters[binding.leaf] for binding in block.bindings}
-    return {name: parameter.detach() for name, parameter in parameters.items() if parameter is not None}
-
-
 def _placed(block: ModelBlock, file: Path, begin: int) -> ModelBlock:
     """The block, read from its slab in the file."""
-    parts = (
-        part
-        for tensor in block.block.layout.tensors
-        for part in (tensor.parts() if isinstance(tensor, SlabMatrix) else [tensor])
-    )
     extents = tuple(
         Extent(file, begin + part.offset, part.nbytes, torch.uint8, part.offset, torch.uint8)
-        for part in sorted(parts, key=lambda part: part.offset)
+        for part in sorted(stored_tensors(block.block), key=lambda part: part.offset)
     )
     return replace(block, block=replace(block.block, conversion=None, extents=extents))

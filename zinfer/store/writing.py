@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -28,10 +29,9 @@ from zinfer.quantization.native.manifest import FORMAT_VERSION, Manifest, Stored
 from zinfer.store.calibration import CALIBRATION_NAME, Calibration
 from zinfer.store.files import BlockFile, sidecar_files
 from zinfer.store.folder import COMMAND, LOCK_NAME, TEMPORARY, Caller, find_manifest, locked, place_file
-from zinfer.store.pipeline import Assembly, check_device
-from zinfer.store.progress import Meter
+from zinfer.store.pipeline import Pipeline, check_device
+from zinfer.store.progress import Meter, StoreSummary
 from zinfer.store.source import Source
-from zinfer.store.summary import StoreSummary
 from zinfer.units import human_bytes
 
 _PIECE_BYTES: Final = 8 << 20  # written at once: a failing disk and the progress show after that much
@@ -68,6 +68,13 @@ def write_store(
         prompts = calibration.sha256 if calibration else None
         identity = Identity.of(source.checkpoint, source.rules, source.dtype, prompts)
         folder = absolute(output)
+        summary = StoreSummary(
+            output=folder,
+            num_blocks=len(source.files),
+            num_skipped=len(source.files),
+            source_bytes=sum(_stored_bytes(file.block) for file in source.files),
+            packed_bytes=sum(file.data_bytes for file in source.files),
+        )
         manifest = find_manifest(folder, identity, caller)
         if manifest is None or not manifest.finished:
             with locked(folder, caller):
@@ -76,69 +83,59 @@ def write_store(
                     format_version=FORMAT_VERSION, identity=identity, parameters=dict(source.parameters)
                 )
                 if not manifest.finished:
-                    return _Writing(source, manifest, folder, device, meter, calibration, caller).run()
+                    return _Writing(source, manifest, folder, device, meter, calibration, caller).run(summary)
     meter.note(f"{folder} is finished already, from this model with these settings; nothing was written.")
-    return _summary(source, folder, num_skipped=len(source.files), read_bytes=0, wall_s=0.0)
+    return summary
 
 
+@dataclass
 class _Writing:
     """One store in a folder that is locked."""
 
-    def __init__(
-        self,
-        source: Source,
-        manifest: Manifest,
-        folder: Path,
-        device: torch.device,
-        meter: Meter,
-        calibration: Calibration | None,
-        caller: Caller,
-    ) -> None:
-        self._source = source
-        self._manifest = manifest
-        self._folder = folder
-        self._device = device
-        self._meter = meter
-        self._calibration = calibration
-        self._caller = caller
-        self._files = {file.block.index: file for file in source.files}
+    source: Source
+    manifest: Manifest
+    folder: Path
+    device: torch.device
+    meter: Meter
+    calibration: Calibration | None
+    caller: Caller
 
-    def run(self) -> StoreSummary:
-        for path in self._folder.glob(TEMPORARY):
+    def run(self, summary: StoreSummary) -> StoreSummary:
+        """Write what is missing; returns the summary with what this run did."""
+        for path in self.folder.glob(TEMPORARY):
             path.unlink()
-        beside = sidecar_files(self._source.checkpoint, self._source.dtype, self._source.files)
-        left = [file for file in self._source.files if not self._is_written(file)]
+        beside = sidecar_files(self.source.checkpoint, self.source.dtype, self.source.files)
+        left = [file for file in self.source.files if not self._is_written(file)]
         self._check_room(left, beside)
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what calibrating has given back
         blocks = [file.block for file in left]
-        check_device(blocks, self._device, "converting", f", or {self._caller.on_cpu}")
+        check_device(blocks, self.device, "converting", f", or {self.caller.on_cpu}")
         self._say_what_is_known(left)
-        calibration = self._calibration if left else None
+        calibration = self.calibration if left else None
         if calibration is not None:
             self._calibrate(calibration)
-        self._manifest.write(self._folder)
+        self.manifest.write(self.folder)
         if calibration is not None:
-            calibration.keep(self._folder)
+            calibration.keep(self.folder)
         begin_s = time.perf_counter()
         read_bytes = self._write_blocks(left)
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()  # an engine that plans next counts what is free
         for name, data in beside.items():
-            (self._folder / name).parent.mkdir(exist_ok=True)
-            place_file(self._folder / name, [data])
-        (self._folder / CALIBRATION_NAME).unlink(missing_ok=True)
-        written = {file.file: self._manifest.blocks[file.file] for file in self._source.files}
-        self._manifest.model_copy(update={"blocks": written, "finished": True}).write(self._folder)
-        (self._folder / LOCK_NAME).unlink()
-        num_skipped = len(self._files) - len(left)
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            place_file(self.folder / name, [data])
+        (self.folder / CALIBRATION_NAME).unlink(missing_ok=True)
+        written = {file.file: self.manifest.blocks[file.file] for file in self.source.files}
+        self.manifest.model_copy(update={"blocks": written, "finished": True}).write(self.folder)
+        (self.folder / LOCK_NAME).unlink()
         wall_s = time.perf_counter() - begin_s
-        return _summary(self._source, self._folder, num_skipped=num_skipped, read_bytes=read_bytes, wall_s=wall_s)
+        return replace(summary, num_skipped=summary.num_blocks - len(left), read_bytes=read_bytes, wall_s=wall_s)
 
     def _calibrate(self, calibration: Calibration) -> None:
-        self._meter.note("Measuring what the weights are multiplied with: the model runs over the prompts.")
-        calibration.open(self._folder)
-        scaled = [name for name, stored in self._source.parameters.items() if stored.format.scales_columns]
+        self.meter.note("Measuring what the weights are multiplied with: the model runs over the prompts.")
+        calibration.open(self.folder)
+        scaled = [name for name, stored in self.source.parameters.items() if stored.format.scales_columns]
         unseen = [name for name in scaled if calibration.squares(name) is None]
         if len(unseen) == len(scaled):
             raise ConfigError(
@@ -147,48 +144,50 @@ class _Writing:
             )
         if unseen:
             what = f"{len(unseen)} of {len(scaled)} weights were reached by no prompt"
-            self._meter.note(f"{what} and are rounded plainly: {listed(unseen)}")
+            self.meter.note(f"{what} and are rounded plainly: {listed(unseen)}")
 
     def _is_written(self, file: BlockFile) -> bool:
         """Whether a former run finished a file; it was synced before the manifest lists it."""
-        noted = self._manifest.blocks.get(file.file)
-        path = self._folder / file.file
+        noted = self.manifest.blocks.get(file.file)
+        path = self.folder / file.file
         return noted is not None and path.is_file() and noted.num_bytes == file.num_bytes == path.stat().st_size
 
     def _check_room(self, left: Sequence[BlockFile], beside: Mapping[str, bytes]) -> None:
         needed = sum(file.num_bytes for file in left) + sum(map(len, beside.values()))
-        free = shutil.disk_usage(self._folder).free
+        free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise ConfigError(
-                f"{self._caller.subject} {self._folder}: {needed:,} bytes ({human_bytes(needed)}) are needed there, "
+                f"{self.caller.subject} {self.folder}: {needed:,} bytes ({human_bytes(needed)}) are needed there, "
                 f"{free:,} ({human_bytes(free)}) are free; make room, or give another "
-                f"{self._caller.option}, on another disk"
+                f"{self.caller.option}, on another disk"
             )
 
     def _say_what_is_known(self, left: Sequence[BlockFile]) -> None:
-        self._meter.num_blocks = len(self._files)
-        self._meter.num_written = len(self._files) - len(left)
-        if self._meter.num_written:
-            self._meter.note(f"{self._meter.num_written} of {len(self._files)} blocks are there already; going on.")
-        if taken_over := self._source.num_taken_over:
-            self._meter.note(f"{taken_over} matrices are quantized in the model already and keep their own formats.")
+        self.meter.num_blocks = len(self.source.files)
+        self.meter.num_written = len(self.source.files) - len(left)
+        if self.meter.num_written:
+            self.meter.note(f"{self.meter.num_written} of {len(self.source.files)} blocks are there already; going on.")
+        if taken_over := self.source.num_taken_over:
+            self.meter.note(f"{taken_over} matrices are quantized in the model already and keep their own formats.")
 
     def _write_blocks(self, left: Sequence[BlockFile]) -> int:
         """Returns the bytes that were read."""
         if not left:
             return 0
 
-        def keep(block: Block, slab: memoryview) -> None:
-            file = self._files[block.index]
-            blocks = self._manifest.blocks | {file.file: self._write_block(file, slab)}
-            self._manifest = self._manifest.model_copy(update={"blocks": blocks})
-            self._manifest.write(self._folder)
-            self._meter.num_written += 1
+        files = {file.block.index: file for file in left}
 
-        with closing(Assembly(self._device, self._source.checkpoint.files, keep)) as assembly:
-            self._meter.start(lambda: assembly.bytes_read, sum(_stored_bytes(file.block) for file in left))
-            assembly.run([file.block for file in left])
-            return assembly.bytes_read
+        def keep(block: Block, slab: memoryview) -> None:
+            file = files[block.index]
+            blocks = self.manifest.blocks | {file.file: self._write_block(file, slab)}
+            self.manifest = self.manifest.model_copy(update={"blocks": blocks})
+            self.manifest.write(self.folder)
+            self.meter.num_written += 1
+
+        with closing(Pipeline(self.device, self.source.checkpoint.files, keep)) as pipeline:
+            self.meter.start(lambda: pipeline.bytes_read, sum(_stored_bytes(file.block) for file in left))
+            pipeline.run([file.block for file in left])
+            return pipeline.bytes_read
 
     def _write_block(self, file: BlockFile, slab: memoryview) -> StoredBlock:
         digest = xxhash.xxh3_128()
@@ -201,22 +200,10 @@ class _Writing:
                     digest.update(piece)
                     yield piece
 
-        place_file(self._folder / file.file, pieces())
+        place_file(self.folder / file.file, pieces())
         return StoredBlock(name=file.block.name, num_bytes=file.num_bytes, checksum=digest.hexdigest())
 
 
 def _stored_bytes(block: Block) -> int:
     """What a block takes in the source."""
     return sum(extent.nbytes for extent in block.read_extents)
-
-
-def _summary(source: Source, output: Path, *, num_skipped: int, read_bytes: int, wall_s: float) -> StoreSummary:
-    return StoreSummary(
-        output=output,
-        num_blocks=len(source.files),
-        num_skipped=num_skipped,
-        source_bytes=sum(_stored_bytes(file.block) for file in source.files),
-        packed_bytes=sum(file.data_bytes for file in source.files),
-        read_bytes=read_bytes,
-        wall_s=wall_s,
-    )

@@ -42,7 +42,7 @@ class Identity:
         """
         source = {
             _NAME: checkpoint.folder.name,
-            "fingerprint": checkpoint.fingerprint(),
+            "fingerprint": checkpoint.fingerprint,
             "weights_sample": weights_sample(tuple(checkpoint.files)),
             "weights_written": _written(checkpoint.files),
         }
