@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from jobs_support import CHAT_TEMPLATE, EOS, ResidentEngine, letters_model, letters_tokenizer
 
 from zinfer.engine.finite_check import BEFORE
@@ -236,6 +237,20 @@ def test_rows_that_do_not_fit_are_told_the_numbers() -> None:
     assert "the prompt's 120 tokens and 12 new ones are more than 128 (the model's positions)" in message
     assert "ask for at most 8 new tokens" in message
     assert prompt("a" * 120, max_new_tokens=8).max_new_tokens == 8
+
+
+def test_texts_longer_than_the_tokenizers_own_limit_are_nothing_to_warn_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(transformers.tokenization_utils_base.logger, "warning", said.append)
+    tokenizer = letters_tokenizer()
+    tokenizer.model_max_length = 4
+    encoder = PromptEncoder(tokenizer, 131)
+    assert len(encoder.encode("a" * 9, SamplingParams())[0]) == 9
+    assert encoder.encode_texts(["a" * 9]) == [{"prompt_token_ids": tokenizer("a" * 9, verbose=False).input_ids}]
+    assert encoder.bad_word_ids(SamplingParams(bad_words=("a" * 9,)))
+    assert said == []
+    tokenizer("a" * 9)
+    assert len(said) == 1, "which it would say"
 
 
 def test_an_empty_prompt_begins_with_bos() -> None:

@@ -41,6 +41,6 @@ def last_ids(bad_word_ids: Sequence[tuple[int, ...]], output_ids: Sequence[int])
 
 def _token_ids(tokenizer: Any, word: str, text: str) -> tuple[int, ...]:
     try:
-        return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+        return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     except (TypeError, ValueError) as error:  # half of a surrogate pair, for one
         raise ConfigError(f"bad_words: the tokenizer refuses {word!r:.60}: {error}") from error

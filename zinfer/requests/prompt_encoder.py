@@ -78,7 +78,7 @@ class PromptEncoder:
         if self.tokenizer is None or not texts:
             return list(prompts)
         try:
-            encoded: Iterator[list[int]] = iter(self.tokenizer(texts).input_ids)
+            encoded: Iterator[list[int]] = iter(self.tokenizer(texts, verbose=False).input_ids)
         except (TypeError, ValueError):
             return list(prompts)
         each = ((prompt, next(encoded) if isinstance(prompt, str) else []) for prompt in prompts)
@@ -159,7 +159,8 @@ def encode_text(tokenizer: Any, text: str, *, adds_special: bool = True) -> list
         ConfigError: the tokenizer refuses it, or it has no tokens and there is no first one.
     """
     try:
-        token_ids: list[int] = tokenizer(text, add_special_tokens=adds_special).input_ids
+        # Not verbose: its warning on long texts goes by another limit than the model's, which is checked later.
+        token_ids: list[int] = tokenizer(text, add_special_tokens=adds_special, verbose=False).input_ids
     except (TypeError, ValueError) as error:  # half of a surrogate pair, for one
         raise ConfigError(f"the tokenizer refuses the prompt: {error}") from error
     if token_ids:
