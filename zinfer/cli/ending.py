@@ -70,13 +70,13 @@ def failing_disk_explained() -> Iterator[None]:
 
 
 @contextmanager
-def interruption_explained(kept: str) -> Iterator[None]:
-    """Turns a signal into an exit code, and words on what is kept."""
+def interruption_explained(kept: Callable[[], str]) -> Iterator[None]:
+    """Turns a signal into an exit code, and words on what is kept: asked for when all is closed."""
     try:
         yield
     except Interrupted as interruption:
         name = signal.Signals(interruption.signal_number).name
-        say(f"{name}: stopped. {kept}; run the same command again to go on.")
+        say(f"{name}: stopped. {kept()}; run the same command again to go on.")
         raise typer.Exit(interruption.exit_code) from None
 
 

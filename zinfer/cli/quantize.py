@@ -150,7 +150,7 @@ def _settings(config: Path | None, stated: dict[str, object], device: Device) ->
 def _explained(output: Path) -> Iterator[None]:
     """Turns what ends the command early into a message on stderr and an exit code."""
     try:
-        with unusable_input_explained(), interruption_explained(f"The finished blocks in {output} are kept"):
+        with unusable_input_explained(), interruption_explained(lambda: f"The finished blocks in {output} are kept"):
             yield
     except OSError as error:
         remedy = "make room" if error.errno in _FULL else "check the disk"

@@ -20,7 +20,7 @@ from zinfer.cli.ending import (
     unusable_input_explained,
 )
 from zinfer.errors import JobError
-from zinfer.jobs.request import Pooling, Task, UnusableInput
+from zinfer.jobs.request import Pooling, Task, UnusableInput, kept
 
 
 def run(
@@ -83,7 +83,7 @@ def run(
 def _explained(output: Path) -> Iterator[None]:
     """Turns what ends a job early into a message on stderr and an exit code."""
     try:
-        with unusable_input_explained(), interruption_explained(f"The rows in {output} are kept"):
+        with unusable_input_explained(), interruption_explained(lambda: kept(output)):
             yield
     except UnusableInput as error:
         say(f"error: {error}")

@@ -12,7 +12,7 @@ from zinfer.errors import JobError
 from zinfer.jobs.completer import Answer, Completer
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
-from zinfer.jobs.request import JobRequest
+from zinfer.jobs.request import JobRequest, kept
 from zinfer.jobs.summary import weights_line
 from zinfer.jobs.timeline import Moment, Timeline
 from zinfer.jobs.weights import Weights
@@ -127,4 +127,4 @@ def _stopping(what: str, output: Path) -> Iterator[None]:
                 f"rows, and {remedy}; or begin anew with a smaller --batch-size and --restart"
             )
         kind = type(error).__name__
-        raise JobError(f"{what}: {kind}: {error}\nThe rows in {output} are kept; {remedy}") from error
+        raise JobError(f"{what}: {kind}: {error}\n{kept(output)}; {remedy}") from error
