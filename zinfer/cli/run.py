@@ -20,7 +20,7 @@ from zinfer.cli.ending import (
     unusable_input_explained,
 )
 from zinfer.errors import JobError
-from zinfer.jobs.request import Pooling, Task, UnusableInput, kept
+from zinfer.jobs.request import Pooling, Task, UnusableInput, say_kept
 
 
 def run(
@@ -83,7 +83,7 @@ def run(
 def _explained(output: Path) -> Iterator[None]:
     """Turns what ends a job early into a message on stderr and an exit code."""
     try:
-        with unusable_input_explained(), interruption_explained(lambda: kept(output)):
+        with unusable_input_explained(), interruption_explained(lambda: say_kept(output)):
             yield
     except UnusableInput as error:
         say(f"error: {error}")

@@ -9,12 +9,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from zinfer.engine.engine import FindReserve, InferenceEngine
-from zinfer.jobs.completer import EngineCompleter
-from zinfer.jobs.progress import Forecast, Meter
+from zinfer.jobs.completer import Completer
+from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.records import Encoding
 from zinfer.jobs.request import Pooling, Task
-from zinfer.jobs.timeline import Load
 from zinfer.jobs.token_rows import right_padded
 from zinfer.model.build import find_dtype
 from zinfer.model.context_length import is_encoder_decoder
@@ -26,27 +25,20 @@ TOKENS_PER_PASS: Final = 16384
 _NOT_FINITE: Final = "the model's outputs are not finite numbers; its weights may be damaged, or its dtype too narrow"
 
 
-class EncodingCompleter(EngineCompleter[InferenceEngine]):
-    """An engine's passes, as a `Completer`.
+class EncodingCompleter(Completer):
+    """An engine's passes.
 
     Args:
         pad_token_id: which token pads; the mask hides it.
         tokens_per_pass: the most, padding included, unless one row has more.
-        meter: told of every pass.
     """
 
     def __init__(
-        self,
-        engine: InferenceEngine,
-        task: Task,
-        pooling: Pooling,
-        pad_token_id: int,
-        tokens_per_pass: int,
-        meter: Meter,
+        self, engine: InferenceEngine, task: Task, pooling: Pooling, pad_token_id: int, tokens_per_pass: int
     ) -> None:
-        super().__init__(engine, meter)
-        self._labels = task is Task.CLASSIFY
-        self._pooling = pooling
+        super().__init__(engine.stats, engine.destroy)
+        self._engine = engine
+        self._labels, self._pooling = task is Task.CLASSIFY, pooling
         self._pad_token_id = pad_token_id
         self._tokens_per_pass = tokens_per_pass
 
@@ -59,16 +51,12 @@ class EncodingCompleter(EngineCompleter[InferenceEngine]):
         self, prompts: Sequence[Prompt], wanted: Collection[int]
     ) -> Generator[tuple[Prompt, Encoding], None, None]:
         """As `Completer.complete`."""
-        meter = self._meter
-        parts = parts_by_length(prompts, self._tokens_per_pass)
-        parts = [part for part in parts if any(id(prompt) in wanted for prompt in part)]
-        for part in parts:
-            yield from zip(part, self._encode(part), strict=True)
-            meter.batch_share += 1 / len(parts)
-            meter.num_tokens += sum(len(prompt.token_ids) for prompt in part)
-
-    def load(self) -> Load:
-        return Load(self._meter.num_tokens, 0, 0)
+        for part in parts_by_length(prompts, self._tokens_per_pass):
+            if any(id(prompt) in wanted for prompt in part):
+                encodings = self._encode(part)
+                num_tokens = self._load.num_tokens + sum(len(prompt.token_ids) for prompt in part)
+                self._load = Load(self._load.num_passes + 1, num_tokens, num_tokens)
+                yield from zip(part, encodings, strict=True)
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[Encoding]:
         """Rows whose numbers broke are computed once more, without the others, to learn which layer broke each."""
@@ -85,16 +73,21 @@ class EncodingCompleter(EngineCompleter[InferenceEngine]):
         """[prompts, numbers of each]."""
         ids, mask = right_padded([prompt.token_ids for prompt in prompts], self._pad_token_id)
         device, module = self._engine.device, self._engine.module
-        inputs: dict[str, torch.Tensor] = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
         def work() -> torch.Tensor:
-            return logits(module, inputs) if self._labels else embeddings(module, inputs, self._pooling)
+            if not self._labels:
+                return embeddings(module, inputs, self._pooling)
+            logits: torch.Tensor = module(**inputs).logits.float()
+            return logits
 
         found: torch.Tensor = self._engine.call(work)
         return found
 
     def _read(self, numbers: torch.Tensor) -> list[Encoding]:
-        return labelled(numbers, self._engine.module.config) if self._labels else embedded(numbers)
+        if self._labels:
+            return labelled(numbers, self._engine.module.config)
+        return [_checked({"embedding": vector}, vector) for vector in numbers.tolist()]
 
 
 def reserve_of(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int, *, on_cuda: bool) -> FindReserve:
@@ -137,19 +130,9 @@ def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], pooli
     return nn.functional.normalize(pooled_RW, dim=-1)
 
 
-def logits(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What the model's head gives each row of ``input_ids`` [rows, tokens]; [rows, labels]."""
-    logits_RL: torch.Tensor = model(**inputs).logits.float()
-    return logits_RL
-
-
-def embedded(vectors_RW: torch.Tensor) -> list[Encoding]:
-    """The rows of `embeddings`."""
-    return [_checked({"embedding": vector}, vector) for vector in vectors_RW.tolist()]
-
-
 def labelled(logits_RL: torch.Tensor, config: PreTrainedConfig) -> list[Encoding]:
-    """The likeliest label of each row of `logits`, and the scores of all by their names in config.json.
+    """The likeliest label of each row of the head's logits [rows, labels], and the scores of all labels by their names
+    in config.json.
 
     Scores are probabilities: of all labels together, or of each by itself (`problem_type`). Of a model of one label
     they are the numbers that it gives.

@@ -45,7 +45,7 @@ class RowIndex:
 
     @property
     def num_rows(self) -> int:
-        """How many rows the input holds, unusable ones included."""
+        """Return how many rows the input holds, unusable ones included."""
         return len(self.keys)
 
     def id_of(self, parsed: Parsed) -> RowId:
@@ -157,33 +157,27 @@ def _resolved(index: RowIndex, shared: set[int]) -> RowIndex:
     path, keys_N = index.path, index.keys.copy()
     first: dict[int, Parsed] = {}
     duplicates: list[str] = []
-    unreadable: list[tuple[int, Parsed]] = []
-    for ordinal, line, parsed in _rows_with(index, shared):
-        if parsed.record is None:
-            unreadable.append((ordinal, parsed))
-            continue
+    renamed: dict[int, str] = {}
+    for ordinal, line in enumerate(index.lines()):
+        parsed = parse_line(line)
         key = id_key(parsed.id)
-        if key in first:
+        if key not in shared:
+            continue
+        if parsed.record is None:
+            renamed[line.number] = f"line {line.number}"
+            keys_N[ordinal] = id_key(renamed[line.number])
+        elif key in first:
             duplicates.append(_describe(first[key], parsed))
-        first.setdefault(key, Parsed(line.number, {"id": parsed.id}, None, parsed.has_own_id))
-        if len(duplicates) == _MAX_DUPLICATES_NAMED:
-            break
+            if len(duplicates) == _MAX_DUPLICATES_NAMED:
+                duplicates[-1] += " (and perhaps more)"
+                break
+        else:
+            first[key] = Parsed(line.number, {"id": parsed.id}, None, parsed.has_own_id)
     if duplicates:
-        more = " (and perhaps more)" if len(duplicates) == _MAX_DUPLICATES_NAMED else ""
-        raise UnusableInput(f"input {path}: every row needs an id of its own; {'; '.join(duplicates)}{more}")
-    renamed = {parsed.line: f"line {parsed.line}" for _, parsed in unreadable}
-    for ordinal, parsed in unreadable:
-        keys_N[ordinal] = id_key(renamed[parsed.line])
+        raise UnusableInput(f"input {path}: every row needs an id of its own; {'; '.join(duplicates)}")
     if _shared_keys(keys_N):
         raise UnusableInput(f"input {path}: ids of the form 'line N' clash with the names given to unreadable lines")
     return replace(index, keys=keys_N, order=np.argsort(keys_N, kind="stable"), renamed=renamed)
-
-
-def _rows_with(index: RowIndex, shared: set[int]) -> Iterator[tuple[int, Line, Parsed]]:
-    for ordinal, line in enumerate(index.lines()):
-        parsed = parse_line(line)
-        if id_key(parsed.id) in shared:
-            yield ordinal, line, parsed
 
 
 def _describe(one: Parsed, other: Parsed) -> str:

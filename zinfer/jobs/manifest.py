@@ -1,14 +1,12 @@
 """What an output belongs to: the model, the input and every setting that changes results, in a file beside the output.
 
-Memory budgets are no part of it: a job may go on with other ones. Sizes of
-passes are, but those that were chosen and not stated are taken over and not compared.
+Memory budgets are no part of it: a job may go on with other ones. Sizes of passes are, but those that were chosen and
+not stated are taken over and not compared.
 """
 
 import json
-import platform
 from dataclasses import asdict, field
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -16,9 +14,6 @@ import torch
 from pydantic import AfterValidator, ConfigDict, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from zinfer import __version__
-from zinfer.checkpoint import Checkpoint
-from zinfer.checkpoint.fingerprint import tokenizer_hash
 from zinfer.config import Settings
 from zinfer.errors import JobError
 from zinfer.jobs.request import JobRequest
@@ -54,13 +49,10 @@ class Manifest:
 
     def differences(self, now: "Manifest") -> list[str]:
         """One line for each thing that is not as it was, in words for the user."""
+        pairs = {part: (getattr(self, part), getattr(now, part)) for part in ("model", "input", "settings")}
         return [
             f"{part}.{name}: {old.get(name, 'absent')} in the manifest, {new.get(name, 'absent')} now"
-            for part, old, new in (
-                ("model", self.model, now.model),
-                ("input", self.input, now.input),
-                ("settings", self.settings, now.settings),
-            )
+            for part, (old, new) in pairs.items()
             for name in dict.fromkeys([*old, *new])
             if old.get(name) != new.get(name)
         ]
@@ -82,10 +74,8 @@ def read_manifest(path: Path) -> Manifest | None:
         return None
     except OSError as error:
         raise JobError(f"manifest {path} cannot be read: {error.strerror} (errno {error.errno})") from error
-    except (ValueError, RecursionError) as error:
-        raise JobError(
-            f"{path} is not a manifest of a zinfer job: {error}; move it away or give another --output"
-        ) from error
+    except (ValueError, RecursionError):
+        content = None
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise JobError(f"{path} is not a manifest of a zinfer job; move it away or give another --output")
     if content.get("version") != VERSION:
@@ -115,15 +105,6 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         ) from error
 
 
-def model_identity(checkpoint: Checkpoint, template_hash: str) -> dict[str, str]:
-    """What tells the model and its tokenizer from others."""
-    return {
-        "fingerprint": checkpoint.fingerprint(),
-        "tokenizer": tokenizer_hash(checkpoint.folder),
-        "chat_template": template_hash,
-    }
-
-
 def result_settings(request: JobRequest, settings: Settings, dtype: torch.dtype) -> dict[str, str | int]:
     """The settings on which the rows' bytes depend."""
     device = settings.device
@@ -139,9 +120,3 @@ def result_settings(request: JobRequest, settings: Settings, dtype: torch.dtype)
     if settings.quantization is not None:
         found["quantization"] = json.dumps(settings.quantization.as_document())
     return found
-
-
-def versions() -> dict[str, str]:
-    """Of the software that runs."""
-    others = {name: version(name) for name in ("torch", "transformers")}
-    return {"python": platform.python_version(), "zinfer": __version__, **others}

@@ -78,7 +78,7 @@ class JobRequest:
             taken[name] = path
 
 
-def kept(output: Path) -> str:
+def say_kept(output: Path) -> str:
     """Say whether an output holds rows, for a job that ends early."""
     has_rows = output.is_file() and output.stat().st_size
     return f"The rows in {output} are kept" if has_rows else "No row was written"

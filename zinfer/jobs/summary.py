@@ -15,7 +15,7 @@ _LEAST_COMPARED_S: Final = 60.0  # below that starting up decides, and a factor 
 _LEAST_WAIT: Final = 0.05  # of the time; below that compute is the bound
 _LEAST_SHARE: Final = 0.0005
 _DEVICES: Final = {"cuda": "on the GPU", "cpu": "in memory"}
-_CAUSES: Final = {"disk": "the disk", "host": "copies in host memory", "link": "PCIe"}
+CAUSES: Final = {"disk": "the disk", "host": "copies in host memory", "link": "PCIe"}
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,12 @@ def _bound_rows(stats: RunStats, device: str) -> list[tuple[str, str]]:
 
 def _bound(stats: RunStats) -> str:
     """What computing waited for most, and for how long."""
-    waits = {cause: stats.stall_s.get(cause, 0.0) for cause in _CAUSES}
+    waits = {cause: stats.stall_s.get(cause, 0.0) for cause in CAUSES}
     cause = max(waits, key=lambda cause: waits[cause])
     if sum(waits.values()) < _LEAST_WAIT * max(stats.span_s, 1.0):
         return "compute"
-    told = ", ".join(f"{duration(seconds)} for {_CAUSES[each]}" for each, seconds in waits.items() if seconds >= 0.05)
-    return f"{_CAUSES[cause]}: compute waited {told}" if told else _CAUSES[cause]
+    told = ", ".join(f"{duration(seconds)} for {CAUSES[each]}" for each, seconds in waits.items() if seconds >= 0.05)
+    return f"{CAUSES[cause]}: compute waited {told}" if told else CAUSES[cause]
 
 
 def _amounts(sizes: Mapping[str, int]) -> str:
