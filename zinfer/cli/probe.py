@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import Device, failing_disk_explained, importing, say
+from zinfer.cli.ending import Device, explained, importing, say
 from zinfer.display import print_text
 
 
@@ -26,7 +26,7 @@ def probe(
 
     Exit codes: 0 measured, 2 an unusable path or device, 1 stopped by an error of the disk.
     """
-    with failing_disk_explained():
+    with explained():
         if tune is not None:
             _tune(tune)
         else:

@@ -1,31 +1,19 @@
 """`zinfer quantize`: writes a store of quantized weights. The exit code tells how it ended, stderr what to do next."""
 
-import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import (
-    EXIT_STOPPED,
-    Device,
-    importing,
-    interruption_explained,
-    say,
-    signals_raise,
-    unusable_input_explained,
-)
+from zinfer.cli.ending import Device, explained, importing, say, signals_raise
+from zinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from zinfer.config import Settings
     from zinfer.store.calibration import Calibration
-
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Format(StrEnum):
@@ -78,7 +66,7 @@ def quantize(
         "exclude": exclude or None,
         "search": search.value if search else None,
     }
-    with _explained(output), signals_raise():
+    with explained(lambda: f"The finished blocks in {output} are kept"), signals_raise():
         with importing():
             from zinfer.store.summary import summary_table
             from zinfer.store.writing import write_store
@@ -94,7 +82,6 @@ def quantize(
 
 
 def _calibration(model: Path, prompts: Path, settings: "Settings") -> "Calibration":
-    from zinfer.errors import ConfigError
     from zinfer.evaluation.calibrate import measure_squares
     from zinfer.jobs.index import scan_input
     from zinfer.store.calibration import Calibration
@@ -106,7 +93,6 @@ def _calibration(model: Path, prompts: Path, settings: "Settings") -> "Calibrati
 
 def _check_report(model: Path, report: Path | None, prompts: Path | None, settings: "Settings") -> None:
     """Said now, not when the store is written."""
-    from zinfer.errors import ConfigError
     from zinfer.evaluation.compare import check_prompts
 
     if report is None and prompts is not None:
@@ -136,7 +122,6 @@ def _write_report(model: Path, store: Path, report: Path, prompts: Path | None, 
 def _settings(config: Path | None, stated: dict[str, object], device: Device) -> "Settings":
     """What the options say, or the configuration's file."""
     from zinfer.config import resolve_settings
-    from zinfer.errors import ConfigError
 
     if config is None:
         return resolve_settings({"zinfer": {"device": device.value, "quantization": {"bits": 8} | stated}})
@@ -144,15 +129,3 @@ def _settings(config: Path | None, stated: dict[str, object], device: Device) ->
         options = ", ".join("--asymmetric" if key == "symmetric" else f"--{key.replace('_', '-')}" for key in stated)
         raise ConfigError(f"--config says how to quantize, and so does {options}; remove one of the two")
     return resolve_settings(config, {"device": device.value})
-
-
-@contextmanager
-def _explained(output: Path) -> Iterator[None]:
-    """Turns what ends the command early into a message on stderr and an exit code."""
-    try:
-        with unusable_input_explained(), interruption_explained(lambda: f"The finished blocks in {output} are kept"):
-            yield
-    except OSError as error:
-        remedy = "make room" if error.errno in _FULL else "check the disk"
-        say(f"error: {error}. Finished blocks in {output} are kept; {remedy} and run the same command again to go on")
-        raise typer.Exit(EXIT_STOPPED) from None
