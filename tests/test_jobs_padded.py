@@ -16,7 +16,7 @@ from zinfer.errors import CheckpointError
 from zinfer.jobs.padded import PaddedSequence, SequenceStops, complete
 from zinfer.jobs.prompts import Prompt, encoded
 from zinfer.jobs.rows import BadRow, Row
-from zinfer.jobs.token_rows import left_padded
+from zinfer.jobs.token_rows import padded
 from zinfer.requests.completion import Completion
 from zinfer.requests.length_limits import LengthLimits, Limit
 from zinfer.requests.prompt_encoder import PromptEncoder, find_tokenizer
@@ -46,7 +46,7 @@ def run(engine: ResidentEngine, *prompts: Prompt) -> list[Completion]:
 
 def test_greedy_rows_equal_transformers_own(engine: ResidentEngine) -> None:
     prompts = [prompt(text) for text in TEXTS]
-    input_ids, attention_mask = left_padded([prompt.token_ids for prompt in prompts], 1)
+    input_ids, attention_mask = padded([prompt.token_ids for prompt in prompts], 1, "left")
     expected = engine.generate(input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=12, do_sample=False)
     completions = run(engine, *prompts)
     new_tokens = expected[:, input_ids.shape[1] :].tolist()

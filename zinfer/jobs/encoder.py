@@ -14,7 +14,7 @@ from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.records import Encoding
 from zinfer.jobs.request import Pooling, Task
-from zinfer.jobs.token_rows import right_padded
+from zinfer.jobs.token_rows import padded
 from zinfer.model.build import find_dtype
 from zinfer.model.context_length import is_encoder_decoder
 from zinfer.model.partition import ModelBlock
@@ -71,7 +71,7 @@ class EncodingCompleter(Completer):
 
     def _compute(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """[prompts, numbers of each]."""
-        ids, mask = right_padded([prompt.token_ids for prompt in prompts], self._pad_token_id)
+        ids, mask = padded([prompt.token_ids for prompt in prompts], self._pad_token_id)
         device, module = self._engine.device, self._engine.module
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 

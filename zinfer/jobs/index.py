@@ -172,7 +172,7 @@ def _resolved(index: RowIndex, shared: set[int]) -> RowIndex:
                 duplicates[-1] += " (and perhaps more)"
                 break
         else:
-            first[key] = Parsed(line.number, {"id": parsed.id}, None, parsed.has_own_id)
+            first[key] = Parsed(line.number, own_id=parsed.own_id)
     if duplicates:
         raise UnusableInput(f"input {path}: every row needs an id of its own; {'; '.join(duplicates)}")
     if _shared_keys(keys_N):
@@ -183,7 +183,7 @@ def _resolved(index: RowIndex, shared: set[int]) -> RowIndex:
 def _describe(one: Parsed, other: Parsed) -> str:
     if one.id != other.id:
         return f"the ids {one.id!r} (line {one.line}) and {other.id!r} (line {other.line}) share a hash, rename one"
-    if one.has_own_id and other.has_own_id:
+    if one.own_id is not None and other.own_id is not None:
         return f"lines {one.line} and {other.line} both have the id {one.id!r}"
-    own, bare = (one, other) if one.has_own_id else (other, one)
+    own, bare = (other, one) if one.own_id is None else (one, other)
     return f"line {own.line} has the id {own.id!r}, which is the line number of line {bare.line} that has no id"

@@ -21,7 +21,7 @@ from zinfer.errors import JobError, PlanError
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
-from zinfer.jobs.token_rows import left_padded, right_padded
+from zinfer.jobs.token_rows import padded
 from zinfer.model.context_length import is_encoder_decoder
 from zinfer.requests.completion import Completion, not_finite, text_seed
 from zinfer.requests.logprobs import Logprobs
@@ -95,7 +95,7 @@ class PaddedSequence:
         """A sequence that has no token yet."""
         params = prompt.params
         ends = frozenset() if params.ignore_eos else frozenset(end_token_ids)
-        return cls(prompt, sample, ends, StopCriteria.of(tokenizer, params, ends))
+        return cls(prompt, sample, ends, StopCriteria(tokenizer, params, ends))
 
     def row(self) -> Row:
         """What its next token depends on."""
@@ -204,8 +204,8 @@ def _generate(
 ) -> None:
     """Generate for sequences that have no token yet."""
     vocab_size = engine.module.config.get_text_config().vocab_size
-    padded = right_padded if is_encoder_decoder(engine.module) else left_padded
-    input_ids, attention_mask = padded([sequence.prompt.token_ids for sequence in sequences], pad_token_id)
+    side = "right" if is_encoder_decoder(engine.module) else "left"
+    input_ids, attention_mask = padded([sequence.prompt.token_ids for sequence in sequences], pad_token_id, side)
     engine.generate_unchecked(
         input_ids=input_ids.to(engine.device),
         attention_mask=attention_mask.to(engine.device),

@@ -42,17 +42,13 @@ class WeightsFile:
 
 
 class Weights:
-    """The weights of one run of a job.
-
-    Attributes:
-        checksums: fed while the files are read; None if the manifest has all of them already.
-    """
+    """The weights of one run of a job."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._folder = checkpoint.folder
         self._identities = checkpoint.files
-        self._known: dict[str, WeightsFile] = {
-            self._name(file): WeightsFile(identity.num_bytes, identity.mtime_ns)
+        self._names = {file: file.relative_to(checkpoint.folder).as_posix() for file in checkpoint.files}
+        self._known = {
+            self._names[file]: WeightsFile(identity.num_bytes, identity.mtime_ns)
             for file, identity in checkpoint.files.items()
         }
         self._checksums = TensorChecksums(
@@ -64,7 +60,8 @@ class Weights:
 
     @property
     def checksums(self) -> TensorChecksums | None:
-        return None if self._are_known else self._checksums
+        """To be fed while the files are read; None if the manifest has all of them already."""
+        return None if all(file.xxh3_128 for file in self._known.values()) else self._checksums
 
     @property
     def files(self) -> dict[str, WeightsFile]:
@@ -79,8 +76,7 @@ class Weights:
             CheckpointError: it cannot be read.
         """
         others = {}
-        for file in self._identities:
-            name = self._name(file)
+        for file, name in self._names.items():
             then, now = former.get(name, WeightsFile(-1, -1)), self._known[name]
             if (then.size_bytes, then.mtime_ns) == (now.size_bytes, now.mtime_ns):
                 self._known[name] = then
@@ -99,7 +95,7 @@ class Weights:
                 raise unreadable(file, error) from error
 
     def _compare(self, file: Path, then: WeightsFile) -> None:
-        name, identity = self._name(file), self._identities[file]
+        name, identity = self._names[file], self._identities[file]
         remedy = "restore the file, give another --output, or --restart to discard the job's rows"
         if then.xxh3_128 is None:
             former = replace(identity, num_bytes=then.size_bytes, mtime_ns=then.mtime_ns)
@@ -130,7 +126,7 @@ class Weights:
 
     def read_rest(self) -> None:
         """Begin to read what has not passed; nothing where that was begun, or all is known."""
-        if self._rest is None and not self._are_known:
+        if self._pool is None and self.checksums is not None:
             self._pool = Pool(1, "zinfer-checksums")
             self._rest = self._pool.submit(self._finish)
 
@@ -160,17 +156,9 @@ class Weights:
         if self._pool is not None:
             self._pool.close()
 
-    @property
-    def _are_known(self) -> bool:
-        return all(file.xxh3_128 is not None for file in self._known.values())
-
-    def _name(self, file: Path) -> str:
-        return file.relative_to(self._folder).as_posix()
-
     def _finish(self) -> None:
         found = {}
-        for file in self._identities:
-            name = self._name(file)
+        for file, name in self._names.items():
             if self._known[name].xxh3_128 is None:
                 self._read_missing(file)
                 if self._is_given_up.is_set():
@@ -180,27 +168,17 @@ class Weights:
         self._known |= found
 
     def _read_missing(self, file: Path) -> None:
+        """Take the checksums of tensors that no pass has read, without leaving them in the page cache."""
         with file.open("rb", buffering=0) as stream:
             for offset, nbytes in self._checksums.missing(file):
                 digest = xxhash.xxh3_128()
-                for begin in range(offset, offset + nbytes, _CHUNK_BYTES):
+                stream.seek(offset)
+                while (begin := stream.tell()) < offset + nbytes:
                     if self._is_given_up.is_set():
                         return
-                    digest.update(_read_exactly(stream.fileno(), begin, min(_CHUNK_BYTES, offset + nbytes - begin)))
+                    data = stream.read(min(_CHUNK_BYTES, offset + nbytes - begin))
+                    if not data:
+                        raise OSError(errno.EIO, f"the file ends at byte {begin}, before its last tensor")
+                    digest.update(data)
+                    os.posix_fadvise(stream.fileno(), begin, len(data), os.POSIX_FADV_DONTNEED)
                 self._checksums.add((file, offset), digest.digest())
-
-
-def _read_exactly(descriptor: int, offset: int, num_bytes: int) -> bytes:
-    """The bytes, without leaving them in the page cache.
-
-    Raises:
-        OSError: the disk failed, or the file has become shorter.
-    """
-    data = b""
-    while len(data) < num_bytes:
-        more = os.pread(descriptor, num_bytes - len(data), offset + len(data))
-        if not more:
-            raise OSError(errno.EIO, f"the file ends at byte {offset + len(data)}, before its last tensor")
-        data += more
-    os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-    return data
