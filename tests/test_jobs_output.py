@@ -274,20 +274,20 @@ def test_a_full_disk_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("alter", "message"),
     [
-        (lambda path: path.unlink(), "was removed or moved while the job ran (No such file or directory)"),
-        (lambda path: path.rename(path.with_name("moved")), "was removed or moved while the job ran"),
+        (lambda path: path.unlink(), "was removed or replaced while the job ran"),
+        (lambda path: path.rename(path.with_name("moved")), "was removed or replaced while the job ran"),
         (
             lambda path: (
                 path.write_bytes(b""),
                 path.with_name("new").write_bytes(b"x"),
                 path.with_name("new").rename(path),
             ),
-            "was replaced by another file while the job ran",
+            "was removed or replaced while the job ran",
         ),
-        (lambda path: os.truncate(path, 9), "was changed by another program while the job ran: it has 9 bytes, not 84"),
+        (lambda path: os.truncate(path, 9), "was changed to 9 bytes from 84 while the job ran"),
         (
             lambda path: os.truncate(path, 99),
-            "was changed by another program while the job ran: it has 99 bytes, not 84",
+            "was changed to 99 bytes from 84 while the job ran",
         ),
     ],
 )
@@ -313,7 +313,7 @@ def test_a_job_whose_output_is_removed_is_not_done(model: Path, prompts: Path, p
                     path.unlink()
                 return super().generate(**kwargs)
 
-        with pytest.raises(JobError, match="was removed or moved while the job ran"):
+        with pytest.raises(JobError, match="was removed or replaced while the job ran"):
             job(model, prompts, path, engine_factory=Removing)
         assert not path.exists()
         assert job(model, prompts, path).num_skipped == 0

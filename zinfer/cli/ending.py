@@ -7,9 +7,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from enum import StrEnum
 from types import FrameType
-from typing import Final, NoReturn, TextIO, cast
+from typing import Final, Literal, NoReturn, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -17,6 +16,8 @@ from rich.console import Console
 from zinfer.display import LastingStream, print_text
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
 from zinfer.jobs.request import UnusableInput
+
+Device = Literal["auto", "cuda", "cpu"]
 
 EXIT_STOPPED: Final = 1
 EXIT_UNUSABLE: Final = 2
@@ -34,14 +35,6 @@ class Interrupted(BaseException):
     def exit_code(self) -> int:
         """What a shell reports for a process ended by this signal: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
         return 128 + self.signal_number
-
-
-class Device(StrEnum):
-    """Where the layers compute."""
-
-    AUTO = "auto"
-    CUDA = "cuda"
-    CPU = "cpu"
 
 
 @contextmanager

@@ -15,7 +15,7 @@ def run(
     input: Annotated[Path, typer.Option(help="JSONL; a row holds 'prompt' or 'messages', or is an OpenAI batch's.")],
     output: Annotated[Path, typer.Option(help="JSONL that rows are appended to.")],
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
-    device: Annotated[Device, typer.Option(help="Where the layers compute.")] = Device.AUTO,
+    device: Annotated[Device, typer.Option(help="Where the layers compute.")] = "auto",
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Default for rows; else 128, or what the model's context leaves.")
     ] = None,
@@ -52,7 +52,7 @@ def run(
             input,
             output,
             config=config,
-            device=device.value,
+            device=device,
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
             restart=restart,

@@ -181,8 +181,6 @@ def _resolved(index: RowIndex, shared: set[int]) -> RowIndex:
 
 
 def _describe(one: Parsed, other: Parsed) -> str:
-    if one.id != other.id:
-        return f"the ids {one.id!r} (line {one.line}) and {other.id!r} (line {other.line}) share a hash, rename one"
     if one.own_id is not None and other.own_id is not None:
         return f"lines {one.line} and {other.line} both have the id {one.id!r}"
     own, bare = (other, one) if one.own_id is None else (one, other)

@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import queue
-import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -42,7 +41,7 @@ class OutputFile:
         self.is_begun = False
         self._manifest_path = manifest_path(path)
         self._size_bytes = 0
-        self._created = self._is_new()
+        self._created = not path.exists()
         self._descriptor = self._open_locked()
         try:
             self.manifest = read_manifest(self._manifest_path)
@@ -150,14 +149,14 @@ class OutputFile:
         """Raises JobError unless the path is still this file and holds what was written, and nothing else."""
         try:
             found = os.stat(self.path)
-        except OSError as error:
-            raise self._altered(f"was removed or moved while the job ran ({error.strerror})") from error
-        if not os.path.samestat(found, os.fstat(self._descriptor)):
-            raise self._altered("was replaced by another file while the job ran")
-        if found.st_size != self._size_bytes:
-            raise self._altered(
-                f"was changed by another program while the job ran: it has {found.st_size} bytes, not "
-                f"{self._size_bytes}"
+            num_bytes = found.st_size if os.path.samestat(found, os.fstat(self._descriptor)) else -1
+        except OSError:
+            num_bytes = -1
+        if num_bytes != self._size_bytes:
+            how = "removed or replaced" if num_bytes < 0 else f"changed to {num_bytes} bytes from {self._size_bytes}"
+            raise JobError(
+                f"output {self.path} was {how} while the job ran. Put back what was there, if you can, and run the "
+                "same command again: whole rows are kept and the others computed"
             )
 
     def _cut(self, num_bytes: int) -> None:
@@ -165,53 +164,30 @@ class OutputFile:
         os.fsync(self._descriptor)
         self._size_bytes = num_bytes
 
-    def _is_new(self) -> bool:
-        """Whether nothing is at the path."""
-        try:
-            if not stat.S_ISREG(os.stat(self.path).st_mode):
-                raise UnusableInput(f"output {self.path} is not a regular file")
-        except FileNotFoundError:
-            return True
-        except OSError as error:
-            raise self._unwritable(error) from error
-        return False
-
     def _open_locked(self) -> int:
-        while True:
-            try:
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            except OSError as error:
-                raise self._unwritable(error) from error
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Another job that ended in between may have removed the name that this descriptor was opened by.
-                if self.path.exists() and os.path.samestat(os.fstat(descriptor), self.path.stat()):
-                    sync_folder(self.path.parent)
-                    return descriptor
-            except OSError as error:
+        path = self.path
+        if path.exists() and not path.is_file():
+            raise UnusableInput(f"output {path} is not a regular file")
+        try:
+            while True:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # Another job that ended in between may have removed the name that this descriptor was opened by.
+                    if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                        sync_folder(path.parent)
+                        return descriptor
+                except OSError:
+                    os.close(descriptor)
+                    raise
                 os.close(descriptor)
-                raise self._lock_error(error) from error
-            os.close(descriptor)
-
-    def _unwritable(self, error: OSError) -> UnusableInput:
-        return UnusableInput(
-            f"output {self.path} cannot be written: {error.strerror} (errno {error.errno}); "
-            "give an --output in a folder that exists and may be written"
-        )
-
-    def _lock_error(self, error: OSError) -> UnusableInput:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return UnusableInput(f"output {self.path} is being written by another process; wait for it or end it")
-        return UnusableInput(
-            f"output {self.path} cannot be locked: {error.strerror} (errno {error.errno}); "
-            "give an --output on a file system with locks"
-        )
-
-    def _altered(self, what: str) -> JobError:
-        return JobError(
-            f"output {self.path} {what}. Put back what was there, if you can, and run the same command again: whole "
-            "rows are kept and the others computed"
-        )
+        except BlockingIOError as error:
+            raise UnusableInput(f"output {path} is being written by another process; wait for it or end it") from error
+        except OSError as error:
+            raise UnusableInput(
+                f"output {path} cannot be written: {error.strerror} (errno {error.errno}); "
+                "give an --output in a folder that exists and may be written, on a file system with locks"
+            ) from error
 
     def _write_error(self, error: OSError) -> JobError:
         remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "check the disk"
