@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ MANIFEST = Manifest(
     input={"sha256": "s", "size_bytes": 9},
     settings={"batch_size": 4},
     versions={"torch": "2"},
-    began="2026-01-02T03:04:05",
+    began=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
 )
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "token_ids": [1]},
@@ -163,15 +164,15 @@ def test_a_file_that_was_never_begun_leaves_nothing(path: Path) -> None:
         ),
         (
             b'{"kind": "zinfer batch job", "version": 2, "model": {}, "input": {}, "settings": {}, "versions": {},'
-            b' "began": "2026-01-02", "sizes": {"kv_page_size": 1.5}}',
+            b' "began": "2026-01-02T03:04:05", "sizes": {"kv_page_size": 1.5}}',
             "is damaged: sizes.kv_page_size must be a valid integer, not 1.5",
         ),
         (
             b'{"kind": "zinfer batch job", "version": 2, "model": {}, "input": {}, "settings": {}, "versions": {},'
-            b' "began": "2026-01-02", "weights": {"a": {"size_bytes": 1, "mtime_ns": 1, "sha1": ""}}}',
+            b' "began": "2026-01-02T03:04:05", "weights": {"a": {"size_bytes": 1, "mtime_ns": 1, "sha1": ""}}}',
             "is damaged: unknown field 'weights.a.sha1'",
         ),
-        (b'{"kind": "zinfer batch job", "version": 2, "model": {"a": "\\ud800"}}', "is damaged: Invalid JSON: "),
+        (b'{"kind": "zinfer batch job", "version": 2, "model": {"a": "\\ud800"}}', "is not a manifest of a zinfer job"),
     ],
 )
 def test_a_manifest_that_is_none_is_refused_and_kept(path: Path, content: bytes, message: str) -> None:
@@ -222,6 +223,7 @@ def test_a_second_writer_is_refused_until_the_first_ends(path: Path) -> None:
 FILL = """
 import resource, signal, sys
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from zinfer.errors import JobError
@@ -232,7 +234,7 @@ row = {"id": "a", "token_ids": list(range(20))}
 for limit in map(int, sys.argv[2:]):
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     with closing(OutputFile(Path(sys.argv[1]) / f"{limit}.jsonl")) as out:
-        out.begin(Manifest({}, {}, {}, {}, "2026-01-01"))
+        out.begin(Manifest(model={}, input={}, settings={}, versions={}, began=datetime.now()))
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
             for _ in range(1000):

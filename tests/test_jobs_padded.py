@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from jobs_support import CHAT_TEMPLATE, EOS, ResidentEngine, letters_model, letters_tokenizer
+from jobs_support import CHAT_TEMPLATE, ResidentEngine, letters_model, letters_tokenizer
 
 from zinfer.engine.finite_check import BEFORE
 from zinfer.errors import CheckpointError
-from zinfer.jobs.padded import PaddedSequence, SequenceStops, complete
+from zinfer.jobs.padded import complete
 from zinfer.jobs.prompts import Prompt, encoded
 from zinfer.jobs.rows import BadRow, Row
 from zinfer.jobs.token_rows import padded
@@ -105,25 +105,10 @@ def test_a_stop_string_cuts_the_text_and_keeps_the_tokens(engine: ResidentEngine
     assert len(free.token_ids) == 12
 
 
-def texts(*prompts: Prompt, end_token_ids: tuple[int, ...] = ()) -> list[PaddedSequence]:
-    return [PaddedSequence.of(prompt, 0, end_token_ids, TOKENIZER) for prompt in prompts]
-
-
-def test_an_end_token_is_kept_as_token_and_left_out_of_the_text() -> None:
-    rows = texts(prompt("a"), prompt("b", stop=(EOS,)), prompt("c"), end_token_ids=(7,))
-    stops = SequenceStops(rows, lambda num_running: None)
-    for newest in ([5, 5, 5], [7, 2, 6], [9, 9, 6]):
-        done = stops(torch.tensor([[token] for token in newest]), None)
-    assert done.tolist() == [True, True, False]
-    assert [row.token_ids for row in rows] == [[5, 7], [5, 2], [5, 6, 6]]
-    assert [row.stop_criteria.text(row.token_ids) for row in rows] == ['"', '"', '"##']
-
-
-def test_progress_counts_the_rows_that_still_run() -> None:
+def test_progress_counts_the_rows_that_still_run(engine: ResidentEngine) -> None:
     counts: list[int] = []
-    stops = SequenceStops(texts(prompt("a", max_new_tokens=1), prompt("b", max_new_tokens=3)), counts.append)
-    for _ in range(3):
-        stops(torch.tensor([[5], [5]]), None)
+    prompts = [prompt("a", max_new_tokens=1), prompt("b", max_new_tokens=3)]
+    complete(engine, prompts, TOKENIZER, counts.append)
     assert counts == [2, 1, 1]
 
 
@@ -137,6 +122,7 @@ def test_a_row_that_ignores_the_end_goes_on_and_one_that_must_not_end_yet_does_n
     finally:
         engine.module.generation_config.eos_token_id = 2
     assert (plain.finish_reason, plain.token_ids[-1]) == ("stop", ends)
+    assert plain.text == TOKENIZER.decode(plain.token_ids[:-1])
     assert (ignoring.finish_reason, len(ignoring.token_ids)) == ("length", 12)
     assert ignoring.token_ids[: len(plain.token_ids)] == plain.token_ids
     assert len(later.token_ids) >= 7

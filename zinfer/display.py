@@ -107,14 +107,11 @@ def shown(progress: Shown, interval_s: float = HEARTBEAT_S) -> Iterator[Shown]:
         return
     former = console.file
     console.file = cast(IO[str], LastingStream(former))
+    bar = partial(_bar, progress, console)
+    live = Live(get_renderable=bar, console=console, refresh_per_second=4, transient=True)
     try:
-        if console.is_terminal:
-            bar = partial(_bar, progress, console)
-            with Live(get_renderable=bar, console=console, refresh_per_second=4, transient=True):
-                yield progress
-        else:
-            with _heartbeat(progress, console, interval_s):
-                yield progress
+        with live if console.is_terminal else _heartbeat(progress, console, interval_s):
+            yield progress
     finally:
         console.file = former
 

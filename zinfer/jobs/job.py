@@ -141,9 +141,7 @@ class _Job:
         meter.num_finished = meter.num_skipped = meter.num_rows - states.count(RowState.MISSING)
         if mode.chooses_batch_size and not out.is_begun:
             self._choose_batch_size()
-        responses = OpenAIResponses(
-            datetime.fromisoformat(self._manifest.began), self._manifest.model_name, self._tokenizer
-        )
+        responses = OpenAIResponses(self._manifest.began, self._manifest.model_name, self._tokenizer)
         cutter = BatchCutter(self._reader, states, mode.batch_size)
         with closing(RowWriter(out, meter.add_finished)) as writer, closing(ahead(cutter)) as batches:
             records = Records(responses, writer.put, states)
@@ -179,7 +177,7 @@ class _Job:
                 "zinfer": __version__,
                 **{name: version(name) for name in ("torch", "transformers")},
             },
-            began=datetime.now().astimezone().isoformat(),
+            began=datetime.now().astimezone(),
             model_name=Path(request.model).name or checkpoint.folder.name,
             weights=self._weights.files,
         )
@@ -208,7 +206,7 @@ class _Job:
             states, torn_bytes = out.resume(self._index)
             if torn_bytes:
                 self._meter.note(f"{out.path}: dropped a torn last line of {torn_bytes} bytes")
-        self._encoder.now = datetime.fromisoformat(self._manifest.began)
+        self._encoder.now = self._manifest.began
         return states
 
     def _choose_batch_size(self) -> None:

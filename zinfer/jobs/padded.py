@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import JobError, PlanError
@@ -120,47 +120,36 @@ class PaddedSequence:
 
 
 class SequenceSampler(LogitsProcessor):  # type: ignore[misc]
-    """Forces each sequence's next token. Give it to a greedy `generate` as the only processor; it serves one call."""
+    """Samples each sequence's next token and makes `generate` take it: as the only processor of one greedy call.
 
-    def __init__(self, sequences: Sequence[PaddedSequence], sampler: Sampler) -> None:
-        self._sequences = sequences
-        self._sampler = sampler
+    on_step: called in each step with the number of sequences that get a token; it may raise to end the job.
+    """
+
+    def __init__(self, sequences: Sequence[PaddedSequence], sampler: Sampler, on_step: Callable[[int], None]) -> None:
+        self._sequences, self._sampler, self._on_step = sequences, sampler, on_step
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """scores: [sequences, vocabulary]. Logits that are not finite end their own sequence with an error."""
-        running = [i for i, sequence in enumerate(self._sequences) if sequence.finish_reason is None]
-        sampled = self._sampler.sample(scores[running], [self._sequences[i].row() for i in running])
+        places = [place for place, each in enumerate(self._sequences) if each.finish_reason is None]
+        running = [self._sequences[place] for place in places]
+        sampled = self._sampler.sample(scores[places], [sequence.row() for sequence in running])
         for i in sampled.broken:
-            self._sequences[running[i]].finish_reason = "error"
-        for i, logprobs in zip(running, sampled.logprobs, strict=True):
+            running[i].finish_reason = "error"
+        for sequence, token_id, logprobs in zip(running, sampled.token_ids, sampled.logprobs, strict=True):
             if logprobs is not None:
-                self._sequences[i].logprobs.append(logprobs)
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, 0] = 0  # of sequences that have ended
-        forced[running, 0] = -torch.inf
-        forced[running, [max(token_id, 0) for token_id in sampled.token_ids]] = 0
-        return forced
-
-
-class SequenceStops(StoppingCriteria):  # type: ignore[misc]
-    """Follows a batch token by token. One instance serves one call of `generate`.
-
-    on_step: called after each step with the number of sequences still running; it may raise to end the job.
-    """
-
-    def __init__(self, sequences: Sequence[PaddedSequence], on_step: Callable[[int], None]) -> None:
-        self._sequences = sequences
-        self._on_step = on_step
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """input_ids: [sequences, tokens so far]. Returns [sequences], True where the sequence has ended."""
-        running = 0
-        for sequence, token_id in zip(self._sequences, input_ids[:, -1].tolist(), strict=True):
+                sequence.logprobs.append(logprobs)
             if sequence.finish_reason is None:
-                running += 1
                 sequence.token_ids.append(token_id)
                 sequence.finish_reason = sequence.stop_criteria.reason(sequence.token_ids)
-        self._on_step(running)
+        self._on_step(len(running) - len(sampled.broken))
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, 0] = 0  # of sequences that have ended
+        forced[places, 0] = -torch.inf
+        forced[places, [max(token_id, 0) for token_id in sampled.token_ids]] = 0
+        return forced
+
+    def ended(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Tell `generate`, [sequences], which have ended."""
         done = [sequence.finish_reason is not None for sequence in self._sequences]
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
@@ -177,7 +166,7 @@ def batch_shape(prompts: Sequence[Prompt]) -> dict[str, int]:
 def complete(
     engine: InferenceEngine, prompts: Sequence[Prompt], tokenizer: Any, on_step: Callable[[int], None]
 ) -> list[tuple[Completion, ...]]:
-    """The completions of a batch, in the prompts' order. `on_step` is `SequenceStops`' own.
+    """The completions of a batch, in the prompts' order. `on_step` is `SequenceSampler`'s own.
 
     Sequences whose logits are not finite are computed once more, without the others, to find the layer at fault.
     """
@@ -206,11 +195,12 @@ def _generate(
     vocab_size = engine.module.config.get_text_config().vocab_size
     side = "right" if is_encoder_decoder(engine.module) else "left"
     input_ids, attention_mask = padded([sequence.prompt.token_ids for sequence in sequences], pad_token_id, side)
+    sampler = SequenceSampler(sequences, Sampler(vocab_size, engine.device), on_step)
     engine.generate_unchecked(
         input_ids=input_ids.to(engine.device),
         attention_mask=attention_mask.to(engine.device),
-        logits_processor=LogitsProcessorList([SequenceSampler(sequences, Sampler(vocab_size, engine.device))]),
-        stopping_criteria=StoppingCriteriaList([SequenceStops(sequences, on_step)]),
+        logits_processor=LogitsProcessorList([sampler]),
+        stopping_criteria=StoppingCriteriaList([sampler.ended]),
         max_new_tokens=max(sequence.prompt.max_new_tokens for sequence in sequences),
         eos_token_id=[vocab_size],  # which never comes: each sequence ends by its own tokens
         pad_token_id=pad_token_id,
