@@ -20,7 +20,7 @@ HEARTBEAT_S: Final = 10.0
 
 
 class LastingStream:
-    """A text stream that drops what cannot be shown, because its reader, terminal or disk is gone: the work goes on.
+    """A text stream that drops what cannot be shown, because its reader, terminal or disk is gone: the work continues.
 
     Attributes:
         failure: the last one; None: all was taken so far.

@@ -42,7 +42,7 @@ def explained(kept: Callable[[], str] | None = None) -> Iterator[None]:
     """Turns what ends a command early into a message on stderr and an exit code.
 
     Args:
-        kept: asked, once all is closed, what is there for the same command to go on from; None: the command's answer
+        kept: says, once all is closed, what the same command can resume from; None: the command's answer
             goes to stdout, and is an error where that cannot take it, unless its reader has read enough.
     """
     try:

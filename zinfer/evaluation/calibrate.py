@@ -1,7 +1,7 @@
 """Runs a model in full precision over prompts and measures what its linear layers multiply with.
 
 What it finds decides which columns of a weight have to come out the most exact (`zinfer.kernels.scaling`). The model
-streams as it does in any job; positions behind a shorter prompt are not counted.
+streams as it does in any job; padding after a shorter prompt is not counted.
 """
 
 import inspect

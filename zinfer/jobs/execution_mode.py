@@ -106,7 +106,7 @@ class ExecutionMode:
 
         Args:
             prompts: of the first batch; padded ones of that size are planned for.
-            sizes: of the completer that began the job, if this one goes on.
+            sizes: of the completer that began the job, if this run resumes it.
         """
         if self.completer is None:
             meter = self._meter

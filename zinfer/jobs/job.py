@@ -1,7 +1,7 @@
 """The batch job: prompts in a JSONL file, completions in another, crash-safe and resumable, rows byte-identical.
 
 A row's bytes depend on the model, the input, the machine, and the settings and sizes in the manifest; never on when the
-job was ended or how often, nor on the memory budgets of a run that goes on.
+job was ended or how often, nor on the memory budgets of a run that resumes it.
 """
 
 import platform
@@ -58,18 +58,18 @@ def run_job(
     pooling: str = "mean",
     console: Console | None = None,
 ) -> JobSummary:
-    """Completes every row of `input` into `output`, going on where an earlier run of the same job stopped.
+    """Complete every row of `input` into `output`, from where an earlier run of the same job stopped.
 
     Args:
         model: a checkpoint folder with its tokenizer.
         input: JSONL with `prompt`, `messages` or `prompt_token_ids` in each row, and optionally `id` and what
             `zinfer.SamplingParams` takes. Rows are greedy unless they give a temperature. Rows with a `custom_id` are
             those of an OpenAI batch, with a temperature of 1 unless they give one.
-        output: JSONL, appended to: rows as they finish, each in its input's form. Its manifest lies beside it as
+        output: JSONL, appended to: rows as they finish, each in its input's form. Its manifest is beside it,
             `<output>.manifest.json`.
         config: DeepSpeed-style configuration, a dict or the path of a JSON file.
         device: "auto", "cuda" or "cpu".
-        max_new_tokens: for rows that do not say themselves; None: 128, or what the model's context leaves.
+        max_new_tokens: default for rows that do not set it; None: 128, or what the model's context leaves.
         batch_size: rows that share passes; when all of them are complete the next ones begin. Part of what decides
             the rows' bytes, and the most that is computed again after a crash. By default 4,096 or
             fewer, for ten minutes at most, or 32 where a family of models has to be padded.
@@ -83,7 +83,7 @@ def run_job(
 
     Raises:
         UnusableInput, ConfigError, CheckpointError, PlanError: no prompt was computed.
-        JobError: the job stopped in the middle; the rows in the output are whole, and the same call goes on.
+        JobError: the job stopped in the middle; the rows in the output are whole, and the same call resumes it.
     """
     request = JobRequest(
         model=model,

@@ -1,6 +1,6 @@
 """What an output belongs to: the model, the input and every setting that changes results, in a file beside the output.
 
-Memory budgets are no part of it: a job may go on with other ones. Sizes of passes are, but those that were chosen and
+Memory budgets are no part of it: a job may be resumed with others. Sizes of passes are, but those that were chosen and
 not stated are taken over and not compared.
 """
 

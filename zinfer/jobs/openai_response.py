@@ -19,7 +19,7 @@ class OpenAIResponses:
     """Makes the rows of one job.
 
     Args:
-        began: when the job did, which is ``created`` in every row, so that a job that goes on writes the same bytes.
+        began: when the job did, which is ``created`` in every row, so that a resumed job writes the same bytes.
         model_name: of rows that name no model.
         tokenizer: used by the calling thread alone.
     """
@@ -106,7 +106,7 @@ class OpenAIResponses:
         return found
 
     def _text(self, token_id: int) -> str:
-        """A token as it reads behind another, since some tokenizers drop the blank that a first one begins with."""
+        """A token's text after another token, since some tokenizers drop the leading space of the first."""
         if token_id not in self._texts:
             alone, twice = self._decode([token_id]), self._decode([token_id, token_id])
             self._texts[token_id] = twice[len(alone) :] if twice.startswith(alone) else alone

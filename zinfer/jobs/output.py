@@ -207,7 +207,7 @@ class RowWriter:
 
     def __init__(self, out: OutputFile, on_written: Callable[[int], None]) -> None:
         self._out, self._on_written = out, on_written
-        # Whoever puts rows may be interrupted at any line, which this queue bears.
+        # `put` may be interrupted by a signal at any line, which a SimpleQueue survives.
         self._rows: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._write, name="zinfer-rows", daemon=True)

@@ -47,7 +47,7 @@ class PromptReader:
     """Turns the rows of one input into prompts.
 
     Args:
-        max_new_tokens: of rows that do not say.
+        max_new_tokens: default for rows that do not set it.
         generates: whether anything comes after prompts.
     """
 

@@ -96,7 +96,7 @@ class Records:
 def completed_record(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
     """A completed row in the job's own form.
 
-    Several completions (``n``) lie side by side under ``outputs``, one alone in the row itself.
+    Several completions (``n``) are a list under ``outputs``; a single one is in the row itself.
     """
     sizes = {
         "num_prompt_tokens": len(prompt.token_ids),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -31,7 +31,7 @@ def read_token_rows(
         tokenizer: folder of the checkpoint that has it.
         model: whose positions and vocabulary they have to fit.
         most_tokens: of a sequence, beside the model's positions.
-        num_new_tokens: that are to fit behind each row.
+        num_new_tokens: that must fit after each row.
 
     Raises:
         ConfigError: a row is no prompt, or does not fit; names its line. Or the model is no decoder that generates.
@@ -50,25 +50,18 @@ def read_token_rows(
     return found
 
 
-class Sample(NamedTuple):
-    """What a sample of an input says.
-
-    job: of the whole file, without rows that get an error in place of an answer.
-    num_rows: that were looked at.
-    num_unusable: of these, that get an error.
-    """
-
-    job: Job
-    num_rows: int
-    num_unusable: int
-
-
-def sample_lengths(input: Path, folder: Path, vocab_size: int, max_new_tokens: int, limits: LengthLimits) -> Sample:
+def sample_lengths(
+    input: Path, folder: Path, vocab_size: int, max_new_tokens: int, limits: LengthLimits
+) -> tuple[Job, int, int]:
     """Return the job of an input file, by a sample of its rows spread over the whole file.
 
     Args:
         folder: of the checkpoint, with its tokenizer.
-        max_new_tokens: for rows that do not say themselves.
+        max_new_tokens: default for rows that do not set it.
+
+    Returns:
+        The job of the whole file, without rows that get an error in place of an answer; how many rows were looked at;
+        and how many of these get an error.
 
     Raises:
         UnusableInput: no rows, or no tokenizer.
@@ -83,7 +76,7 @@ def sample_lengths(input: Path, folder: Path, vocab_size: int, max_new_tokens: i
         raise ConfigError(f"{input}: none of {len(sampled):,} rows that were looked at can be used: {why}")
     num_sequences = round(num_rows * len(prompts) / len(sampled))
     job = Job(num_sequences, [len(each.token_ids) for each in prompts], [each.max_new_tokens for each in prompts])
-    return Sample(job, len(sampled), len(sampled) - len(usable))
+    return job, len(sampled), len(sampled) - len(usable)
 
 
 def _read(
@@ -104,7 +97,7 @@ def padded(
     """Ids and mask [rows, longest].
 
     Padding on the right changes none of a decoder's logits, and positions that are counted from the left stay as they
-    are; on the left, `generate` continues behind the last column.
+    are; on the left, `generate` continues after the last column.
     """
     options: dict[str, Any] = {"batch_first": True, "padding_side": side}
     ids = pad_sequence([torch.tensor(row) for row in rows], padding_value=pad_token_id, **options)

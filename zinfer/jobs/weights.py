@@ -4,7 +4,7 @@ Weights that live on the device or in host memory are hashed when they are loade
 first stream: before a pass has ended, and so before it has given a row. What of a file no pass reads (towers for
 pictures, buffers, an original whose quantized copy streams) is read by a thread of its own from the first row on.
 Tensors that the index leaves out are in no checksum. Until a file's checksum is known the manifest has none, and rows
-belong to the file of that size and time of writing: a job that is killed before can only go on with the very same file.
+belong to the file of that size and time of writing: a job that is killed before can only be resumed with the very same file.
 """
 
 import errno
@@ -89,28 +89,28 @@ class Weights:
                 f"{human_bytes(num_bytes)} to see whether they hold the same"
             )
         for file, then in others.items():
-            try:
-                self._compare(file, then)
-            except OSError as error:
-                raise unreadable(file, error) from error
+            self._compare(file, then)
 
     def _compare(self, file: Path, then: WeightsFile) -> None:
         name, identity = self._names[file], self._identities[file]
-        remedy = "restore the file, give another --output, or --restart to discard the job's rows"
         if then.xxh3_128 is None:
             former = replace(identity, num_bytes=then.size_bytes, mtime_ns=then.mtime_ns)
-            raise UnusableInput(
-                f"model {file} was written to since this job began ({former.difference(identity)}), and the job was "
-                f"ended before it knew the file's checksum; {remedy}"
-            )
-        self._read_missing(file)
-        checksum = self._checksums.of_file(file)
-        if checksum != then.xxh3_128:
-            raise UnusableInput(
-                f"model {file} holds other weights than when this job began (xxh3_128 {then.xxh3_128} in the manifest, "
-                f"{checksum} now); {remedy}"
-            )
-        self._known[name] = replace(self._known[name], xxh3_128=checksum)
+            what = f"was written to since this job began ({former.difference(identity)}), and the job was ended before "
+            what += "it knew the file's checksum"
+        else:
+            try:
+                self._read_missing(file)
+            except OSError as error:
+                raise unreadable(file, error) from error
+            checksum = self._checksums.of_file(file)
+            if checksum == then.xxh3_128:
+                self._known[name] = replace(self._known[name], xxh3_128=checksum)
+                return
+            sums = f"xxh3_128 {then.xxh3_128} in the manifest, {checksum} now"
+            what = f"holds other weights than when this job began ({sums})"
+        raise UnusableInput(
+            f"model {file} {what}; restore the file, give another --output, or --restart to discard the job's rows"
+        )
 
     def check_unchanged(self) -> None:
         """Raises JobError if a file is another than when the job looked at its header."""

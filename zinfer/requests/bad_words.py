@@ -7,7 +7,7 @@ from zinfer.errors import ConfigError
 
 
 def find_bad_word_ids(tokenizer: Any, words: Sequence[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Each word's tokens; also those behind a space, as in vLLM where they are as many and begin with another token.
+    """Each word's tokens; also those after a space, as in vLLM, where they are as many and begin with another token.
 
     Raises:
         ConfigError: there is no tokenizer, or a word has no tokens that the model knows.

@@ -87,35 +87,32 @@ class ChatTemplates:
         if self._is_closed:
             raise RuntimeError("chats are rendered no longer: what they were for was closed")
         if self._process is None:
-            process = _start(self._most_cpu_s)
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(_SCRIPT), str(self._most_cpu_s)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C is for the caller, who ends this one
+                env={**os.environ, **_QUIET},
+            )
             self._process, self._end = process, weakref.finalize(self, _end, process)
+            try:
+                assert process.stdout is not None
+                is_ready = process.stdout.readline() == "ready\n"
+            except BaseException:
+                self._stop()
+                raise
+            if not is_ready:
+                self._stop()
+                raise JobError(
+                    f"the process that renders chat templates did not start (exit code {process.returncode})"
+                )
         return self._process
 
     def _stop(self) -> None:
         self._process = None
         if self._end is not None:
             self._end()
-
-
-def _start(most_cpu_s: int) -> "subprocess.Popen[str]":
-    process = subprocess.Popen(
-        [sys.executable, "-P", str(_SCRIPT), str(most_cpu_s)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,  # Ctrl-C is for the caller, who ends this one
-        env={**os.environ, **_QUIET},
-    )
-    try:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-    except BaseException:
-        _end(process)
-        raise
-    if ready != "ready\n":
-        _end(process)
-        raise JobError(f"the process that renders chat templates did not start (exit code {process.returncode})")
-    return process
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

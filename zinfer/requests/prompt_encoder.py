@@ -195,7 +195,7 @@ def is_chat(prompt: PromptLike) -> bool:
 
 
 def as_list(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
-    """The prompts one by one; messages with roles, one behind the other, are one chat."""
+    """The prompts one by one; a list of messages with roles is one chat."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     several = list(prompts)  # a generator can be walked once only

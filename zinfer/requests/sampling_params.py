@@ -59,7 +59,7 @@ class SamplingParams:
     temperature: 0 is greedy. top_k (0 and -1: off), top_p (1: off), min_p (0: off): filters of what is drawn from.
     repetition_penalty: of tokens in prompt and output (1: off); presence_penalty, frequency_penalty: of the output's.
     logit_bias: what is added to a token's logit, by token id. allowed_token_ids: no others come; None: all may.
-    bad_words: texts that the output may not have: the last token of one does not come behind those before it.
+    bad_words: texts that the output may not have: the last token of one never follows those before it.
     stop: texts; stop_token_ids: tokens besides the model's end tokens. ignore_eos: those do not end the row.
     include_stop_str_in_output: the text keeps what ended it. skip_special_tokens: the text is without special tokens.
     n: how many outputs the row has. logprobs: how many alternatives are told beside each chosen token; 0: the

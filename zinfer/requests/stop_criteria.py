@@ -50,7 +50,7 @@ class StopCriteria:
         self._window = max((len(text.encode()) for text in params.stop), default=0) + _SPARE_TOKENS
 
     def reason(self, token_ids: Sequence[int]) -> str | None:
-        """Why the text ends with the last of these tokens: "stop" or "length"; None: it goes on."""
+        """Why the text ends with the last of these tokens: "stop" or "length"; None: it continues."""
         if token_ids[-1] in self.last_ids or (self._stop and self._has_stop(token_ids)):
             return "stop"
         return "length" if len(token_ids) >= self._most_tokens else None
@@ -63,7 +63,7 @@ class StopCriteria:
         return None if first is None else first[1]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text: cut before the token or stop string that ended it, or behind it."""
+        """The text: cut before the token or stop string that ended it, or after it."""
         ends = bool(token_ids) and token_ids[-1] in self.last_ids
         text = self._decode(token_ids[:-1] if ends else token_ids)
         if (first := self._first_stop(text, token_ids)) is not None:
