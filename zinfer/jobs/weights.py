@@ -4,7 +4,7 @@ Weights that live on the device or in host memory are hashed when they are loade
 first stream: before a pass has ended, and so before it has given a row. What of a file no pass reads (towers for
 pictures, buffers, an original whose quantized copy streams) is read by a thread of its own from the first row on.
 Tensors that the index leaves out are in no checksum. Until a file's checksum is known the manifest has none, and rows
-belong to the file of that size and time of writing: a job that is killed before can only be resumed with that very file.
+belong to the file of that size and time of writing: a job killed before that can only be resumed with that very file.
 """
 
 import errno
