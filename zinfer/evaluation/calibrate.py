@@ -6,7 +6,7 @@ streams as it does in any job; padding after a shorter prompt is not counted.
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from zinfer.config import Settings
 from zinfer.config.settings import Batch
 from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import ConfigError
-from zinfer.jobs.token_rows import padded, read_token_rows
+from zinfer.jobs.token_rows import by_length, padded, read_token_rows
 from zinfer.model.build import build_meta_model
 from zinfer.model.quantized_forms import find_form
 from zinfer.quantization.slab_matrix import SlabMatrix
@@ -46,7 +46,7 @@ def measure_squares(model: Path, prompts: Path, settings: Settings) -> dict[str,
         CheckpointError: as `zinfer.init_inference`.
     """
     tree = build_meta_model(Checkpoint.open(model), settings.dtype)
-    batches = list(_batches(read_token_rows(prompts, model, tree, settings.max_out_tokens)))
+    batches = by_length(read_token_rows(prompts, model, tree, settings.max_out_tokens), len, _MOST_TOKENS)
     if not batches:
         raise ConfigError(f"{prompts}: no prompts to calibrate with")
     shape = Batch(max(map(len, batches)), max(len(row) for batch in batches for row in batch), 1)
@@ -64,18 +64,6 @@ def measure_squares(model: Path, prompts: Path, settings: Settings) -> dict[str,
         return seen.means()
     finally:
         engine.destroy()
-
-
-def _batches(rows: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """Rows of like length together, with padding no more than so many tokens, or one row."""
-    batch: list[tuple[int, ...]] = []
-    for row in sorted(rows, key=len):
-        if batch and (len(batch) + 1) * len(row) > _MOST_TOKENS:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
 
 
 def _layers(model: nn.Module, settings: Settings) -> dict[str, nn.Module]:

@@ -1,6 +1,5 @@
 """Encodes the rows of a batch sorted by length, so that little is padded and few passes stream the weights."""
 
-import math
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,12 +13,13 @@ from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.records import Encoding
 from zinfer.jobs.request import Pooling, Task
-from zinfer.jobs.token_rows import padded
+from zinfer.jobs.token_rows import by_length, padded
 from zinfer.model.build import find_dtype
 from zinfer.model.context_length import is_encoder_decoder
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.memory import Footprint, find_encoding_footprint
+from zinfer.requests.completion import not_finite
 
 TOKENS_PER_PASS: Final = 16384
 _NOT_FINITE: Final = "the model's outputs are not finite numbers; its weights may be damaged, or its dtype too narrow"
@@ -44,30 +44,40 @@ class EncodingCompleter(Completer):
 
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
         """How many passes; what one takes is not known."""
-        num_passes = len(parts_by_length(prompts, self._tokens_per_pass))
+        num_passes = len(self._parts(prompts))
         return Forecast(f"{num_passes} passes for {len(prompts)} rows", num_passes=num_passes)
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
     ) -> Generator[tuple[Prompt, Encoding], None, None]:
         """As `Completer.complete`."""
-        for part in parts_by_length(prompts, self._tokens_per_pass):
+        for part in self._parts(prompts):
             if any(id(prompt) in wanted for prompt in part):
                 encodings = self._encode(part)
                 num_tokens = self._load.num_tokens + sum(len(prompt.token_ids) for prompt in part)
                 self._load = Load(self._load.num_passes + 1, num_tokens, num_tokens)
                 yield from zip(part, encodings, strict=True)
 
+    def _parts(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+        return by_length(prompts, lambda prompt: len(prompt.token_ids), self._tokens_per_pass)
+
     def _encode(self, prompts: Sequence[Prompt]) -> list[Encoding]:
         """Rows whose numbers broke are computed once more, without the others, to learn which layer broke each."""
-        found = self._read(self._compute(prompts))
-        broken = [place for place, each in enumerate(found) if each.error is not None]
+        numbers = self._compute(prompts)
+        broken = (~numbers.isfinite().all(dim=1)).nonzero().flatten().tolist()
+        names: dict[int, str | None] = {}
         if broken:
             again = [prompts[place] for place in broken]
-            names = self._engine.find_broken(lambda: self._compute(again), len(again))
-            for place, name in zip(broken, names, strict=True):
-                found[place] = found[place].broken_by(name)
-        return found
+            found = self._engine.find_broken(lambda: self._compute(again), len(again))
+            names = dict(zip(broken, found, strict=True))
+        if self._labels:
+            fields = labelled(numbers, self._engine.module.config)
+        else:
+            fields = [{"embedding": vector} for vector in numbers.tolist()]
+        return [
+            Encoding(error=not_finite(names[place], _NOT_FINITE)) if place in names else Encoding(each)
+            for place, each in enumerate(fields)
+        ]
 
     def _compute(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """[prompts, numbers of each]."""
@@ -83,11 +93,6 @@ class EncodingCompleter(Completer):
 
         found: torch.Tensor = self._engine.call(work)
         return found
-
-    def _read(self, numbers: torch.Tensor) -> list[Encoding]:
-        if self._labels:
-            return labelled(numbers, self._engine.module.config)
-        return [_checked({"embedding": vector}, vector) for vector in numbers.tolist()]
 
 
 def reserve_of(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int, *, on_cuda: bool) -> FindReserve:
@@ -105,16 +110,6 @@ def reserve_of(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int,
     return find_reserve
 
 
-def parts_by_length(prompts: Sequence[Prompt], tokens_per_pass: int) -> list[list[Prompt]]:
-    """The prompts, shortest first, cut where a pass would have more tokens, padding included."""
-    parts: list[list[Prompt]] = []
-    for prompt in sorted(prompts, key=lambda prompt: len(prompt.token_ids)):
-        if not parts or (len(parts[-1]) + 1) * len(prompt.token_ids) > tokens_per_pass:
-            parts.append([])
-        parts[-1].append(prompt)
-    return parts
-
-
 def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], pooling: Pooling) -> torch.Tensor:
     """A vector of length 1 for each row of ``input_ids`` [rows, tokens], padded on the right; [rows, width].
 
@@ -130,7 +125,7 @@ def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], pooli
     return nn.functional.normalize(pooled_RW, dim=-1)
 
 
-def labelled(logits_RL: torch.Tensor, config: PreTrainedConfig) -> list[Encoding]:
+def labelled(logits_RL: torch.Tensor, config: PreTrainedConfig) -> list[dict[str, Any]]:
     """The likeliest label of each row of the head's logits [rows, labels], and the scores of all labels by their names
     in config.json.
 
@@ -142,12 +137,7 @@ def labelled(logits_RL: torch.Tensor, config: PreTrainedConfig) -> list[Encoding
     else:
         scores_RL = logits_RL if logits_RL.shape[-1] == 1 else logits_RL.softmax(dim=-1)
     names = [config.id2label[number] for number in range(logits_RL.shape[-1])]
-    rows = zip(scores_RL.tolist(), logits_RL.tolist(), strict=True)
     return [
-        _checked({"label": names[scores.index(max(scores))], "scores": dict(zip(names, scores, strict=True))}, raw)
-        for scores, raw in rows
+        {"label": names[scores.index(max(scores))], "scores": dict(zip(names, scores, strict=True))}
+        for scores in scores_RL.tolist()
     ]
-
-
-def _checked(fields: Mapping[str, Any], numbers: Sequence[float]) -> Encoding:
-    return Encoding(fields) if all(math.isfinite(each) for each in numbers) else Encoding(error=_NOT_FINITE)

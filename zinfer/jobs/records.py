@@ -7,13 +7,13 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from zinfer.jobs.openai_response import OpenAIResponses, error_response, read_response
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.rows import BadRow, RowId, RowState
-from zinfer.requests.completion import Completion, not_finite
+from zinfer.requests.completion import Completion
 from zinfer.requests.logprobs import Logprobs
 
 _RESULTS: Final = ("token_ids", "outputs", "embedding", "scores")
@@ -34,10 +34,6 @@ class Encoding:
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
-
-    def broken_by(self, name: str | None) -> "Encoding":
-        """The same, which has an error, with what gave the first of the numbers that are none, if that was seen."""
-        return replace(self, error=not_finite(name, str(self.error)))
 
 
 class Records:

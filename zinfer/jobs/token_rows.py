@@ -1,9 +1,9 @@
 """The prompts of a JSONL as rows of token ids: to measure a model on them, or to plan a job; and their padding."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -20,6 +20,7 @@ from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.prompt_encoder import PromptEncoder, find_tokenizer
 
 _NUM_SAMPLED: Final = 1000
+_T = TypeVar("_T")
 
 
 def read_token_rows(
@@ -89,6 +90,16 @@ def _read(
     num_rows = reader.index.num_rows
     step = max(1, num_rows // most) if most else 1
     return map(reader.read, islice(read_lines(input), 0, None, step)), num_rows
+
+
+def by_length(rows: Iterable[_T], length: Callable[[_T], int], most_tokens: int) -> list[list[_T]]:
+    """The rows, shortest first, in parts of no more tokens than that, padding included, or of one row."""
+    parts: list[list[_T]] = []
+    for row in sorted(rows, key=length):
+        if not parts or (len(parts[-1]) + 1) * length(row) > most_tokens:
+            parts.append([])
+        parts[-1].append(row)
+    return parts
 
 
 def padded(
