@@ -1,6 +1,7 @@
 """How the rows of a job are computed: by continuous batching where the family of models allows it, else padded; or
 encoded."""
 
+import json
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -27,8 +28,9 @@ from zinfer.jobs.weights import Weights
 from zinfer.model.batching_support import check_family
 from zinfer.model.spec import ModelSpec, is_generating_decoder
 from zinfer.planning.job_plan import ROWS_TOGETHER
-from zinfer.probe.limits import choose_device, find_limits
+from zinfer.probe.limits import find_limits
 from zinfer.requests.length_limits import LengthLimits
+from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
 from zinfer.units import duration
 
 _PADDED_ROWS: Final = 32
@@ -48,6 +50,7 @@ class ExecutionMode:
         ConfigError: the model has not what the task needs.
 
     Attributes:
+        device: "cuda" or "cpu".
         batch_size: rows that share passes.
         chooses_batch_size: whether a new job is to take as many as suit it.
         completer: None before the first batch.
@@ -66,7 +69,9 @@ class ExecutionMode:
     ) -> None:
         _check_task(model, request.task)
         self._request, self._settings = request, settings
-        self._config, self._tokenizer, self._limits = model.config, tokenizer, limits
+        self._config, self._dtype, self._tokenizer, self._limits = model.config, model.dtype, tokenizer, limits
+        automatic = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = automatic if settings.device == "auto" else settings.device
         self._weights, self._meter = weights, meter
         self._encodes = request.task is not Task.GENERATE
         states_room = settings.batch != BatchSettings() or settings.memory.max_device_memory is not None
@@ -91,14 +96,24 @@ class ExecutionMode:
             self.batch_size = former
 
     def settings(self) -> dict[str, str | int]:
-        """The settings of passes on which rows' bytes depend."""
-        found: dict[str, str | int] = {"batch_size": self.batch_size}
+        """The settings on which rows' bytes depend."""
+        request, settings = self._request, self._settings
+        found: dict[str, str | int] = {
+            "max_new_tokens": request.max_new_tokens or f"{DEFAULT_NEW_TOKENS}, or what fits",
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "device": self.device,
+            "max_out_tokens": settings.max_out_tokens or "the model's",
+            "min_out_tokens": settings.min_out_tokens,
+            "batch_size": self.batch_size,
+        }
+        if settings.quantization is not None:
+            found["quantization"] = json.dumps(settings.quantization.as_document())
         if self._encodes:
-            found |= {"task": self._request.task, "tokens_per_pass": self._tokens_per_pass}
-            return found | ({"pooling": str(self._request.pooling)} if self._request.task is Task.EMBED else {})
+            found |= {"task": request.task, "tokens_per_pass": self._tokens_per_pass}
+            return found | ({"pooling": str(request.pooling)} if request.task is Task.EMBED else {})
         if self._is_padded:
             return found | {"batching": "padded"}
-        stated = {name: value for name, value in asdict(self._settings.batching).items() if value is not None}
+        stated = {name: value for name, value in asdict(settings.batching).items() if value is not None}
         return found | {"batching": "continuous"} | stated
 
     def load(self, prompts: Sequence[Prompt], sizes: Mapping[str, int]) -> Completer:
@@ -114,8 +129,7 @@ class ExecutionMode:
             with _stopping("loading the model", say_kept(self._request.output)), said_before():
                 completer = self.completer = self._open(prompts, sizes)
                 self._weights.check_unchanged()
-                device = choose_device(self._settings).type
-                meter.note(f"weights: {weights_line(completer.stats(), device)}")
+                meter.note(f"weights: {weights_line(completer.stats(), self.device)}")
                 forecast = completer.forecast(prompts)
             meter.note(f"predicted: {forecast.text}")
             meter.expect(forecast, len(prompts))

@@ -25,7 +25,7 @@ from zinfer.display import shown
 from zinfer.errors import JobError
 from zinfer.jobs.execution_mode import ExecutionMode
 from zinfer.jobs.index import scan_input
-from zinfer.jobs.manifest import Manifest, result_settings
+from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, RowWriter
 from zinfer.jobs.progress import Meter
@@ -123,7 +123,6 @@ class _Job:
         # Rows are encoded by another thread, which must not share its tokenizer.
         self._tokenizer = deepcopy(tokenizer)
         self._mode = ExecutionMode(request, settings, model, self._tokenizer, limits, self._weights, meter)
-        self._settings = result_settings(request, settings, model.dtype)
         self._index = scan_input(request.input, may_be_empty=True)
         self._reader = PromptReader(self._encoder, self._index, request.max_new_tokens, generates=generates)
         rows = map(self._reader.read, read_lines(request.input))
@@ -171,7 +170,7 @@ class _Job:
                 "chat_template": self._encoder.template_hash,
             },
             input={"sha256": self._index.sha256, "size_bytes": self._index.size_bytes},
-            settings={**self._settings, **self._mode.settings()},
+            settings=self._mode.settings(),
             versions={
                 "python": platform.python_version(),
                 "zinfer": __version__,
@@ -258,7 +257,7 @@ class _Job:
             notes=tuple(meter.notes),
             output=str(self._request.output),
             failures=dict(records.failures.most_common()),
-            device=str(self._settings["device"]),
+            device=self._mode.device,
             predicted_tokens_per_s=meter.predicted_tokens_per_s,
         )
 

@@ -4,23 +4,18 @@ Memory budgets are no part of it: a job may be resumed with others. Sizes of pas
 not stated are taken over and not compared.
 """
 
-import json
 from dataclasses import field
 from datetime import datetime
 from pathlib import Path
 from typing import Final, Literal
 
-import torch
 from pydantic import ConfigDict, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from zinfer.config import Settings
 from zinfer.errors import JobError
-from zinfer.jobs.request import JobRequest
 from zinfer.jobs.weights import WeightsFile
 from zinfer.nvme.whole_file import place_file
 from zinfer.requests.field_errors import field_error
-from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
 
 KIND: Final = "zinfer batch job"
 VERSION: Final = 2
@@ -98,20 +93,3 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
             f"manifest {path} cannot be written: {error.strerror} (errno {error.errno}); "
             "make room or give an --output elsewhere"
         ) from error
-
-
-def result_settings(request: JobRequest, settings: Settings, dtype: torch.dtype) -> dict[str, str | int]:
-    """The settings on which the rows' bytes depend."""
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict[str, str | int] = {
-        "max_new_tokens": request.max_new_tokens or f"{DEFAULT_NEW_TOKENS}, or what fits",
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device,
-        "max_out_tokens": settings.max_out_tokens or "the model's",
-        "min_out_tokens": settings.min_out_tokens,
-    }
-    if settings.quantization is not None:
-        found["quantization"] = json.dumps(settings.quantization.as_document())
-    return found
