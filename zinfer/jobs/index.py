@@ -4,7 +4,6 @@ Ids are kept as 64-bit hashes and lines as 32-bit checksums, so that ten million
 """
 
 import hashlib
-import os
 import stat
 import zlib
 from array import array
@@ -27,7 +26,6 @@ _MAX_DUPLICATES_NAMED = 5
 class RowIndex:
     """What the first reading of an input found. A row's ordinal counts rows (lines that are not blank) from 0.
 
-    modified_ns: when the file was last written to.
     keys: [num_rows] hashes of the ids, by ordinal.
     sums: [num_rows] checksums of the lines, by ordinal.
     order: [num_rows] the ordinals sorted by key.
@@ -37,7 +35,6 @@ class RowIndex:
     path: Path
     sha256: str
     size_bytes: int
-    modified_ns: int
     keys: NDArray[np.uint64]
     sums: NDArray[np.uint32]
     order: NDArray[np.int64]
@@ -65,30 +62,18 @@ class RowIndex:
     def lines(self) -> Iterator[Line]:
         """Read the rows' lines again, in order, and compare each with what was scanned.
 
-        A file that was written to meanwhile is hashed again, and may be read on if it holds the same bytes.
-
         Raises:
-            JobError: the file holds something else now.
+            JobError: the file holds something else from there on.
             OSError: it cannot be read.
         """
         with self.path.open("rb") as file:
-            state, num_rows = (self.size_bytes, self.modified_ns), 0
+            num_rows = 0
             for num_rows, line in enumerate(lines_of(file), start=1):
-                if (now := _state(file)) != state:
-                    self._compare_hash(file)
-                    state = now
                 if num_rows > self.num_rows or _line_sum(line) != self.sums[num_rows - 1]:
                     raise self._changed()
                 yield line
             if num_rows < self.num_rows:
                 raise self._changed()
-
-    def _compare_hash(self, file: BufferedReader) -> None:
-        place = file.tell()
-        file.seek(0)
-        if hashlib.file_digest(file, "sha256").hexdigest() != self.sha256:
-            raise self._changed()
-        file.seek(place)
 
     def _changed(self) -> JobError:
         return JobError(
@@ -121,26 +106,19 @@ def scan_input(path: Path, *, may_be_empty: bool = False) -> RowIndex:
 def _scan(path: Path) -> RowIndex:
     digest, keys, sums = hashlib.sha256(), array("Q"), array("I")
     with path.open("rb") as file:
-        _, modified_ns = _state(file)
         for line in lines_of(_hashed(file, digest)):
             keys.append(id_key(parse_line(line).id))
             sums.append(_line_sum(line))
         size_bytes = file.tell()
     keys_N, sums_N = np.frombuffer(keys, dtype=np.uint64), np.frombuffer(sums, dtype=np.uint32)
     order_N = np.argsort(keys_N, kind="stable")
-    return RowIndex(path, digest.hexdigest(), size_bytes, modified_ns, keys_N, sums_N, order_N, {})
+    return RowIndex(path, digest.hexdigest(), size_bytes, keys_N, sums_N, order_N, {})
 
 
 def _hashed(file: BufferedReader, digest: "hashlib._Hash") -> Iterator[bytes]:
     for data in file:
         digest.update(data)
         yield data
-
-
-def _state(file: BufferedReader) -> tuple[int, int]:
-    """Size and time of the last write."""
-    found = os.fstat(file.fileno())
-    return found.st_size, found.st_mtime_ns
 
 
 def _line_sum(line: Line) -> int:
