@@ -20,9 +20,8 @@ from zinfer.jobs.summary import CAUSES, JobSummary, summary_rows
 from zinfer.nvme.whole_file import replace_file
 from zinfer.offload.stats import RunStats
 
-_MOST_MOMENTS: Final = 2000
+_MOST_MOMENTS: Final = 600
 _INTERVAL_S: Final = 0.25
-_NUM_POINTS: Final = 300
 _STYLE: Final = {"svg.fonttype": "none", "svg.hashsalt": "zinfer", "font.size": 9}
 _UNITS: Final = ((7200, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
 
@@ -104,9 +103,7 @@ def write_report(path: Path, summary: JobSummary, moments: Sequence[Moment]) -> 
     """
     picture = ""
     if len(moments) > 1:
-        step = max(1, len(moments) // _NUM_POINTS)  # so few that points can be told apart, the last among them
-        thinned = [*moments[:-1:step], moments[-1]]
-        picture = draw([moment.at_s for moment in thinned[1:]], _panels(thinned, summary))
+        picture = draw([moment.at_s for moment in moments[1:]], _panels(moments, summary))
     page = Environment(autoescape=True).from_string(_PAGE)
     sections = summary_rows(summary)
     replace_file(
