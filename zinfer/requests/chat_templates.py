@@ -30,7 +30,6 @@ class ChatTemplates:
         self._process: subprocess.Popen[str] | None = None
         self._end: weakref.finalize[..., ChatTemplates] | None = None
         self._is_closed = False
-        self._sent = ""
         self._lock = threading.Lock()
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -42,16 +41,12 @@ class ChatTemplates:
         """
         # As transformers' apply_chat_template does: templates know a key that is missing, but not null.
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        try:
+            line = json.dumps({"template": template, "messages": given, "variables": dict(variables)})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"messages: only what JSON can hold reaches a chat template: {error}") from error
         with self._lock:
-            request = {"messages": given, "variables": dict(variables)}
-            if self._process is None or self._sent != template:
-                request["template"] = template
-            try:
-                line = json.dumps(request)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise ConfigError(f"messages: only what JSON can hold reaches a chat template: {error}") from error
             answer = self._ask(line)
-            self._sent = template
         for outcome, what in (("refused", "refuses them"), ("failed", "fails on them")):
             if outcome in answer:
                 raise ConfigError(f"messages: the chat template {what}: {answer[outcome]}")
