@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs_support import CHAT_TEMPLATE, ResidentEngine, letters_model, prompt_rows, write_rows
+from jobs_support import CHAT_TEMPLATE, ResidentEngine, letters_model, padded_by, prompt_rows, write_rows
 
 from zinfer.jobs import JobSummary, run_job
 
@@ -33,9 +33,11 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (folder / "out.jsonl").read_bytes()
 
 
-def job(model: Path, prompts: Path, output: Path, **options: Any) -> JobSummary:
-    options = {"batch_size": 4, "max_new_tokens": 8, "engine_factory": ResidentEngine, "device": "cpu", **options}
-    return run_job(model, prompts, output, **options)
+def job(
+    model: Path, prompts: Path, output: Path, engine_factory: Callable[..., Any] | None = ResidentEngine, **options: Any
+) -> JobSummary:
+    with padded_by(engine_factory):
+        return run_job(model, prompts, output, **{"batch_size": 4, "max_new_tokens": 8, "device": "cpu", **options})
 
 
 def never_made(*_args: object, **_options: object) -> ResidentEngine:

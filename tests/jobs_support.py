@@ -1,10 +1,12 @@
 """What tests of batch jobs share: a tiny model, a tokenizer of single letters, an engine that streams nothing."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checkpoints import VOCAB_SIZE, tiny_checkpoint
 from tokenizers import Regex, Tokenizer
@@ -14,6 +16,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from zinfer.engine.finite_check import FiniteWatch
+from zinfer.errors import ConfigError
 from zinfer.model.layers import find_layers
 from zinfer.offload.stats import RunStats
 from zinfer.planning.step_time import PassTime, Prediction
@@ -47,7 +50,7 @@ def letters_model(folder: Path, *, chat_template: str | None = None, seed: int =
 class ResidentEngine:
     """Has an engine's names over a plain transformers model; `calls` counts batches."""
 
-    def __init__(self, model: str, config: object = None, device: str = "auto", **_shape: int) -> None:
+    def __init__(self, model: str, settings: object = None, **_options: object) -> None:
         self.module = AutoModelForCausalLM.from_pretrained(model)
         self.device = torch.device("cpu")
         self.calls = 0
@@ -73,6 +76,20 @@ class ResidentEngine:
 
     def destroy(self) -> None:
         self.is_destroyed = True
+
+
+@contextmanager
+def padded_by(engine: Callable[..., Any] | None) -> Iterator[None]:
+    """Jobs run every family in padded batches of an engine that this makes; None: they decide for themselves."""
+
+    def refuse(model: object) -> None:
+        raise ConfigError("for a test")
+
+    with pytest.MonkeyPatch.context() as patched:
+        if engine is not None:
+            patched.setattr("zinfer.jobs.execution_mode.check_family", refuse)
+            patched.setattr("zinfer.jobs.execution_mode.InferenceEngine", engine)
+        yield
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any] | str | bytes]) -> Path:

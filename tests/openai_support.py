@@ -1,9 +1,10 @@
 """Rows of OpenAI batch files, and jobs of them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jobs_support import read_rows, write_rows
+from jobs_support import padded_by, read_rows, write_rows
 
 from zinfer.jobs import JobSummary, run_job
 
@@ -22,8 +23,11 @@ def text(custom_id: str, **body: Any) -> dict[str, Any]:
     return asked(custom_id, "completions", **{"prompt": "abc", **body})
 
 
-def run(model: Path, prompts: Path, output: Path, **options: Any) -> JobSummary:
-    return run_job(model, prompts, output, **{"batch_size": 16, "max_new_tokens": 8, "device": "cpu", **options})
+def run(
+    model: Path, prompts: Path, output: Path, engine_factory: Callable[..., Any] | None = None, **options: Any
+) -> JobSummary:
+    with padded_by(engine_factory):
+        return run_job(model, prompts, output, **{"batch_size": 16, "max_new_tokens": 8, "device": "cpu", **options})
 
 
 def rows_of(model: Path, folder: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str, dict[str, Any]]:

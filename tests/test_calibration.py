@@ -21,11 +21,11 @@ from transformers.pytorch_utils import Conv1D
 from typer.testing import CliRunner
 
 import zinfer
-import zinfer.evaluation.calibrate
 from zinfer.cli import app
 from zinfer.config import resolve_settings
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.evaluation.calibrate import measure_squares
+from zinfer.jobs.token_rows import by_length
 from zinfer.store.calibration import CALIBRATION_NAME, Calibration
 from zinfer.store.writing import write_store
 
@@ -169,7 +169,7 @@ def test_what_no_prompt_has_reached_is_said(model: Path, prompts: Path, tmp_path
 
 def test_batches_hold_like_lengths_and_no_more_tokens_than_fit() -> None:
     rows = [tuple(range(length)) for length in (1, 4000, 30, 30, 30, 5000, 2, 2000, 2000)]
-    found = list(zinfer.evaluation.calibrate._batches(rows))
+    found = by_length(rows, len, 4096)
     assert sorted(row for batch in found for row in batch) == sorted(rows)
     assert all(len(batch) == 1 or len(batch) * max(map(len, batch)) <= 4096 for batch in found)
     assert len(found) == 4

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from zinfer.batching.batcher import Batcher
 from zinfer.cli import app
-from zinfer.jobs.batched import RaggedCompleter
+from zinfer.jobs.completer import RaggedCompleter
 from zinfer.jobs.request import manifest_path
 
 

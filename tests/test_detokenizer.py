@@ -69,7 +69,7 @@ def test_deltas_are_the_text(name: str, data: st.DataObject) -> None:
         skip_special_tokens=skips,
         include_stop_str_in_output=data.draw(st.booleans()),
     )
-    criteria = StopCriteria.of(tokenizer, params, {tokenizer.eos_token_id} if data.draw(st.booleans()) else ())
+    criteria = StopCriteria(tokenizer, params, {tokenizer.eos_token_id} if data.draw(st.booleans()) else ())
     detokenizer, found, seen = Detokenizer(tokenizer, stop, skips_special=skips), "", []
     for token_id in token_ids:
         seen.append(token_id)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import zinfer
 from zinfer.cli import app
-from zinfer.cli.families_table import families_markdown
+from zinfer.cli.families import families_markdown
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError, PlanError
 from zinfer.evaluation.calibrate import measure_squares

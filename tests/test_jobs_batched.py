@@ -192,7 +192,7 @@ def test_a_report_that_cannot_be_written_is_told_when_all_rows_are_there(
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("zinfer.jobs.job.write_run_page", full)
+    monkeypatch.setattr("zinfer.jobs.job.write_report", full)
     with pytest.raises(JobError, match=r"report .*page.html cannot be written: No space left .* All rows are in"):
         run(model, prompts, output, report=output.parent / "page.html")
     assert len(read_rows(output)) == len(ROWS)
@@ -201,8 +201,8 @@ def test_a_report_that_cannot_be_written_is_told_when_all_rows_are_there(
 def test_a_job_of_long_batches_takes_smaller_ones_and_keeps_to_them(
     model: Path, prompts: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zinfer.jobs.batched._MOST_BATCH_S", 0.0)
-    monkeypatch.setattr("zinfer.jobs.batched._LEAST_PACE", 0.4)
+    monkeypatch.setattr("zinfer.jobs.completer._MOST_BATCH_S", 0.0)
+    monkeypatch.setattr("zinfer.jobs.completer._LEAST_PACE", 0.4)
     summary = run(model, prompts, output, batch_size=None)
     assert 1 <= json.loads(manifest_path(output).read_text())["settings"]["batch_size"] < len(ROWS)
     assert any("if stopped, at most " in note for note in summary.notes)

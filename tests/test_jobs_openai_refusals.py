@@ -101,8 +101,8 @@ def test_what_is_wrong_with_a_row_is_its_answer(refusals: list[dict[str, Any]], 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({**chat("x"), "custom_id": None}, "custom_id must be a string, not null"),
-        ({**chat("x"), "custom_id": 5}, "custom_id must be a string, not a number"),
+        ({**chat("x"), "custom_id": None}, "custom_id must be a string, not None"),
+        ({**chat("x"), "custom_id": 5}, "custom_id must be a string, not 5"),
         ({**chat("x"), "custom_id": "\udfff"}, "custom_id holds half of a surrogate pair"),
         ({"method": "POST", "url": "/v1/completions", "body": {}}, "a row of an OpenAI batch needs a 'custom_id'"),
     ],

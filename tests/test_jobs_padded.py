@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from jobs_support import CHAT_TEMPLATE, EOS, ResidentEngine, letters_model, letters_tokenizer
+import transformers
+from jobs_support import CHAT_TEMPLATE, ResidentEngine, letters_model, letters_tokenizer
 
 from zinfer.engine.finite_check import BEFORE
 from zinfer.errors import CheckpointError
-from zinfer.jobs.padded import PaddedSequence, SequenceStops, complete
+from zinfer.jobs.padded import complete
 from zinfer.jobs.prompts import Prompt, encoded
 from zinfer.jobs.rows import BadRow, Row
-from zinfer.jobs.token_rows import left_padded
+from zinfer.jobs.token_rows import padded
 from zinfer.requests.completion import Completion
 from zinfer.requests.length_limits import LengthLimits, Limit
 from zinfer.requests.prompt_encoder import PromptEncoder, find_tokenizer
@@ -45,7 +46,7 @@ def run(engine: ResidentEngine, *prompts: Prompt) -> list[Completion]:
 
 def test_greedy_rows_equal_transformers_own(engine: ResidentEngine) -> None:
     prompts = [prompt(text) for text in TEXTS]
-    input_ids, attention_mask = left_padded([prompt.token_ids for prompt in prompts], 1)
+    input_ids, attention_mask = padded([prompt.token_ids for prompt in prompts], 1, "left")
     expected = engine.generate(input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=12, do_sample=False)
     completions = run(engine, *prompts)
     new_tokens = expected[:, input_ids.shape[1] :].tolist()
@@ -104,25 +105,10 @@ def test_a_stop_string_cuts_the_text_and_keeps_the_tokens(engine: ResidentEngine
     assert len(free.token_ids) == 12
 
 
-def texts(*prompts: Prompt, end_token_ids: tuple[int, ...] = ()) -> list[PaddedSequence]:
-    return [PaddedSequence.of(prompt, 0, end_token_ids, TOKENIZER) for prompt in prompts]
-
-
-def test_an_end_token_is_kept_as_token_and_left_out_of_the_text() -> None:
-    rows = texts(prompt("a"), prompt("b", stop=(EOS,)), prompt("c"), end_token_ids=(7,))
-    stops = SequenceStops(rows, lambda num_running: None)
-    for newest in ([5, 5, 5], [7, 2, 6], [9, 9, 6]):
-        done = stops(torch.tensor([[token] for token in newest]), None)
-    assert done.tolist() == [True, True, False]
-    assert [row.token_ids for row in rows] == [[5, 7], [5, 2], [5, 6, 6]]
-    assert [row.stop_criteria.text(row.token_ids) for row in rows] == ['"', '"', '"##']
-
-
-def test_progress_counts_the_rows_that_still_run() -> None:
+def test_progress_counts_the_rows_that_still_run(engine: ResidentEngine) -> None:
     counts: list[int] = []
-    stops = SequenceStops(texts(prompt("a", max_new_tokens=1), prompt("b", max_new_tokens=3)), counts.append)
-    for _ in range(3):
-        stops(torch.tensor([[5], [5]]), None)
+    prompts = [prompt("a", max_new_tokens=1), prompt("b", max_new_tokens=3)]
+    complete(engine, prompts, TOKENIZER, counts.append)
     assert counts == [2, 1, 1]
 
 
@@ -136,6 +122,7 @@ def test_a_row_that_ignores_the_end_goes_on_and_one_that_must_not_end_yet_does_n
     finally:
         engine.module.generation_config.eos_token_id = 2
     assert (plain.finish_reason, plain.token_ids[-1]) == ("stop", ends)
+    assert plain.text == TOKENIZER.decode(plain.token_ids[:-1])
     assert (ignoring.finish_reason, len(ignoring.token_ids)) == ("length", 12)
     assert ignoring.token_ids[: len(plain.token_ids)] == plain.token_ids
     assert len(later.token_ids) >= 7
@@ -236,6 +223,20 @@ def test_rows_that_do_not_fit_are_told_the_numbers() -> None:
     assert "the prompt's 120 tokens and 12 new ones are more than 128 (the model's positions)" in message
     assert "ask for at most 8 new tokens" in message
     assert prompt("a" * 120, max_new_tokens=8).max_new_tokens == 8
+
+
+def test_texts_longer_than_the_tokenizers_own_limit_are_nothing_to_warn_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(transformers.tokenization_utils_base.logger, "warning", said.append)
+    tokenizer = letters_tokenizer()
+    tokenizer.model_max_length = 4
+    encoder = PromptEncoder(tokenizer, 131)
+    assert len(encoder.encode("a" * 9, SamplingParams())[0]) == 9
+    assert encoder.encode_texts(["a" * 9]) == [{"prompt_token_ids": tokenizer("a" * 9, verbose=False).input_ids}]
+    assert encoder.bad_word_ids(SamplingParams(bad_words=("a" * 9,)))
+    assert said == []
+    tokenizer("a" * 9)
+    assert len(said) == 1, "which it would say"
 
 
 def test_an_empty_prompt_begins_with_bos() -> None:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from zinfer.display import HEARTBEAT_S, shown
-from zinfer.jobs.progress import Forecast, Meter
+from zinfer.jobs.progress import Forecast, Load, Meter
 from zinfer.jobs.summary import JobSummary, summary_table
 from zinfer.offload.stats import RunStats
 from zinfer.units import human_bytes
@@ -24,13 +24,14 @@ def test_a_heartbeat_is_written_while_a_batch_takes_long() -> None:
         time.sleep(0.2)
         meter.num_rows, meter.num_finished = 200, 64
         meter.begin("running")
+        meter.expect(Forecast("", num_passes=20), 32)
         meter.begin_batch(32, 32)
-        meter.num_tokens, meter.batch_share = 1000, 0.5
+        meter.load = lambda: Load(10, 2000, 1000)
         time.sleep(0.3)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "zinfer: checking, 0:00:00 elapsed"
     assert re.fullmatch(
-        r"zinfer: running, 64/200 rows, 32 under way at 50%, [\d.,]+ tokens/s now, [\d.,]+ overall, 0:00:0\d"
+        r"zinfer: running, 64/200 rows, pass 10 of 20, [\d.,]+ tokens/s now, [\d.,]+ overall, 0:00:0\d"
         r" elapsed, ETA 0:00:0\d",
         lines[-1],
     )
@@ -52,12 +53,12 @@ def test_a_terminal_gets_a_bar() -> None:
 @pytest.mark.parametrize("num_rows", [200, 10_000_000])
 def test_a_terminal_says_rows_speed_and_eta_in_one_line(num_rows: int) -> None:
     meter, passes = Meter(), 0
-    meter.count_passes = lambda: passes
+    meter.load = lambda: Load(passes, 2_000_000, 1_000_000)
     meter.num_rows = num_rows
     meter.expect(Forecast("", 10.0, 50.0, 100), 100)
     meter.begin("running")
     meter.begin_batch(num_rows, num_rows)
-    meter.num_tokens, meter.running_since_s = 1_000_000, time.monotonic() - 100
+    meter.running_since_s = time.monotonic() - 100
     passes = 1
     assert "predicted" not in meter.short_line(80), "no pass has ended"
     passes = num_rows // 2
@@ -70,10 +71,11 @@ def test_a_terminal_says_rows_speed_and_eta_in_one_line(num_rows: int) -> None:
 def test_the_eta_counts_this_runs_rows_only() -> None:
     meter = Meter()
     meter.num_rows, meter.num_finished, meter.num_skipped = 100, 60, 50
+    meter.expect(Forecast("", num_passes=40), 20)
     meter.begin_batch(10, 10)
     meter.end_batch()
     meter.begin_batch(20, 20)
-    meter.batch_share = 0.5
+    meter.load = lambda: Load(20)
     assert meter.eta_s == 0.0
     meter.running_since_s = time.monotonic() - 40
     eta_s = meter.eta_s
@@ -82,9 +84,9 @@ def test_the_eta_counts_this_runs_rows_only() -> None:
 
 def test_the_eta_goes_by_the_prediction_first_and_by_passes_then() -> None:
     meter, passes = Meter(), 3
-    meter.count_passes = lambda: passes
+    meter.load = lambda: Load(passes)
     meter.num_rows = 200
-    meter.predicted_row_s, meter.predicted_row_passes = 0.5, 0.4
+    meter.expect(Forecast("", seconds=50, num_passes=40), 100)
     meter.begin("running")
     assert meter.eta_s == pytest.approx(100, rel=0.01)
     meter.begin_batch(100, 100)

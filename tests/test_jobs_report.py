@@ -6,13 +6,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from jobs_run_support import model, output
+from jobs_run_support import job, model, output
 from jobs_support import ResidentEngine, prompt_rows, write_rows
 
 from zinfer.jobs import UnusableInput, run_job
-from zinfer.jobs.run_page import Panel, draw, write_run_page
+from zinfer.jobs.progress import Load
+from zinfer.jobs.report import Moment, Panel, Timeline, draw, write_report
 from zinfer.jobs.summary import JobSummary
-from zinfer.jobs.timeline import Load, Moment, Timeline
 from zinfer.offload.stats import RunStats
 
 __all__ = ["model", "output"]  # fixtures
@@ -36,10 +36,14 @@ def test_a_picture_has_plain_numbers_units_legends_and_the_prediction() -> None:
 
 
 def test_the_page_shows_what_happened_between_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def moment(at_s: float, load: Load, passes: int, link_share: float, disk_wait_s: float) -> Moment:
+        waits = {"disk": disk_wait_s, "compute": 9.0}
+        return Moment(at_s, load, RunStats(passes=passes, link_share=link_share, span_s=4.0, stall_s=waits))
+
     moments = [
-        Moment(0.0, Load(0, 0, 0), 0, 0.0, None, {"disk": 0.0, "compute": 0.0}),
-        Moment(2.0, Load(600, 20, 5), 3, 1.0, None, {"disk": 0.5, "compute": 9.0}),
-        Moment(4.0, Load(600, 20, 5, 7), 3, 3.0, None, {"disk": 0.5, "compute": 9.0}),
+        moment(0.0, Load(0, 0, 0, 0), 0, 0.0, 0.0),
+        moment(2.0, Load(3, 600, 20, 5), 3, 0.25, 0.5),
+        moment(4.0, Load(3, 600, 20, 5, 7), 3, 0.75, 0.5),
     ]
     drawn: list[Panel] = []
 
@@ -48,8 +52,8 @@ def test_the_page_shows_what_happened_between_moments(tmp_path: Path, monkeypatc
         drawn.extend(panels)
         return draw(times_s, panels)
 
-    monkeypatch.setattr("zinfer.jobs.run_page.draw", keep)
-    write_run_page(tmp_path / "page.html", "out.jsonl", replace(SUMMARY, predicted_tokens_per_s=12.0), moments)
+    monkeypatch.setattr("zinfer.jobs.report.draw", keep)
+    write_report(tmp_path / "page.html", replace(SUMMARY, predicted_tokens_per_s=12.0), moments)
     text = (tmp_path / "page.html").read_text()
     assert "a &lt;note&gt;" in text
     assert "<tr><td>tokens<td>50 in, 60 out</tr>" in text
@@ -72,14 +76,14 @@ def test_a_report_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_timeline_takes_moments_until_it_is_closed_and_thins_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zinfer.jobs.timeline._MOST_MOMENTS", 8)
+    monkeypatch.setattr("zinfer.jobs.report._MOST_MOMENTS", 8)
     timeline = Timeline(lambda: RunStats(passes=3), lambda: Load(1, 2, 3), interval_s=0.005)
     time.sleep(0.3)
-    timeline.close()
-    timeline.close()
-    assert 2 <= len(timeline.moments) <= 9
-    assert all(moment.passes == 3 and moment.load == Load(1, 2, 3) for moment in timeline.moments)
-    times_s = [moment.at_s for moment in timeline.moments]
+    moments = timeline.close()
+    assert timeline.close() == moments
+    assert 2 <= len(moments) <= 9
+    assert all(moment.stats.passes == 3 and moment.load == Load(1, 2, 3) for moment in moments)
+    times_s = [moment.at_s for moment in moments]
     assert times_s == sorted(times_s)
 
 
@@ -97,10 +101,10 @@ def test_a_job_writes_its_page(model: Path, tmp_path: Path, output: Path, is_pad
     page = tmp_path / "page.html"
     factory = ResidentEngine if is_padded else None
     prompts = write_rows(tmp_path / "in.jsonl", prompt_rows(9))
-    run_job(model, prompts, output, device="cpu", report=page, engine_factory=factory, batch_size=4)
+    job(model, prompts, output, engine_factory=factory, report=page)
     text = page.read_text()
     assert "<tr><td>rows<td>9 done, 0 failed</tr>" in text
     assert text.count("<svg") == 1
-    run_job(model, prompts, output, device="cpu", report=page, engine_factory=factory, batch_size=4)
+    job(model, prompts, output, engine_factory=factory, report=page)
     assert "9 rows before this run" in page.read_text()
     assert "<svg" not in page.read_text()

@@ -40,8 +40,8 @@ def test_the_line_number_is_the_id_of_a_row_without_one() -> None:
     [
         (b"{", "line 7: not JSON: Expecting property name enclosed in double quotes at column 2"),
         (b'{"prompt": "\xff"}', "line 7: not UTF-8 at byte 12 of the line"),
-        (b'["prompt"]', "line 7: not a JSON object but a list"),
-        (b"null", "line 7: not a JSON object but null"),
+        (b'["prompt"]', "line 7: not a JSON object but ['prompt']"),
+        (b"null", "line 7: not a JSON object but None"),
         (b'{"prompt": "p", "temperature": NaN}', "NaN is not a JSON number"),
         (
             b'{"prompt": "p", "temperature": 1e999}',
@@ -90,9 +90,9 @@ def test_the_line_number_is_the_id_of_a_row_without_one() -> None:
         (b'{"prompt": "p", "stop": [""]}', "line 7: stop must be a text or a list of texts, none of them empty"),
         (b'{"prompt": "p", "stop": 3}', "line 7: stop must be a text or a list of texts, none of them empty, not 3"),
         (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
-        (b'{"id": [1], "prompt": "p"}', "line 7: id must be a string or a whole number, not a list"),
-        (b'{"id": 1.5, "prompt": "p"}', "line 7: id must be a string or a whole number, not a number"),
-        (b'{"id": true, "prompt": "p"}', "line 7: id must be a string or a whole number, not true or false"),
+        (b'{"id": [1], "prompt": "p"}', "line 7: id must be a string or a whole number, not [1]"),
+        (b'{"id": 1.5, "prompt": "p"}', "line 7: id must be a string or a whole number, not 1.5"),
+        (b'{"id": true, "prompt": "p"}', "line 7: id must be a string or a whole number, not True"),
         (b'{"id": "\\udc00", "prompt": "p"}', "line 7: id holds half of a surrogate pair"),
     ],
 )

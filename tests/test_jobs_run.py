@@ -147,6 +147,20 @@ def test_an_engine_that_cannot_be_made_leaves_nothing(model: Path, prompts: Path
     assert not manifest_path(output).exists()
 
 
+def test_no_rows_are_kept_where_the_model_fails_to_load(model: Path, prompts: Path, output: Path, whole: bytes) -> None:
+    def broken(*_args: object, **_options: object) -> ResidentEngine:
+        raise torch.OutOfMemoryError("too large")
+
+    with pytest.raises(JobError, match="loading the model: OutOfMemoryError: too large\nNo row was written; lower"):
+        job(model, prompts, output, engine_factory=broken)
+    assert not output.exists()
+    job(model, prompts, output)
+    output.write_bytes(whole[:900])
+    with pytest.raises(JobError, match=rf"The rows in {output} are kept; lower"):
+        job(model, prompts, output, engine_factory=broken)
+    assert whole.startswith(output.read_bytes())
+
+
 def test_the_engine_is_always_destroyed(model: Path, prompts: Path, output: Path) -> None:
     made: list[ResidentEngine] = []
 

@@ -136,7 +136,13 @@ def test_checksums_are_taken_of_what_the_engine_reads(tmp_path: Path, tier: str,
 def test_a_job_of_the_engine_reads_no_weights_for_their_checksums(
     model: Path, prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zinfer.jobs.weights._read_exactly", never_made)
+    read_missing = Weights._read_missing
+
+    def read_nothing(self: Weights, file: Path) -> None:
+        assert self._checksums.missing(file) == []
+        read_missing(self, file)
+
+    monkeypatch.setattr(Weights, "_read_missing", read_nothing)
     config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
     job(model, prompts, output, engine_factory=None, config=config)
     assert all(file["xxh3_128"] for file in manifest(output)["weights"].values())

@@ -141,7 +141,7 @@ def test_a_second_job_waits_for_the_first_and_may_be_interrupted(
     third.send_signal(signal.SIGINT)
     _, said = third.communicate(timeout=60)
     assert third.returncode == 130, said
-    assert "SIGINT: stopped. The rows in third.jsonl are kept" in said
+    assert "SIGINT: stopped. No row was written; run the same command again" in said
     assert second.poll() is None
     first.send_signal(signal.SIGCONT)
     said = until_waiting[second] + place.finish(second)

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from zinfer.jobs.prefetch_iter import ahead
+from zinfer.jobs.prompts import ahead
 
 
 def test_all_items_come_in_order_one_ahead_and_no_more() -> None:

@@ -91,7 +91,7 @@ def test_signals_full_disks_and_second_writers_keep_what_is_finished(
     code, _, said = command.run(limit_bytes=limit_bytes)
     assert code == 1, said
     assert re.search(
-        r"error: \[Errno 27\] File too large: '.*/block-\d+-of-00026\.safetensors'\. Finished blocks in", said
+        r"error: \[Errno 27\] File too large: '.*/block-\d+-of-00026\.safetensors'\. The finished blocks in", said
     )
     assert "are kept; make room and run the same command again to go on" in said
     assert not list(command.output.glob(".zinfer_store.b*"))

@@ -6,7 +6,7 @@ import pytest
 from jobs_support import EOS, PAD, letters_tokenizer
 
 from zinfer.requests.sampling_params import SamplingParams
-from zinfer.requests.stop_criteria import StopCriteria, special_stops
+from zinfer.requests.stop_criteria import StopCriteria
 
 TOKENIZER = letters_tokenizer()
 
@@ -40,24 +40,24 @@ def ended(text: str, ending: StopCriteria) -> tuple[int, str | None, str]:
 def test_stop_strings_count_once_the_least_tokens_are_there(
     stop: tuple[str, ...], least: int, wanted: tuple[int, str, str]
 ) -> None:
-    assert ended("abcabcxxabc", StopCriteria(TOKENIZER, {}, stop, 8, least)) == wanted
+    params = SamplingParams(stop=stop, max_new_tokens=8, min_new_tokens=least)
+    assert ended("abcabcxxabc", StopCriteria(TOKENIZER, params, ())) == wanted
 
 
 def test_a_stop_string_is_seen_across_any_number_of_special_tokens() -> None:
     tokens = [*ids("ab"), *[TOKENIZER.eos_token_id] * 40, *ids("c")]
-    ending = StopCriteria(TOKENIZER, {}, ("bc",), 100)
+    ending = StopCriteria(TOKENIZER, SamplingParams(stop="bc"), ())
     assert [ending.reason(tokens[:count]) for count in range(1, len(tokens))] == [None] * (len(tokens) - 1)
     assert (ending.reason(tokens), ending.text(tokens)) == ("stop", "a")
 
 
 def test_an_end_token_ends_whatever_the_stops_are() -> None:
-    assert ended("ab", StopCriteria(TOKENIZER, dict.fromkeys(ids("b")), ("q",), 8)) == (2, "stop", "a")
+    assert ended("ab", StopCriteria(TOKENIZER, SamplingParams(stop="q"), ids("b"))) == (2, "stop", "a")
 
 
 def test_stop_strings_that_are_special_tokens_are_known_by_their_ids() -> None:
-    assert special_stops(TOKENIZER, ("a", EOS)) == {2: EOS}
-    assert special_stops(None, ("a",)) == {}
-    assert special_stops(TOKENIZER, ()) == {}
+    assert StopCriteria(TOKENIZER, SamplingParams(stop=("a", EOS)), ()).last_ids == {2}
+    assert StopCriteria(TOKENIZER, SamplingParams(), ()).last_ids == StopCriteria(None, SamplingParams(), ()).last_ids
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_stop_strings_that_are_special_tokens_are_known_by_their_ids() -> None:
 )
 def test_what_ended_a_text_is_told(fields: dict[str, Any], wanted: int | str | None) -> None:
     tokens = [*ids("abc"), 1, TOKENIZER.eos_token_id]
-    ending = StopCriteria.of(TOKENIZER, SamplingParams(**fields), [TOKENIZER.eos_token_id])
+    ending = StopCriteria(TOKENIZER, SamplingParams(**fields), [TOKENIZER.eos_token_id])
     count = next(count for count in range(1, 6) if ending.reason(tokens[:count]) is not None)
     assert ending.stop_reason(tokens[:count]) == wanted
 
@@ -98,6 +98,6 @@ def test_what_ended_a_text_is_told(fields: dict[str, Any], wanted: int | str | N
 )
 def test_what_a_text_keeps(fields: dict[str, Any], wanted: str) -> None:
     tokens = [*ids("abc"), 1, TOKENIZER.eos_token_id]
-    ending = StopCriteria.of(TOKENIZER, SamplingParams(**fields), [TOKENIZER.eos_token_id])
+    ending = StopCriteria(TOKENIZER, SamplingParams(**fields), [TOKENIZER.eos_token_id])
     count = next(count for count in range(1, 6) if ending.reason(tokens[:count]) is not None)
     assert ending.text(tokens[:count]) == wanted

@@ -12,6 +12,7 @@ from llm_support import folder
 import zinfer
 from zinfer import LLM
 from zinfer.config import resolve_settings
+from zinfer.engine.engine import InferenceEngine
 
 __all__ = ["folder", "model", "output", "prompts"]  # fixtures
 
@@ -73,7 +74,8 @@ def test_an_llm_keeps_sequences_under_a_path_where_an_engine_writes_nothing(
 
 
 @pytest.mark.parametrize(
-    "options", [{"engine_factory": None}, {"engine_factory": zinfer.init_inference}, {"task": "embed"}]
+    "options",
+    [{"engine_factory": None}, {"engine_factory": InferenceEngine}, {"task": "embed", "engine_factory": None}],
 )
 def test_a_job_says_it_where_it_tells_of_itself(
     model: Path, prompts: Path, output: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]

@@ -20,7 +20,7 @@ HEARTBEAT_S: Final = 10.0
 
 
 class LastingStream:
-    """A text stream that drops what cannot be shown, because its reader, terminal or disk is gone: the work goes on.
+    """A text stream that drops what cannot be shown, because its reader, terminal or disk is gone: the work continues.
 
     Attributes:
         failure: the last one; None: all was taken so far.
@@ -107,14 +107,11 @@ def shown(progress: Shown, interval_s: float = HEARTBEAT_S) -> Iterator[Shown]:
         return
     former = console.file
     console.file = cast(IO[str], LastingStream(former))
+    bar = partial(_bar, progress, console)
+    live = Live(get_renderable=bar, console=console, refresh_per_second=4, transient=True)
     try:
-        if console.is_terminal:
-            bar = partial(_bar, progress, console)
-            with Live(get_renderable=bar, console=console, refresh_per_second=4, transient=True):
-                yield progress
-        else:
-            with _heartbeat(progress, console, interval_s):
-                yield progress
+        with live if console.is_terminal else _heartbeat(progress, console, interval_s):
+            yield progress
     finally:
         console.file = former
 

@@ -130,7 +130,7 @@ class RequestBuilder:
                 prompt_ids,
                 params,
                 0 if params.is_greedy else text_seed(params.seed, prompt_ids, repeat, sample),
-                StopCriteria.of(self._tokenizer, params, ends),
+                StopCriteria(self._tokenizer, params, ends),
                 ends,
                 bad_word_ids,
                 Detokenizer(self._tokenizer, params.stop, skips_special=params.skip_special_tokens) if deltas else None,

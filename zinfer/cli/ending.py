@@ -1,13 +1,14 @@
 """How a command ends: an exit code, and words on stderr that say what to do next."""
 
+import errno
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from enum import StrEnum
 from types import FrameType
-from typing import Final, NoReturn, TextIO, cast
+from typing import Final, Literal, NoReturn, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -16,8 +17,11 @@ from zinfer.display import LastingStream, print_text
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
 from zinfer.jobs.request import UnusableInput
 
+Device = Literal["auto", "cuda", "cpu"]
+
 EXIT_STOPPED: Final = 1
 EXIT_UNUSABLE: Final = 2
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Interrupted(BaseException):
@@ -33,51 +37,37 @@ class Interrupted(BaseException):
         return 128 + self.signal_number
 
 
-class Device(StrEnum):
-    """Where the layers compute."""
-
-    AUTO = "auto"
-    CUDA = "cuda"
-    CPU = "cpu"
-
-
 @contextmanager
-def unusable_input_explained() -> Iterator[None]:
-    """Turns what is wrong with a checkpoint, configuration, budget or file of rows into a message and exit code 2."""
+def explained(kept: Callable[[], str] | None = None) -> Iterator[None]:
+    """Turns what ends a command early into a message on stderr and an exit code.
+
+    Args:
+        kept: says, once all is closed, what the same command can resume from; None: the command's answer
+            goes to stdout, and is an error where that cannot take it, unless its reader has read enough.
+    """
     try:
         yield
+        sys.stdout.flush()
+        failure = sys.stdout.failure if kept is None and isinstance(sys.stdout, LastingStream) else None
+        if isinstance(failure, OSError) and not isinstance(failure, BrokenPipeError):
+            raise OSError(failure.errno, failure.strerror, "stdout")
     except (ConfigError, CheckpointError, PlanError, UnusableInput) as error:
         say(f"error: {error}")
         raise typer.Exit(EXIT_UNUSABLE) from None
-
-
-@contextmanager
-def failing_disk_explained() -> Iterator[None]:
-    """As `unusable_input_explained`, for commands that read or write: an error of the system is exit code 1.
-
-    So is an answer that stdout could not take, unless its reader has read enough.
-    """
-    try:
-        with unusable_input_explained():
-            yield
-        sys.stdout.flush()
-        failure = sys.stdout.failure if isinstance(sys.stdout, LastingStream) else None
-        if isinstance(failure, OSError) and not isinstance(failure, BrokenPipeError):
-            raise OSError(failure.errno, failure.strerror, "stdout")
-    except (OSError, JobError) as error:
-        say(f"error: {error}")
-        raise typer.Exit(EXIT_STOPPED) from None
-
-
-@contextmanager
-def interruption_explained(kept: str) -> Iterator[None]:
-    """Turns a signal into an exit code, and words on what is kept."""
-    try:
-        yield
     except Interrupted as interruption:
+        assert kept is not None, "signals raise where something is kept"
         name = signal.Signals(interruption.signal_number).name
-        say(f"{name}: stopped. {kept}; run the same command again to go on.")
+        say(f"{name}: stopped. {kept()}; run the same command again to go on.")
         raise typer.Exit(interruption.exit_code) from None
+    except (OSError, JobError) as error:
+        if isinstance(error.__cause__, RuntimeError):
+            traceback.print_exception(error.__cause__)
+        how = ""
+        if kept is not None and isinstance(error, OSError):
+            remedy = "make room" if error.errno in _FULL else "check the disk"
+            how = f". {kept()}; {remedy} and run the same command again to go on"
+        say(f"error: {error}{how}")
+        raise typer.Exit(EXIT_STOPPED) from None
 
 
 def say(text: str) -> None:

@@ -1,11 +1,16 @@
 """`zinfer families`: which models are tested, and what each can use."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import failing_disk_explained, importing
+from zinfer.cli.ending import explained, importing
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_COLUMNS = ("family", "classes", "streams", "continuous batching", "fused kernels", "tensor parallel")
 
 
 def families(
@@ -13,10 +18,38 @@ def families(
 ) -> None:
     """List the families of models that are tested, and which parts of zinfer each can use."""
     with importing():
-        from zinfer.cli.families_table import families_markdown, families_table
+        import zinfer.model.families  # noqa: F401
 
-    with failing_disk_explained():
+    with explained():
         if markdown:
             print(families_markdown(), end="")
-            return
-        Console().print(families_table())
+        else:
+            Console().print(families_table())
+
+
+def families_table() -> "Table":
+    """One row a family, a class a line: 80 columns cut no word."""
+    from rich.table import Table
+
+    from zinfer.model.families import FAMILIES
+
+    table = Table(title="families of models that are tested; all stream", title_justify="left", show_lines=True)
+    table.add_column("family")
+    table.add_column("classes", no_wrap=True)
+    table.add_column("what else they can use")
+    for family in FAMILIES:
+        parts = {"continuous batching": family.is_batched, "tensor parallel": family.is_tensor_parallel}
+        uses = [*(part for part, is_used in parts.items() if is_used), *family.fused]
+        table.add_row(family.name, "\n".join(family.classes), "; ".join(uses))
+    return table
+
+
+def families_markdown() -> str:
+    """Return the same table in Markdown, as docs/families.md has it."""
+    from zinfer.model.families import FAMILIES
+
+    rows = [_COLUMNS, ("---",) * len(_COLUMNS)]
+    for family in FAMILIES:
+        batched, parallel = ("yes" if can else "" for can in (family.is_batched, family.is_tensor_parallel))
+        rows.append((family.name, ", ".join(family.classes), "yes", batched, "; ".join(family.fused), parallel))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import failing_disk_explained, importing
+from zinfer.cli.ending import explained, importing
 from zinfer.display import print_text
+from zinfer.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from zinfer.config import Settings
-    from zinfer.errors import PlanError
     from zinfer.planning.plan import Case
-    from zinfer.planning.presets import Machine
 
 
 def plan(
@@ -41,7 +39,7 @@ def plan(
     if machine == "list":
         with importing():
             from zinfer.planning.tables import preset_table
-        with failing_disk_explained():
+        with explained():
             Console().print(preset_table())
         return
     if model is None:
@@ -52,16 +50,14 @@ def plan(
             "run at once; remove it, or state zinfer.max_sequences in --config",
             param_hint="--batch-size",
         )
-    with failing_disk_explained():
-        if machine is not None:
-            from zinfer.planning.preset_names import check_preset_name
-
-            check_preset_name(machine)
+    with explained():
+        if rows is not None and input is not None:
+            raise ConfigError("--rows and --input both say how many rows there are; remove one of the two")
+        case = _case(model, config, machine, probe)
         if rows is None and input is None:
-            found = _plan_batch(model, config, machine, probe, (batch_size or 32, prompt_len, new_tokens))
+            document, table, lines = _plan_batch(case, (batch_size or 32, prompt_len, new_tokens))
         else:
-            found = _plan_job(model, config, machine, probe, rows, input, (prompt_len, new_tokens))
-        document, table, lines = found
+            document, table, lines = _plan_job(case, model, config, rows, input, (prompt_len, new_tokens))
         if as_json:
             print(json.dumps(document, indent=2))
             return
@@ -75,19 +71,14 @@ _Found = tuple[dict[str, Any], "Table", list[str]]
 """A plan as a document, as a table, and the lines below that."""
 
 
-def _plan_batch(
-    model: Path, config: Path | None, machine_name: str | None, probe: Path | None, lengths: tuple[int, int, int]
-) -> _Found:
+def _plan_batch(case: "Case", lengths: tuple[int, int, int]) -> _Found:
     with importing():
-        from zinfer.config import resolve_settings
-        from zinfer.errors import PlanError
         from zinfer.planning.advice import advise, fitting_changes
         from zinfer.planning.memory import Request
         from zinfer.planning.plan import plan_batch
         from zinfer.planning.tables import plan_document, plan_table
 
-    settings, request = resolve_settings(config), Request(*lengths)
-    case = _case(machine_name, probe, settings, model)
+    request = Request(*lengths)
     try:
         planned = plan_batch(case, request)
     except PlanError as error:
@@ -98,31 +89,19 @@ def _plan_batch(
 
 
 def _plan_job(
-    model: Path,
-    config: Path | None,
-    machine_name: str | None,
-    probe: Path | None,
-    rows: int | None,
-    input: Path | None,
-    lengths: tuple[int, int],
+    case: "Case", model: Path, config: Path | None, rows: int | None, input: Path | None, lengths: tuple[int, int]
 ) -> _Found:
     with importing():
-        from zinfer.config import resolve_settings
         from zinfer.config.source import config_keys
-        from zinfer.errors import ConfigError, PlanError
         from zinfer.jobs.token_rows import sample_lengths
         from zinfer.planning.advice import fitting_job_changes, job_advice
         from zinfer.planning.job_plan import Job, plan_job
         from zinfer.planning.tables import job_document, job_table
 
-    if rows is not None and input is not None:
-        raise ConfigError("--rows and --input both say how many rows there are; remove one of the two")
-    settings, given = resolve_settings(config), config_keys(config)
-    case = _case(machine_name, probe, settings, model)
-    prompt_len, new_tokens = lengths
+    given, (prompt_len, new_tokens) = config_keys(config), lengths
     job, skipped = Job(rows or 1, [prompt_len], [new_tokens]), []
     if input is not None:
-        vocab, limits = case.outline.spec.vocab, case.outline.limits(settings)
+        vocab, limits = case.outline.spec.vocab, case.outline.limits(case.settings)
         job, num_rows, num_unusable = sample_lengths(input, model, vocab, new_tokens, limits)
         if num_unusable:
             of_all = f"{num_unusable:,} of {num_rows:,} rows"
@@ -137,34 +116,32 @@ def _plan_job(
     return job_document(job, planned, advice, given), job_table(job, planned), lines
 
 
-def _with_changes(error: "PlanError", changes: Iterable[str]) -> "PlanError":
-    from zinfer.errors import PlanError
-
+def _with_changes(error: PlanError, changes: Iterable[str]) -> PlanError:
     words = ", or ".join(changes)
     return PlanError(f"{error}; what would fit: {words}") if words else error
 
 
-def _case(machine_name: str | None, probe: Path | None, settings: "Settings", model: Path) -> "Case":
+def _case(model: Path, config: Path | None, machine_name: str | None, probe: Path | None) -> "Case":
     """The model that is planned for, on its machine; a machine that cannot be planned for is refused first."""
-    from zinfer.model.outline import read_outline
-    from zinfer.planning.plan import Case
-    from zinfer.planning.presets import this_machine
-
-    named = _named_machine(machine_name, probe, settings, model)
-    outline = read_outline(model, settings.dtype, settings.quantization)
-    return Case(outline, named or this_machine(settings, outline.files), settings)
-
-
-def _named_machine(name: str | None, probe: Path | None, settings: "Settings", model: Path) -> "Machine | None":
-    """What can be told before the model is read, which takes its time; None: this machine, by the model's files."""
-    from zinfer.errors import ConfigError
-    from zinfer.model.outline import holds_config_alone
-    from zinfer.planning.presets import find_preset, probed_machine, this_machine
-
-    if name is not None and probe is not None:
+    if machine_name is not None and probe is not None:
         raise ConfigError("--machine and --probe both say how fast the machine is; remove one of the two")
-    if name is not None:
-        return find_preset(name, settings)
-    if probe is not None:
-        return probed_machine(settings, probe)
-    return this_machine(settings, ()) if holds_config_alone(model) else None
+    if machine_name is not None:
+        from zinfer.planning.preset_names import check_preset_name
+
+        check_preset_name(machine_name)
+    with importing():
+        from zinfer.config import resolve_settings
+        from zinfer.model.outline import holds_config_alone, read_outline
+        from zinfer.planning.plan import Case
+        from zinfer.planning.presets import find_preset, probed_machine, this_machine
+
+    settings = resolve_settings(config)
+    machine = None
+    if machine_name is not None:
+        machine = find_preset(machine_name, settings)
+    elif probe is not None:
+        machine = probed_machine(settings, probe)
+    elif holds_config_alone(model):
+        machine = this_machine(settings, ())
+    outline = read_outline(model, settings.dtype, settings.quantization)
+    return Case(outline, machine or this_machine(settings, outline.files), settings)

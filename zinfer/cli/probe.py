@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import Device, failing_disk_explained, importing, say
+from zinfer.cli.ending import Device, explained, importing, say
 from zinfer.display import print_text
 
 
@@ -19,14 +19,14 @@ def probe(
     tune: Annotated[
         Path | None, typer.Option(help="Measure this file's or folder's disk alone; prints an 'aio' section.")
     ] = None,
-    device: Annotated[Device, typer.Option(help="cuda measures every GPU, cpu the host alone.")] = Device.AUTO,
+    device: Annotated[Device, typer.Option(help="cuda measures every GPU, cpu the host alone.")] = "auto",
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep nothing for later plans and runs.")] = False,
 ) -> None:
     """Measure this machine: the disk, host memory, the link and the device. Takes about half a minute.
 
     Exit codes: 0 measured, 2 an unusable path or device, 1 stopped by an error of the disk.
     """
-    with failing_disk_explained():
+    with explained():
         if tune is not None:
             _tune(tune)
         else:
@@ -42,7 +42,7 @@ def _probe(path: Path, device: Device, *, as_json: bool, no_cache: bool) -> None
         from zinfer.probe.sizes import full_sizes
         from zinfer.probe.table import findings_table
 
-    devices = probed_devices(choose_device(Settings(device=device.value)))
+    devices = probed_devices(choose_device(Settings(device=device)))
     findings = run_probe(path, devices, full_sizes(devices), say)
     if not no_cache:
         record(findings)

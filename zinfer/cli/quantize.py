@@ -1,45 +1,18 @@
 """`zinfer quantize`: writes a store of quantized weights. The exit code tells how it ended, stderr what to do next."""
 
-import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import (
-    EXIT_STOPPED,
-    Device,
-    importing,
-    interruption_explained,
-    say,
-    signals_raise,
-    unusable_input_explained,
-)
+from zinfer.cli.ending import Device, explained, importing, say, signals_raise
+from zinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from zinfer.config import Settings
     from zinfer.store.calibration import Calibration
-
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class Format(StrEnum):
-    """What codes are."""
-
-    INT = "int"
-    FP8 = "fp8"
-
-
-class Search(StrEnum):
-    """How the range that codes cover is found."""
-
-    NONE = "none"
-    CLIP = "clip"
 
 
 def quantize(
@@ -48,10 +21,14 @@ def quantize(
     bits: Annotated[int | None, typer.Option(help="4 or 8; 8 by default.")] = None,
     group_size: Annotated[int | None, typer.Option(help="Columns that share a scale; by default a whole row.")] = None,
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help="With zero points.")] = False,
-    format: Annotated[Format | None, typer.Option(help="Whole numbers, or 8 bits e4m3; int by default.")] = None,
+    format: Annotated[
+        Literal["int", "fp8"] | None, typer.Option(help="Whole numbers, or 8 bits e4m3; int by default.")
+    ] = None,
     include: Annotated[list[str] | None, typer.Option(help="Only weights in whose names one of these occurs.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Not those in whose names one of these occurs.")] = None,
-    search: Annotated[Search | None, typer.Option(help="clip narrows ranges to the least squared error.")] = None,
+    search: Annotated[
+        Literal["none", "clip"] | None, typer.Option(help="clip narrows ranges to the least squared error.")
+    ] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="JSONL of prompts; columns with large activations are rounded more exactly.")
     ] = None,
@@ -59,7 +36,7 @@ def quantize(
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL of prompts; the report says how likelihoods and greedy tokens changed.")
     ] = None,
-    device: Annotated[Device, typer.Option(help="Where the weights are converted.")] = Device.AUTO,
+    device: Annotated[Device, typer.Option(help="Where the weights are converted.")] = "auto",
     config: Annotated[
         Path | None, typer.Option(help="DeepSpeed-style JSON whose quantization is taken, instead of the options here.")
     ] = None,
@@ -73,19 +50,19 @@ def quantize(
         "bits": bits,
         "group_size": group_size,
         "symmetric": False if asymmetric else None,
-        "format": format.value if format else None,
+        "format": format,
         "include": include or None,
         "exclude": exclude or None,
-        "search": search.value if search else None,
+        "search": search,
     }
-    with _explained(output), signals_raise():
+    with explained(lambda: f"The finished blocks in {output} are kept"), signals_raise():
         with importing():
             from zinfer.store.progress import summary_table
             from zinfer.store.writing import write_store
 
         stated = {key: value for key, value in section.items() if value is not None}
         settings = _settings(config, stated, device)
-        _check_report(model, report, prompts, settings)
+        _check_paths(model, calibrate, report, prompts, settings)
         calibration = _calibration(model, calibrate, settings) if calibrate else None
         summary = write_store(model, output, settings, calibration=calibration, console=Console(stderr=True))
         Console().print(summary_table(summary))
@@ -94,27 +71,26 @@ def quantize(
 
 
 def _calibration(model: Path, prompts: Path, settings: "Settings") -> "Calibration":
-    from zinfer.errors import ConfigError
     from zinfer.evaluation.calibrate import measure_squares
     from zinfer.jobs.index import scan_input
     from zinfer.store.calibration import Calibration
 
-    if not prompts.is_file():
-        raise ConfigError(f"--calibrate {prompts}: no such file")
     return Calibration(scan_input(prompts).sha256, lambda: measure_squares(model, prompts, settings))
 
 
-def _check_report(model: Path, report: Path | None, prompts: Path | None, settings: "Settings") -> None:
+def _check_paths(
+    model: Path, calibrate: Path | None, report: Path | None, prompts: Path | None, settings: "Settings"
+) -> None:
     """Said now, not when the store is written."""
-    from zinfer.errors import ConfigError
     from zinfer.evaluation.compare import check_prompts
 
     if report is None and prompts is not None:
         raise ConfigError(f"--prompts {prompts} is for the report; say where to write that: --report FILE.html")
     if report is not None and not report.absolute().parent.is_dir():
         raise ConfigError(f"--report {report}: {report.parent} is no folder; make it first")
-    if prompts is not None and not prompts.is_file():
-        raise ConfigError(f"--prompts {prompts}: no such file")
+    for option, path in (("--calibrate", calibrate), ("--prompts", prompts)):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"{option} {path}: no such file")
     if prompts is not None:
         check_prompts(model, prompts, settings)
 
@@ -136,23 +112,10 @@ def _write_report(model: Path, store: Path, report: Path, prompts: Path | None, 
 def _settings(config: Path | None, stated: dict[str, object], device: Device) -> "Settings":
     """What the options say, or the configuration's file."""
     from zinfer.config import resolve_settings
-    from zinfer.errors import ConfigError
 
     if config is None:
-        return resolve_settings({"zinfer": {"device": device.value, "quantization": {"bits": 8} | stated}})
+        return resolve_settings({"zinfer": {"device": device, "quantization": {"bits": 8} | stated}})
     if stated:
         options = ", ".join("--asymmetric" if key == "symmetric" else f"--{key.replace('_', '-')}" for key in stated)
         raise ConfigError(f"--config says how to quantize, and so does {options}; remove one of the two")
-    return resolve_settings(config, {"device": device.value})
-
-
-@contextmanager
-def _explained(output: Path) -> Iterator[None]:
-    """Turns what ends the command early into a message on stderr and an exit code."""
-    try:
-        with unusable_input_explained(), interruption_explained(f"The finished blocks in {output} are kept"):
-            yield
-    except OSError as error:
-        remedy = "make room" if error.errno in _FULL else "check the disk"
-        say(f"error: {error}. Finished blocks in {output} are kept; {remedy} and run the same command again to go on")
-        raise typer.Exit(EXIT_STOPPED) from None
+    return resolve_settings(config, {"device": device})

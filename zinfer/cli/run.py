@@ -1,26 +1,13 @@
 """`zinfer run`: a batch job. Says in its exit code how the job ended, and in words what to do next."""
 
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import (
-    EXIT_STOPPED,
-    EXIT_UNUSABLE,
-    Device,
-    importing,
-    interruption_explained,
-    say,
-    signals_raise,
-    unusable_input_explained,
-)
-from zinfer.errors import JobError
-from zinfer.jobs.request import Pooling, Task, UnusableInput
+from zinfer.cli.ending import Device, explained, importing, signals_raise
+from zinfer.jobs.request import Pooling, Task, say_kept
 
 
 def run(
@@ -28,7 +15,7 @@ def run(
     input: Annotated[Path, typer.Option(help="JSONL; a row holds 'prompt' or 'messages', or is an OpenAI batch's.")],
     output: Annotated[Path, typer.Option(help="JSONL that rows are appended to.")],
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
-    device: Annotated[Device, typer.Option(help="Where the layers compute.")] = Device.AUTO,
+    device: Annotated[Device, typer.Option(help="Where the layers compute.")] = "auto",
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Default for rows; else 128, or what the model's context leaves.")
     ] = None,
@@ -55,7 +42,7 @@ def run(
     Exit codes: 0 all rows done, 3 some rows failed, 2 unusable input, 1 stopped by an error, 130 by Ctrl-C, 143 by
     SIGTERM.
     """
-    with _explained(output), signals_raise():
+    with explained(lambda: say_kept(output)), signals_raise():
         with importing():
             from zinfer.jobs.job import run_job
             from zinfer.jobs.summary import summary_table
@@ -65,7 +52,7 @@ def run(
             input,
             output,
             config=config,
-            device=device.value,
+            device=device,
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
             restart=restart,
@@ -77,22 +64,3 @@ def run(
         )
     Console().print(summary_table(summary))
     raise typer.Exit(summary.exit_code)
-
-
-@contextmanager
-def _explained(output: Path) -> Iterator[None]:
-    """Turns what ends a job early into a message on stderr and an exit code."""
-    try:
-        with unusable_input_explained(), interruption_explained(f"The rows in {output} are kept"):
-            yield
-    except UnusableInput as error:
-        say(f"error: {error}")
-        raise typer.Exit(EXIT_UNUSABLE) from None
-    except JobError as error:
-        if isinstance(error.__cause__, RuntimeError):
-            traceback.print_exception(error.__cause__)
-        say(f"error: {error}")
-        raise typer.Exit(EXIT_STOPPED) from None
-    except OSError as error:
-        say(f"error: {error}")
-        raise typer.Exit(EXIT_STOPPED) from None

@@ -1,13 +1,15 @@
 """Runs a model in full precision over prompts and measures what its linear layers multiply with.
 
 What it finds decides which columns of a weight have to come out the most exact (`zinfer.kernels.scaling`). The model
-streams as it does in any job; positions behind a shorter prompt are not counted.
+streams as it does in any job; padding after a shorter prompt is not counted.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +21,7 @@ from zinfer.config import Settings
 from zinfer.config.settings import Batch
 from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import ConfigError
-from zinfer.jobs.token_rows import read_token_rows, right_padded
+from zinfer.jobs.token_rows import by_length, padded, read_token_rows
 from zinfer.model.build import build_meta_model
 from zinfer.model.quantized_forms import find_form
 from zinfer.quantization.slab_matrix import SlabMatrix
@@ -44,7 +46,7 @@ def measure_squares(model: Path, prompts: Path, settings: Settings) -> dict[str,
         CheckpointError: as `zinfer.init_inference`.
     """
     tree = build_meta_model(Checkpoint.open(model), settings.dtype)
-    batches = list(_batches(read_token_rows(prompts, model, tree, settings.max_out_tokens)))
+    batches = by_length(read_token_rows(prompts, model, tree, settings.max_out_tokens), len, _MOST_TOKENS)
     if not batches:
         raise ConfigError(f"{prompts}: no prompts to calibrate with")
     shape = Batch(max(map(len, batches)), max(len(row) for batch in batches for row in batch), 1)
@@ -56,24 +58,12 @@ def measure_squares(model: Path, prompts: Path, settings: Settings) -> dict[str,
         seen = _Squares(engine.device)
         with seen.hooked(_layers(engine.module, settings)):
             for batch in batches:
-                ids, mask = right_padded(batch)
+                ids, mask = padded(batch)
                 seen.expect(mask)
                 engine(input_ids=ids, attention_mask=mask, **options)
         return seen.means()
     finally:
         engine.destroy()
-
-
-def _batches(rows: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """Rows of like length together, with padding no more than so many tokens, or one row."""
-    batch: list[tuple[int, ...]] = []
-    for row in sorted(rows, key=len):
-        if batch and (len(batch) + 1) * len(row) > _MOST_TOKENS:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
 
 
 def _layers(model: nn.Module, settings: Settings) -> dict[str, nn.Module]:
@@ -89,41 +79,36 @@ def _layers(model: nn.Module, settings: Settings) -> dict[str, nn.Module]:
 
 
 class _Squares:
-    """Sums of squares, on the device."""
+    """Sums of squares of the layers' inputs, on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sums: dict[str, torch.Tensor] = {}
-        self._num_tokens: dict[str, int] = {}
-        self._mask = torch.ones(0)
-        self._num_in_mask = 0
+        self._num_tokens: Counter[str] = Counter()
+        self._mask, self._num_in_mask = torch.ones(0), 0
 
     def expect(self, mask: torch.Tensor) -> None:
         """Which positions of the next pass count, [rows, tokens]."""
         self._num_in_mask = int(mask.sum())
-        self._mask = mask.to(self._device, torch.float32)
+        self._mask = mask.to(self._device, torch.float32).reshape(-1)
 
     @contextmanager
     def hooked(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
-        handles = [module.register_forward_pre_hook(self._noting(name)) for name, module in layers.items()]
+        hooks = [module.register_forward_pre_hook(partial(self._note, name)) for name, module in layers.items()]
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            for hook in hooks:
+                hook.remove()
 
     def means(self) -> dict[str, torch.Tensor]:
         return {name: (total / self._num_tokens[name]).cpu() for name, total in self._sums.items()}
 
-    def _noting(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-            input = args[0]
-            if input.numel() // input.shape[-1] != self._mask.numel():
-                return  # not a row a token: a layer behind a router, which sees no mask
-            flat, mask = input.detach().reshape(-1, input.shape[-1]), self._mask.reshape(-1)
-            slices = [slice(begin, begin + _SLICE_TOKENS) for begin in range(0, len(flat), _SLICE_TOKENS)]
-            total = torch.stack([mask[part] @ flat[part].float().square() for part in slices]).sum(0)
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
-            self._num_tokens[name] = self._num_tokens.get(name, 0) + self._num_in_mask
-
-        return note
+    def _note(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        flat = args[0].detach().reshape(-1, args[0].shape[-1])
+        if len(flat) != len(self._mask):
+            return  # not a row a token: a layer behind a router, which sees no mask
+        slices = [slice(begin, begin + _SLICE_TOKENS) for begin in range(0, len(flat), _SLICE_TOKENS)]
+        total = torch.stack([self._mask[part] @ flat[part].float().square() for part in slices]).sum(0)
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
+        self._num_tokens[name] += self._num_in_mask

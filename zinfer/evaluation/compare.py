@@ -10,7 +10,7 @@ import torch
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.engine import InferenceEngine
-from zinfer.jobs.token_rows import read_token_rows, right_padded
+from zinfer.jobs.token_rows import padded, read_token_rows
 from zinfer.model.build import build_meta_model
 
 _BATCH_SIZE: Final = 16
@@ -47,15 +47,6 @@ class Agreement:
         return math.exp(-self.change)
 
 
-@dataclass(frozen=True)
-class _Sayings:
-    """What one model makes of the prompts."""
-
-    log_likelihood: float
-    num_tokens: int
-    new_tokens: list[list[int]]
-
-
 def check_prompts(source: Path, prompts: Path, settings: Settings) -> None:
     """Refuse now what `compare_models` would refuse once the store is written.
 
@@ -66,50 +57,45 @@ def check_prompts(source: Path, prompts: Path, settings: Settings) -> None:
     read_token_rows(prompts, source, tree, settings.max_out_tokens, _NUM_NEW_TOKENS)
 
 
-def compare_models(
-    source: Path, store: Path, prompts: Path, settings: Settings, *, num_new_tokens: int = _NUM_NEW_TOKENS
-) -> Agreement:
+def compare_models(source: Path, store: Path, prompts: Path, settings: Settings) -> Agreement:
     """Run both models over a JSONL of prompts, one model after the other.
 
     Args:
         source, store: checkpoint folders; the source has the tokenizer.
         prompts: rows as `zinfer run` takes them.
         settings: device and budgets; quantization is left out of it.
-        num_new_tokens: generated after each prompt.
 
     Raises:
         ConfigError: a row that is no prompt, or does not fit the model; names its line.
         CheckpointError: as `zinfer.init_inference`.
     """
-    full = _run(source, source, prompts, settings, num_new_tokens)
-    quantized = _run(store, source, prompts, settings, num_new_tokens)
-    pairs = [
-        (one, other)
-        for row, twin in zip(full.new_tokens, quantized.new_tokens, strict=True)
-        for one, other in zip(row, twin, strict=True)
-    ]
+    full, num_tokens, full_new = _run(source, source, prompts, settings)
+    quantized, _, quantized_new = _run(store, source, prompts, settings)
+    equal = [one == other for one, other in zip(full_new, quantized_new, strict=True)]
     return Agreement(
-        num_prompts=len(full.new_tokens),
-        num_tokens=full.num_tokens,
-        full_log_likelihood=full.log_likelihood,
-        quantized_log_likelihood=quantized.log_likelihood,
-        num_new_tokens=num_new_tokens,
-        equal_tokens=sum(one == other for one, other in pairs) / max(len(pairs), 1),
+        num_prompts=len(equal) // _NUM_NEW_TOKENS,
+        num_tokens=num_tokens,
+        full_log_likelihood=full,
+        quantized_log_likelihood=quantized,
+        num_new_tokens=_NUM_NEW_TOKENS,
+        equal_tokens=sum(equal) / max(len(equal), 1),
     )
 
 
-def _run(model: Path, tokenizer: Path, prompts: Path, settings: Settings, num_new_tokens: int) -> _Sayings:
+def _run(model: Path, tokenizer: Path, prompts: Path, settings: Settings) -> tuple[float, int, list[int]]:
+    """The mean log-likelihood of the prompts' tokens, how many these are, and the new tokens of all prompts."""
     engine = InferenceEngine(model, settings)
     try:
-        rows = read_token_rows(prompts, tokenizer, engine.module, settings.max_out_tokens, num_new_tokens)
-        total, num_tokens, new_tokens = 0.0, 0, []
+        rows = read_token_rows(prompts, tokenizer, engine.module, settings.max_out_tokens, _NUM_NEW_TOKENS)
+        total, num_tokens, new_tokens = 0.0, 0, list[int]()
         for begin in range(0, len(rows), _BATCH_SIZE):
             batch = rows[begin : begin + _BATCH_SIZE]
-            ids, mask = right_padded(batch)
+            ids, mask = padded(batch)
             total += _log_likelihood(engine, ids, mask)
             num_tokens += int(mask[:, 1:].sum())
-            new_tokens += [_greedy(engine, row, num_new_tokens) for row in batch]
-        return _Sayings(total / max(num_tokens, 1), num_tokens, new_tokens)
+            for row in batch:
+                new_tokens += _greedy(engine, row)
+        return total / max(num_tokens, 1), num_tokens, new_tokens
     finally:
         engine.destroy()
 
@@ -122,15 +108,15 @@ def _log_likelihood(engine: InferenceEngine, ids: torch.Tensor, mask: torch.Tens
     return float((chosen * mask[:, 1:].to(logs.device)).sum())
 
 
-def _greedy(engine: InferenceEngine, row: tuple[int, ...], num_new_tokens: int) -> list[int]:
+def _greedy(engine: InferenceEngine, row: tuple[int, ...]) -> list[int]:
     ids = torch.tensor([row])
     tokens = engine.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
         pad_token_id=0,
-        max_new_tokens=num_new_tokens,
-        min_new_tokens=num_new_tokens,
+        max_new_tokens=_NUM_NEW_TOKENS,
+        min_new_tokens=_NUM_NEW_TOKENS,
     )
     new: list[int] = tokens[0, len(row) :].tolist()
     return new

@@ -1,40 +1,60 @@
-"""What a job completes its prompts with: continuous batching where the family allows it, padded batches elsewhere; and
-what encodes them."""
+"""What computes the rows of a job: the base class, and continuous batching through `LLM`."""
 
-from collections.abc import Collection, Generator, Sequence
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import closing
+from typing import Final, TypeAlias
 
-from zinfer.jobs.progress import Forecast, Meter
+from zinfer.batching.llm import LLM
+from zinfer.config.settings import Batching
+from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.records import Encoding
-from zinfer.jobs.timeline import Load
+from zinfer.jobs.request import JobRequest
 from zinfer.offload.stats import RunStats
+from zinfer.offload.tensor_checksums import TensorChecksums
+from zinfer.planning.job_plan import ROWS_TOGETHER
 from zinfer.requests.completion import Completion
 
 Answer: TypeAlias = tuple[Completion, ...] | Encoding
 
+_MOST_SIMULATED: Final = 1024
+_MOST_BATCH_S: Final = 600.0
+_LEAST_PACE: Final = 0.9
+_SWAPS: Final = "swaps_to_disk"
 
-class Completer(Protocol):
+
+class Completer(ABC):
     """Completes prompts; what it computes depends on these prompts and on its sizes, never on earlier calls.
+
+    Args:
+        stats, close: of the engine.
 
     Attributes:
         predicted_s: seconds that the plan gives what was completed so far.
         sizes: of its passes and its cache, kept for a run that resumes the job.
     """
 
-    predicted_s: float
+    def __init__(self, stats: Callable[[], RunStats], close: Callable[[], None]) -> None:
+        self.stats, self.close = stats, close
+        self.predicted_s = 0.0
+        self.sizes: dict[str, int] = {}
+        self._load = Load()
 
-    @property
-    def sizes(self) -> dict[str, int]: ...
-
-    def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
-        """What completing these prompts takes."""
-        ...
+    def load(self) -> Load:
+        """What passes carried so far, and now; any thread may ask."""
+        return self._load
 
     def rows_together(self, prompts: Sequence[Prompt]) -> int:
         """How many rows had better share passes, these being the most: what a kill costs is bounded by it."""
-        ...
+        return len(prompts)
 
+    @abstractmethod
+    def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
+        """What completing these prompts takes."""
+
+    @abstractmethod
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
     ) -> Generator[tuple[Prompt, Answer], None, None]:
@@ -43,46 +63,79 @@ class Completer(Protocol):
         Args:
             wanted: identities of the prompts that are needed; others may be left out where that changes nothing.
         """
-        ...
-
-    def stats(self) -> RunStats: ...
-
-    def load(self) -> Load: ...
-
-    def close(self) -> None: ...
 
 
-class CountedEngine(Protocol):
-    """What every completer over one engine needs of it."""
-
-    def stats(self) -> Any: ...
-
-    def destroy(self) -> None: ...
-
-
-EngineT = TypeVar("EngineT", bound=CountedEngine)
-
-
-class EngineCompleter(Generic[EngineT]):
-    """What completers over one engine have in common.
+class RaggedCompleter(Completer):
+    """An LLM's passes; each call begins with an empty cache, and so with the same passes.
 
     Args:
-        meter: told of what is computed.
+        stated: what the configuration says of the sizes.
+        kept: ``sizes`` of the completer that began the job; what is not stated is taken from them.
+        checksums: taken of weights as they are read.
     """
 
-    def __init__(self, engine: EngineT, meter: Meter) -> None:
-        self._engine = engine
-        self._meter = meter
-        self.sizes: dict[str, int] = {}
-        self.predicted_s = 0.0
+    def __init__(
+        self, request: JobRequest, stated: Batching, kept: Mapping[str, int], checksums: TensorChecksums | None
+    ) -> None:
+        options: dict[str, object] = {
+            name: size for name, size in kept.items() if name != _SWAPS and getattr(stated, name) is None
+        }
+        if request.trace is not None:
+            options["trace"] = str(request.trace)
+        # Which sequences are computed again decides what passes carry: not by rates that are measured anew.
+        swaps = _SWAPS in kept if kept else None
+        self._llm = LLM(
+            request.model, request.config, device=request.device, swaps_to_disk=swaps, checksums=checksums, **options
+        )
+        super().__init__(self._llm.stats, self._llm.close)
+        budget = self._llm.batching
+        self.sizes = {_SWAPS: 1} if budget.swaps_to_disk else {}
+        self.sizes |= {
+            "tokens_per_pass": budget.tokens_per_pass,
+            "max_sequences": budget.max_sequences,
+            "kv_page_size": budget.page_size,
+            "kv_cache_memory": budget.kv_bytes,
+        }
+
+    def load(self) -> Load:
+        llm = self._llm
+        return Load(llm.num_passes, llm.num_tokens, llm.num_new_tokens, llm.num_running, llm.num_swapped_pages)
+
+    def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
+        """Of the first rows alone: the passes of all of them would take long to simulate."""
+        fitting = [each for each in prompts if self._llm.fits(len(each.token_ids), each.max_new_tokens)]
+        sequences = [prompt for prompt in fitting[:_MOST_SIMULATED] for _ in range(prompt.params.n)]
+        if not sequences:
+            return Forecast("nothing, since no row of the first batch fits the KV cache")
+        prompt_lens = [len(each.token_ids) for each in sequences]
+        predicted = self._llm.predict(prompt_lens, [each.max_new_tokens for each in sequences])
+        more = len(fitting) / min(len(fitting), _MOST_SIMULATED)
+        text = f"{predicted} for {len(sequences):,} sequences"
+        return Forecast(text, predicted.tokens_per_s, predicted.seconds * more, predicted.num_passes * more)
 
     def rows_together(self, prompts: Sequence[Prompt]) -> int:
-        """All of them: they are few, or every pass is one of its own."""
-        return len(prompts)
+        """So few that they take ten minutes at most, but not where passes that cost the same would carry fewer rows."""
+        count, forecast = len(prompts), self.forecast(prompts)
+        while forecast.seconds > _MOST_BATCH_S and count > 1:
+            fewer = self.forecast(prompts[: count // 2])
+            if fewer.tokens_per_s < _LEAST_PACE * forecast.tokens_per_s:
+                break
+            count, forecast = count // 2, fewer
+        return count if count < len(prompts) else max(count, ROWS_TOGETHER)
 
-    def stats(self) -> RunStats:
-        found: RunStats = self._engine.stats()
-        return found
-
-    def close(self) -> None:
-        self._engine.destroy()
+    def complete(
+        self, prompts: Sequence[Prompt], wanted: Collection[int]
+    ) -> Generator[tuple[Prompt, tuple[Completion, ...]], None, None]:
+        """As `Completer.complete`; all prompts are computed, since they share passes."""
+        self._llm.reset_prefix_cache()
+        found: defaultdict[int, list[Completion]] = defaultdict(list)
+        before = self._llm.num_new_tokens
+        token_ids = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
+        with closing(self._llm.stream(token_ids, [prompt.params for prompt in prompts])) as stream:
+            for completion in stream:
+                index = completion.prompt_index
+                found[index].append(completion)
+                if len(found[index]) == prompts[index].params.n:
+                    yield prompts[index], tuple(sorted(found.pop(index), key=lambda each: each.sample_index))
+        if self._llm.num_new_tokens > before:
+            self.predicted_s += self._llm.predict_passes().seconds

@@ -1,6 +1,5 @@
 """Encodes the rows of a batch sorted by length, so that little is padded and few passes stream the weights."""
 
-import math
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, Final
 
@@ -10,92 +9,91 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from zinfer.engine.engine import InferenceEngine
 from zinfer.engine.streamed_model import FindReserve
-from zinfer.jobs.completer import EngineCompleter
-from zinfer.jobs.progress import Forecast, Meter
+from zinfer.jobs.completer import Completer
+from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.records import Encoding
 from zinfer.jobs.request import Pooling, Task
-from zinfer.jobs.timeline import Load
-from zinfer.jobs.token_rows import right_padded
+from zinfer.jobs.token_rows import by_length, padded
 from zinfer.model.build import find_dtype
 from zinfer.model.context_length import is_encoder_decoder
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.memory import Footprint, find_encoding_footprint
+from zinfer.requests.completion import not_finite
 
 TOKENS_PER_PASS: Final = 16384
 _NOT_FINITE: Final = "the model's outputs are not finite numbers; its weights may be damaged, or its dtype too narrow"
 
 
-class EncodingCompleter(EngineCompleter[InferenceEngine]):
-    """An engine's passes, as a `Completer`.
+class EncodingCompleter(Completer):
+    """An engine's passes.
 
     Args:
         pad_token_id: which token pads; the mask hides it.
         tokens_per_pass: the most, padding included, unless one row has more.
-        meter: told of every pass.
     """
 
     def __init__(
-        self,
-        engine: InferenceEngine,
-        task: Task,
-        pooling: Pooling,
-        pad_token_id: int,
-        tokens_per_pass: int,
-        meter: Meter,
+        self, engine: InferenceEngine, task: Task, pooling: Pooling, pad_token_id: int, tokens_per_pass: int
     ) -> None:
-        super().__init__(engine, meter)
-        self._labels = task is Task.CLASSIFY
-        self._pooling = pooling
+        super().__init__(engine.stats, engine.destroy)
+        self._engine = engine
+        self._labels, self._pooling = task is Task.CLASSIFY, pooling
         self._pad_token_id = pad_token_id
         self._tokens_per_pass = tokens_per_pass
 
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
         """How many passes; what one takes is not known."""
-        num_passes = len(parts_by_length(prompts, self._tokens_per_pass))
+        num_passes = len(self._parts(prompts))
         return Forecast(f"{num_passes} passes for {len(prompts)} rows", num_passes=num_passes)
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
     ) -> Generator[tuple[Prompt, Encoding], None, None]:
         """As `Completer.complete`."""
-        meter = self._meter
-        parts = parts_by_length(prompts, self._tokens_per_pass)
-        parts = [part for part in parts if any(id(prompt) in wanted for prompt in part)]
-        for part in parts:
-            yield from zip(part, self._encode(part), strict=True)
-            meter.batch_share += 1 / len(parts)
-            meter.num_tokens += sum(len(prompt.token_ids) for prompt in part)
+        for part in self._parts(prompts):
+            if any(id(prompt) in wanted for prompt in part):
+                encodings = self._encode(part)
+                num_tokens = self._load.num_tokens + sum(len(prompt.token_ids) for prompt in part)
+                self._load = Load(self._load.num_passes + 1, num_tokens, num_tokens)
+                yield from zip(part, encodings, strict=True)
 
-    def load(self) -> Load:
-        return Load(self._meter.num_tokens, 0, 0)
+    def _parts(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+        return by_length(prompts, lambda prompt: len(prompt.token_ids), self._tokens_per_pass)
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[Encoding]:
         """Rows whose numbers broke are computed once more, without the others, to learn which layer broke each."""
-        found = self._read(self._compute(prompts))
-        broken = [place for place, each in enumerate(found) if each.error is not None]
+        numbers = self._compute(prompts)
+        broken = (~numbers.isfinite().all(dim=1)).nonzero().flatten().tolist()
+        names: dict[int, str | None] = {}
         if broken:
             again = [prompts[place] for place in broken]
-            names = self._engine.find_broken(lambda: self._compute(again), len(again))
-            for place, name in zip(broken, names, strict=True):
-                found[place] = found[place].broken_by(name)
-        return found
+            found = self._engine.find_broken(lambda: self._compute(again), len(again))
+            names = dict(zip(broken, found, strict=True))
+        if self._labels:
+            fields = labelled(numbers, self._engine.module.config)
+        else:
+            fields = [{"embedding": vector} for vector in numbers.tolist()]
+        return [
+            Encoding(error=not_finite(names[place], _NOT_FINITE)) if place in names else Encoding(each)
+            for place, each in enumerate(fields)
+        ]
 
     def _compute(self, prompts: Sequence[Prompt]) -> torch.Tensor:
         """[prompts, numbers of each]."""
-        ids, mask = right_padded([prompt.token_ids for prompt in prompts], self._pad_token_id)
+        ids, mask = padded([prompt.token_ids for prompt in prompts], self._pad_token_id)
         device, module = self._engine.device, self._engine.module
-        inputs: dict[str, torch.Tensor] = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
         def work() -> torch.Tensor:
-            return logits(module, inputs) if self._labels else embeddings(module, inputs, self._pooling)
+            if not self._labels:
+                return embeddings(module, inputs, self._pooling)
+            logits: torch.Tensor = module(**inputs).logits.float()
+            return logits
 
         found: torch.Tensor = self._engine.call(work)
         return found
-
-    def _read(self, numbers: torch.Tensor) -> list[Encoding]:
-        return labelled(numbers, self._engine.module.config) if self._labels else embedded(numbers)
 
 
 def reserve_of(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int, *, on_cuda: bool) -> FindReserve:
@@ -113,16 +111,6 @@ def reserve_of(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int,
     return find_reserve
 
 
-def parts_by_length(prompts: Sequence[Prompt], tokens_per_pass: int) -> list[list[Prompt]]:
-    """The prompts, shortest first, cut where a pass would have more tokens, padding included."""
-    parts: list[list[Prompt]] = []
-    for prompt in sorted(prompts, key=lambda prompt: len(prompt.token_ids)):
-        if not parts or (len(parts[-1]) + 1) * len(prompt.token_ids) > tokens_per_pass:
-            parts.append([])
-        parts[-1].append(prompt)
-    return parts
-
-
 def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], pooling: Pooling) -> torch.Tensor:
     """A vector of length 1 for each row of ``input_ids`` [rows, tokens], padded on the right; [rows, width].
 
@@ -138,19 +126,9 @@ def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], pooli
     return nn.functional.normalize(pooled_RW, dim=-1)
 
 
-def logits(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What the model's head gives each row of ``input_ids`` [rows, tokens]; [rows, labels]."""
-    logits_RL: torch.Tensor = model(**inputs).logits.float()
-    return logits_RL
-
-
-def embedded(vectors_RW: torch.Tensor) -> list[Encoding]:
-    """The rows of `embeddings`."""
-    return [_checked({"embedding": vector}, vector) for vector in vectors_RW.tolist()]
-
-
-def labelled(logits_RL: torch.Tensor, config: PreTrainedConfig) -> list[Encoding]:
-    """The likeliest label of each row of `logits`, and the scores of all by their names in config.json.
+def labelled(logits_RL: torch.Tensor, config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The likeliest label of each row of the head's logits [rows, labels], and the scores of all labels by their names
+    in config.json.
 
     Scores are probabilities: of all labels together, or of each by itself (`problem_type`). Of a model of one label
     they are the numbers that it gives.
@@ -160,12 +138,7 @@ def labelled(logits_RL: torch.Tensor, config: PreTrainedConfig) -> list[Encoding
     else:
         scores_RL = logits_RL if logits_RL.shape[-1] == 1 else logits_RL.softmax(dim=-1)
     names = [config.id2label[number] for number in range(logits_RL.shape[-1])]
-    rows = zip(scores_RL.tolist(), logits_RL.tolist(), strict=True)
     return [
-        _checked({"label": names[scores.index(max(scores))], "scores": dict(zip(names, scores, strict=True))}, raw)
-        for scores, raw in rows
+        {"label": names[scores.index(max(scores))], "scores": dict(zip(names, scores, strict=True))}
+        for scores in scores_RL.tolist()
     ]
-
-
-def _checked(fields: Mapping[str, Any], numbers: Sequence[float]) -> Encoding:
-    return Encoding(fields) if all(math.isfinite(each) for each in numbers) else Encoding(error=_NOT_FINITE)

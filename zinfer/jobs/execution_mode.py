@@ -1,50 +1,61 @@
-"""How the rows of a job share passes: by continuous batching where the family of models allows it, else padded."""
+"""How the rows of a job are computed: by continuous batching where the family of models allows it, else padded; or
+encoded."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import time
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import Any, Final
 
+import torch
 from transformers import PreTrainedModel
 
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
+from zinfer.config.settings import said_before
 from zinfer.engine.engine import InferenceEngine
 from zinfer.engine.streamed_model import FindReserve
-from zinfer.errors import ConfigError, PlanError
-from zinfer.jobs.batched import RaggedCompleter
-from zinfer.jobs.completer import Completer
+from zinfer.errors import ConfigError, JobError, PlanError
+from zinfer.jobs.completer import Answer, Completer, RaggedCompleter
 from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter, reserve_of
-from zinfer.jobs.padded import Engine, PaddedCompleter, batch_shape
+from zinfer.jobs.padded import PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
-from zinfer.jobs.request import JobRequest, Task
+from zinfer.jobs.report import Moment, Timeline
+from zinfer.jobs.request import JobRequest, Task, say_kept
+from zinfer.jobs.summary import weights_line
+from zinfer.jobs.weights import Weights
 from zinfer.model.batching_support import check_family
 from zinfer.model.spec import ModelSpec, is_generating_decoder
-from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.job_plan import ROWS_TOGETHER
 from zinfer.probe.limits import find_limits
 from zinfer.requests.length_limits import LengthLimits
-
-EngineFactory = Callable[..., Engine]
+from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
+from zinfer.units import duration
 
 _PADDED_ROWS: Final = 32
 _CLASSIFIER: Final = "ForSequenceClassification"
 
 
-class Method:
-    """What is decided once for a job.
+class ExecutionMode:
+    """What is decided once for a job; it loads the model when the first batch needs it.
 
     Args:
         model: on the meta device.
-        engine_factory: makes an engine for padded batches, whatever the family; None: only where it takes no other.
+        tokenizer: used by the calling thread alone.
+        limits: of a padded row.
         meter: told where a family has to be padded.
 
     Raises:
         ConfigError: the model has not what the task needs.
 
     Attributes:
+        device: "cuda" or "cpu".
         batch_size: rows that share passes.
         chooses_batch_size: whether a new job is to take as many as suit it.
+        completer: None before the first batch.
+        computing_s: seconds in passes.
     """
 
     def __init__(
@@ -52,19 +63,22 @@ class Method:
         request: JobRequest,
         settings: Settings,
         model: PreTrainedModel,
-        engine_factory: EngineFactory | None,
+        tokenizer: Any,
+        limits: LengthLimits,
+        weights: Weights,
         meter: Meter,
     ) -> None:
-        self._request = request
-        self._settings = settings
-        self._factory = engine_factory
-        self._meter = meter
         _check_task(model, request.task)
+        self._request, self._settings = request, settings
+        self._config, self._dtype, self._tokenizer, self._limits = model.config, model.dtype, tokenizer, limits
+        automatic = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = automatic if settings.device == "auto" else settings.device
+        self._weights, self._meter = weights, meter
         self._encodes = request.task is not Task.GENERATE
-        self._config = model.config
-        self._is_predictable = is_generating_decoder(model)
-        self._is_padded = engine_factory is not None
-        if not self._is_padded and not self._encodes:
+        states_room = settings.batch != BatchSettings() or settings.memory.max_device_memory is not None
+        self._plans_room = is_generating_decoder(model) and not states_room
+        self._is_padded = False
+        if not self._encodes:
             try:
                 check_family(model)
             except ConfigError as error:
@@ -72,6 +86,9 @@ class Method:
                 meter.note(f"padded batches through transformers' generate, which are slower: {error}")
         self.batch_size = request.batch_size or (_PADDED_ROWS if self._is_padded else ROWS_TOGETHER)
         self.chooses_batch_size = not (request.batch_size or self._is_padded or self._encodes)
+        self.completer: Completer | None = None
+        self.computing_s = 0.0
+        self._timeline: Timeline | None = None
 
     def take_batch_size(self, settings: Mapping[str, str | int]) -> None:
         """Go on with the batch size of the job that an output belongs to, where the caller states none."""
@@ -80,61 +97,107 @@ class Method:
             self.batch_size = former
 
     def settings(self) -> dict[str, str | int]:
-        """The settings of passes on which rows' bytes depend."""
+        """The settings on which rows' bytes depend."""
+        request, settings = self._request, self._settings
+        found: dict[str, str | int] = {
+            "max_new_tokens": request.max_new_tokens or f"{DEFAULT_NEW_TOKENS}, or what fits",
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "device": self.device,
+            "max_out_tokens": settings.max_out_tokens or "the model's",
+            "min_out_tokens": settings.min_out_tokens,
+            "batch_size": self.batch_size,
+        }
+        if settings.quantization is not None:
+            found["quantization"] = json.dumps(settings.quantization.as_document())
         if self._encodes:
-            task: dict[str, str | int] = {"task": self._request.task, "tokens_per_pass": self._tokens_per_pass}
-            pooling = {"pooling": str(self._request.pooling)} if self._request.task is Task.EMBED else {}
-            return {"batch_size": self.batch_size, **task, **pooling}
+            found |= {"task": request.task, "tokens_per_pass": self._tokens_per_pass}
+            return found | ({"pooling": str(request.pooling)} if request.task is Task.EMBED else {})
         if self._is_padded:
-            return {"batch_size": self.batch_size, "batching": "padded"}
-        stated = {name: value for name, value in asdict(self._settings.batching).items() if value is not None}
-        return {"batch_size": self.batch_size, "batching": "continuous", **stated}
+            return found | {"batching": "padded"}
+        stated = {name: value for name, value in asdict(settings.batching).items() if value is not None}
+        return found | {"batching": "continuous"} | stated
 
-    def open(
-        self,
-        prompts: Sequence[Prompt],
-        sizes: Mapping[str, int],
-        tokenizer: Any,
-        limits: LengthLimits,
-        checksums: TensorChecksums | None,
-    ) -> Completer:
-        """Load the model.
+    def load(self, prompts: Sequence[Prompt], sizes: Mapping[str, int]) -> Completer:
+        """Return the completer, loaded with room for these prompts if they are the first.
 
         Args:
             prompts: of the first batch; padded ones of that size are planned for.
-            sizes: of the completer that began the job, if this one goes on.
-            tokenizer: used by the calling thread alone.
-            limits: of a padded row.
-            checksums: taken of weights as they are read.
+            sizes: of the completer that began the job, if this run resumes it.
         """
-        request, settings = self._request, self._settings
-        if self._encodes:
-            return self._open_encoder(prompts, tokenizer, checksums)
-        if not self._is_padded:
-            return RaggedCompleter(request, settings.batching, sizes, self._meter, checksums)
-        options = self._options()
-        states_room = settings.batch != BatchSettings() or settings.memory.max_device_memory is not None
-        if self._is_predictable and not states_room:
-            options |= batch_shape(prompts)
-        engine: Engine
-        if self._factory is not None:
-            engine = self._factory(request.model, config=request.config, device=request.device, **options)
-        else:
-            settings = resolve_settings(request.config, {"device": request.device, **options})
-            engine = InferenceEngine(request.model, settings, checksums=checksums)
-        return PaddedCompleter(engine, tokenizer, limits.most_tokens, self._meter)
+        if self.completer is None:
+            meter = self._meter
+            meter.begin("loading")
+            with _stopping("loading the model", say_kept(self._request.output)), said_before():
+                completer = self.completer = self._open(prompts, sizes)
+                self._weights.check_unchanged()
+                meter.note(f"weights: {weights_line(completer.stats(), self.device)}")
+                forecast = completer.forecast(prompts)
+            meter.note(f"predicted: {forecast.text}")
+            meter.expect(forecast, len(prompts))
+            meter.load = completer.load
+            if self._request.report is not None:
+                self._timeline = Timeline(completer.stats, completer.load)
+        return self.completer
 
-    def _open_encoder(self, prompts: Sequence[Prompt], tokenizer: Any, checksums: TensorChecksums | None) -> Completer:
-        request = self._request
-        settings = resolve_settings(request.config, {"device": request.device, **self._options()})
-        find_reserve = self._find_reserve(prompts, settings)
+    def complete(
+        self, prompts: Sequence[Prompt], missing: Collection[int]
+    ) -> Generator[tuple[Prompt, Answer], None, None]:
+        """Yield each prompt's answer, as `Completer.complete`; the model is loaded.
+
+        Args:
+            missing: identities of the prompts whose rows the output lacks.
+
+        Raises:
+            JobError: the engine failed; says which rows were under way.
+        """
+        assert self.completer is not None
+        begin_s, meter, num_rows = time.monotonic(), self._meter, len(prompts)
+        if not self.computing_s:
+            taking = f" ({duration(meter.predicted_row_s * num_rows)})" if meter.predicted_row_s else ""
+            meter.note(f"if stopped, at most {num_rows:,} rows are computed again{taking}; written rows are kept")
+        meter.begin_batch(len(missing), num_rows)
+        if num_again := num_rows - len(missing):
+            meter.note(
+                f"computing {num_again:,} rows again that are in the output already, beside {len(missing):,} that are "
+                "missing: they shared passes, and so every row stays as it would have been"
+            )
+        rows = f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}"
+        kept = f"The rows in {self._request.output} are kept"
+        with _stopping(rows, kept), closing(self.completer.complete(prompts, missing)) as completed:
+            for each in completed:
+                self._weights.read_rest()
+                yield each
+        meter.end_batch()
+        self.computing_s += time.monotonic() - begin_s
+
+    def close_timeline(self) -> list[Moment]:
+        """End the timeline and return its moments; none where no report is wanted, or nothing was computed."""
+        return [] if self._timeline is None else self._timeline.close()
+
+    def close(self) -> None:
+        """End threads and give memory back."""
+        try:
+            self.close_timeline()
+        finally:
+            if self.completer is not None:
+                self.completer.close()
+
+    def _open(self, prompts: Sequence[Prompt], sizes: Mapping[str, int]) -> Completer:
+        request, checksums = self._request, self._weights.checksums
+        if not self._encodes and not self._is_padded:
+            return RaggedCompleter(request, self._settings.batching, sizes, checksums)
+        options: dict[str, object] = {} if request.trace is None else {"trace": str(request.trace)}
+        if self._is_padded and self._plans_room:
+            options |= batch_shape(prompts)
+        settings = resolve_settings(request.config, {"device": request.device, **options})
+        find_reserve = self._find_reserve(prompts, settings) if self._encodes else None
         engine = InferenceEngine(request.model, settings, find_reserve=find_reserve, checksums=checksums)
+        if self._is_padded:
+            return PaddedCompleter(engine, self._tokenizer, self._limits.most_tokens)
         pad_token_id = engine.module.config.pad_token_id
-        if pad_token_id is None and tokenizer is not None:
-            pad_token_id = tokenizer.pad_token_id
-        return EncodingCompleter(
-            engine, request.task, request.pooling, pad_token_id or 0, self._tokens_per_pass, self._meter
-        )
+        if pad_token_id is None and self._tokenizer is not None:
+            pad_token_id = self._tokenizer.pad_token_id
+        return EncodingCompleter(engine, request.task, request.pooling, pad_token_id or 0, self._tokens_per_pass)
 
     def _find_reserve(self, prompts: Sequence[Prompt], settings: Settings) -> FindReserve | None:
         """Of an encoder; None where its config does not say how wide it is."""
@@ -144,9 +207,6 @@ class Method:
             self._meter.note(f"no memory is set aside for activations, and weights may take too much: {error}")
             return None
         return reserve_of(shape, prompts, self._tokens_per_pass, on_cuda=find_limits(settings).on_cuda)
-
-    def _options(self) -> dict[str, object]:
-        return {} if self._request.trace is None else {"trace": str(self._request.trace)}
 
     @property
     def _tokens_per_pass(self) -> int:
@@ -164,3 +224,18 @@ def _check_task(model: PreTrainedModel, task: Task) -> None:
         raise ConfigError(f"a {name} gives no labels; the task classify takes a *{_CLASSIFIER}")
     if task is Task.EMBED and getattr(model.config, "vision_config", None) is not None:
         raise ConfigError(f"a {name} takes pictures beside text; the task embed takes its text tower alone")
+
+
+@contextmanager
+def _stopping(what: str, kept: str) -> Iterator[None]:
+    """Turns a failure of the engine into a JobError that says what was under way; the cause stays attached."""
+    try:
+        yield
+    except (RuntimeError, OSError, MemoryError) as error:
+        remedy = "run the same command again to go on"
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            remedy = (
+                "lower zinfer.max_device_memory or zinfer.max_host_memory in the config, which leaves more for the "
+                f"rows, and {remedy}; or begin anew with a smaller --batch-size and --restart"
+            )
+        raise JobError(f"{what}: {type(error).__name__}: {error}\n{kept}; {remedy}") from error

@@ -4,7 +4,6 @@ Ids are kept as 64-bit hashes and lines as 32-bit checksums, so that ten million
 """
 
 import hashlib
-import os
 import stat
 import zlib
 from array import array
@@ -27,7 +26,6 @@ _MAX_DUPLICATES_NAMED = 5
 class RowIndex:
     """What the first reading of an input found. A row's ordinal counts rows (lines that are not blank) from 0.
 
-    modified_ns: when the file was last written to.
     keys: [num_rows] hashes of the ids, by ordinal.
     sums: [num_rows] checksums of the lines, by ordinal.
     order: [num_rows] the ordinals sorted by key.
@@ -37,7 +35,6 @@ class RowIndex:
     path: Path
     sha256: str
     size_bytes: int
-    modified_ns: int
     keys: NDArray[np.uint64]
     sums: NDArray[np.uint32]
     order: NDArray[np.int64]
@@ -45,7 +42,7 @@ class RowIndex:
 
     @property
     def num_rows(self) -> int:
-        """How many rows the input holds, unusable ones included."""
+        """Return how many rows the input holds, unusable ones included."""
         return len(self.keys)
 
     def id_of(self, parsed: Parsed) -> RowId:
@@ -65,30 +62,18 @@ class RowIndex:
     def lines(self) -> Iterator[Line]:
         """Read the rows' lines again, in order, and compare each with what was scanned.
 
-        A file that was written to meanwhile is hashed again, and may be read on if it holds the same bytes.
-
         Raises:
-            JobError: the file holds something else now.
+            JobError: the file holds something else from there on.
             OSError: it cannot be read.
         """
         with self.path.open("rb") as file:
-            state, num_rows = (self.size_bytes, self.modified_ns), 0
+            num_rows = 0
             for num_rows, line in enumerate(lines_of(file), start=1):
-                if (now := _state(file)) != state:
-                    self._compare_hash(file)
-                    state = now
                 if num_rows > self.num_rows or _line_sum(line) != self.sums[num_rows - 1]:
                     raise self._changed()
                 yield line
             if num_rows < self.num_rows:
                 raise self._changed()
-
-    def _compare_hash(self, file: BufferedReader) -> None:
-        place = file.tell()
-        file.seek(0)
-        if hashlib.file_digest(file, "sha256").hexdigest() != self.sha256:
-            raise self._changed()
-        file.seek(place)
 
     def _changed(self) -> JobError:
         return JobError(
@@ -121,26 +106,19 @@ def scan_input(path: Path, *, may_be_empty: bool = False) -> RowIndex:
 def _scan(path: Path) -> RowIndex:
     digest, keys, sums = hashlib.sha256(), array("Q"), array("I")
     with path.open("rb") as file:
-        _, modified_ns = _state(file)
         for line in lines_of(_hashed(file, digest)):
             keys.append(id_key(parse_line(line).id))
             sums.append(_line_sum(line))
         size_bytes = file.tell()
     keys_N, sums_N = np.frombuffer(keys, dtype=np.uint64), np.frombuffer(sums, dtype=np.uint32)
     order_N = np.argsort(keys_N, kind="stable")
-    return RowIndex(path, digest.hexdigest(), size_bytes, modified_ns, keys_N, sums_N, order_N, {})
+    return RowIndex(path, digest.hexdigest(), size_bytes, keys_N, sums_N, order_N, {})
 
 
 def _hashed(file: BufferedReader, digest: "hashlib._Hash") -> Iterator[bytes]:
     for data in file:
         digest.update(data)
         yield data
-
-
-def _state(file: BufferedReader) -> tuple[int, int]:
-    """Size and time of the last write."""
-    found = os.fstat(file.fileno())
-    return found.st_size, found.st_mtime_ns
 
 
 def _line_sum(line: Line) -> int:
@@ -157,39 +135,31 @@ def _resolved(index: RowIndex, shared: set[int]) -> RowIndex:
     path, keys_N = index.path, index.keys.copy()
     first: dict[int, Parsed] = {}
     duplicates: list[str] = []
-    unreadable: list[tuple[int, Parsed]] = []
-    for ordinal, line, parsed in _rows_with(index, shared):
-        if parsed.record is None:
-            unreadable.append((ordinal, parsed))
-            continue
+    renamed: dict[int, str] = {}
+    for ordinal, line in enumerate(index.lines()):
+        parsed = parse_line(line)
         key = id_key(parsed.id)
-        if key in first:
+        if key not in shared:
+            continue
+        if parsed.record is None:
+            renamed[line.number] = f"line {line.number}"
+            keys_N[ordinal] = id_key(renamed[line.number])
+        elif key in first:
             duplicates.append(_describe(first[key], parsed))
-        first.setdefault(key, Parsed(line.number, {"id": parsed.id}, None, parsed.has_own_id))
-        if len(duplicates) == _MAX_DUPLICATES_NAMED:
-            break
+            if len(duplicates) == _MAX_DUPLICATES_NAMED:
+                duplicates[-1] += " (and perhaps more)"
+                break
+        else:
+            first[key] = Parsed(line.number, own_id=parsed.own_id)
     if duplicates:
-        more = " (and perhaps more)" if len(duplicates) == _MAX_DUPLICATES_NAMED else ""
-        raise UnusableInput(f"input {path}: every row needs an id of its own; {'; '.join(duplicates)}{more}")
-    renamed = {parsed.line: f"line {parsed.line}" for _, parsed in unreadable}
-    for ordinal, parsed in unreadable:
-        keys_N[ordinal] = id_key(renamed[parsed.line])
+        raise UnusableInput(f"input {path}: every row needs an id of its own; {'; '.join(duplicates)}")
     if _shared_keys(keys_N):
         raise UnusableInput(f"input {path}: ids of the form 'line N' clash with the names given to unreadable lines")
     return replace(index, keys=keys_N, order=np.argsort(keys_N, kind="stable"), renamed=renamed)
 
 
-def _rows_with(index: RowIndex, shared: set[int]) -> Iterator[tuple[int, Line, Parsed]]:
-    for ordinal, line in enumerate(index.lines()):
-        parsed = parse_line(line)
-        if id_key(parsed.id) in shared:
-            yield ordinal, line, parsed
-
-
 def _describe(one: Parsed, other: Parsed) -> str:
-    if one.id != other.id:
-        return f"the ids {one.id!r} (line {one.line}) and {other.id!r} (line {other.line}) share a hash, rename one"
-    if one.has_own_id and other.has_own_id:
+    if one.own_id is not None and other.own_id is not None:
         return f"lines {one.line} and {other.line} both have the id {one.id!r}"
-    own, bare = (one, other) if one.has_own_id else (other, one)
+    own, bare = (other, one) if one.own_id is None else (one, other)
     return f"line {own.line} has the id {own.id!r}, which is the line number of line {bare.line} that has no id"

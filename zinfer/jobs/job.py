@@ -1,41 +1,41 @@
 """The batch job: prompts in a JSONL file, completions in another, crash-safe and resumable, rows byte-identical.
 
 A row's bytes depend on the model, the input, the machine, and the settings and sizes in the manifest; never on when the
-job was ended or how often, nor on the memory budgets of a run that goes on.
+job was ended or how often, nor on the memory budgets of a run that resumes it.
 """
 
+import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
 
+from zinfer import __version__
 from zinfer.checkpoint import Checkpoint
+from zinfer.checkpoint.fingerprint import tokenizer_hash
 from zinfer.config import resolve_settings
 from zinfer.config.settings import say_without_effect
 from zinfer.display import shown
 from zinfer.errors import JobError
-from zinfer.jobs.completer import Completer
-from zinfer.jobs.execution_mode import EngineFactory, Method
+from zinfer.jobs.execution_mode import ExecutionMode
 from zinfer.jobs.index import scan_input
-from zinfer.jobs.loaded_model import LoadedModel
-from zinfer.jobs.manifest import Manifest, model_identity, result_settings, versions
+from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.openai_response import OpenAIResponses
-from zinfer.jobs.output import OutputFile, Resumed
-from zinfer.jobs.prefetch_iter import ahead
+from zinfer.jobs.output import OutputFile, RowWriter
 from zinfer.jobs.progress import Meter
-from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader
+from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader, ahead
 from zinfer.jobs.records import Records
+from zinfer.jobs.report import write_report
 from zinfer.jobs.request import JobRequest, PathLike, Pooling, Task, UnusableInput
-from zinfer.jobs.rows import RowState
-from zinfer.jobs.run_page import write_run_page
+from zinfer.jobs.rows import RowState, read_lines
 from zinfer.jobs.summary import JobSummary
 from zinfer.jobs.weights import Weights
-from zinfer.jobs.writer import RowWriter
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
 from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, find_tokenizer
@@ -57,20 +57,19 @@ def run_job(
     task: str = "generate",
     pooling: str = "mean",
     console: Console | None = None,
-    engine_factory: EngineFactory | None = None,
 ) -> JobSummary:
-    """Completes every row of `input` into `output`, going on where an earlier run of the same job stopped.
+    """Complete every row of `input` into `output`, from where an earlier run of the same job stopped.
 
     Args:
         model: a checkpoint folder with its tokenizer.
         input: JSONL with `prompt`, `messages` or `prompt_token_ids` in each row, and optionally `id` and what
             `zinfer.SamplingParams` takes. Rows are greedy unless they give a temperature. Rows with a `custom_id` are
             those of an OpenAI batch, with a temperature of 1 unless they give one.
-        output: JSONL, appended to: rows as they finish, each in its input's form. Its manifest lies beside it as
+        output: JSONL, appended to: rows as they finish, each in its input's form. Its manifest is beside it,
             `<output>.manifest.json`.
         config: DeepSpeed-style configuration, a dict or the path of a JSON file.
         device: "auto", "cuda" or "cpu".
-        max_new_tokens: for rows that do not say themselves; None: 128, or what the model's context leaves.
+        max_new_tokens: default for rows that do not set it; None: 128, or what the model's context leaves.
         batch_size: rows that share passes; when all of them are complete the next ones begin. Part of what decides
             the rows' bytes, and the most that is computed again after a crash. By default 4,096 or
             fewer, for ten minutes at most, or 32 where a family of models has to be padded.
@@ -81,12 +80,10 @@ def run_job(
             "classify" (a label, and the scores of all). Rows then have a source and an id alone.
         pooling: of "embed": "mean" over a text's tokens, or "cls", the first one's.
         console: shows progress there; None shows nothing.
-        engine_factory: makes an engine for padded batches, called as `zinfer.init_inference` is; by default that is
-            made where the family of models takes no other batches.
 
     Raises:
         UnusableInput, ConfigError, CheckpointError, PlanError: no prompt was computed.
-        JobError: the job stopped in the middle; the rows in the output are whole, and the same call goes on.
+        JobError: the job stopped in the middle; the rows in the output are whole, and the same call resumes it.
     """
     request = JobRequest(
         model=model,
@@ -104,53 +101,49 @@ def run_job(
     )
     request.check()
     with shown(Meter(console)) as meter:
-        job = _Job(request, meter, engine_factory)
-        with OutputFile(request.output) as out, closing(job):
+        job = _Job(request, meter)
+        with closing(OutputFile(request.output)) as out, closing(job):
             return job.run(out)
 
 
 class _Job:
-    """One run of a job: the rows that it reads, its weights, how it computes, and the model once that is loaded."""
+    """One run of a job: the rows that it reads, its weights, and how it computes."""
 
-    def __init__(self, request: JobRequest, meter: Meter, engine_factory: EngineFactory | None) -> None:
+    def __init__(self, request: JobRequest, meter: Meter) -> None:
         self._request, self._meter = request, meter
         generates = request.task is Task.GENERATE
         settings = resolve_settings(request.config, {"device": request.device}, swaps=generates)
         say_without_effect(settings, meter.note)
         self._checkpoint = Checkpoint.open(request.model)
+        self._weights = Weights(self._checkpoint)
         model = build_meta_model(self._checkpoint, settings.dtype)
-        self._method = Method(request, settings, model, engine_factory, meter)
-        self._settings = result_settings(request, settings, model.dtype)
-        self._limits = read_limits(model, settings.max_out_tokens, generates=generates)
+        limits = read_limits(model, settings.max_out_tokens, generates=generates)
         tokenizer = find_tokenizer(self._checkpoint.folder)
-        self._encoder = PromptEncoder(tokenizer, model.config.get_text_config().vocab_size, self._limits)
+        self._encoder = PromptEncoder(tokenizer, model.config.get_text_config().vocab_size, limits)
         # Rows are encoded by another thread, which must not share its tokenizer.
         self._tokenizer = deepcopy(tokenizer)
+        self._mode = ExecutionMode(request, settings, model, self._tokenizer, limits, self._weights, meter)
         self._index = scan_input(request.input, may_be_empty=True)
         self._reader = PromptReader(self._encoder, self._index, request.max_new_tokens, generates=generates)
-        self._weights = Weights(self._checkpoint)
-        self._device = str(self._settings["device"])
-        self._loaded = LoadedModel(request, self._device, self._weights, meter, self._open)
-        if tokenizer is None and self._index.num_rows and not self._reader.has_usable_row():
+        rows = map(self._reader.read, read_lines(request.input))
+        if tokenizer is None and self._index.num_rows and not any(isinstance(row, Prompt) for row in rows):
             raise UnusableInput(f"model {self._checkpoint.folder} has no tokenizer; {NO_TOKENIZER}")
 
     def run(self, out: OutputFile) -> JobSummary:
         """Compute what the output lacks."""
-        meter, method = self._meter, self._method
+        meter, mode = self._meter, self._mode
         if out.manifest is not None and not self._request.restart:
-            method.take_batch_size(out.manifest.settings)
+            mode.take_batch_size(out.manifest.settings)
         self._manifest = self._new_manifest()
-        states = self._resume(out).states
+        states = self._resume(out)
         meter.num_rows = self._index.num_rows
         meter.num_finished = meter.num_skipped = meter.num_rows - states.count(RowState.MISSING)
-        if method.chooses_batch_size and not out.is_begun:
+        if mode.chooses_batch_size and not out.is_begun:
             self._choose_batch_size()
-        responses = OpenAIResponses(
-            datetime.fromisoformat(self._manifest.began), self._manifest.model_name, self._tokenizer
-        )
-        cutter = BatchCutter(self._reader, states, method.batch_size)
+        responses = OpenAIResponses(self._manifest.began, self._manifest.model_name, self._tokenizer)
+        cutter = BatchCutter(self._reader, states, mode.batch_size)
         with closing(RowWriter(out, meter.add_finished)) as writer, closing(ahead(cutter)) as batches:
-            records = Records(responses, writer, states)
+            records = Records(responses, writer.put, states)
             for batch in batches:
                 self._finish(batch, out, records)
         assert RowState.MISSING not in states
@@ -160,33 +153,41 @@ class _Job:
         self._keep_weights(out)
         out.refuse_altered()
         summary = self._summary(records)
-        self._write_page(summary)
+        self._write_report(summary)
         return summary
 
     def close(self) -> None:
         """End threads and processes and give memory back."""
-        with closing(self._loaded), closing(self._weights), closing(self._encoder):
+        with closing(self._mode), closing(self._weights), closing(self._encoder):
             pass
 
-    def _open(self, prompts: Sequence[Prompt]) -> Completer:
-        sizes, checksums = self._manifest.sizes, self._weights.checksums
-        return self._method.open(prompts, sizes, self._tokenizer, self._limits, checksums)
-
     def _new_manifest(self) -> Manifest:
-        request, began = self._request, datetime.now().astimezone()
+        request, checkpoint = self._request, self._checkpoint
         return Manifest(
-            model=model_identity(self._checkpoint, self._encoder.template_hash),
+            model={
+                "fingerprint": checkpoint.fingerprint,
+                "tokenizer": tokenizer_hash(checkpoint.folder),
+                "chat_template": self._encoder.template_hash,
+            },
             input={"sha256": self._index.sha256, "size_bytes": self._index.size_bytes},
-            settings={**self._settings, **self._method.settings()},
-            versions=versions(),
-            began=began.isoformat(),
-            model_name=Path(request.model).name or self._checkpoint.folder.name,
+            settings=self._mode.settings(),
+            versions={
+                "python": platform.python_version(),
+                "zinfer": __version__,
+                **{name: version(name) for name in ("torch", "transformers")},
+            },
+            began=datetime.now().astimezone(),
+            model_name=Path(request.model).name or checkpoint.folder.name,
             weights=self._weights.files,
         )
 
-    def _resume(self, out: OutputFile) -> Resumed:
-        """Go on with the job that the output belongs to: with its time, its name of the model and its sizes."""
-        resumed, now, former = Resumed(bytearray(self._index.num_rows), 0), self._manifest, out.manifest
+    def _resume(self, out: OutputFile) -> bytearray:
+        """Go on with the job that the output belongs to: with its time, its name of the model and its sizes.
+
+        Returns:
+            [num_rows] RowState by ordinal: what the output holds.
+        """
+        states, now, former = bytearray(self._index.num_rows), self._manifest, out.manifest
         if self._request.restart:
             out.refuse_stranger()
             former = None
@@ -201,24 +202,23 @@ class _Job:
                 self._meter.note(f"this job began with {then}; now {name_values(now.versions)}")
             model_name = former.model_name or now.model_name
             self._manifest = replace(now, began=former.began, sizes=former.sizes, model_name=model_name)
-            resumed = out.resume(self._index)
-            if resumed.torn_bytes:
-                self._meter.note(f"{out.path}: dropped a torn last line of {resumed.torn_bytes} bytes")
-        self._encoder.now = datetime.fromisoformat(self._manifest.began)
-        return resumed
+            states, torn_bytes = out.resume(self._index)
+            if torn_bytes:
+                self._meter.note(f"{out.path}: dropped a torn last line of {torn_bytes} bytes")
+        self._encoder.now = self._manifest.began
+        return states
 
     def _choose_batch_size(self) -> None:
         """Let as many rows share passes as `Completer.rows_together` says of the first ones."""
-        nothing = bytearray(self._index.num_rows)
-        batches = BatchCutter(self._reader, nothing, self._method.batch_size)
+        batches = BatchCutter(self._reader, bytearray(self._index.num_rows), self._mode.batch_size)
         prompts = next((batch.prompts for batch in batches if batch.prompts), None)
         if prompts is not None:
-            size = self._method.batch_size = self._loaded.load(prompts).rows_together(prompts)
+            size = self._mode.batch_size = self._mode.load(prompts, self._manifest.sizes).rows_together(prompts)
             self._manifest = replace(self._manifest, settings={**self._manifest.settings, "batch_size": size})
 
     def _finish(self, batch: Batch, out: OutputFile, records: Records) -> None:
         """Compute a batch where that is needed and have its missing rows written."""
-        completer = self._loaded.load(batch.prompts) if batch.prompts else None
+        completer = self._mode.load(batch.prompts, self._manifest.sizes) if batch.prompts else None
         if not out.is_begun:
             out.begin(self._manifest)
         assert out.manifest is not None
@@ -228,7 +228,7 @@ class _Job:
         missing = records.begin_batch(batch.missing)
         if completer is None:
             return
-        with closing(self._loaded.complete(batch.prompts, missing.keys())) as answers:
+        with closing(self._mode.complete(batch.prompts, missing.keys())) as answers:
             for prompt, answer in answers:
                 self._keep_weights(out)
                 if (ordinal := missing.get(id(prompt))) is not None:
@@ -241,7 +241,7 @@ class _Job:
             out.keep(replace(out.manifest, weights=self._weights.files))
 
     def _summary(self, records: Records) -> JobSummary:
-        meter, completer = self._meter, self._loaded.completer
+        meter, completer = self._meter, self._mode.completer
         return JobSummary(
             num_rows=meter.num_rows,
             num_done=records.states.count(RowState.DONE),
@@ -252,22 +252,23 @@ class _Job:
             wall_s=time.monotonic() - meter.started_s,
             running_s=meter.running_s,
             predicted_s=0.0 if completer is None else completer.predicted_s,
-            computing_s=self._loaded.computing_s,
+            computing_s=self._mode.computing_s,
             stats=None if completer is None else completer.stats(),
             notes=tuple(meter.notes),
             output=str(self._request.output),
             failures=dict(records.failures.most_common()),
-            device=self._device,
+            device=self._mode.device,
             predicted_tokens_per_s=meter.predicted_tokens_per_s,
         )
 
-    def _write_page(self, summary: JobSummary) -> None:
-        report, output = self._request.report, self._request.output
+    def _write_report(self, summary: JobSummary) -> None:
+        report = self._request.report
         if report is None:
             return
         try:
-            write_run_page(report, str(output), summary, self._loaded.close_timeline())
+            write_report(report, summary, self._mode.close_timeline())
         except OSError as error:
             raise JobError(
-                f"report {report} cannot be written: {error.strerror} (errno {error.errno}). All rows are in {output}"
+                f"report {report} cannot be written: {error.strerror} (errno {error.errno}). "
+                f"All rows are in {summary.output}"
             ) from error

@@ -1,66 +1,51 @@
 """What an output belongs to: the model, the input and every setting that changes results, in a file beside the output.
 
-Memory budgets are no part of it: a job may go on with other ones. Sizes of
-passes are, but those that were chosen and not stated are taken over and not compared.
+Memory budgets are no part of it: a job may be resumed with others. Sizes of passes are, but those that were chosen and
+not stated are taken over and not compared.
 """
 
-import json
-import platform
-from dataclasses import asdict, field
+from dataclasses import field
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Final, Literal
 
-import torch
-from pydantic import AfterValidator, ConfigDict, PositiveInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from zinfer import __version__
-from zinfer.checkpoint import Checkpoint
-from zinfer.checkpoint.fingerprint import tokenizer_hash
-from zinfer.config import Settings
 from zinfer.errors import JobError
-from zinfer.jobs.request import JobRequest
 from zinfer.jobs.weights import WeightsFile
-from zinfer.nvme.whole_file import replace_file
+from zinfer.nvme.whole_file import place_file
 from zinfer.requests.field_errors import field_error
-from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
 
-KIND = "zinfer batch job"
-VERSION = 2
-
-
-def _iso_time(text: str) -> str:
-    return datetime.fromisoformat(text).isoformat()
+KIND: Final = "zinfer batch job"
+VERSION: Final = 2
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True))
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
 class Manifest:
     """Compared: `model`, `input` and `settings`. Kept: `versions` of the software that began the job, the local time
-    when it `began` (ISO 8601, with its zone), which stays "now" for chat templates that write the date, the `sizes` of
-    passes and cache that were chosen when the first row was computed, for a run that resumes: empty before that, and
-    the `model_name` of OpenAI rows that name none. `weights`, by the names of files, are compared by `jobs.weights`.
+    when it `began`, which stays "now" for chat templates that write the date, the `sizes` of passes and cache that
+    were chosen when the first row was computed, for a run that resumes: empty before that, and the `model_name` of
+    OpenAI rows that name none. `weights`, by the names of files, are compared by `jobs.weights`.
     """
 
+    kind: Literal["zinfer batch job"] = KIND
+    version: Literal[2] = VERSION
     model: dict[str, str]
     input: dict[str, str | int]
     settings: dict[str, str | int]
     versions: dict[str, str]
-    began: Annotated[str, AfterValidator(_iso_time)]
+    began: datetime
     sizes: dict[str, PositiveInt] = field(default_factory=dict)
     model_name: str = ""
     weights: dict[str, WeightsFile] = field(default_factory=dict)
 
     def differences(self, now: "Manifest") -> list[str]:
         """One line for each thing that is not as it was, in words for the user."""
+        pairs = {part: (getattr(self, part), getattr(now, part)) for part in ("model", "input", "settings")}
         return [
             f"{part}.{name}: {old.get(name, 'absent')} in the manifest, {new.get(name, 'absent')} now"
-            for part, old, new in (
-                ("model", self.model, now.model),
-                ("input", self.input, now.input),
-                ("settings", self.settings, now.settings),
-            )
+            for part, (old, new) in pairs.items()
             for name in dict.fromkeys([*old, *new])
             if old.get(name) != new.get(name)
         ]
@@ -76,26 +61,22 @@ def read_manifest(path: Path) -> Manifest | None:
         JobError: the file is not a manifest of this version.
     """
     try:
-        data = path.read_bytes()
-        content = json.loads(data)
+        return _MANIFEST.validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise JobError(f"manifest {path} cannot be read: {error.strerror} (errno {error.errno})") from error
-    except (ValueError, RecursionError) as error:
-        raise JobError(
-            f"{path} is not a manifest of a zinfer job: {error}; move it away or give another --output"
-        ) from error
-    if not isinstance(content, dict) or content.get("kind") != KIND:
-        raise JobError(f"{path} is not a manifest of a zinfer job; move it away or give another --output")
-    if content.get("version") != VERSION:
-        raise JobError(
-            f"manifest {path} has version {content.get('version')}, this zinfer writes {VERSION}; "
-            "finish the job with the zinfer that began it or give another --output"
-        )
-    try:
-        return _MANIFEST.validate_json(data)
     except ValidationError as error:
+        first = error.errors()[0]
+        if first["loc"] in ((), ("kind",)):
+            raise JobError(
+                f"{path} is not a manifest of a zinfer job; move it away or give another --output"
+            ) from error
+        if first["loc"] == ("version",):
+            raise JobError(
+                f"manifest {path} has version {first['input']}, this zinfer writes {VERSION}; "
+                "finish the job with the zinfer that began it or give another --output"
+            ) from error
         raise JobError(f"manifest {path} is damaged: {field_error(error, Manifest)}; give another --output") from error
 
 
@@ -105,43 +86,10 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     Raises:
         JobError: it cannot be written; nothing is left behind.
     """
-    content: dict[str, Any] = {"kind": KIND, "version": VERSION, **asdict(manifest)}
     try:
-        replace_file(path, json.dumps(content, indent=2) + "\n")
+        place_file(path, [_MANIFEST.dump_json(manifest, indent=2), b"\n"])
     except OSError as error:
         raise JobError(
             f"manifest {path} cannot be written: {error.strerror} (errno {error.errno}); "
             "make room or give an --output elsewhere"
         ) from error
-
-
-def model_identity(checkpoint: Checkpoint, template_hash: str) -> dict[str, str]:
-    """What tells the model and its tokenizer from others."""
-    return {
-        "fingerprint": checkpoint.fingerprint,
-        "tokenizer": tokenizer_hash(checkpoint.folder),
-        "chat_template": template_hash,
-    }
-
-
-def result_settings(request: JobRequest, settings: Settings, dtype: torch.dtype) -> dict[str, str | int]:
-    """The settings on which the rows' bytes depend."""
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict[str, str | int] = {
-        "max_new_tokens": request.max_new_tokens or f"{DEFAULT_NEW_TOKENS}, or what fits",
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device,
-        "max_out_tokens": settings.max_out_tokens or "the model's",
-        "min_out_tokens": settings.min_out_tokens,
-    }
-    if settings.quantization is not None:
-        found["quantization"] = json.dumps(settings.quantization.as_document())
-    return found
-
-
-def versions() -> dict[str, str]:
-    """Of the software that runs."""
-    others = {name: version(name) for name in ("torch", "transformers")}
-    return {"python": platform.python_version(), "zinfer": __version__, **others}

@@ -86,15 +86,6 @@ class _ChatBody(_Body):
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
 
-    @property
-    def source(self) -> dict[str, Any]:
-        """The fields of `Row` that hold the prompt."""
-        return {name: getattr(self, name) for name in ("messages", "chat_template_kwargs", "reasoning_effort")}
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
 
 class _CompletionBody(_Body):
     prompt: Any
@@ -109,15 +100,6 @@ class _CompletionBody(_Body):
         if isinstance(one, str) or (isinstance(one, list) and all(type(part) is int for part in one)):
             return one
         raise ValueError("must be one text or one list of token ids (give each of several prompts a row of its own)")
-
-    @property
-    def source(self) -> dict[str, Any]:
-        """The fields of `Row` that hold the prompt."""
-        return {"prompt" if isinstance(self.prompt, str) else "prompt_token_ids": self.prompt}
-
-    @property
-    def num_logprobs(self) -> Any:
-        return self.logprobs
 
 
 def read_request(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
@@ -136,19 +118,25 @@ def read_request(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[
         body = kind.model_validate(line.body)
     except ValidationError as error:
         raise ConfigError(field_error(error, kind)) from None
-    params = _params(body, max_new_tokens)
-    if isinstance(body, _CompletionBody) and body.best_of not in (None, params.n):
-        raise ConfigError(f"best_of must be equal to n, which is {params.n}, not {body.best_of}")
-    return {**body.source, "params": params, "openai": OpenAIForm(kind is _ChatBody, body.model)}
+    if isinstance(body, _ChatBody):
+        names = ("messages", "chat_template_kwargs", "reasoning_effort")
+        source = {name: getattr(body, name) for name in names}
+        params = _params(body, (body.top_logprobs or 0) if body.logprobs else None, max_new_tokens)
+    else:
+        source = {"prompt" if isinstance(body.prompt, str) else "prompt_token_ids": body.prompt}
+        params = _params(body, body.logprobs, max_new_tokens)
+        if body.best_of not in (None, params.n):
+            raise ConfigError(f"best_of must be equal to n, which is {params.n}, not {body.best_of}")
+    return {**source, "params": params, "openai": OpenAIForm(kind is _ChatBody, body.model)}
 
 
-def _params(body: _ChatBody | _CompletionBody, max_new_tokens: int | None) -> SamplingParams:
+def _params(body: _Body, logprobs: Any, max_new_tokens: int | None) -> SamplingParams:
     sampled = dict(body.model_extra or {})
     for name in _NOT_SUPPORTED.intersection(sampled):
         if sampled.pop(name) is not None:
             raise ConfigError(f"{name} is not supported; leave it out")
     if type(seed := sampled.get("seed")) is int and -(2**63) <= seed < 0:
         sampled["seed"] = seed + 2**64
-    sampled["logprobs"] = body.num_logprobs
+    sampled["logprobs"] = logprobs
     defaults = {"max_new_tokens": max_new_tokens, "temperature": 1.0}
     return SamplingParams.from_mapping(sampled, defaults=defaults, beside=list(type(body).model_fields), names=_NAMES)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from zinfer.jobs.openai_batch import OpenAIForm
 from zinfer.jobs.prompts import Prompt
-from zinfer.jobs.rows import BadRow, RowId, id_key
+from zinfer.jobs.rows import RowId, id_key
 from zinfer.requests.completion import Completion
 from zinfer.requests.logprobs import Logprobs
 
@@ -19,7 +19,7 @@ class OpenAIResponses:
     """Makes the rows of one job.
 
     Args:
-        began: when the job did, which is ``created`` in every row, so that a job that goes on writes the same bytes.
+        began: when the job did, which is ``created`` in every row, so that a resumed job writes the same bytes.
         model_name: of rows that name no model.
         tokenizer: used by the calling thread alone.
     """
@@ -27,7 +27,9 @@ class OpenAIResponses:
     def __init__(self, began: datetime, model_name: str, tokenizer: Any) -> None:
         self._created = int(began.timestamp())
         self._model_name = model_name
-        self._tokens = _Tokens(tokenizer)
+        self._tokenizer = tokenizer
+        self._special = frozenset(() if tokenizer is None else tokenizer.all_special_ids)
+        self._texts: dict[int, str] = {}  # of single tokens
 
     def completed(self, prompt: Prompt, form: OpenAIForm, completions: Sequence[Completion]) -> dict[str, Any]:
         """The row of a prompt whose completions are all there."""
@@ -46,103 +48,79 @@ class OpenAIResponses:
         }
         return _row(prompt.row.id, 200, body)
 
-    def refused(self, bad: BadRow) -> dict[str, Any]:
-        """The row of a request that cannot be used."""
-        return _error_row(bad.id, 400, "invalid_request_error", bad.message)
-
-    def failed(self, row_id: RowId, message: str) -> dict[str, Any]:
-        """The row of a request that the model, not its author, is to blame for."""
-        return _error_row(row_id, 500, "server_error", message)
-
     def _choice(self, prompt: Prompt, form: OpenAIForm, completion: Completion) -> dict[str, Any]:
         answer: dict[str, Any] = {"text": completion.text}
         if form.is_chat:
             answer = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
-        logprobs: dict[str, Any] | None = None
+        shown: dict[str, Any] | None = None
         if completion.logprobs is not None:
+            pairs = list(zip(completion.token_ids, completion.logprobs, strict=True))
             if form.is_chat:
-                logprobs = self._chat_logprobs(completion, completion.logprobs)
+                shown = {"content": [self._chat_logprobs(*pair) for pair in pairs]}
             else:
-                skips_special = prompt.params.skip_special_tokens
-                logprobs = self._text_logprobs(completion, completion.logprobs, skips_special=skips_special)
+                shown = self._text_logprobs(completion.text, pairs, skips_special=prompt.params.skip_special_tokens)
         return {
             "index": completion.sample_index,
             **answer,
-            "logprobs": logprobs,
+            "logprobs": shown,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
 
-    def _chat_logprobs(self, completion: Completion, logprobs: Sequence[Logprobs]) -> dict[str, Any]:
-        return {
-            "content": [
-                {
-                    **self._chat_token(token_id, each.chosen),
-                    "top_logprobs": [self._chat_token(*top) for top in zip(each.top_ids, each.top, strict=True)],
-                }
-                for token_id, each in zip(completion.token_ids, logprobs, strict=True)
-            ]
-        }
+    def _chat_logprobs(self, token_id: int, each: Logprobs) -> dict[str, Any]:
+        tops = [self._chat_token(*top) for top in zip(each.top_ids, each.top, strict=True)]
+        return {**self._chat_token(token_id, each.chosen), "top_logprobs": tops}
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         """`bytes` is null for a token that holds a part of a character."""
-        text = self._tokens.text(token_id)
+        text = self._text(token_id)
         raw = None if _REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": raw}
 
     def _text_logprobs(
-        self, completion: Completion, logprobs: Sequence[Logprobs], *, skips_special: bool
+        self, text: str, pairs: Sequence[tuple[int, Logprobs]], *, skips_special: bool
     ) -> dict[str, Any]:
         """Offsets are in the choice's own text, where special tokens that are skipped take no place, and end with it.
 
         They are sums of the lengths of single tokens: a character made of several tokens counts once for each.
         """
         lengths = [
-            self._tokens.length(token_id, place == 0, skips_special=skips_special)
-            for place, token_id in enumerate(completion.token_ids)
+            0
+            if skips_special and token_id in self._special
+            else len(self._text(token_id) if place else self._decode([token_id]))
+            for place, (token_id, _) in enumerate(pairs)
         ]
         offsets = list(accumulate(lengths, initial=0))[:-1]
         return {
-            "tokens": [self._tokens.text(token_id) for token_id in completion.token_ids],
-            "token_logprobs": [max(each.chosen, _LEAST_LOGPROB) for each in logprobs],
-            "top_logprobs": [
-                self._by_text(token_id, each) for token_id, each in zip(completion.token_ids, logprobs, strict=True)
-            ],
-            "text_offset": [min(offset, len(completion.text)) for offset in offsets],
+            "tokens": [self._text(token_id) for token_id, _ in pairs],
+            "token_logprobs": [max(each.chosen, _LEAST_LOGPROB) for _, each in pairs],
+            "top_logprobs": [self._by_text(*pair) for pair in pairs],
+            "text_offset": [min(offset, len(text)) for offset in offsets],
         }
 
     def _by_text(self, token_id: int, each: Logprobs) -> dict[str, float]:
         """The most likely tokens and the chosen one; of several with the same text the likeliest counts."""
         found: dict[str, float] = {}
         for other_id, logprob in (*zip(each.top_ids, each.top, strict=True), (token_id, each.chosen)):
-            found.setdefault(self._tokens.text(other_id), max(logprob, _LEAST_LOGPROB))
+            found.setdefault(self._text(other_id), max(logprob, _LEAST_LOGPROB))
         return found
 
-
-class _Tokens:
-    """Single tokens as text, each decoded once."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-        self._special = frozenset(() if tokenizer is None else tokenizer.all_special_ids)
-
-    def text(self, token_id: int) -> str:
-        """As it reads behind another token, since some tokenizers drop the blank that a first one begins with."""
+    def _text(self, token_id: int) -> str:
+        """A token's text after another token, since some tokenizers drop the leading space of the first."""
         if token_id not in self._texts:
             alone, twice = self._decode([token_id]), self._decode([token_id, token_id])
             self._texts[token_id] = twice[len(alone) :] if twice.startswith(alone) else alone
         return self._texts[token_id]
 
-    def length(self, token_id: int, is_first: bool, *, skips_special: bool) -> int:
-        """Characters that it takes in a text."""
-        if skips_special and token_id in self._special:
-            return 0
-        return len(self._decode([token_id]) if is_first else self.text(token_id))
-
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+
+def error_response(row_id: RowId, status: int, message: str) -> dict[str, Any]:
+    """The row of a request that cannot be used (status 400), or that the model is to blame for (500)."""
+    kind = "invalid_request_error" if status == 400 else "server_error"
+    return _row(row_id, status, {"error": {"message": message, "type": kind, "param": None, "code": None}})
 
 
 def read_response(record: Mapping[str, Any]) -> tuple[str, bool]:
@@ -157,10 +135,6 @@ def read_response(record: Mapping[str, Any]) -> tuple[str, bool]:
         case {"custom_id": str(custom_id), "response": {"status_code": 400 | 500, "body": {"error": {}}}}:
             return custom_id, True
     raise ValueError("neither a completion nor an error")
-
-
-def _error_row(row_id: RowId, status: int, kind: str, message: str) -> dict[str, Any]:
-    return _row(row_id, status, {"error": {"message": message, "type": kind, "param": None, "code": None}})
 
 
 def _row(row_id: RowId, status: int, body: Mapping[str, Any]) -> dict[str, Any]:

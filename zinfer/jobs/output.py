@@ -7,31 +7,22 @@ import errno
 import fcntl
 import json
 import os
-import stat
-from collections.abc import Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from zinfer.errors import JobError
 from zinfer.jobs.index import RowIndex
 from zinfer.jobs.manifest import Manifest, read_manifest, write_manifest
-from zinfer.jobs.openai_response import read_response
+from zinfer.jobs.records import encode_row, read_record
 from zinfer.jobs.request import UnusableInput, manifest_path
-from zinfer.jobs.rows import RowId, RowState
+from zinfer.jobs.rows import RowState
 from zinfer.nvme.whole_file import sync_folder
 
-_RESULTS: Final = ("token_ids", "outputs", "embedding", "scores")
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What an output held when it was opened. `states`: [num_rows] RowState by ordinal."""
-
-    states: bytearray
-    torn_bytes: int
+_MOST_AT_ONCE: Final = 4096
 
 
 class OutputFile:
@@ -50,31 +41,25 @@ class OutputFile:
         self.is_begun = False
         self._manifest_path = manifest_path(path)
         self._size_bytes = 0
-        self._created = self._is_new()
+        self._created = not path.exists()
         self._descriptor = self._open_locked()
-        self.manifest = self._read_manifest()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        try:
+            self.manifest = read_manifest(self._manifest_path)
+        except JobError as error:
+            os.close(self._descriptor)
+            raise UnusableInput(str(error)) from error
 
     def close(self) -> None:
         """Ends the lock; a file that this job made and never began to fill is removed."""
         if self._created and self.manifest is None and os.fstat(self._descriptor).st_size == 0:
-            with suppress(FileNotFoundError):
-                self.path.unlink()
+            self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
     def refuse_unless(self, now: Manifest) -> None:
         """Raises UnusableInput unless the file is new, empty, or the very job that `now` describes."""
         if self.manifest is None:
             self.refuse_stranger()
-            return
-        if differences := self.manifest.differences(now):
+        elif differences := self.manifest.differences(now):
             listed = "".join(f"\n  {line}" for line in differences)
             raise UnusableInput(
                 f"output {self.path} belongs to another job; what differs:{listed}\n"
@@ -93,12 +78,10 @@ class OutputFile:
         """Empties the file and puts the manifest beside it. The file must not be a stranger's."""
         self.refuse_stranger()
         try:
-            os.ftruncate(self._descriptor, 0)
-            os.fsync(self._descriptor)
+            self._cut(0)
         except OSError as error:
             raise self._write_error(error) from error
         self.keep(manifest)
-        self._size_bytes = 0
         self.is_begun = True
 
     def keep(self, manifest: Manifest) -> None:
@@ -106,32 +89,38 @@ class OutputFile:
         write_manifest(self._manifest_path, manifest)
         self.manifest = manifest
 
-    def resume(self, index: RowIndex) -> Resumed:
-        """Finds which rows the file holds and drops a torn last line.
+    def resume(self, index: RowIndex) -> tuple[bytearray, int]:
+        """Finds which rows the file holds, [num_rows] RowState by ordinal, and drops a torn last line.
+
+        Returns:
+            The states, and the torn line's size in bytes.
 
         Raises:
             UnusableInput: a line that this job cannot have written.
         """
-        states = bytearray(index.num_rows)
-        whole_bytes = 0
-        ordinal = -1
-        with os.fdopen(os.dup(self._descriptor), "rb") as file:
+        states, whole_bytes, ordinal = bytearray(index.num_rows), 0, -1
+        with open(os.dup(self._descriptor), "rb") as file:
             file.seek(0)
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     break
-                ordinal, state = self._row(number, line, index, ordinal + 1)
-                if states[ordinal]:
-                    raise self._foreign_row(number, "an id that an earlier line has already")
+                try:
+                    ordinal, state = _read_row(line, index, ordinal + 1)
+                    if states[ordinal]:
+                        raise ValueError("an id that an earlier line has already")
+                except ValueError as error:
+                    raise UnusableInput(
+                        f"output {self.path} line {number} holds {error}: it was changed since. Remove the lines from "
+                        "there on (their rows are computed again) or use --restart"
+                    ) from error
                 states[ordinal] = state
                 whole_bytes += len(line)
         torn_bytes = os.fstat(self._descriptor).st_size - whole_bytes
         if torn_bytes:
-            os.ftruncate(self._descriptor, whole_bytes)
-            os.fsync(self._descriptor)
+            self._cut(whole_bytes)
         self._size_bytes = whole_bytes
         self.is_begun = True
-        return Resumed(states, torn_bytes)
+        return states, torn_bytes
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes the rows and returns when they are on the disk.
@@ -143,16 +132,14 @@ class OutputFile:
         self.refuse_altered()
         data = memoryview(b"".join(encode_row(row) for row in rows))
         num_written = 0
-        is_written = False
         try:
             os.lseek(self._descriptor, 0, os.SEEK_END)
             while num_written < len(data):
                 num_written += os.write(self._descriptor, data[num_written:])
-            is_written = True
             os.fsync(self._descriptor)
         except OSError as error:
-            # What was written and not synced may never be on the disk.
-            whole_bytes = 0 if is_written else bytes(data[:num_written]).rfind(b"\n") + 1
+            # What was written whole and not synced may never be on the disk.
+            whole_bytes = 0 if num_written == len(data) else bytes(data[:num_written]).rfind(b"\n") + 1
             with suppress(OSError):  # the next run drops a torn line as well
                 os.ftruncate(self._descriptor, self._size_bytes + whole_bytes)
             raise self._write_error(error) from error
@@ -162,90 +149,45 @@ class OutputFile:
         """Raises JobError unless the path is still this file and holds what was written, and nothing else."""
         try:
             found = os.stat(self.path)
-        except OSError as error:
-            raise self._altered(f"was removed or moved while the job ran ({error.strerror})") from error
-        if not os.path.samestat(found, os.fstat(self._descriptor)):
-            raise self._altered("was replaced by another file while the job ran")
-        if found.st_size != self._size_bytes:
-            raise self._altered(
-                f"was changed by another program while the job ran: it has {found.st_size} bytes, not "
-                f"{self._size_bytes}"
+            num_bytes = found.st_size if os.path.samestat(found, os.fstat(self._descriptor)) else -1
+        except OSError:
+            num_bytes = -1
+        if num_bytes != self._size_bytes:
+            how = "removed or replaced" if num_bytes < 0 else f"changed to {num_bytes} bytes from {self._size_bytes}"
+            raise JobError(
+                f"output {self.path} was {how} while the job ran. Put back what was there, if you can, and run the "
+                "same command again: whole rows are kept and the others computed"
             )
 
-    def _altered(self, what: str) -> JobError:
-        return JobError(
-            f"output {self.path} {what}. Put back what was there, if you can, and run the same command again: whole "
-            "rows are kept and the others computed"
-        )
-
-    def _is_new(self) -> bool:
-        """Whether nothing is at the path."""
-        try:
-            if not stat.S_ISREG(os.stat(self.path).st_mode):
-                raise UnusableInput(f"output {self.path} is not a regular file")
-        except FileNotFoundError:
-            return True
-        except OSError as error:
-            raise self._unwritable(error) from error
-        return False
-
-    def _unwritable(self, error: OSError) -> UnusableInput:
-        return UnusableInput(
-            f"output {self.path} cannot be written: {error.strerror} (errno {error.errno}); "
-            "give an --output in a folder that exists and may be written"
-        )
+    def _cut(self, num_bytes: int) -> None:
+        os.ftruncate(self._descriptor, num_bytes)
+        os.fsync(self._descriptor)
+        self._size_bytes = num_bytes
 
     def _open_locked(self) -> int:
-        while True:
-            try:
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            except OSError as error:
-                raise self._unwritable(error) from error
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Another job that ended in between may have removed the name that this descriptor was opened by.
-                if self.path.exists() and os.path.samestat(os.fstat(descriptor), self.path.stat()):
-                    sync_folder(self.path.parent)
-                    return descriptor
-            except OSError as error:
+        path = self.path
+        if path.exists() and not path.is_file():
+            raise UnusableInput(f"output {path} is not a regular file")
+        try:
+            while True:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # Another job that ended in between may have removed the name that this descriptor was opened by.
+                    if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                        sync_folder(path.parent)
+                        return descriptor
+                except OSError:
+                    os.close(descriptor)
+                    raise
                 os.close(descriptor)
-                raise self._lock_error(error) from error
-            os.close(descriptor)
-
-    def _lock_error(self, error: OSError) -> UnusableInput:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return UnusableInput(f"output {self.path} is being written by another process; wait for it or end it")
-        return UnusableInput(
-            f"output {self.path} cannot be locked: {error.strerror} (errno {error.errno}); "
-            "give an --output on a file system with locks"
-        )
-
-    def _read_manifest(self) -> Manifest | None:
-        try:
-            return read_manifest(self._manifest_path)
-        except JobError as error:
-            os.close(self._descriptor)
-            raise UnusableInput(str(error)) from error
-
-    def _row(self, number: int, line: bytes, index: RowIndex, guess: int) -> tuple[int, RowState]:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise self._foreign_row(number, f"no JSON ({error})") from error
-        try:
-            row_id, is_error = read_record(row)
-        except ValueError as error:
-            raise self._foreign_row(number, str(error)) from error
-        ordinal = index.ordinal_of(row_id, guess)
-        if ordinal is None:
-            raise self._foreign_row(number, f"the id {row_id!r}, which the input does not have")
-        return ordinal, RowState.FAILED if is_error else RowState.DONE
-
-    def _foreign_row(self, number: int, what: str) -> UnusableInput:
-        return UnusableInput(
-            f"output {self.path} line {number} holds {what}: it was changed since. Remove the lines from there on "
-            "(their rows are computed again) or use --restart"
-        )
+        except BlockingIOError as error:
+            raise UnusableInput(f"output {path} is being written by another process; wait for it or end it") from error
+        except OSError as error:
+            raise UnusableInput(
+                f"output {path} cannot be written: {error.strerror} (errno {error.errno}); "
+                "give an --output in a folder that exists and may be written, on a file system with locks"
+            ) from error
 
     def _write_error(self, error: OSError) -> JobError:
         remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "check the disk"
@@ -255,23 +197,69 @@ class OutputFile:
         )
 
 
-def encode_row(row: Mapping[str, Any]) -> bytes:
-    """One line of the output. Half of a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape."""
-    text = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace") + b"\n"
+class RowWriter:
+    """A thread that writes rows beside the computing, in order: all that have come since the last sync at once.
 
-
-def read_record(record: Any) -> tuple[RowId, bool]:
-    """A written row's id, and whether the row says what went wrong.
-
-    Raises:
-        ValueError: no job writes such a row.
+    Args:
+        out: a file that is begun.
+        on_written: told how many more rows are on the disk.
     """
-    match record:
-        case {"custom_id": str()}:
-            return read_response(record)
-        case {"id": str() | int() as row_id}:
-            if (is_error := "error" in record) != any(name in record for name in _RESULTS):
-                return row_id, is_error
-            raise ValueError("neither a completion nor an error")
-    raise ValueError("no row with an id")
+
+    def __init__(self, out: OutputFile, on_written: Callable[[int], None]) -> None:
+        self._out, self._on_written = out, on_written
+        # `put` may be interrupted by a signal at any line, which a SimpleQueue survives.
+        self._rows: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, name="zinfer-rows", daemon=True)
+        self._thread.start()
+
+    def put(self, row: Mapping[str, Any]) -> None:
+        """Have a row written.
+
+        Raises:
+            JobError: an earlier row could not be.
+        """
+        self._rows.put(row)
+        self._check()
+
+    def close(self) -> None:
+        """Wait until all rows are on the disk, or raise what `put` does. May be called again."""
+        self._rows.put(None)
+        try:
+            self._thread.join()
+        finally:  # interrupted: the file must not be closed under the thread
+            self._thread.join()
+        self._check()
+
+    def _check(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write(self) -> None:
+        is_open = True
+        while is_open:
+            coming = [self._rows.get()]
+            while len(coming) < _MOST_AT_ONCE and not self._rows.empty():
+                coming.append(self._rows.get())
+            is_open = None not in coming
+            if rows := [row for row in coming if row is not None]:
+                try:
+                    self._out.append(rows)
+                    self._on_written(len(rows))
+                except BaseException as failure:  # raised by put or close
+                    self._failure = failure
+                    return
+
+
+def _read_row(line: bytes, index: RowIndex, guess: int) -> tuple[int, RowState]:
+    """The ordinal of an output's row, and what it holds. Raises ValueError: what the line holds instead."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no JSON ({error})") from error
+    row_id, is_error = read_record(row)
+    ordinal = index.ordinal_of(row_id, guess)
+    if ordinal is None:
+        raise ValueError(f"the id {row_id!r}, which the input does not have")
+    return ordinal, RowState.FAILED if is_error else RowState.DONE

@@ -11,87 +11,65 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
+from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import JobError, PlanError
-from zinfer.jobs.completer import CountedEngine, EngineCompleter
-from zinfer.jobs.progress import Forecast, Meter
+from zinfer.jobs.completer import Completer
+from zinfer.jobs.progress import Forecast, Load
 from zinfer.jobs.prompts import Prompt
-from zinfer.jobs.timeline import Load
-from zinfer.jobs.token_rows import left_padded, right_padded
+from zinfer.jobs.token_rows import padded
 from zinfer.model.context_length import is_encoder_decoder
-from zinfer.planning.step_time import Prediction
 from zinfer.requests.completion import Completion, not_finite, text_seed
 from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.stop_criteria import StopCriteria, find_end_token_ids
 from zinfer.sampling.sampler import Row, Sampler, row_uniform
 
 
-class Engine(CountedEngine, Protocol):
-    """What padded batches need of an engine beside that."""
-
-    @property
-    def module(self) -> Any: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def generate_unchecked(self, **kwargs: Any) -> Any: ...
-
-    def find_broken(self, work: Callable[[], Any], num_rows: int) -> list[str | None]: ...
-
-    def predict(self, batch_size: int, prompt_len: int, new_tokens: int) -> Prediction: ...
-
-
-class PaddedCompleter(EngineCompleter[Engine]):
+class PaddedCompleter(Completer):
     """An engine's batches.
 
     Args:
         tokenizer: used by the calling thread alone.
         max_tokens: of a prompt and its new tokens; None: no limit.
-        meter: told of every step.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, max_tokens: int | None, meter: Meter) -> None:
-        super().__init__(engine, meter)
+    def __init__(self, engine: InferenceEngine, tokenizer: Any, max_tokens: int | None) -> None:
+        super().__init__(engine.stats, engine.destroy)
+        self._engine = engine
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
 
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
+        shape = batch_shape(prompts)
         try:
-            predicted = self._engine.predict(**batch_shape(prompts))
+            predicted = self._engine.predict(**shape)
         except PlanError as error:
-            return Forecast(f"nothing: {error}")
-        num_passes = batch_shape(prompts)["new_tokens"]
+            return Forecast(f"nothing: {error}", num_passes=shape["new_tokens"])
         text = f"{predicted} (rates: {predicted.origin})"
-        return Forecast(text, predicted.tokens_per_s, predicted.seconds, num_passes)
+        return Forecast(text, predicted.tokens_per_s, predicted.seconds, shape["new_tokens"])
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
     ) -> Generator[tuple[Prompt, tuple[Completion, ...]], None, None]:
         """As `Completer.complete`."""
-        meter = self._meter
-        parts = [part for part in fitting_parts(prompts, self._max_tokens) if any(id(each) in wanted for each in part)]
-        num_steps = sum(max(prompt.max_new_tokens for prompt in part) for part in parts)
-
-        def on_step(num_running: int) -> None:
-            meter.num_tokens += num_running
-            meter.batch_share += 1 / num_steps
-
-        for part in parts:
-            completions = complete(self._engine, part, self._tokenizer, on_step)
+        for part in fitting_parts(prompts, self._max_tokens):
+            if not any(id(each) in wanted for each in part):
+                continue
+            completions = complete(self._engine, part, self._tokenizer, self._count)
             num_passes = max(1, *(len(each.token_ids) for own in completions for each in own))
             with suppress(PlanError):  # said in the forecast
-                shape = batch_shape(part) | {"new_tokens": num_passes}
-                self.predicted_s += self._engine.predict(**shape).seconds
+                self.predicted_s += self._engine.predict(**batch_shape(part) | {"new_tokens": num_passes}).seconds
             yield from zip(part, completions, strict=True)
 
-    def load(self) -> Load:
-        """Tokens of prompts are not counted here."""
-        return Load(self._meter.num_tokens, self._meter.num_tokens, self._meter.batch_rows)
+    def _count(self, num_running: int) -> None:
+        """After a step; tokens of prompts are not counted."""
+        load = self._load
+        num_new = load.num_new_tokens + num_running
+        self._load = Load(load.num_passes + 1, num_new, num_new, num_running)
 
 
 @dataclass
@@ -117,14 +95,13 @@ class PaddedSequence:
         """A sequence that has no token yet."""
         params = prompt.params
         ends = frozenset() if params.ignore_eos else frozenset(end_token_ids)
-        return cls(prompt, sample, ends, StopCriteria.of(tokenizer, params, ends))
+        return cls(prompt, sample, ends, StopCriteria(tokenizer, params, ends))
 
     def row(self) -> Row:
         """What its next token depends on."""
-        params, prompt_ids = self.prompt.params, self.prompt.token_ids
-        seed = text_seed(params.seed, prompt_ids, 0, self.sample)
-        uniform_at = partial(row_uniform, seed)
-        return Row(params, prompt_ids, self.token_ids, self.end_token_ids, uniform_at, self.prompt.bad_word_ids)
+        prompt = self.prompt
+        uniform_at = partial(row_uniform, text_seed(prompt.params.seed, prompt.token_ids, 0, self.sample))
+        return Row(prompt.params, prompt.token_ids, self.token_ids, self.end_token_ids, uniform_at, prompt.bad_word_ids)
 
     def completion(self) -> Completion:
         """What it came to."""
@@ -133,62 +110,46 @@ class PaddedSequence:
                 f"generation ended row {self.prompt.row.id!r} after {len(self.token_ids)} tokens for a reason of its "
                 "own; remove limits such as max_time from the model's generation_config.json"
             )
+        token_ids = tuple(self.token_ids)
         if self.finish_reason == "error":
-            return Completion(0, self.sample, "", tuple(self.token_ids), "error", error=not_finite(self.broken_by))
+            return Completion(0, self.sample, "", token_ids, "error", error=not_finite(self.broken_by))
         logprobs = None if self.prompt.params.logprobs is None else tuple(self.logprobs)
-        return Completion(
-            prompt_index=0,
-            sample_index=self.sample,
-            text=self.stop_criteria.text(self.token_ids),
-            token_ids=tuple(self.token_ids),
-            finish_reason=self.finish_reason,
-            logprobs=logprobs,
-            stop_reason=self.stop_criteria.stop_reason(self.token_ids) if self.finish_reason == "stop" else None,
-        )
+        stop_reason = self.stop_criteria.stop_reason(token_ids) if self.finish_reason == "stop" else None
+        text = self.stop_criteria.text(token_ids)
+        return Completion(0, self.sample, text, token_ids, self.finish_reason, logprobs, stop_reason=stop_reason)
 
 
 class SequenceSampler(LogitsProcessor):  # type: ignore[misc]
-    """Forces each sequence's next token. Give it to a greedy `generate` as the only processor; it serves one call."""
+    """Samples each sequence's next token and makes `generate` take it: as the only processor of one greedy call.
 
-    def __init__(self, sequences: Sequence[PaddedSequence], sampler: Sampler) -> None:
-        self._sequences = sequences
-        self._sampler = sampler
+    on_step: called in each step with the number of sequences that get a token; it may raise to end the job.
+    """
+
+    def __init__(self, sequences: Sequence[PaddedSequence], sampler: Sampler, on_step: Callable[[int], None]) -> None:
+        self._sequences, self._sampler, self._on_step = sequences, sampler, on_step
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """scores: [sequences, vocabulary]. Logits that are not finite end their own sequence with an error."""
-        running = [i for i, sequence in enumerate(self._sequences) if sequence.finish_reason is None]
-        sampled = self._sampler.sample(scores[running], [self._sequences[i].row() for i in running])
+        places = [place for place, each in enumerate(self._sequences) if each.finish_reason is None]
+        running = [self._sequences[place] for place in places]
+        sampled = self._sampler.sample(scores[places], [sequence.row() for sequence in running])
         for i in sampled.broken:
-            self._sequences[running[i]].finish_reason = "error"
-        for i, logprobs in zip(running, sampled.logprobs, strict=True):
+            running[i].finish_reason = "error"
+        for sequence, token_id, logprobs in zip(running, sampled.token_ids, sampled.logprobs, strict=True):
             if logprobs is not None:
-                self._sequences[i].logprobs.append(logprobs)
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, 0] = 0  # of sequences that have ended
-        forced[running, 0] = -torch.inf
-        forced[running, [max(token_id, 0) for token_id in sampled.token_ids]] = 0
-        return forced
-
-
-class SequenceStops(StoppingCriteria):  # type: ignore[misc]
-    """Follows a batch token by token. One instance serves one call of `generate`.
-
-    on_step: called after each step with the number of sequences still running; it may raise to end the job.
-    """
-
-    def __init__(self, sequences: Sequence[PaddedSequence], on_step: Callable[[int], None]) -> None:
-        self._sequences = sequences
-        self._on_step = on_step
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """input_ids: [sequences, tokens so far]. Returns [sequences], True where the sequence has ended."""
-        running = 0
-        for sequence, token_id in zip(self._sequences, input_ids[:, -1].tolist(), strict=True):
+                sequence.logprobs.append(logprobs)
             if sequence.finish_reason is None:
-                running += 1
                 sequence.token_ids.append(token_id)
                 sequence.finish_reason = sequence.stop_criteria.reason(sequence.token_ids)
-        self._on_step(running)
+        self._on_step(len(running) - len(sampled.broken))
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, 0] = 0  # of sequences that have ended
+        forced[places, 0] = -torch.inf
+        forced[places, [max(token_id, 0) for token_id in sampled.token_ids]] = 0
+        return forced
+
+    def ended(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Tell `generate`, [sequences], which have ended."""
         done = [sequence.finish_reason is not None for sequence in self._sequences]
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
@@ -203,9 +164,9 @@ def batch_shape(prompts: Sequence[Prompt]) -> dict[str, int]:
 
 
 def complete(
-    engine: Engine, prompts: Sequence[Prompt], tokenizer: Any, on_step: Callable[[int], None]
+    engine: InferenceEngine, prompts: Sequence[Prompt], tokenizer: Any, on_step: Callable[[int], None]
 ) -> list[tuple[Completion, ...]]:
-    """The completions of a batch, in the prompts' order. `on_step` is `SequenceStops`' own.
+    """The completions of a batch, in the prompts' order. `on_step` is `SequenceSampler`'s own.
 
     Sequences whose logits are not finite are computed once more, without the others, to find the layer at fault.
     """
@@ -228,17 +189,18 @@ def complete(
 
 
 def _generate(
-    engine: Engine, sequences: Sequence[PaddedSequence], pad_token_id: int, on_step: Callable[[int], None]
+    engine: InferenceEngine, sequences: Sequence[PaddedSequence], pad_token_id: int, on_step: Callable[[int], None]
 ) -> None:
     """Generate for sequences that have no token yet."""
     vocab_size = engine.module.config.get_text_config().vocab_size
-    padded = right_padded if is_encoder_decoder(engine.module) else left_padded
-    input_ids, attention_mask = padded([sequence.prompt.token_ids for sequence in sequences], pad_token_id)
+    side = "right" if is_encoder_decoder(engine.module) else "left"
+    input_ids, attention_mask = padded([sequence.prompt.token_ids for sequence in sequences], pad_token_id, side)
+    sampler = SequenceSampler(sequences, Sampler(vocab_size, engine.device), on_step)
     engine.generate_unchecked(
         input_ids=input_ids.to(engine.device),
         attention_mask=attention_mask.to(engine.device),
-        logits_processor=LogitsProcessorList([SequenceSampler(sequences, Sampler(vocab_size, engine.device))]),
-        stopping_criteria=StoppingCriteriaList([SequenceStops(sequences, on_step)]),
+        logits_processor=LogitsProcessorList([sampler]),
+        stopping_criteria=StoppingCriteriaList([sampler.ended]),
         max_new_tokens=max(sequence.prompt.max_new_tokens for sequence in sequences),
         eos_token_id=[vocab_size],  # which never comes: each sequence ends by its own tokens
         pad_token_id=pad_token_id,

@@ -4,18 +4,22 @@ What shares a batch can change a row's last floating-point bits, and so its toke
 same rows, a job that was killed and begun again writes the very bytes that it would have written.
 """
 
-from collections.abc import Iterator
+import queue
+import threading
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from zinfer.errors import ConfigError, JobError
 from zinfer.jobs.index import RowIndex
-from zinfer.jobs.rows import BadRow, Line, Row, RowState, id_key, parse_line, read_lines, row_of
+from zinfer.jobs.rows import BadRow, Line, Row, RowState, id_key, parse_line, row_of
 from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, PromptLike
 from zinfer.requests.sampling_params import SamplingParams
 
 # Bounds the memory of an input with long runs of unusable rows.
 _MAX_BAD_ROWS = 1024
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class PromptReader:
     """Turns the rows of one input into prompts.
 
     Args:
-        max_new_tokens: of rows that do not say.
+        max_new_tokens: default for rows that do not set it.
         generates: whether anything comes after prompts.
     """
 
@@ -52,26 +56,23 @@ class PromptReader:
     ) -> None:
         self.index = index
         self._encoder = encoder
-        self._max_new_tokens = max_new_tokens
-        self._generates = generates
-
-    def has_usable_row(self) -> bool:
-        """Return whether any row of the input can be computed."""
-        return any(isinstance(self.read(line), Prompt) for line in read_lines(self.index.path))
+        self._max_new_tokens, self._generates = max_new_tokens, generates
 
     def read(self, line: Line) -> Prompt | BadRow:
         """Return the prompt of an input line, or the error that its output row will have."""
         parsed = parse_line(line)
         row = row_of(parsed, self.index.id_of(parsed), self._max_new_tokens)
-        return row if isinstance(row, BadRow) else encoded(row, line.number, self._encoder, self._problem(row))
+        if isinstance(row, BadRow):
+            return row
+        prompt = encoded(row, line.number, self._encoder)
+        if self._generates or isinstance(prompt, BadRow):
+            return prompt
+        if row.openai or row.params != SamplingParams(max_new_tokens=self._max_new_tokens):
+            return row.bad(line.number, "nothing is generated in this job; give a source and an id alone")
+        return prompt
 
-    def _problem(self, row: Row) -> str | None:
-        if not self._generates and (row.openai or row.params != SamplingParams(max_new_tokens=self._max_new_tokens)):
-            return "nothing is generated in this job; give a source and an id alone"
-        return None
 
-
-def encoded(row: Row, line_number: int, encoder: PromptEncoder, problem: str | None = None) -> Prompt | BadRow:
+def encoded(row: Row, line_number: int, encoder: PromptEncoder) -> Prompt | BadRow:
     """Return a row with its tokens, or with the first problem of it."""
     source: PromptLike | None = row.prompt if row.prompt is not None else row.messages
     if source is None:
@@ -81,8 +82,6 @@ def encoded(row: Row, line_number: int, encoder: PromptEncoder, problem: str | N
             raise ConfigError(f"the model's folder has no tokenizer; {NO_TOKENIZER}")
         token_ids, params = encoder.encode(source, row.params, row.template_variables)
         bad_word_ids = encoder.bad_word_ids(params)
-        if problem:
-            raise ConfigError(problem)
     except ConfigError as error:
         return row.bad(line_number, str(error))
     if params is not row.params:
@@ -103,63 +102,73 @@ class Batch:
     prompts: tuple[Prompt, ...]
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """A row of the batch being gathered; `item` is None for a row that is in the output and was not looked at."""
-
-    ordinal: int
-    line: Line
-    item: Prompt | BadRow | None
-
-
 class BatchCutter:
     """Walks the input and hands out the batches that still miss rows."""
 
     def __init__(self, reader: PromptReader, states: bytearray, batch_size: int) -> None:
         """states: [num_rows] RowState by ordinal."""
-        self._index = reader.index
-        self._states = states
-        self._batch_size = batch_size
-        self._item = reader.read
+        self._reader, self._states, self._batch_size = reader, states, batch_size
 
     def __iter__(self) -> Iterator[Batch]:
-        slots: list[_Slot] = []
+        rows: list[tuple[int, Line, Prompt | BadRow | None]] = []  # None: in the output, and not looked at
         num_prompts = 0
-        for slot in self._slots():
-            slots.append(slot)
-            num_prompts += self._is_prompt(slot)
-            if num_prompts == self._batch_size or len(slots) - num_prompts == _MAX_BAD_ROWS:
-                yield from self._close(slots)
-                slots = []
-                num_prompts = 0
-        yield from self._close(slots)
-
-    def _is_prompt(self, slot: _Slot) -> bool:
-        if self._states[slot.ordinal] == RowState.DONE:
-            return True
-        # A row that failed may have been one all the same, whose completion failed.
-        return isinstance(self._item(slot.line) if slot.item is None else slot.item, Prompt)
-
-    def _slots(self) -> Iterator[_Slot]:
         for ordinal, line in enumerate(self._lines()):
-            is_written = self._states[ordinal] != RowState.MISSING
-            yield _Slot(ordinal, line, None if is_written else self._item(line))
+            state = self._states[ordinal]
+            item = self._reader.read(line) if state != RowState.DONE else None
+            # A row that failed may be a prompt all the same, whose completion failed.
+            num_prompts += state == RowState.DONE or isinstance(item, Prompt)
+            rows.append((ordinal, line, item if state == RowState.MISSING else None))
+            if num_prompts == self._batch_size or len(rows) - num_prompts == _MAX_BAD_ROWS:
+                yield from self._close(rows)
+                rows, num_prompts = [], 0
+        yield from self._close(rows)
 
     def _lines(self) -> Iterator[Line]:
+        index = self._reader.index
         try:
-            yield from self._index.lines()
+            yield from index.lines()
         except OSError as error:
             raise JobError(
-                f"input {self._index.path} cannot be read: {error.strerror} (errno {error.errno}). The rows in the "
+                f"input {index.path} cannot be read: {error.strerror} (errno {error.errno}). The rows in the "
                 "output are kept; run the same command again to go on"
             ) from error
 
-    def _close(self, slots: list[_Slot]) -> Iterator[Batch]:
-        missing = tuple((slot.ordinal, slot.item) for slot in slots if slot.item is not None)
+    def _close(self, rows: list[tuple[int, Line, Prompt | BadRow | None]]) -> Iterator[Batch]:
+        missing = tuple((ordinal, item) for ordinal, _, item in rows if item is not None)
         if not missing:
             return
-        prompts: list[Prompt] = []
+        prompts: tuple[Prompt, ...] = ()
         if any(isinstance(item, Prompt) for _, item in missing):
-            items = (self._item(slot.line) if slot.item is None else slot.item for slot in slots)
-            prompts += [item for item in items if isinstance(item, Prompt)]
-        yield Batch(missing, tuple(prompts))
+            items = (self._reader.read(line) if item is None else item for _, line, item in rows)
+            prompts = tuple(item for item in items if isinstance(item, Prompt))
+        yield Batch(missing, prompts)
+
+
+def ahead(items: Iterable[_T]) -> Generator[_T, None, None]:
+    """The items, the next of which is made by another thread as soon as one is taken; its failure is raised here.
+
+    The thread is a daemon: an item that is still being made keeps no process from ending.
+    """
+    asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    made: queue.SimpleQueue[tuple[_T] | BaseException | None] = queue.SimpleQueue()
+
+    def make() -> None:
+        walk = iter(items)
+        while asked.get():
+            try:
+                made.put((next(walk),))
+            except StopIteration:
+                made.put(None)
+            except BaseException as failure:  # raised where the item is taken
+                made.put(failure)
+
+    threading.Thread(target=make, name="zinfer-ahead", daemon=True).start()
+    try:
+        asked.put(True)
+        while (coming := made.get()) is not None:
+            if isinstance(coming, BaseException):
+                raise coming
+            asked.put(True)
+            yield coming[0]
+    finally:
+        asked.put(False)

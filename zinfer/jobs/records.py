@@ -3,19 +3,20 @@
 Rows are written in the form in which they were asked: the job's own, or OpenAI's.
 """
 
+import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from zinfer.jobs.openai_response import OpenAIResponses
+from zinfer.jobs.openai_response import OpenAIResponses, error_response, read_response
 from zinfer.jobs.prompts import Prompt
-from zinfer.jobs.rows import BadRow, RowState
-from zinfer.jobs.writer import RowWriter
-from zinfer.requests.completion import Completion, not_finite
+from zinfer.jobs.rows import BadRow, RowId, RowState
+from zinfer.requests.completion import Completion
 from zinfer.requests.logprobs import Logprobs
 
+_RESULTS: Final = ("token_ids", "outputs", "embedding", "scores")
 _WORDS: Final = (
     ("not finite", "no finite logits"),
     ("more than", "too long"),
@@ -34,13 +35,12 @@ class Encoding:
     fields: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
 
-    def broken_by(self, name: str | None) -> "Encoding":
-        """The same, which has an error, with what gave the first of the numbers that are none, if that was seen."""
-        return replace(self, error=not_finite(name, str(self.error)))
-
 
 class Records:
     """Writes the rows of one job, and counts them.
+
+    Args:
+        put: takes a row to be written.
 
     Attributes:
         states: [num_rows] RowState by ordinal.
@@ -48,71 +48,51 @@ class Records:
         failures: how many rows failed, by reason.
     """
 
-    def __init__(self, responses: OpenAIResponses, writer: RowWriter, states: bytearray) -> None:
+    def __init__(self, responses: OpenAIResponses, put: Callable[[Mapping[str, Any]], None], states: bytearray) -> None:
         self.states = states
-        self.num_prompt_tokens = 0
-        self.num_output_tokens = 0
+        self.num_prompt_tokens = self.num_output_tokens = 0
         self.failures: Counter[str] = Counter()
-        self._responses = responses
-        self._writer = writer
+        self._responses, self._put = responses, put
 
     def begin_batch(self, missing: Iterable[tuple[int, Prompt | BadRow]]) -> dict[int, int]:
         """Write the rows that cannot be used; return the ordinals of the others, by the identity of their prompts."""
         ordinals: dict[int, int] = {}
         for ordinal, item in missing:
             if isinstance(item, BadRow):
-                self._writer.put(refused_record(item, self._responses))
-                self._fail(ordinal, "malformed" if item.is_malformed else _reason(item.message))
+                record = error_response(item.id, 400, item.message) if item.is_openai else _error(item.id, item.message)
+                self._fail(ordinal, record, "malformed" if item.is_malformed else _reason(item.message))
             else:
                 ordinals[id(item)] = ordinal
         return ordinals
 
     def write(self, ordinal: int, prompt: Prompt, answer: Sequence[Completion] | Encoding) -> None:
         """Write the row of a prompt that was completed or encoded; an error row where that failed."""
-        self._writer.put(answered_record(prompt, answer, self._responses))
-        if (error := first_error(answer)) is not None:
-            self._fail(ordinal, _reason(error))
+        row_id, form = prompt.row.id, prompt.row.openai
+        parts: Sequence[Completion | Encoding] = [answer] if isinstance(answer, Encoding) else answer
+        errors = [each.error for each in parts if each.error is not None]
+        if errors:
+            message = f"line {prompt.line}: {errors[0]}"
+            record = _error(row_id, message) if form is None else error_response(row_id, 500, message)
+            self._fail(ordinal, record, _reason(errors[0]))
             return
-        self.states[ordinal] = RowState.DONE
-        self.num_prompt_tokens += len(prompt.token_ids)
-        if not isinstance(answer, Encoding):
+        if isinstance(answer, Encoding):
+            self._put({"id": row_id, **answer.fields, "num_prompt_tokens": len(prompt.token_ids)})
+        else:
+            self._put(self._responses.completed(prompt, form, answer) if form else completed_record(prompt, answer))
             self.num_output_tokens += sum(len(each.token_ids) for each in answer)
+        self.num_prompt_tokens += len(prompt.token_ids)
+        self.states[ordinal] = RowState.DONE
 
-    def _fail(self, ordinal: int, reason: str) -> None:
+    def _fail(self, ordinal: int, record: Mapping[str, Any], reason: str) -> None:
+        self._put(record)
         self.states[ordinal] = RowState.FAILED
         self.failures[reason] += 1
-
-
-def refused_record(bad: BadRow, responses: OpenAIResponses) -> dict[str, Any]:
-    """The row of a line that cannot be used."""
-    return responses.refused(bad) if bad.is_openai else {"id": bad.id, "error": bad.message}
-
-
-def answered_record(
-    prompt: Prompt, answer: Sequence[Completion] | Encoding, responses: OpenAIResponses
-) -> dict[str, Any]:
-    """The row of a prompt that was completed or encoded, in the form in which it was asked."""
-    form, error = prompt.row.openai, first_error(answer)
-    if isinstance(answer, Encoding) or form is None:
-        if error is not None:
-            return {"id": prompt.row.id, "error": f"line {prompt.line}: {error}"}
-        return encoded_record(prompt, answer) if isinstance(answer, Encoding) else completed_record(prompt, answer)
-    if error is not None:
-        return responses.failed(prompt.row.id, f"line {prompt.line}: {error}")
-    return responses.completed(prompt, form, answer)
-
-
-def first_error(completions: Sequence[Completion] | Encoding) -> str | None:
-    """Why a row has no completions; None where it has all of them."""
-    if isinstance(completions, Encoding):
-        return completions.error
-    return next((each.error for each in completions if each.error is not None), None)
 
 
 def completed_record(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
     """A completed row in the job's own form.
 
-    Several completions (``n``) lie side by side under ``outputs``, one alone in the row itself.
+    Several completions (``n``) are a list under ``outputs``; a single one is in the row itself.
     """
     sizes = {
         "num_prompt_tokens": len(prompt.token_ids),
@@ -124,9 +104,30 @@ def completed_record(prompt: Prompt, completions: Sequence[Completion]) -> dict[
     return {"id": prompt.row.id, "text": output.pop("text"), "token_ids": output.pop("token_ids"), **sizes, **output}
 
 
-def encoded_record(prompt: Prompt, encoding: Encoding) -> dict[str, Any]:
-    """A row with an embedding, or a label and scores."""
-    return {"id": prompt.row.id, **encoding.fields, "num_prompt_tokens": len(prompt.token_ids)}
+def encode_row(row: Mapping[str, Any]) -> bytes:
+    """One line of the output. Half of a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape."""
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def read_record(record: Any) -> tuple[RowId, bool]:
+    """A written row's id, and whether the row says what went wrong.
+
+    Raises:
+        ValueError: no job writes such a row.
+    """
+    match record:
+        case {"custom_id": str()}:
+            return read_response(record)
+        case {"id": str() | int() as row_id}:
+            if (is_error := "error" in record) != any(name in record for name in _RESULTS):
+                return row_id, is_error
+            raise ValueError("neither a completion nor an error")
+    raise ValueError("no row with an id")
+
+
+def _error(row_id: RowId, message: str) -> dict[str, Any]:
+    return {"id": row_id, "error": message}
 
 
 def _output(completion: Completion) -> dict[str, Any]:

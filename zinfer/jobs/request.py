@@ -78,6 +78,12 @@ class JobRequest:
             taken[name] = path
 
 
+def say_kept(output: Path) -> str:
+    """Say whether an output holds rows, for a job that ends early."""
+    has_rows = output.is_file() and output.stat().st_size
+    return f"The rows in {output} are kept" if has_rows else "No row was written"
+
+
 def manifest_path(output: Path) -> Path:
     """Return the path of an output's manifest."""
     return output.with_name(output.name + ".manifest.json")

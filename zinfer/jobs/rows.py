@@ -7,18 +7,18 @@ A line with a `custom_id` is in the OpenAI form, which `openai_batch` reads. A l
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from types import UnionType
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
 
 from zinfer.errors import ConfigError
 from zinfer.jobs.openai_batch import OpenAIForm, read_request
-from zinfer.requests.field_errors import field_error
+from zinfer.requests.field_errors import field_error, short
 from zinfer.requests.prompt_encoder import template_variables
 from zinfer.requests.sampling_params import SamplingParams, as_tuple
 
@@ -26,6 +26,7 @@ RowId = str | int
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MOST_DEPTH = 64
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SOURCES = ("prompt", "messages", "prompt_token_ids")
 _FIELDS = (*_SOURCES, "chat_template_kwargs", "reasoning_effort")
 
@@ -114,12 +115,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a line's JSON says of its own id. `record` is None where `problem` says why it could not be read."""
+    """What a line's JSON says of its own id, None where it gives none. `record` is None where `problem` says why it
+    could not be read.
+    """
 
     line: int
-    record: dict[str, Any] | None
-    problem: str | None
-    has_own_id: bool
+    record: dict[str, Any] | None = None
+    problem: str | None = None
+    own_id: RowId | None = None
 
     @property
     def is_openai(self) -> bool:
@@ -129,11 +132,7 @@ class Parsed:
     @property
     def id(self) -> RowId:
         """The row's own id, else its line number."""
-        if self.has_own_id:
-            assert self.record is not None
-            own: RowId = self.record["custom_id" if self.is_openai else "id"]
-            return own
-        return self.line
+        return self.line if self.own_id is None else self.own_id
 
 
 def read_lines(path: Path) -> Iterator[Line]:
@@ -159,23 +158,26 @@ def parse_line(line: Line) -> Parsed:
     """Reads a line's JSON and its id; whether the other fields can be used is `row_of`'s to say."""
     try:
         record = json.loads(line.data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+        depth = _depth(record)
     except UnicodeDecodeError as error:
-        return Parsed(line.number, None, f"not UTF-8 at byte {error.start} of the line", False)
+        return Parsed(line.number, None, f"not UTF-8 at byte {error.start} of the line")
     except json.JSONDecodeError as error:
-        return Parsed(line.number, None, f"not JSON: {error.msg} at column {error.colno}", False)
+        return Parsed(line.number, None, f"not JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:
-        return Parsed(line.number, None, f"not JSON that can be used: {error}", False)
+        return Parsed(line.number, None, f"not JSON that can be used: {error}")
     if not isinstance(record, dict):
-        return Parsed(line.number, None, f"not a JSON object but {_kind(record)}", False)
-    if _is_deep(record):
-        return Parsed(line.number, None, f"nested more than {_MOST_DEPTH} deep", False)
-    if "custom_id" in record:
-        problem = _id_problem("custom_id", record["custom_id"], "a string", str)
-    elif record.get("id") is None:
-        return Parsed(line.number, {**record, "id": line.number}, None, False)
-    else:
-        problem = _id_problem("id", record["id"], "a string or a whole number", str | int)
-    return Parsed(line.number, None if problem else record, problem, problem is None)
+        return Parsed(line.number, None, f"not a JSON object but {short(record)}")
+    if depth > _MOST_DEPTH:
+        return Parsed(line.number, None, f"nested more than {_MOST_DEPTH} deep")
+    name, allowed = ("custom_id", "a string") if "custom_id" in record else ("id", "a string or a whole number")
+    own_id = record.get(name)
+    if name == "id" and own_id is None:
+        return Parsed(line.number, record)
+    if type(own_id) is not str and not (name == "id" and type(own_id) is int):
+        return Parsed(line.number, None, f"{name} must be {allowed}, not {short(own_id)}")
+    if _SURROGATE.search(str(own_id)):
+        return Parsed(line.number, None, f"{name} holds half of a surrogate pair")
+    return Parsed(line.number, record, None, own_id)
 
 
 def row_of(parsed: Parsed, row_id: RowId, max_new_tokens: int | None) -> Row | BadRow:
@@ -185,7 +187,7 @@ def row_of(parsed: Parsed, row_id: RowId, max_new_tokens: int | None) -> Row | B
         try:
             fields = (read_request if parsed.is_openai else _own_fields)(record, max_new_tokens)
             row = Row.model_validate({"id": row_id, **fields})
-            if _is_unicode(json.dumps(record, ensure_ascii=False)):
+            if not _SURROGATE.search(json.dumps(record, ensure_ascii=False)):
                 return row
             problem = "the text holds half of a surrogate pair, which is not Unicode text"
         except ConfigError as error:
@@ -205,38 +207,10 @@ def _own_fields(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[s
     return {**source, "params": SamplingParams.from_mapping(sampling, defaults=defaults, beside=("id", *_FIELDS))}
 
 
-def _is_deep(value: object) -> bool:
-    """Whether lists and objects lie in one another too deep, for templates among others: Python's own limit depends on
-    who asks.
-    """
-    level: list[object] = [value]
-    for _ in range(_MOST_DEPTH):
-        inner = [list(each.values()) if isinstance(each, dict) else each for each in level]
-        level = [item for each in inner if isinstance(each, list) for item in each if isinstance(item, list | dict)]
-        if not level:
-            return False
-    return True
-
-
-def _id_problem(name: str, value: object, allowed: str, kinds: type | UnionType) -> str | None:
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        return f"{name} must be {allowed}, not {_kind(value)}"
-    if isinstance(value, str) and not _is_unicode(value):
-        return f"{name} holds half of a surrogate pair"
-    return None
-
-
-def _kind(value: object) -> str:
-    names: dict[type, str] = {list: "a list", dict: "an object", str: "a string", bool: "true or false"}
-    return "null" if value is None else names.get(type(value), "a number")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+def _depth(value: object) -> int:
+    """How deep lists and objects are nested, for templates among others: Python's own limit depends on who asks."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max((_depth(each) for each in inner if isinstance(each, list | dict)), default=0)
 
 
 def _refuse_constant(name: str) -> object:

@@ -9,13 +9,11 @@ from rich.table import Table
 from zinfer.offload.stats import RunStats
 from zinfer.units import duration, human_bytes
 
-EXIT_OK = 0
-EXIT_SOME_FAILED = 3
 _LEAST_COMPARED_S: Final = 60.0  # below that starting up decides, and a factor says nothing
 _LEAST_WAIT: Final = 0.05  # of the time; below that compute is the bound
 _LEAST_SHARE: Final = 0.0005
 _DEVICES: Final = {"cuda": "on the GPU", "cpu": "in memory"}
-_CAUSES: Final = {"disk": "the disk", "host": "copies in host memory", "link": "PCIe"}
+CAUSES: Final = {"disk": "the disk", "host": "copies in host memory", "link": "PCIe"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class JobSummary:
     @property
     def exit_code(self) -> int:
         """0 all rows done, 3 some rows failed."""
-        return EXIT_SOME_FAILED if self.num_failed else EXIT_OK
+        return 3 if self.num_failed else 0
 
 
 def summary_table(summary: JobSummary) -> Table:
@@ -71,15 +69,25 @@ def summary_table(summary: JobSummary) -> Table:
 
 def summary_rows(summary: JobSummary) -> list[list[tuple[str, str]]]:
     """Return names and values of what was done, how fast that was, and what bounded it."""
-    rows = f"{summary.num_done:,} done, {_failed(summary)}"
-    done = [("rows", f"{rows}; {summary.num_skipped:,} rows before this run" if summary.num_skipped else rows)]
-    if summary.num_prompt_tokens:
-        out = f", {summary.num_output_tokens:,} out" if summary.num_output_tokens else ""
-        done.append(("tokens", f"{summary.num_prompt_tokens:,} in{out}"))
-    if summary.output:
-        done.append(("output", summary.output))
-    sections = [done, _speed_rows(summary)]
-    return sections if summary.stats is None else [*sections, _bound_rows(summary.stats, summary.device)]
+    reasons = ", ".join(f"{count:,} x {reason}" for reason, count in summary.failures.items())
+    rows = f"{summary.num_done:,} done, {summary.num_failed:,} failed{': ' if reasons else ''}{reasons}"
+    tokens, skipped = summary.num_output_tokens, summary.num_skipped
+    done = {
+        "rows": rows + (f"; {skipped:,} rows before this run" if skipped else ""),
+        "tokens": summary.num_prompt_tokens
+        and f"{summary.num_prompt_tokens:,} in" + (f", {tokens:,} out" if tokens else ""),
+        "output": summary.output,
+    }
+    running = f", {duration(summary.running_s)} after loading" if summary.running_s else ""
+    speed = {
+        "speed": tokens and f"{summary.tokens_per_s:,.1f} tokens/s",
+        "time": f"{duration(summary.wall_s)}{running}",
+        "prediction": _prediction(summary),
+        "passes": f"{summary.stats.passes:,}" if summary.stats else "",
+    }
+    bound = _bound_rows(summary.stats, summary.device) if summary.stats else {}
+    sections = [[(name, str(value)) for name, value in section.items() if value] for section in (done, speed, bound)]
+    return [section for section in sections if section]
 
 
 def weights_line(stats: RunStats, device: str) -> str:
@@ -96,53 +104,41 @@ def _places(stats: RunStats, device: str) -> str:
     return blocks.replace(" ", " block " if blocks.startswith("1 ") else " blocks ", 1)
 
 
-def _failed(summary: JobSummary) -> str:
-    """How many rows failed, and why: those of this run."""
-    reasons = ", ".join(f"{count:,} x {reason}" for reason, count in summary.failures.items())
-    return f"{summary.num_failed:,} failed: {reasons}" if reasons else f"{summary.num_failed:,} failed"
+def _prediction(summary: JobSummary) -> str:
+    predicted_s, computing_s = summary.predicted_s, summary.computing_s
+    if not predicted_s or not computing_s:
+        return ""
+    factor = f" ({computing_s / predicted_s:.2f} x as long)" if computing_s >= _LEAST_COMPARED_S else ""
+    return f"{duration(predicted_s)} for passes that took {duration(computing_s)}{factor}"
 
 
-def _speed_rows(summary: JobSummary) -> list[tuple[str, str]]:
-    rows = []
-    if summary.num_output_tokens:
-        rows.append(("speed", f"{summary.tokens_per_s:,.1f} tokens/s"))
-    running = f", {duration(summary.running_s)} after loading" if summary.running_s else ""
-    rows.append(("time", f"{duration(summary.wall_s)}{running}"))
-    if summary.computing_s and summary.predicted_s:
-        both = f"{duration(summary.predicted_s)} for passes that took {duration(summary.computing_s)}"
-        if summary.computing_s >= _LEAST_COMPARED_S:
-            both += f" ({summary.computing_s / summary.predicted_s:.2f} x as long)"
-        rows.append(("prediction", both))
-    if summary.stats is not None:
-        rows.append(("passes", f"{summary.stats.passes:,}"))
-    return rows
-
-
-def _bound_rows(stats: RunStats, device: str) -> list[tuple[str, str]]:
-    rows = [("limited by", _bound(stats))]
+def _bound_rows(stats: RunStats, device: str) -> dict[str, str]:
     shares = {"PCIe": stats.link_share, "the disk": stats.disk_share}
-    if used := [f"{share:.1%} of {name}" for name, share in shares.items() if share and share >= _LEAST_SHARE]:
-        rows.append(("used", ", ".join(used)))
-    if stats.blocks_by_home:
-        rows.append(("weights", _places(stats, device)))
-    if stats.streamed_bytes_per_pass:
-        rows.append(("streamed", f"{human_bytes(stats.streamed_bytes_per_pass)} each pass"))
     moved = {"read from disk": stats.bytes_read_disk, "copied to the GPU": stats.bytes_to_device}
     memory = {"on the GPU": stats.device_bytes, "in host memory": stats.host_bytes}
     if device == "cpu":
         moved, memory = {"read from disk": stats.bytes_read_disk}, {"": stats.device_bytes + stats.host_bytes}
-    sizes = {"moved": _amounts(moved), "memory": _amounts(memory)}
-    return [*rows, *((name, amounts) for name, amounts in sizes.items() if amounts)]
+    streamed = stats.streamed_bytes_per_pass
+    return {
+        "limited by": _bound(stats),
+        "used": ", ".join(
+            f"{share:.1%} of {name}" for name, share in shares.items() if share and share >= _LEAST_SHARE
+        ),
+        "weights": _places(stats, device),
+        "streamed": f"{human_bytes(streamed)} each pass" if streamed else "",
+        "moved": _amounts(moved),
+        "memory": _amounts(memory),
+    }
 
 
 def _bound(stats: RunStats) -> str:
     """What computing waited for most, and for how long."""
-    waits = {cause: stats.stall_s.get(cause, 0.0) for cause in _CAUSES}
+    waits = {cause: stats.stall_s.get(cause, 0.0) for cause in CAUSES}
     cause = max(waits, key=lambda cause: waits[cause])
     if sum(waits.values()) < _LEAST_WAIT * max(stats.span_s, 1.0):
         return "compute"
-    told = ", ".join(f"{duration(seconds)} for {_CAUSES[each]}" for each, seconds in waits.items() if seconds >= 0.05)
-    return f"{_CAUSES[cause]}: compute waited {told}" if told else _CAUSES[cause]
+    told = ", ".join(f"{duration(seconds)} for {CAUSES[each]}" for each, seconds in waits.items() if seconds >= 0.05)
+    return f"{CAUSES[cause]}: compute waited {told}" if told else CAUSES[cause]
 
 
 def _amounts(sizes: Mapping[str, int]) -> str:

@@ -1,10 +1,12 @@
 """The prompts of a JSONL as rows of token ids: to measure a model on them, or to plan a job; and their padding."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, TypeVar
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from zinfer.errors import ConfigError
@@ -18,6 +20,7 @@ from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.prompt_encoder import PromptEncoder, find_tokenizer
 
 _NUM_SAMPLED: Final = 1000
+_T = TypeVar("_T")
 
 
 def read_token_rows(
@@ -29,7 +32,7 @@ def read_token_rows(
         tokenizer: folder of the checkpoint that has it.
         model: whose positions and vocabulary they have to fit.
         most_tokens: of a sequence, beside the model's positions.
-        num_new_tokens: that are to fit behind each row.
+        num_new_tokens: that must fit after each row.
 
     Raises:
         ConfigError: a row is no prompt, or does not fit; names its line. Or the model is no decoder that generates.
@@ -39,75 +42,74 @@ def read_token_rows(
             f"{prompts}: only decoders that generate are measured on prompts, and a {type(model).__name__} is none; "
             "leave the prompts out"
         )
-    reader = _reader(
-        prompts, tokenizer, model.config.get_text_config().vocab_size, read_limits(model, most_tokens), num_new_tokens
-    )
+    vocab_size, limits = model.config.get_text_config().vocab_size, read_limits(model, most_tokens)
     found: list[tuple[int, ...]] = []
-    for line in read_lines(prompts):
-        prompt = reader.read(line)
+    for prompt in _read(prompts, tokenizer, vocab_size, limits, num_new_tokens)[0]:
         if isinstance(prompt, BadRow):
             raise ConfigError(f"{prompts}: {prompt.message}; correct the row, or leave it out")
         found.append(prompt.token_ids)
     return found
 
 
-class Sample(NamedTuple):
-    """What a sample of an input says.
-
-    job: of the whole file, without rows that get an error in place of an answer.
-    num_rows: that were looked at.
-    num_unusable: of these, that get an error.
-    """
-
-    job: Job
-    num_rows: int
-    num_unusable: int
-
-
-def sample_lengths(input: Path, folder: Path, vocab_size: int, max_new_tokens: int, limits: LengthLimits) -> Sample:
+def sample_lengths(
+    input: Path, folder: Path, vocab_size: int, max_new_tokens: int, limits: LengthLimits
+) -> tuple[Job, int, int]:
     """Return the job of an input file, by a sample of its rows spread over the whole file.
 
     Args:
         folder: of the checkpoint, with its tokenizer.
-        vocab_size: of the model.
-        max_new_tokens: for rows that do not say themselves.
-        limits: of lengths.
+        max_new_tokens: default for rows that do not set it.
+
+    Returns:
+        The job of the whole file, without rows that get an error in place of an answer; how many rows were looked at;
+        and how many of these get an error.
 
     Raises:
         UnusableInput: no rows, or no tokenizer.
         ConfigError: none of the sampled rows can be used.
     """
-    reader = _reader(input, folder, vocab_size, limits, max_new_tokens)
-    num_rows = reader.index.num_rows
-    step = max(1, num_rows // _NUM_SAMPLED)
-    sampled = [reader.read(line) for number, line in enumerate(read_lines(input)) if number % step == 0]
+    sample, num_rows = _read(input, folder, vocab_size, limits, max_new_tokens, _NUM_SAMPLED)
+    sampled = list(sample)
     usable = [prompt for prompt in sampled if isinstance(prompt, Prompt)]
     prompts = [prompt for prompt in usable for _ in range(prompt.params.n)]
     if not prompts:
         why = next(each.message for each in sampled if isinstance(each, BadRow))
         raise ConfigError(f"{input}: none of {len(sampled):,} rows that were looked at can be used: {why}")
-    num_texts = round(num_rows * len(prompts) / len(sampled))
-    job = Job(num_texts, [len(each.token_ids) for each in prompts], [each.max_new_tokens for each in prompts])
-    return Sample(job, len(sampled), len(sampled) - len(usable))
+    num_sequences = round(num_rows * len(prompts) / len(sampled))
+    job = Job(num_sequences, [len(each.token_ids) for each in prompts], [each.max_new_tokens for each in prompts])
+    return job, len(sampled), len(sampled) - len(usable)
 
 
-def _reader(input: Path, tokenizer: Path, vocab_size: int, limits: LengthLimits, max_new_tokens: int) -> PromptReader:
-    encoder = PromptEncoder(find_tokenizer(tokenizer), vocab_size, limits)
-    return PromptReader(encoder, scan_input(input), max_new_tokens)
+def _read(
+    input: Path, tokenizer: Path, vocab_size: int, limits: LengthLimits, max_new_tokens: int, most: int | None = None
+) -> tuple[Iterator[Prompt | BadRow], int]:
+    """The rows, about ``most`` of them spread over the file, and how many the file has."""
+    reader = PromptReader(
+        PromptEncoder(find_tokenizer(tokenizer), vocab_size, limits), scan_input(input), max_new_tokens
+    )
+    num_rows = reader.index.num_rows
+    step = max(1, num_rows // most) if most else 1
+    return map(reader.read, islice(read_lines(input), 0, None, step)), num_rows
 
 
-def right_padded(rows: Sequence[Sequence[int]], pad_token_id: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask [rows, longest]; what comes behind a row changes none of a decoder's logits, and positions that are
-    counted from the left stay as they are."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[*row, *[pad_token_id] * (longest - len(row))] for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-    return ids, mask
+def by_length(rows: Iterable[_T], length: Callable[[_T], int], most_tokens: int) -> list[list[_T]]:
+    """The rows, shortest first, in parts of no more tokens than that, padding included, or of one row."""
+    parts: list[list[_T]] = []
+    for row in sorted(rows, key=length):
+        if not parts or (len(parts[-1]) + 1) * length(row) > most_tokens:
+            parts.append([])
+        parts[-1].append(row)
+    return parts
 
 
-def left_padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask [rows, longest], for `generate`, which goes on behind the last column."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[*[pad_token_id] * (longest - len(row)), *row] for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask
+def padded(
+    rows: Sequence[Sequence[int]], pad_token_id: int = 0, side: str = "right"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask [rows, longest].
+
+    Padding on the right changes none of a decoder's logits, and positions that are counted from the left stay as they
+    are; on the left, `generate` continues after the last column.
+    """
+    options: dict[str, Any] = {"batch_first": True, "padding_side": side}
+    ids = pad_sequence([torch.tensor(row) for row in rows], padding_value=pad_token_id, **options)
+    return ids, pad_sequence([torch.ones(len(row), dtype=torch.int64) for row in rows], **options)

@@ -4,7 +4,7 @@ Weights that live on the device or in host memory are hashed when they are loade
 first stream: before a pass has ended, and so before it has given a row. What of a file no pass reads (towers for
 pictures, buffers, an original whose quantized copy streams) is read by a thread of its own from the first row on.
 Tensors that the index leaves out are in no checksum. Until a file's checksum is known the manifest has none, and rows
-belong to the file of that size and time of writing: a job that is killed before can only go on with the very same file.
+belong to the file of that size and time of writing: a job killed before that can only be resumed with that very file.
 """
 
 import errno
@@ -42,17 +42,13 @@ class WeightsFile:
 
 
 class Weights:
-    """The weights of one run of a job.
-
-    Attributes:
-        checksums: fed while the files are read; None if the manifest has all of them already.
-    """
+    """The weights of one run of a job."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._folder = checkpoint.folder
         self._identities = checkpoint.files
-        self._known: dict[str, WeightsFile] = {
-            self._name(file): WeightsFile(identity.num_bytes, identity.mtime_ns)
+        self._names = {file: file.relative_to(checkpoint.folder).as_posix() for file in checkpoint.files}
+        self._known = {
+            self._names[file]: WeightsFile(identity.num_bytes, identity.mtime_ns)
             for file, identity in checkpoint.files.items()
         }
         self._checksums = TensorChecksums(
@@ -64,7 +60,8 @@ class Weights:
 
     @property
     def checksums(self) -> TensorChecksums | None:
-        return None if self._are_known else self._checksums
+        """To be fed while the files are read; None if the manifest has all of them already."""
+        return None if all(file.xxh3_128 for file in self._known.values()) else self._checksums
 
     @property
     def files(self) -> dict[str, WeightsFile]:
@@ -79,8 +76,7 @@ class Weights:
             CheckpointError: it cannot be read.
         """
         others = {}
-        for file in self._identities:
-            name = self._name(file)
+        for file, name in self._names.items():
             then, now = former.get(name, WeightsFile(-1, -1)), self._known[name]
             if (then.size_bytes, then.mtime_ns) == (now.size_bytes, now.mtime_ns):
                 self._known[name] = then
@@ -93,28 +89,28 @@ class Weights:
                 f"{human_bytes(num_bytes)} to see whether they hold the same"
             )
         for file, then in others.items():
-            try:
-                self._compare(file, then)
-            except OSError as error:
-                raise unreadable(file, error) from error
+            self._compare(file, then)
 
     def _compare(self, file: Path, then: WeightsFile) -> None:
-        name, identity = self._name(file), self._identities[file]
-        remedy = "restore the file, give another --output, or --restart to discard the job's rows"
+        name, identity = self._names[file], self._identities[file]
         if then.xxh3_128 is None:
             former = replace(identity, num_bytes=then.size_bytes, mtime_ns=then.mtime_ns)
-            raise UnusableInput(
-                f"model {file} was written to since this job began ({former.difference(identity)}), and the job was "
-                f"ended before it knew the file's checksum; {remedy}"
-            )
-        self._read_missing(file)
-        checksum = self._checksums.of_file(file)
-        if checksum != then.xxh3_128:
-            raise UnusableInput(
-                f"model {file} holds other weights than when this job began (xxh3_128 {then.xxh3_128} in the manifest, "
-                f"{checksum} now); {remedy}"
-            )
-        self._known[name] = replace(self._known[name], xxh3_128=checksum)
+            what = f"was written to since this job began ({former.difference(identity)}), and the job was ended before "
+            what += "it knew the file's checksum"
+        else:
+            try:
+                self._read_missing(file)
+            except OSError as error:
+                raise unreadable(file, error) from error
+            checksum = self._checksums.of_file(file)
+            if checksum == then.xxh3_128:
+                self._known[name] = replace(self._known[name], xxh3_128=checksum)
+                return
+            sums = f"xxh3_128 {then.xxh3_128} in the manifest, {checksum} now"
+            what = f"holds other weights than when this job began ({sums})"
+        raise UnusableInput(
+            f"model {file} {what}; restore the file, give another --output, or --restart to discard the job's rows"
+        )
 
     def check_unchanged(self) -> None:
         """Raises JobError if a file is another than when the job looked at its header."""
@@ -130,7 +126,7 @@ class Weights:
 
     def read_rest(self) -> None:
         """Begin to read what has not passed; nothing where that was begun, or all is known."""
-        if self._rest is None and not self._are_known:
+        if self._pool is None and self.checksums is not None:
             self._pool = Pool(1, "zinfer-checksums")
             self._rest = self._pool.submit(self._finish)
 
@@ -160,17 +156,9 @@ class Weights:
         if self._pool is not None:
             self._pool.close()
 
-    @property
-    def _are_known(self) -> bool:
-        return all(file.xxh3_128 is not None for file in self._known.values())
-
-    def _name(self, file: Path) -> str:
-        return file.relative_to(self._folder).as_posix()
-
     def _finish(self) -> None:
         found = {}
-        for file in self._identities:
-            name = self._name(file)
+        for file, name in self._names.items():
             if self._known[name].xxh3_128 is None:
                 self._read_missing(file)
                 if self._is_given_up.is_set():
@@ -180,27 +168,17 @@ class Weights:
         self._known |= found
 
     def _read_missing(self, file: Path) -> None:
+        """Take the checksums of tensors that no pass has read, without leaving them in the page cache."""
         with file.open("rb", buffering=0) as stream:
             for offset, nbytes in self._checksums.missing(file):
                 digest = xxhash.xxh3_128()
-                for begin in range(offset, offset + nbytes, _CHUNK_BYTES):
+                stream.seek(offset)
+                while (begin := stream.tell()) < offset + nbytes:
                     if self._is_given_up.is_set():
                         return
-                    digest.update(_read_exactly(stream.fileno(), begin, min(_CHUNK_BYTES, offset + nbytes - begin)))
+                    data = stream.read(min(_CHUNK_BYTES, offset + nbytes - begin))
+                    if not data:
+                        raise OSError(errno.EIO, f"the file ends at byte {begin}, before its last tensor")
+                    digest.update(data)
+                    os.posix_fadvise(stream.fileno(), begin, len(data), os.POSIX_FADV_DONTNEED)
                 self._checksums.add((file, offset), digest.digest())
-
-
-def _read_exactly(descriptor: int, offset: int, num_bytes: int) -> bytes:
-    """The bytes, without leaving them in the page cache.
-
-    Raises:
-        OSError: the disk failed, or the file has become shorter.
-    """
-    data = b""
-    while len(data) < num_bytes:
-        more = os.pread(descriptor, num_bytes - len(data), offset + len(data))
-        if not more:
-            raise OSError(errno.EIO, f"the file ends at byte {offset + len(data)}, before its last tensor")
-        data += more
-    os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-    return data

@@ -7,7 +7,7 @@ from zinfer.errors import ConfigError
 
 
 def find_bad_word_ids(tokenizer: Any, words: Sequence[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Each word's tokens; also those behind a space, as in vLLM where they are as many and begin with another token.
+    """Each word's tokens; also those after a space, as in vLLM, where they are as many and begin with another token.
 
     Raises:
         ConfigError: there is no tokenizer, or a word has no tokens that the model knows.
@@ -41,6 +41,6 @@ def last_ids(bad_word_ids: Sequence[tuple[int, ...]], output_ids: Sequence[int])
 
 def _token_ids(tokenizer: Any, word: str, text: str) -> tuple[int, ...]:
     try:
-        return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+        return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     except (TypeError, ValueError) as error:  # half of a surrogate pair, for one
         raise ConfigError(f"bad_words: the tokenizer refuses {word!r:.60}: {error}") from error

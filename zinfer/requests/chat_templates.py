@@ -30,7 +30,6 @@ class ChatTemplates:
         self._process: subprocess.Popen[str] | None = None
         self._end: weakref.finalize[..., ChatTemplates] | None = None
         self._is_closed = False
-        self._sent = ""
         self._lock = threading.Lock()
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -42,16 +41,12 @@ class ChatTemplates:
         """
         # As transformers' apply_chat_template does: templates know a key that is missing, but not null.
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        try:
+            line = json.dumps({"template": template, "messages": given, "variables": dict(variables)})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"messages: only what JSON can hold reaches a chat template: {error}") from error
         with self._lock:
-            request = {"messages": given, "variables": dict(variables)}
-            if self._process is None or self._sent != template:
-                request["template"] = template
-            try:
-                line = json.dumps(request)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise ConfigError(f"messages: only what JSON can hold reaches a chat template: {error}") from error
             answer = self._ask(line)
-            self._sent = template
         for outcome, what in (("refused", "refuses them"), ("failed", "fails on them")):
             if outcome in answer:
                 raise ConfigError(f"messages: the chat template {what}: {answer[outcome]}")
@@ -87,35 +82,32 @@ class ChatTemplates:
         if self._is_closed:
             raise RuntimeError("chats are rendered no longer: what they were for was closed")
         if self._process is None:
-            process = _start(self._most_cpu_s)
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(_SCRIPT), str(self._most_cpu_s)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C is for the caller, who ends this one
+                env={**os.environ, **_QUIET},
+            )
             self._process, self._end = process, weakref.finalize(self, _end, process)
+            try:
+                assert process.stdout is not None
+                is_ready = process.stdout.readline() == "ready\n"
+            except BaseException:
+                self._stop()
+                raise
+            if not is_ready:
+                self._stop()
+                raise JobError(
+                    f"the process that renders chat templates did not start (exit code {process.returncode})"
+                )
         return self._process
 
     def _stop(self) -> None:
         self._process = None
         if self._end is not None:
             self._end()
-
-
-def _start(most_cpu_s: int) -> "subprocess.Popen[str]":
-    process = subprocess.Popen(
-        [sys.executable, "-P", str(_SCRIPT), str(most_cpu_s)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,  # Ctrl-C is for the caller, who ends this one
-        env={**os.environ, **_QUIET},
-    )
-    try:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-    except BaseException:
-        _end(process)
-        raise
-    if ready != "ready\n":
-        _end(process)
-        raise JobError(f"the process that renders chat templates did not start (exit code {process.returncode})")
-    return process
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

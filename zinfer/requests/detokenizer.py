@@ -11,7 +11,7 @@ _UNDECODED: Final = "\ufffd"
 class Detokenizer:
     """Detokenizes one sequence incrementally: what `add` returned so far is always a prefix of the whole text.
 
-    Only the last tokens are decoded, behind some whose text is known: decoders treat the first token of a text
+    Only the last tokens are decoded, after some whose text is known: decoders treat the first token of a text
     differently. `tokenizers.decoders.DecodeStream` does the same, but fails where a byte token makes the valid bytes
     before it invalid, and knows no tokenizers written in Python.
 

@@ -5,6 +5,9 @@ Every check of a length asks it, so that `LLM`, jobs, plans and `engine.generate
 """
 
 from dataclasses import dataclass
+from typing import Final
+
+_STATED: Final = "max_out_tokens"
 
 
 @dataclass(frozen=True)
@@ -35,24 +38,27 @@ class LengthLimits:
     @classmethod
     def of_decoder(cls, positions: int | None, max_out_tokens: int | None) -> "LengthLimits":
         """The tighter of the model's positions and the configuration's limit."""
-        return cls(total=_tighter(_limit(positions, "the model's positions"), _stated(max_out_tokens)))
+        return cls(total=_tighter((positions, "the model's positions"), (max_out_tokens, _STATED)))
 
     @classmethod
     def of_encoder_decoder(
         cls, encoder_positions: int | None, decoder_positions: int | None, max_out_tokens: int | None
     ) -> "LengthLimits":
-        """The encoder's positions for the prompt, the decoder's for the new tokens, the configuration's for both."""
-        decoder = _limit(decoder_positions, "the decoder's positions")
-        return cls(
-            total=_less_one(_stated(max_out_tokens)),
-            prompt=_limit(encoder_positions, "the encoder's positions"),
-            new=_less_one(decoder),
+        """The encoder's positions for the prompt, the decoder's for the new tokens, the configuration's for both.
+
+        A decoder begins with a token of its own.
+        """
+        total, prompt, new = (
+            _tighter((max_out_tokens, _STATED), spare=1),
+            _tighter((encoder_positions, "the encoder's positions")),
+            _tighter((decoder_positions, "the decoder's positions"), spare=1),
         )
+        return cls(total, prompt, new)
 
     @classmethod
     def of_encoder(cls, positions: int | None, source: str, max_out_tokens: int | None) -> "LengthLimits":
         """For prompts that nothing is generated after; ``source`` names whose positions these are."""
-        return cls(prompt=_tighter(_limit(positions, source), _stated(max_out_tokens)))
+        return cls(prompt=_tighter((positions, source), (max_out_tokens, _STATED)))
 
     @property
     def most_tokens(self) -> int | None:
@@ -92,19 +98,10 @@ class LengthLimits:
 NO_LIMITS = LengthLimits()
 
 
-def _limit(max_tokens: int | None, source: str) -> Limit | None:
-    return None if max_tokens is None else Limit(max_tokens, source)
-
-
-def _stated(max_out_tokens: int | None) -> Limit | None:
-    return _limit(max_out_tokens, "max_out_tokens")
-
-
-def _tighter(*limits: Limit | None) -> Limit | None:
-    """The tightest; of equal ones the first."""
-    return min((limit for limit in limits if limit is not None), key=lambda limit: limit.max_tokens, default=None)
-
-
-def _less_one(limit: Limit | None) -> Limit | None:
-    """A decoder begins with a token of its own."""
-    return limit and Limit(limit.max_tokens - 1, f"{limit.source}, less the decoder's first token")
+def _tighter(*limits: tuple[int | None, str], spare: int = 0) -> Limit | None:
+    """The tightest of the limits that there are, the first of equal ones; less a decoder's first token."""
+    given = [(most - spare, source) for most, source in limits if most is not None]
+    if not given:
+        return None
+    most, source = min(given, key=lambda each: each[0])
+    return Limit(most, f"{source}, less the decoder's first token" if spare else source)

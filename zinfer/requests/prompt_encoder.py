@@ -78,7 +78,7 @@ class PromptEncoder:
         if self.tokenizer is None or not texts:
             return list(prompts)
         try:
-            encoded: Iterator[list[int]] = iter(self.tokenizer(texts).input_ids)
+            encoded: Iterator[list[int]] = iter(self.tokenizer(texts, verbose=False).input_ids)
         except (TypeError, ValueError):
             return list(prompts)
         each = ((prompt, next(encoded) if isinstance(prompt, str) else []) for prompt in prompts)
@@ -121,20 +121,41 @@ class PromptEncoder:
         if self.tokenizer is None:
             raise ConfigError(f"the model's folder has no tokenizer; {NO_TOKENIZER}")
         if isinstance(prompt, str):
-            return encode_text(self.tokenizer, prompt)
+            return self._encode_text(prompt)
         if not all(isinstance(message, Mapping) for message in prompt):
             raise ConfigError("a list is the messages of a chat; give token ids as {'prompt_token_ids': [...]}")
-        if self.tokenizer.chat_template is None:
-            raise ConfigError("messages: the model's tokenizer has no chat template; give the prompt as text instead")
-        return encode_chat(self.tokenizer, prompt, self._templates, self._template(), variables)
+        return self._encode_text(self._render(prompt, variables or {}), adds_special=False)
 
-    def _template(self) -> str | None:
-        """The chat template with each `strftime_now("...")` replaced by what it gives at `now`."""
-        if self.now is None:
-            return None
-        template: str = self.tokenizer.get_chat_template()
-        now = self.now.replace(tzinfo=None)  # as strftime_now has it: %Z and %z are empty
-        return _STRFTIME_NOW.sub(lambda call: json.dumps(now.strftime(call[2])), template)
+    def _encode_text(self, text: str, *, adds_special: bool = True) -> list[int]:
+        """The tokens of a text; of an empty one the tokenizer's first token (bos)."""
+        tokenizer = self.tokenizer
+        try:
+            # Not verbose: its warning on long texts goes by another limit than the model's, which is checked later.
+            token_ids: list[int] = tokenizer(text, add_special_tokens=adds_special, verbose=False).input_ids
+        except (TypeError, ValueError) as error:  # half of a surrogate pair, for one
+            raise ConfigError(f"the tokenizer refuses the prompt: {error}") from error
+        if token_ids:
+            return token_ids
+        if tokenizer.bos_token_id is None:
+            raise ConfigError("the prompt has no tokens, and the tokenizer has no bos token to begin with")
+        return [tokenizer.bos_token_id]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """The text of a chat up to where the answer begins; each `strftime_now("...")` gives `now`."""
+        tokenizer = self.tokenizer
+        if tokenizer.chat_template is None:
+            raise ConfigError("messages: the model's tokenizer has no chat template; give the prompt as text instead")
+        plain = [_with_plain_content(message, number) for number, message in enumerate(messages, start=1)]
+        if own := sorted(_OWN_VARIABLES.intersection(variables)):
+            raise ConfigError(f"chat_template_kwargs: {own[0]!r} is zinfer's own; leave it out")
+        try:
+            template: str = tokenizer.get_chat_template()
+        except ValueError as error:
+            raise ConfigError(f"messages: {error}") from error
+        if self.now is not None:
+            now = self.now.replace(tzinfo=None)  # as strftime_now has it: %Z and %z are empty
+            template = _STRFTIME_NOW.sub(lambda call: json.dumps(now.strftime(call[2])), template)
+        return self._templates.render(template, plain, {**tokenizer.special_tokens_map, **variables})
 
     def _check_tokens(self, token_ids: Sequence[int], *, is_given: bool) -> None:
         if not token_ids:
@@ -150,51 +171,6 @@ class PromptEncoder:
             f"the tokenizer gives token {wrong}, but the model's vocabulary ends at {last}; "
             "the tokenizer is another model's, or a token was added to it alone"
         )
-
-
-def encode_text(tokenizer: Any, text: str, *, adds_special: bool = True) -> list[int]:
-    """The tokens of a text; of an empty one the tokenizer's first token (bos).
-
-    Raises:
-        ConfigError: the tokenizer refuses it, or it has no tokens and there is no first one.
-    """
-    try:
-        token_ids: list[int] = tokenizer(text, add_special_tokens=adds_special).input_ids
-    except (TypeError, ValueError) as error:  # half of a surrogate pair, for one
-        raise ConfigError(f"the tokenizer refuses the prompt: {error}") from error
-    if token_ids:
-        return token_ids
-    if tokenizer.bos_token_id is None:
-        raise ConfigError("the prompt has no tokens, and the tokenizer has no bos token to begin with")
-    return [tokenizer.bos_token_id]
-
-
-def encode_chat(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    templates: ChatTemplates,
-    template: str | None = None,
-    variables: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """The tokens of a chat up to where the answer begins; the template writes the special ones.
-
-    Args:
-        templates: renders it.
-        template: another than the tokenizer's own.
-        variables: for the template, beside the messages.
-
-    Raises:
-        ConfigError: content that is no text; the template refuses the messages or fails on them; as `encode_text`.
-    """
-    plain, given = with_plain_content(messages), variables or {}
-    if own := sorted(_OWN_VARIABLES.intersection(given)):
-        raise ConfigError(f"chat_template_kwargs: {own[0]!r} is zinfer's own; leave it out")
-    try:
-        chosen: str = tokenizer.get_chat_template(template)
-    except ValueError as error:
-        raise ConfigError(f"messages: {error}") from error
-    text = templates.render(chosen, plain, {**tokenizer.special_tokens_map, **given})
-    return encode_text(tokenizer, text, adds_special=False)
 
 
 def template_variables(chat_template_kwargs: object, reasoning_effort: object) -> dict[str, Any]:
@@ -219,7 +195,7 @@ def is_chat(prompt: PromptLike) -> bool:
 
 
 def as_list(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
-    """The prompts one by one; messages with roles, one behind the other, are one chat."""
+    """The prompts one by one; a list of messages with roles is one chat."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     several = list(prompts)  # a generator can be walked once only
@@ -228,22 +204,17 @@ def as_list(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
     return several
 
 
-def with_plain_content(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages, with one text for content that is a list of text parts, as OpenAI's clients send it.
+def _with_plain_content(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    """A message with one text for content that is a list of text parts, as OpenAI's clients send it.
 
     Parts are joined by line breaks, as in vLLM: most templates write a list as Python would.
 
     Raises:
         ConfigError: content that is no text, a picture for one.
     """
-    return [
-        message if isinstance(message.get("content"), str | None) else {**message, "content": _joined(message, number)}
-        for number, message in enumerate(messages, start=1)
-    ]
-
-
-def _joined(message: Mapping[str, Any], number: int) -> str:
-    where, parts = f"messages: the content of message {number}", message["content"]
+    where, parts = f"messages: the content of message {number}", message.get("content")
+    if isinstance(parts, str | None):
+        return message
     if not isinstance(parts, list | tuple) or not parts:
         raise ConfigError(f"{where} must be a text or a list of text parts, not {parts!r:.60}")
     for place, part in enumerate(parts, start=1):
@@ -253,27 +224,22 @@ def _joined(message: Mapping[str, Any], number: int) -> str:
             raise ConfigError(f"{where}: part {place} ({kind!r:.60}) is not a text part; {remedy}")
         if not isinstance(part["text"], str):
             raise ConfigError(f"{where}: the text of part {place} must be a string, not {part['text']!r:.60}")
-    return "\n".join(part["text"] for part in parts)
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
 
 
 def find_tokenizer(folder: Path) -> Any:
-    """The tokenizer that lies in a model's folder; None where there is none."""
-    if not any(file.is_file() for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
-        return None
-    return load_tokenizer(folder)
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer that lies in a model's folder; nothing is downloaded.
+    """The tokenizer in a model's folder, None where there is none; nothing is downloaded.
 
     Raises:
-        CheckpointError: there is none that loads.
+        CheckpointError: it does not load.
     """
+    if not any(file.is_file() for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
+        return None
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises that class itself, and Python code whatever it meets
         said = (str(error) or "no reason given").splitlines()[0]
-        reason = f"{type(error).__name__}: {said if len(said) <= 400 else said[:400] + ' ...'}"
         raise CheckpointError(
-            f"model {folder} has no tokenizer that loads ({reason}); put the model's tokenizer files into the folder"
+            f"model {folder} has no tokenizer that loads ({type(error).__name__}: {said:.400}); put the model's "
+            "tokenizer files into the folder"
         ) from error

@@ -59,7 +59,7 @@ class SamplingParams:
     temperature: 0 is greedy. top_k (0 and -1: off), top_p (1: off), min_p (0: off): filters of what is drawn from.
     repetition_penalty: of tokens in prompt and output (1: off); presence_penalty, frequency_penalty: of the output's.
     logit_bias: what is added to a token's logit, by token id. allowed_token_ids: no others come; None: all may.
-    bad_words: texts that the output may not have: the last token of one does not come behind those before it.
+    bad_words: texts that the output may not have: the last token of one never follows those before it.
     stop: texts; stop_token_ids: tokens besides the model's end tokens. ignore_eos: those do not end the row.
     include_stop_str_in_output: the text keeps what ended it. skip_special_tokens: the text is without special tokens.
     n: how many outputs the row has. logprobs: how many alternatives are told beside each chosen token; 0: the
@@ -125,17 +125,10 @@ class SamplingParams:
             ConfigError: a field is unknown or cannot be used, or two names of one field say different things.
         """
         names = names or _NAMES
-        given: dict[str, Any] = {}
-        spelled: dict[str, str] = {}
-        for name, value in mapping.items():
+        for name in mapping:
             if name not in names:
                 raise ConfigError(unknown_field(name, [*beside, *names]))
-            if value is None:
-                continue
-            field = names[name]
-            if field in given and given[field] != value:
-                raise ConfigError(_two_spellings(spelled[field], given[field], name, value, field))
-            given[field], spelled[field] = value, name
+        given = _by_field({name: value for name, value in mapping.items() if value is not None}, names)
         if isinstance(given.get("logit_bias"), Mapping):
             given["logit_bias"] = _with_number_keys(given["logit_bias"])
         return cls(**{**(defaults or {}), **given})
@@ -190,17 +183,25 @@ def _init(init: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(init)
     def __init__(self: SamplingParams, *args: Any, **kwargs: Any) -> None:
-        for other, own in OTHER_SPELLINGS.items():
-            if other in kwargs:
-                value = kwargs.pop(other)
-                if kwargs.setdefault(own, value) != value:
-                    raise ConfigError(_two_spellings(other, value, own, kwargs[own], own))
         try:
-            init(self, *args, **kwargs)
+            init(self, *args, **_by_field(kwargs, OTHER_SPELLINGS))
         except ValidationError as error:
             raise ConfigError(field_error(error, SamplingParams)) from None
 
     return __init__
+
+
+def _by_field(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Values by field instead of by name. Raises ConfigError where two names of a field have different values."""
+    found: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for name, value in given.items():
+        field = names.get(name, name)
+        if field in found and found[field] != value:
+            first = f"{spelled[field]} is {short(found[field])}"
+            raise ConfigError(f"{first} and {name} is {short(value)}, but both mean {field}; give one of them")
+        found[field], spelled[field] = value, name
+    return found
 
 
 # Not fields: `dataclasses.replace` would give both spellings.
@@ -210,10 +211,6 @@ for _other, _own in OTHER_SPELLINGS.items():
 
 FIELDS: Final = tuple(each.name for each in fields(SamplingParams))
 _NAMES: Final = {**{name: name for name in FIELDS}, **OTHER_SPELLINGS}
-
-
-def _two_spellings(one: str, first: object, other: str, second: object, field: str) -> str:
-    return f"{one} is {short(first)} and {other} is {short(second)}, but both mean {field}; give one of them"
 
 
 def _with_number_keys(biases: Mapping[Any, Any]) -> dict[Any, Any]:

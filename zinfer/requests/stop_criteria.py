@@ -1,7 +1,7 @@
 """When a text is complete: at an end token, at a stop string, or when it has all its tokens."""
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, Self
+from collections.abc import Collection, Sequence
+from typing import Any, Final
 
 from zinfer.requests.sampling_params import SamplingParams
 
@@ -20,75 +20,40 @@ def find_end_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:
     return [ends] if isinstance(ends, int) else list(ends)
 
 
-def special_stops(tokenizer: Any, stop: Sequence[str]) -> dict[int, str]:
-    """The stop strings that are one special token each, by token: they have no text to be found in."""
-    if tokenizer is None or not stop:
-        return {}
-    special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    return {special[text]: text for text in stop if text in special}
-
-
 class StopCriteria:
     """One text's own conditions.
 
+    A stop string that is one special token ends the text like an end token: it has no text to be found in.
+
     Args:
         tokenizer: decodes; None where there is none, then a text has no characters.
-        end_token_ids: tokens that end it, themselves without text, and what `stop_reason` says of each.
-        stop: strings before which it is cut.
-        max_new_tokens: most tokens that it gets.
-        min_new_tokens: stop strings that are complete within so many do not count, as in vLLM.
-        keeps_stop: whether its text has the token or stop string that ended it.
-        skips_special: whether its text is without special tokens.
+        params: of the row. Stop strings that are complete within `min_new_tokens` do not count, as in vLLM.
+        end_token_ids: the model's, where they end the row.
 
     Attributes:
         last_ids: the tokens that end it.
         reads: whether it looks for stop strings; without any, no other token ends it but the last that it may have.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        end_token_ids: Mapping[int, int | str | None],
-        stop: Sequence[str],
-        max_new_tokens: int,
-        min_new_tokens: int = 0,
-        *,
-        keeps_stop: bool = False,
-        skips_special: bool = True,
-    ) -> None:
-        assert tokenizer is not None or not stop, "stop strings need a tokenizer"
-        self._tokenizer = tokenizer
-        self.last_ids = frozenset(end_token_ids)
-        self._reasons = end_token_ids
-        self._stop = tuple(stop)
-        self.reads = bool(stop)
-        self._special_ids = frozenset(tokenizer.all_special_ids) if stop else frozenset()
-        self._window = max((len(text.encode()) for text in stop), default=0) + _SPARE_TOKENS
-        self._max_new_tokens = max_new_tokens
-        self._min_new_tokens = min_new_tokens
-        self._keeps_stop = keeps_stop
-        self._skips_special = skips_special
-
-    @classmethod
-    def of(cls, tokenizer: Any, params: SamplingParams, end_token_ids: Collection[int]) -> Self:
-        """By a row's params; ``end_token_ids`` are the model's, where they end the row."""
-        stops = {token_id: token_id for token_id in params.stop_token_ids} | special_stops(tokenizer, params.stop)
-        ends = {**stops, **dict.fromkeys(end_token_ids)}
-        return cls(
-            tokenizer,
-            ends,
-            params.stop,
-            params.most_new_tokens,
-            params.min_new_tokens,
-            keeps_stop=params.include_stop_str_in_output,
-            skips_special=params.skip_special_tokens,
-        )
+    def __init__(self, tokenizer: Any, params: SamplingParams, end_token_ids: Collection[int]) -> None:
+        self._tokenizer, self._params, self._stop = tokenizer, params, params.stop
+        self.reads, self._most_tokens = bool(params.stop), params.most_new_tokens
+        special: dict[str, int] = {}
+        if self.reads:
+            special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        self._special_ids = frozenset(special.values())
+        # What `stop_reason` says of each token.
+        self._reasons: dict[int, int | str | None] = {token_id: token_id for token_id in params.stop_token_ids}
+        self._reasons |= {special[text]: text for text in params.stop if text in special}
+        self._reasons |= dict.fromkeys(end_token_ids)
+        self.last_ids = frozenset(self._reasons)
+        self._window = max((len(text.encode()) for text in params.stop), default=0) + _SPARE_TOKENS
 
     def reason(self, token_ids: Sequence[int]) -> str | None:
-        """Why the text ends with the last of these tokens: "stop" or "length"; None: it goes on."""
+        """Why the text ends with the last of these tokens: "stop" or "length"; None: it continues."""
         if token_ids[-1] in self.last_ids or (self._stop and self._has_stop(token_ids)):
             return "stop"
-        return "length" if len(token_ids) >= self._max_new_tokens else None
+        return "length" if len(token_ids) >= self._most_tokens else None
 
     def stop_reason(self, token_ids: Sequence[int]) -> int | str | None:
         """The stop string or token that the text ends with; None where that is the model's own, or there is none."""
@@ -98,19 +63,19 @@ class StopCriteria:
         return None if first is None else first[1]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text: cut before the token or stop string that ended it, or behind it."""
+        """The text: cut before the token or stop string that ended it, or after it."""
         ends = bool(token_ids) and token_ids[-1] in self.last_ids
         text = self._decode(token_ids[:-1] if ends else token_ids)
         if (first := self._first_stop(text, token_ids)) is not None:
             begin, stop = first
-            return text[: begin + len(stop) if self._keeps_stop else begin]
-        if not ends or not self._keeps_stop:
+            return text[: begin + len(stop) if self._params.include_stop_str_in_output else begin]
+        if not ends or not self._params.include_stop_str_in_output:
             return text
         special = self._reasons[token_ids[-1]]
         return text + special if isinstance(special, str) else self._decode(token_ids)
 
     def _has_stop(self, token_ids: Sequence[int]) -> bool:
-        if len(token_ids) <= self._min_new_tokens:
+        if len(token_ids) <= self._params.min_new_tokens:
             return False
         tail = self._decode(token_ids[self._tail_begin(token_ids) :])
         if not any(stop in tail for stop in self._stop):
@@ -127,7 +92,8 @@ class StopCriteria:
 
     def _first_stop(self, text: str, token_ids: Sequence[int]) -> tuple[int, str] | None:
         """Where the first stop string begins that counts, and which it is; None where there is none."""
-        held_back = len(self._decode(token_ids[: self._min_new_tokens])) if self._stop and self._min_new_tokens else 0
+        least = self._params.min_new_tokens
+        held_back = len(self._decode(token_ids[:least])) if self._stop and least else 0
         found = ((text.find(stop, max(0, held_back - len(stop) + 1)), stop) for stop in self._stop)
         return min((each for each in found if each[0] >= 0), default=None, key=lambda each: each[0])
 
@@ -135,6 +101,6 @@ class StopCriteria:
         if self._tokenizer is None:
             return ""
         text: str = self._tokenizer.decode(
-            token_ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False
+            token_ids, skip_special_tokens=self._params.skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text

@@ -41,12 +41,9 @@ def main() -> None:
     _limit(resource.RLIMIT_AS, begun_bytes + _MOST_BYTES)
     _give_cpu_time(most_cpu_s)
     print("ready", flush=True)
-    template = ""
     for line in sys.stdin:
         try:
-            request = json.loads(line)
-            template = request["template"] = request.get("template", template)
-            answer = render(request)
+            answer = render(json.loads(line))
         except TemplateError as error:
             answer = json.dumps({"refused": str(error)})
         except Exception as error:
