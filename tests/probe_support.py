@@ -4,9 +4,8 @@ from dataclasses import replace
 from datetime import date
 from typing import Any
 
-from zinfer.nvme.tune import DiskRate
 from zinfer.probe.card import MachineCard, PcieLink
-from zinfer.probe.disk import DiskFindings
+from zinfer.probe.disk import DiskFindings, DiskRate
 from zinfer.probe.findings import Findings
 from zinfer.probe.measure import DeviceFindings, LinkRates, LinksTogether, MemoryRates
 from zinfer.probe.sizes import Sizes

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from probe_support import DISK, made_up_device, made_up_findings
 
 from zinfer.errors import ConfigError
-from zinfer.nvme.tune import DiskRate
-from zinfer.probe.disk import DiskFindings
+from zinfer.probe.disk import DiskFindings, DiskRate
 from zinfer.probe.findings import Findings, load_findings, parse_findings
 from zinfer.probe.rates import Rates
 

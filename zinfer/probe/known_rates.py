@@ -19,7 +19,6 @@ from zinfer.probe.rates import Rates
 from zinfer.probe.sizes import quick_sizes
 
 _HURRIED: Final = "in a hurry; zinfer probe measures better"
-_MOST_READ_BYTES: Final = 1 << 30
 
 _lock = threading.Lock()  # one measurement at a time: two would halve each other
 _hurried_devices: dict[torch.device, Rates] = {}
@@ -93,6 +92,5 @@ def _hurried_device(device: torch.device) -> Rates:
 
 def _hurried_disk(device: torch.device, number: int, files: Sequence[Path]) -> float:
     if (device, number) not in _hurried_disks:
-        most_s = quick_sizes(device).seconds_per_point
-        _hurried_disks[device, number] = quick_read(files, most_bytes=_MOST_READ_BYTES, most_s=most_s)
+        _hurried_disks[device, number] = quick_read(files, quick_sizes(device).seconds_per_point)
     return _hurried_disks[device, number]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from zinfer.nvme.tune import DiskRate
+from zinfer.probe.disk import DiskRate
 from zinfer.probe.findings import Findings
 from zinfer.probe.measure import DeviceFindings
 
