@@ -63,7 +63,7 @@ def made_up_findings(**changes: Any) -> Findings:
         card=CARD,
         devices=(made_up_device(), made_up_device(flops_per_s=700e12)),
         together=(LinksTogether(2, 110e9),),
-        memory=MemoryRates(16, 6e9, 56e9, 7e9, 30e9, 29e9),
+        memory=MemoryRates(16, 6e9, 56e9),
         disks=(DISK,),
         warnings=(),
     )

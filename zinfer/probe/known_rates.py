@@ -76,17 +76,11 @@ def _hurried_device(device: torch.device) -> Rates:
     if device not in _hurried_devices:
         sizes = quick_sizes(device)
         found = measure_device(device, str(device), sizes)
-        link = found.link.to_device_bytes_per_s
-        on_host = found.link.kind == "host copies"
-        host = link if on_host else measure_copy(sizes.host_bytes, repeats=sizes.repeats)
-        _hurried_devices[device] = Rates(
-            link_bytes_per_s=link,
-            disk_bytes_per_s=0.0,
-            host_bytes_per_s=host,
-            device_bytes_per_s=found.copy_bytes_per_s,
-            flops_per_s=found.flops_per_s,
-            origin=f"measured {_HURRIED}",
-        )
+        host = found.link.to_device_bytes_per_s
+        if found.link.kind != "host copies":
+            host = measure_copy(sizes.host_bytes, repeats=sizes.repeats)
+        origin = f"measured {_HURRIED}"
+        _hurried_devices[device] = found.rates(host_bytes_per_s=host, disk_bytes_per_s=0.0, origin=origin)
     return _hurried_devices[device]
 
 
