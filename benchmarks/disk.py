@@ -16,7 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,8 @@ from result import publish
 
 from zinfer.nvme.memory import map_memory
 from zinfer.nvme.reader import Reader
-from zinfer.nvme.tune import DiskRate, aio_section, best, sweep_reads, sweep_writes
+from zinfer.probe.disk import DiskFindings, DiskRate, aio_section, sweep_reads, sweep_writes
+from zinfer.probe.sizes import FULL_CPU
 
 REQUEST_BYTES = 16 << 20
 NUM_REQUESTS = 8
@@ -86,15 +87,18 @@ def print_table(rates: Sequence[DiskRate]) -> None:
 
 def measure(path: Path, seconds: float) -> dict[str, object]:
     """The sweeps, and the sustained rate: before and after them, the better of the two."""
-    num_bytes = path.stat().st_size
+    num_bytes, sizes = path.stat().st_size, replace(FULL_CPU, seconds_per_point=seconds)
     with closing(Reader()) as reader:
         sustained_s = stream_s(reader, path, lambda part: None)
-        rates = sweep_reads(path, seconds_per_point=seconds)
+        rates = sweep_reads(path, sizes)
         sustained_s = min(sustained_s, stream_s(reader, path, lambda part: None))
         direct = not reader.buffered_files
-    rates += sweep_writes(path.parent, seconds_per_point=seconds)
+    rates += sweep_writes(path, sizes)
     print_table(rates)
-    read, write = best(rates, "read"), best(rates, "write")
+    found = DiskFindings(str(path), path.stat().st_dev, tuple(rates))
+    read, write = found.best("read"), found.best("write")
+    assert read is not None
+    assert write is not None
     print(f"best read: {json.dumps(aio_section(read))}")
     sustained = num_bytes / sustained_s
     return {

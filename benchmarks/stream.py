@@ -33,7 +33,7 @@ import zinfer
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.stats import RunStats
 from zinfer.planning.memory import Request, find_footprint
-from zinfer.planning.step_time import Prediction, find_work, predict
+from zinfer.planning.step_time import PassClock, Prediction, find_work
 from zinfer.probe.known_rates import known_rates
 
 _GATE_LAYERS = 5
@@ -131,7 +131,8 @@ class Bench:
         rates = replace(self._rates, link_bytes_per_s=self.link_rate, disk_bytes_per_s=disk_rate, origin="this run")
         shape, request = ModelSpec.read(engine.module.config), Request(args.batch, args.prompt, 12)
         footprint = find_footprint(shape, engine.module.dtype, request)
-        return predict(engine.plan, find_work(model_blocks(self._folder), shape), rates, request, footprint)
+        clock = PassClock(engine.plan, find_work(model_blocks(self._folder), shape), rates)
+        return clock.predict(request, footprint)
 
     def _bound_s(self, stats: RunStats, disk_rate: float) -> float:
         link_s = stats.streamed_bytes_per_pass / self.link_rate

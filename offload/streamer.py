@@ -20,11 +20,10 @@ from typing import NamedTuple
 import torch
 
 from zinfer.offload.access_predictor import AccessPredictor
-from zinfer.offload.arrivals import Arrivals
 from zinfer.offload.block import Block, SlabLayout, Tier
 from zinfer.offload.slots import DeviceSlots, Slot
 from zinfer.offload.source import Source
-from zinfer.offload.stalls import Stalls
+from zinfer.offload.stats import Arrivals, Stalls
 from zinfer.offload.stream import Event
 from zinfer.offload.trace import Trace
 from zinfer.offload.transfer import Target, Transfer

@@ -4,9 +4,8 @@ from dataclasses import replace
 from datetime import date
 from typing import Any
 
-from zinfer.nvme.tune import DiskRate
 from zinfer.probe.card import MachineCard, PcieLink
-from zinfer.probe.disk import DiskFindings
+from zinfer.probe.disk import DiskFindings, DiskRate
 from zinfer.probe.findings import Findings
 from zinfer.probe.measure import DeviceFindings, LinkRates, LinksTogether, MemoryRates
 from zinfer.probe.sizes import Sizes
@@ -64,7 +63,7 @@ def made_up_findings(**changes: Any) -> Findings:
         card=CARD,
         devices=(made_up_device(), made_up_device(flops_per_s=700e12)),
         together=(LinksTogether(2, 110e9),),
-        memory=MemoryRates(16, 6e9, 56e9, 7e9, 30e9, 29e9),
+        memory=MemoryRates(16, 6e9, 56e9),
         disks=(DISK,),
         warnings=(),
     )

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from streamer_support import make_blocks
 
-from zinfer.offload.arrivals import Arrivals
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.source import HostSource
+from zinfer.offload.stats import Arrivals
 from zinfer.offload.stream import HostEvent
 
 

@@ -11,24 +11,30 @@ from zinfer.probe import limits as machine
 from zinfer.probe.limits import _free_in_cgroup, find_limits
 
 
-def cgroup(folder: Path, limit: str, used: str) -> Path:
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for /sys/fs/cgroup."""
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    return tmp_path
+
+
+def free_in_cgroup(folder: Path, limit: str, used: str) -> int:
     (folder / "memory.max").write_text(limit)
     (folder / "memory.current").write_text(used)
-    return folder
+    return _free_in_cgroup()
 
 
-def test_a_limit_leaves_what_is_not_used(tmp_path: Path) -> None:
-    assert _free_in_cgroup(cgroup(tmp_path, "1000000\n", "300000\n")) == 700_000
+def test_a_limit_leaves_what_is_not_used(folder: Path) -> None:
+    assert free_in_cgroup(folder, "1000000\n", "300000\n") == 700_000
 
 
-def test_a_limit_that_is_used_up_leaves_nothing(tmp_path: Path) -> None:
-    assert _free_in_cgroup(cgroup(tmp_path, "1000\n", "1200\n")) == 0
+def test_a_limit_that_is_used_up_leaves_nothing(folder: Path) -> None:
+    assert free_in_cgroup(folder, "1000\n", "1200\n") == 0
 
 
-def test_without_a_limit_the_machine_decides(tmp_path: Path) -> None:
-    assert _free_in_cgroup(tmp_path) == sys.maxsize
-    assert _free_in_cgroup(tmp_path / "nowhere") == sys.maxsize
-    assert _free_in_cgroup(cgroup(tmp_path, "max\n", "300000\n")) == sys.maxsize
+def test_without_a_limit_the_machine_decides(folder: Path) -> None:
+    assert _free_in_cgroup() == sys.maxsize
+    assert free_in_cgroup(folder, "max\n", "300000\n") == sys.maxsize
 
 
 def test_the_smaller_of_both_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Predicted seconds are the design's arithmetic, term by term, by hand-computed values."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from zinfer.planning.memory import Footprint, Request
 from zinfer.planning.placement import Plan
 from zinfer.planning.plan import Case, plan_batch
 from zinfer.planning.presets import PRESETS
-from zinfer.planning.step_time import BlockWork, PassClock, between_bytes, find_work, predict
+from zinfer.planning.step_time import BlockWork, PassClock, Prediction, between_bytes, find_work
+from zinfer.probe.rates import Rates
 
 NUM_BLOCKS = 4
 NUM_PARAMS = 1 << 20
@@ -34,13 +36,19 @@ def block(index: int, dtype: torch.dtype = torch.bfloat16, file_dtype: torch.dty
 
 
 def work(index: int, **changed: object) -> BlockWork:
-    one = BlockWork(block(index), 1, NUM_PARAMS, num_expert_params=0, expert_share=1.0, every_token=True)
+    one = BlockWork(block(index), 1, NUM_PARAMS, every_token=True)
     return replace(one, **changed)  # type: ignore[arg-type]
 
 
 def plan(*homes: Home, pinned_bytes: int = 4096) -> Plan:
     streamed = sum(home.tier is not Tier.DEVICE for home in homes)
     return Plan(homes, 2, BLOCK_BYTES, 2, 8192, 0, 0, pinned_bytes, streamed * BLOCK_BYTES)
+
+
+def predict(
+    homes: Plan, each: Sequence[BlockWork], speeds: Rates, request: Request, footprint: Footprint
+) -> Prediction:
+    return PassClock(homes, each, speeds).predict(request, footprint)
 
 
 WORK = [work(index) for index in range(NUM_BLOCKS)]
@@ -89,10 +97,10 @@ def test_matrix_work_grows_with_the_tokens() -> None:
 
 
 def test_experts_multiply_a_share_and_the_head_one_position_a_row() -> None:
-    experts = work(0, num_expert_params=NUM_PARAMS // 2, expert_share=0.25)
+    active = NUM_PARAMS // 2 + NUM_PARAMS // 8
+    experts = work(0, active_params=active)
     head = work(1, every_token=False)
     prediction = predict(plan(PINNED, PINNED), [experts, head], rates(flops_per_s=1e9), REQUEST, FOOTPRINT)
-    active = NUM_PARAMS // 2 + NUM_PARAMS // 8
     assert prediction.prefill.matrix_s == pytest.approx(2 * (active * 128 + NUM_PARAMS * 8) / 1e9, rel=1e-9)
     assert prediction.decode.matrix_s == pytest.approx(2 * (active + NUM_PARAMS) * 8 / 1e9, rel=1e-9)
 
@@ -141,7 +149,7 @@ def test_it_reads_as_one_line() -> None:
 def test_a_tied_head_crosses_twice_and_multiplies_once(tie: bool, tmp_path: Path) -> None:
     outline = read_outline(tiny_checkpoint("llama", tmp_path, tie=tie))
     outer = [each for each in find_work(outline.blocks, outline.spec) if not each.every_token]
-    by_name = {each.block.name: (each.num_uses, each.num_params) for each in outer}
+    by_name = {each.block.name: (each.num_uses, each.active_params) for each in outer}
     embedding = 131 * 64
     if tie:
         assert by_name == {"model.embed_tokens": (2, embedding), "model.norm": (1, 64)}

@@ -54,7 +54,6 @@ def test_one_json_document_and_nothing_else(folder: Path, device: str) -> None:
     assert recall(read_card(device)) == found
     assert len(found.devices) == (torch.cuda.device_count() if device == "cuda" else 1)
     assert found.to_rates().link_bytes_per_s > 0
-    assert found.memory.register_bytes_per_s is None if device == "cpu" else found.memory.register_bytes_per_s
 
 
 def test_no_cache_keeps_nothing(folder: Path, home: Path) -> None:

@@ -6,15 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from probe_support import KIB, MIB, TINY
 
 from zinfer.errors import ConfigError
 from zinfer.nvme.reader import DiskReadError
-from zinfer.nvme.tune import DiskRate, sweep_reads
 from zinfer.probe import disk
-from zinfer.probe.disk import checked_file, disk_number, measure_disk, quick_read
+from zinfer.probe.disk import DiskRate, checked_file, disk_number, measure_disk, quick_read, sweep_reads
+from zinfer.probe.sizes import Sizes
 
 
 def random_file(path: Path, num_bytes: int) -> Path:
@@ -27,9 +25,9 @@ def swept(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files whose reads are swept, by their real paths."""
     paths: list[Path] = []
 
-    def note(path: Path, **options: Any) -> list[DiskRate]:
+    def note(path: Path, sizes: Sizes) -> list[DiskRate]:
         paths.append(path.resolve())
-        return sweep_reads(path, **options)
+        return sweep_reads(path, sizes)
 
     monkeypatch.setattr(disk, "sweep_reads", note)
     return paths
@@ -77,7 +75,7 @@ def test_a_folder_of_tiny_weights_is_written_to(tmp_path: Path, swept: list[Path
 def test_the_temporary_file_holds_what_was_asked_and_goes_with_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: Path, **_: object) -> None:
+    def fail(path: Path, _: Sizes) -> None:
         assert path.stat().st_size == TINY.file_bytes
         assert len(set(path.read_bytes()[: 64 * KIB])) > 200, "random bytes, or a disk that compresses would flatter"
         raise DiskReadError(5, "Input/output error", path, 0)
@@ -120,45 +118,26 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monke
 
 
 def test_a_quick_read_gives_a_rate_for_files_of_any_size(tmp_path: Path) -> None:
-    for num_bytes in (1, 4096, 100_001):
+    for num_bytes in (1, 4096, 100_001, 3 * MIB + 5):
         file = random_file(tmp_path / str(num_bytes), num_bytes)
-        assert quick_read([file], most_bytes=MIB, most_s=0.1) > 0
-    assert quick_read(list(tmp_path.iterdir()), most_bytes=MIB, most_s=0.0) > 0
+        assert quick_read([file], 0.05) > 0
 
 
-def test_a_quick_read_reads_short_files_until_their_rate_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = [random_file(tmp_path / str(num_bytes), num_bytes) for num_bytes in (3 * MIB, 5 * MIB)]
-    read: list[int] = []
+def test_a_quick_read_reads_the_largest_file_as_runs_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [random_file(tmp_path / str(num_bytes), num_bytes) for num_bytes in (3 * MIB, 5 * MIB + 100)]
+    read: list[tuple[Path, int, int]] = []
     real = disk.Reader.read_async
 
     def read_async(self: Any, file: Path, offset: int, target: memoryview, required: int) -> Any:
-        read.append(required)
+        read.append((file, offset, required))
         return real(self, file, offset, target, required)
 
     monkeypatch.setattr(disk.Reader, "read_async", read_async)
-    quick_read(files, most_bytes=1 << 30, most_s=1e6)
-    assert sum(read) == 64 * MIB
-    assert max(read) == 5 * MIB
-    read.clear()
-    quick_read(files, most_bytes=6 * MIB, most_s=1e6)
-    assert read == [3 * MIB, 3 * MIB]
+    quick_read(files, 0.05)
+    assert {file for file, _, _ in read} == {files[1]}
+    assert {(offset, required) for _, offset, required in read} == {(index * MIB, MIB) for index in range(5)}
 
 
 def test_a_quick_read_of_a_file_that_is_gone_says_which(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="gone"):
-        quick_read([tmp_path / "gone"], most_bytes=MIB, most_s=1.0)
-
-
-@given(st.lists(st.integers(0, 40), max_size=5), st.integers(1, 100))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_quick_read_covers_the_files_up_to_its_limit(tmp_path: Path, lengths: list[int], most_bytes: int) -> None:
-    files = [random_file(tmp_path / f"{index}", length) for index, length in enumerate(lengths)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "_REQUEST_BYTES", 8)
-        requests = list(disk._requests(files, most_bytes))
-    covered = [(file, byte) for file, offset, required in requests for byte in range(offset, offset + required)]
-    every = [(file, byte) for file, length in zip(files, lengths, strict=True) for byte in range(length)]
-    assert covered == every[:most_bytes]
-    assert all(0 < required <= 8 for _, _, required in requests)
+        quick_read([tmp_path / "gone"], 1.0)

@@ -75,28 +75,35 @@ def test_this_machines_links_are_those_of_its_gpus() -> None:
             assert 1 <= links[uuid].width <= links[uuid].most_width <= 32
 
 
-def made_up_system(root: Path, files: dict[str, str]) -> Path:
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for /sys."""
+    monkeypatch.setattr("zinfer.probe.warnings._SYSTEM", tmp_path)
+    monkeypatch.setattr("zinfer.probe.limits._CGROUP", tmp_path / "fs/cgroup")
+    return tmp_path
+
+
+def make_files(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return root
 
 
-def test_facts_of_a_system_with_two_nodes(tmp_path: Path) -> None:
-    root = made_up_system(
-        tmp_path,
+def test_facts_of_a_system_with_two_nodes(root: Path) -> None:
+    make_files(
+        root,
         {
-            "sys/fs/cgroup/memory.max": "1000000\n",
-            "sys/devices/system/node/node0/cpulist": "0-3,8-9\n",
-            "sys/devices/system/node/node1/cpulist": "4-7\n",
-            "sys/devices/system/node/node2/cpulist": "\n",
-            "sys/devices/system/node/online": "0-2\n",
-            "sys/bus/pci/devices/0000:18:00.0/numa_node": "1\n",
-            "sys/bus/pci/devices/0000:2a:00.0/numa_node": "-1\n",
+            "fs/cgroup/memory.max": "1000000\n",
+            "devices/system/node/node0/cpulist": "0-3,8-9\n",
+            "devices/system/node/node1/cpulist": "4-7\n",
+            "devices/system/node/node2/cpulist": "\n",
+            "devices/system/node/online": "0-2\n",
+            "bus/pci/devices/0000:18:00.0/numa_node": "1\n",
+            "bus/pci/devices/0000:2a:00.0/numa_node": "-1\n",
         },
     )
-    facts = read_facts(["0000:18:00.0", "0000:2a:00.0", "0000:3b:00.0", None], root)
+    facts = read_facts(["0000:18:00.0", "0000:2a:00.0", "0000:3b:00.0", None])
     assert facts.cgroup_bytes == 1_000_000
     assert facts.node_cpus == {0: frozenset({0, 1, 2, 3, 8, 9}), 1: frozenset({4, 5, 6, 7}), 2: frozenset()}
     assert facts.gpu_nodes == (1, None, None, None)
@@ -106,16 +113,16 @@ def test_facts_of_a_system_with_two_nodes(tmp_path: Path) -> None:
     ("text", "given"),
     [("[always] madvise never\n", True), ("always [madvise] never\n", True), ("always madvise [never]\n", False)],
 )
-def test_huge_pages_are_given_unless_they_are_off(text: str, given: bool, tmp_path: Path) -> None:
-    root = made_up_system(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": text})
-    assert read_facts([], root).huge_pages is given
+def test_huge_pages_are_given_unless_they_are_off(text: str, given: bool, root: Path) -> None:
+    make_files(root, {"kernel/mm/transparent_hugepage/enabled": text})
+    assert read_facts([]).huge_pages is given
 
 
-def test_facts_of_a_system_that_says_nothing(tmp_path: Path) -> None:
-    facts = read_facts([], tmp_path)
+def test_facts_of_a_system_that_says_nothing(root: Path) -> None:
+    facts = read_facts([])
     assert (facts.cgroup_bytes, facts.huge_pages, facts.node_cpus, facts.gpu_nodes) == (None, False, {}, ())
-    made_up_system(tmp_path, {"sys/fs/cgroup/memory.max": "max\n"})
-    assert read_facts([], tmp_path).cgroup_bytes is None
+    make_files(root, {"fs/cgroup/memory.max": "max\n"})
+    assert read_facts([]).cgroup_bytes is None
 
 
 def test_facts_of_this_process() -> None:

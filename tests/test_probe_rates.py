@@ -9,10 +9,9 @@ import torch
 from probe_support import DISK, MIB, TINY, made_up_device, made_up_findings
 
 from zinfer.errors import ConfigError
-from zinfer.nvme.tune import DiskRate
 from zinfer.probe import known_rates as rates
 from zinfer.probe.card import read_card
-from zinfer.probe.disk import DiskFindings
+from zinfer.probe.disk import DiskFindings, DiskRate
 from zinfer.probe.findings import Findings, record
 from zinfer.probe.known_rates import known_rates
 

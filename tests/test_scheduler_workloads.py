@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from paged_engine import NUM_TOKENS_KNOWN, HostedEngine, PagedEngine, completion
 
 from zinfer.scheduling.page_pool import PagePool
+from zinfer.scheduling.queues import Order
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.sequence import Sequence, SequenceState
-from zinfer.scheduling.waiting_queue import Order
 
 MOST_PROMPT_TOKENS = 200
 NUM_WORKLOADS = int(os.environ.get("ZINFER_WORKLOADS", "100"))

@@ -57,8 +57,7 @@ def _probe(path: Path, device: Device, *, as_json: bool, no_cache: bool) -> None
 
 def _tune(path: Path) -> None:
     with importing():
-        from zinfer.nvme.tune import aio_section
-        from zinfer.probe.disk import measure_disk
+        from zinfer.probe.disk import aio_section, measure_disk
         from zinfer.probe.sizes import FULL_CPU
         from zinfer.probe.table import sweep_table
 

@@ -17,7 +17,7 @@ from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.memory import Footprint, Request, beside_request, find_footprint
 from zinfer.planning.placement import Plan
-from zinfer.planning.step_time import BlockWork, PassClock, PassTime, Prediction, disk_spares_time, find_work, predict
+from zinfer.planning.step_time import PassClock, PassTime, Prediction, find_work
 from zinfer.probe.known_rates import known_rates
 from zinfer.probe.limits import MachineLimits, free_device_bytes
 from zinfer.probe.rates import Rates
@@ -74,18 +74,18 @@ class PassEstimator:
             PlanError: the model is no decoder that generates, or keeps a state whose size is not known.
         """
         footprint = _footprint(self.module, self.blocks, request, "predict", on_cuda=self.device.type == "cuda")
-        return predict(self.plan, self._work, self.rates, request, footprint)
+        return self._clock.predict(request, footprint)
 
     def pass_time(self, num_tokens: int, num_rows: int, **sizes: int) -> PassTime:
         """What one pass takes, by resource; arguments as for `PassClock.pass_time`."""
         return self._clock.pass_time(num_tokens, num_rows, **sizes)
 
     def disk_spares_time(self, token_bytes: int) -> bool:
-        """As `step_time.disk_spares_time`.
+        """As `PassClock.disk_spares_time`.
 
         The disk is the checkpoint's; of a module with its weights in memory no disk is known, and none spares anything.
         """
-        return self.files is not None and disk_spares_time(self._work, self.rates, token_bytes)
+        return self.files is not None and self._clock.disk_spares_time(token_bytes)
 
     @functools.cached_property
     def rates(self) -> Rates:
@@ -98,11 +98,8 @@ class PassEstimator:
 
     @functools.cached_property
     def _clock(self) -> PassClock:
-        return PassClock(self.plan, self._work, self.rates)
-
-    @functools.cached_property
-    def _work(self) -> tuple[BlockWork, ...]:
-        return find_work(self.blocks, replace(_spec(self.module, "predict"), is_fused=self.is_fused))
+        spec = replace(_spec(self.module, "predict"), is_fused=self.is_fused)
+        return PassClock(self.plan, find_work(self.blocks, spec), self.rates)
 
 
 def _footprint(

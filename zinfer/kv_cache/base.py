@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from zinfer.kernels.kv_pages import KVPages
+from zinfer.errors import ConfigError
+from zinfer.kernels.kv_pages import KVPages, takes_kernels
 from zinfer.kv_cache.swap import SwapSpace
 from zinfer.offload.stats import RunStats
 from zinfer.scheduling.schedule import Chunk
@@ -67,3 +68,16 @@ class PageCache(ABC):
     def forget(self, number: int) -> None:
         """As `SwapSpace.forget`."""
         self.swap_space.forget(number)
+
+
+def check_kernels(pages: KVPages) -> None:
+    """Raise ConfigError where the device cannot read pages of this dtype."""
+    try:
+        takes_kernels(pages)
+    except ValueError as error:
+        raise ConfigError(f"zinfer.kv_cache_dtype: {error}") from error
+
+
+def page_rows(part: torch.Tensor, num_pages: int) -> torch.Tensor:
+    """A part with one row a page, as integers where not every dtype of codes can be indexed."""
+    return (part.view(torch.uint8) if part.dtype.itemsize == 1 else part).view(num_pages, -1)

@@ -11,9 +11,8 @@ from typing import Final
 
 import torch
 
-from zinfer.errors import ConfigError
-from zinfer.kernels.kv_pages import KVPages, takes_kernels
-from zinfer.kv_cache.base import PageCache
+from zinfer.kernels.kv_pages import KVPages
+from zinfer.kv_cache.base import PageCache, check_kernels, page_rows
 from zinfer.kv_cache.swap import UNLIMITED, SwapPlace, SwapSpace
 from zinfer.model.spec import KVShape
 from zinfer.scheduling.schedule import Chunk
@@ -54,10 +53,7 @@ class KVCache(PageCache):
         whole = KVPages.empty(*place, dtype, device, values_in_keys=shape.values_in_keys)
         self._parts = whole.parts()
         self.layers: list[KVPages | None] = [whole.beginning_at(layer) for layer in range(self.stride)]
-        try:
-            takes_kernels(whole)
-        except ValueError as error:
-            raise ConfigError(f"zinfer.kv_cache_dtype: {error}") from error
+        check_kernels(whole)
         self.swap_space = SwapSpace(self._rows(), swap_place)
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
@@ -96,9 +92,7 @@ class KVCache(PageCache):
         return [part[begin:end].view(torch.uint8).flatten() for part in self._rows()]
 
     def _rows(self) -> list[torch.Tensor]:
-        """The parts with one row a page, as integers where not every dtype of codes can be indexed."""
-        bits = (part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in self._parts)
-        return [part.view(self.num_pages, -1) for part in bits]
+        return [page_rows(part, self.num_pages) for part in self._parts]
 
     def _index(self, pages: Sequence[int]) -> torch.Tensor:
         return torch.tensor(pages, dtype=torch.int64, device=self.device)

@@ -24,9 +24,9 @@ from typing import Final
 
 import torch
 
-from zinfer.errors import ConfigError, PlanError
-from zinfer.kernels.kv_pages import KVPages, takes_kernels
-from zinfer.kv_cache.base import PageCache
+from zinfer.errors import PlanError
+from zinfer.kernels.kv_pages import KVPages
+from zinfer.kv_cache.base import PageCache, check_kernels, page_rows
 from zinfer.kv_cache.swap import UNLIMITED, SwapPlace, SwapSpace
 from zinfer.kv_cache.transfers import PageTraffic, find_traffic
 from zinfer.model.spec import KVShape
@@ -112,7 +112,7 @@ class HostedKVCache(PageCache):
             return _Slot(pages, reusable_after, reusable_after)
 
         self._slots = [new_slot() for _ in range(shape.num_page_slots)]
-        _check(self._slots[0].pages)
+        check_kernels(self._slots[0].pages)
         page_bytes = max(part[0].nbytes for part in self._slots[0].parts)
         self._most_gap = gap_bytes // page_bytes
         self._free = list(self._slots)
@@ -125,7 +125,7 @@ class HostedKVCache(PageCache):
         self._close = weakref.finalize(self, _give_back, self._buffers, (self._coming, self._going))
         self._homes = [[self._home(part) for part in self._slots[0].parts] for _ in self.layers]
         self._traffic: dict[int | None, PageTraffic] = {}
-        rows = [_bits(part).view(num_pages, -1) for home in self._homes for part in home]
+        rows = [page_rows(part, num_pages) for home in self._homes for part in home]
         self.swap_space = SwapSpace(rows, swap_place)
 
     @property
@@ -242,18 +242,6 @@ class HostedKVCache(PageCache):
             buffer.touch()
             buffer.pin()
         return buffer.tensor[: part.nbytes].view(part.dtype).view(part.shape)
-
-
-def _check(pages: KVPages) -> None:
-    try:
-        takes_kernels(pages)
-    except ValueError as error:
-        raise ConfigError(f"zinfer.kv_cache_dtype: {error}") from error
-
-
-def _bits(part: torch.Tensor) -> torch.Tensor:
-    """As integers where not every dtype of codes can be indexed."""
-    return part.view(torch.uint8) if part.dtype.itemsize == 1 else part
 
 
 def _give_back(buffers: list[HostBuffer], streams: Sequence[CopyStream]) -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zinfer.scheduling.page_allocator import first_needed
 from zinfer.scheduling.schedule import Chunk
-from zinfer.scheduling.sliding_window import SlidingWindow
 
 Marks = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 """One a page."""
@@ -36,11 +36,10 @@ def find_traffic(
         most_gap: pages between two that are moved that are moved along rather than left out.
         window: positions that a token of the layer attends to, its own among them; None: all before it.
     """
-    view = SlidingWindow(window, page_size)
     read, begun, written = (np.zeros(num_pages, dtype=np.bool_) for _ in range(3))
     for sequence, begin, end, _ in chunks:
         pages = sequence.pages
-        first = max(sequence.num_dropped, view.first_needed(begin) // page_size)
+        first = max(sequence.num_dropped, first_needed(begin, window) // page_size)
         num_held, num_after = -(-begin // page_size), -(-end // page_size)
         read[pages[first:num_held]] = True
         begun[pages[num_held:num_after]] = True

@@ -2,10 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from zinfer.config import Memory
 from zinfer.config.quantization_rules import Quantization, QuantRule
@@ -18,6 +17,7 @@ from zinfer.planning.step_time import speed
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.units import duration, human_bytes
 
+_Plan = TypeVar("_Plan", BatchPlan, JobPlan)
 _QUANTIZED: Final[tuple[tuple[Literal[4, 8], int | None], ...]] = ((8, None), (4, 128))
 _LEAST_GAIN: Final = 1.05  # less is within the prediction's own error
 
@@ -45,15 +45,15 @@ def advise(planned: BatchPlan) -> tuple[Advice, ...]:
 
 def fitting_changes(case: Case, request: Request) -> Iterator[str]:
     """What would do where a request does not fit: each change was planned, and does."""
-    if _fits(case, Job(request.batch_size, [request.prompt_len], [request.new_tokens])):
+    if _try(plan_job, case, Job(request.batch_size, [request.prompt_len], [request.new_tokens])):
         yield f"a job that shares its passes (--rows {request.batch_size} instead of --batch-size)"
     batch_size = request.batch_size
     while batch_size := batch_size // 2:
-        if _try(case, replace(request, batch_size=batch_size)) is not None:
+        if _try(plan_batch, case, replace(request, batch_size=batch_size)):
             yield f"--batch-size {batch_size}"
             break
     for change, smaller in _quantized(case):
-        if _try(smaller, request) is not None:
+        if _try(plan_batch, smaller, request):
             yield change
 
 
@@ -71,9 +71,9 @@ def job_advice(planned: JobPlan, given: Mapping[str, Any] | None = None) -> list
         tried += [(words, smaller, batching) for words, smaller in _quantized(case)]
     plans: list[tuple[str, JobPlan]] = []
     for words, other, sizes in tried:
-        with suppress(PlanError):
-            plans.append((words, plan_sizes(other, sizes, planned.job, planned.simulations)))
-    if (moved := _in_other_memory(planned)) is not None:
+        if then := _try(plan_sizes, other, sizes, planned.job, planned.simulations):
+            plans.append((words, then))
+    if moved := _in_other_memory(planned):
         where = "host" if moved.budget.is_hosted else "device"
         plans.append((f"KV cache in {where} memory, {json.dumps(moved.configuration(given or {}))}", moved))
     gains = [(planned.seconds / then.seconds, words, then) for words, then in plans]
@@ -88,7 +88,7 @@ def job_advice(planned: JobPlan, given: Mapping[str, Any] | None = None) -> list
 def fitting_job_changes(case: Case, job: Job) -> Iterator[str]:
     """What would do where a job does not fit: each change was planned, and does."""
     for words, smaller in _quantized(case):
-        if _fits(smaller, job):
+        if _try(plan_job, smaller, job):
             yield words
 
 
@@ -99,7 +99,7 @@ def _without_offload_device(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan
     if device in (None, "none"):
         return
     freed = replace(settings, offload=replace(settings.offload, device=None))
-    then = _try(replace(planned.case, settings=freed), planned.request)
+    then = _try(plan_batch, replace(planned.case, settings=freed), planned.request)
     if then is not None:
         idle_bytes = planned.limits.device_bytes - planned.plan.device_bytes
         yield (
@@ -117,7 +117,7 @@ def _with_host_memory(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
     memory = Memory(max_device_memory=settings.memory.max_device_memory)
     freed = replace(settings, memory=memory, offload=replace(settings.offload, max_in_cpu=None))
     larger = replace(machine, limits=replace(machine.limits, host_bytes=sys.maxsize, pinned_bytes=sys.maxsize))
-    then = _try(replace(planned.case, machine=larger, settings=freed), planned.request)
+    then = _try(plan_batch, replace(planned.case, machine=larger, settings=freed), planned.request)
     if then is not None:
         needed, had = then.plan.host_bytes, planned.limits.host_bytes
         change = "raise zinfer.max_pinned_memory or remove offload_param.max_in_cpu"
@@ -130,7 +130,7 @@ def _with_larger_batch(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
     """The batch, doubled again and again up to the free tokens, that gives the most while it fits."""
     best, batch_size = planned, planned.request.batch_size
     while (batch_size := batch_size * 2) <= planned.prediction.free_tokens:
-        then = _try(planned.case, replace(planned.request, batch_size=batch_size))
+        then = _try(plan_batch, planned.case, replace(planned.request, batch_size=batch_size))
         if then is None:
             break
         if then.prediction.tokens_per_s > best.prediction.tokens_per_s:
@@ -142,8 +142,7 @@ def _with_larger_batch(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
 def _with_quantized_weights(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
     """Fewer bytes to bring in."""
     for change, smaller in _quantized(planned.case) if planned.plan.streamed_bytes else ():
-        then = _try(smaller, planned.request)
-        if then is not None:
+        if then := _try(plan_batch, smaller, planned.request):
             yield change, then
 
 
@@ -169,24 +168,12 @@ def _in_other_memory(planned: JobPlan) -> JobPlan | None:
         return None
     other: Literal["device", "host"] = "host" if stated.kv_cache_tier == "device" else "device"
     batching = replace(stated, kv_cache_tier=other, kv_cache_memory=None)  # what is stated is of the one memory alone
-    try:
-        return plan_job(replace(case, settings=replace(case.settings, batching=batching)), planned.job)
-    except PlanError:
-        return None
+    return _try(plan_job, replace(case, settings=replace(case.settings, batching=batching)), planned.job)
 
 
-def _try(case: Case, request: Request) -> BatchPlan | None:
+def _try(plan: Callable[..., _Plan], *args: Any) -> _Plan | None:
     """The plan, None where it does not fit."""
     try:
-        return plan_batch(case, request)
+        return plan(*args)
     except PlanError:
         return None
-
-
-def _fits(case: Case, job: Job) -> bool:
-    """Whether there are sizes with which the job can be run."""
-    try:
-        plan_job(case, job)
-    except PlanError:
-        return False
-    return True

@@ -33,34 +33,26 @@ class HostSide:
     pinned_bytes: int
 
 
-def choose_host_side(
-    streamed: Sequence[Block], blocks: Sequence[Block], limits: MachineLimits, settings: Settings
-) -> HostSide:
-    """Keep as many streamed blocks in host memory as the budgets hold, the others on disk, spread evenly among them.
+@dataclass(frozen=True)
+class HostPlanner:
+    """Keeps as many streamed blocks in host memory as the budgets hold, the others on disk, spread evenly among them.
 
     Args:
         streamed: the blocks that are not resident, in the model's order.
         blocks: all of them: what is on disk passes through the ring while homes are filled.
-
-    Raises:
-        PlanError: a budget is too small, or the settings leave weights that are in memory without a home.
     """
-    return _HostPlanner(list(streamed), tuple(blocks), limits, settings).choose()
 
-
-def most_ring_bytes(blocks: Sequence[Block], limits: MachineLimits, settings: Settings) -> int:
-    """The most that staging slots may take, whichever blocks stream."""
-    return _HostPlanner([], tuple(blocks), limits, settings).most_ring_bytes()
-
-
-@dataclass(frozen=True)
-class _HostPlanner:
-    streamed: list[Block]
-    blocks: tuple[Block, ...]
+    streamed: Sequence[Block]
+    blocks: Sequence[Block]
     limits: MachineLimits
     settings: Settings
 
     def choose(self) -> HostSide:
+        """The best way that the budgets allow.
+
+        Raises:
+            PlanError: a budget is too small, or the settings leave weights that are in memory without a home.
+        """
         self._check_offload()
         sides = [side for ring in self._rings() if (side := self._best_side(ring)) is not None]
         if not sides:
@@ -68,7 +60,12 @@ class _HostPlanner:
         whole = [side for side in sides if len(side.hosted) == len(self.streamed)]
         share = min(self.limits.host_bytes, self.limits.pinned_bytes) // _STAGING_SHARE
         modest = [side for side in sides if side.num_staging * side.staging_bytes <= share]
-        return next(iter([*whole, *modest, sides[-1]]))
+        return [*whole, *modest, sides[-1]][0]
+
+    def most_ring_bytes(self) -> int:
+        """The most that staging slots may take, whichever blocks stream."""
+        largest = max([*self._read_bytes, *self._slab_bytes], default=0)
+        return max(slot_bytes * num for slot_bytes, num in (self._sized(ring, largest) for ring in self._rings()))
 
     def _rings(self) -> Iterator[tuple[int, int]]:
         """Rings to choose from: what the settings hint at, then the usual ones."""
@@ -78,10 +75,6 @@ class _HostPlanner:
             slot_bytes = max(_LEAST_STAGING_BYTES, align_up(numel * itemsize))
             yield slot_bytes, max(2, min(_RINGS[0][1], _RINGS[0][0] * _RINGS[0][1] // slot_bytes))
         yield from _RINGS
-
-    def most_ring_bytes(self) -> int:
-        largest = max([*self._read_bytes, *self._slab_bytes], default=0)
-        return max(slot_bytes * num for slot_bytes, num in (self._sized(ring, largest) for ring in self._rings()))
 
     @cached_property
     def _in_memory(self) -> list[Block]:

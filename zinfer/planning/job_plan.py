@@ -13,7 +13,6 @@ from zinfer.planning.kv_budget import BatchingBudget, HostShare, find_budget
 from zinfer.planning.placement import Plan
 from zinfer.planning.plan import Case
 from zinfer.planning.simulation import JobEstimator, JobPrediction, Simulations
-from zinfer.planning.step_time import PassClock, disk_spares_time
 
 ROWS_TOGETHER: Final = 4096
 """Rows of a job that share passes before the next begin, four times as many as run at once by default: the last ones
@@ -161,11 +160,10 @@ def plan_sizes(case: Case, batching: Batching, job: Job, simulations: Simulation
     free_bytes, most_tokens = machine.device_memory_bytes, sum(job.longest)
     budget = find_budget(outline.spec, outline.dtype, outline.blocks, settings, machine.limits, free_bytes, most_tokens)
     plan = case.place(case.limits_beside(budget.footprint.dequantizing(outline.plain_blocks)))
-    work = case.work(is_fused=bool(settings.for_batches(on_cuda=machine.limits.on_cuda).kernel_inject))
+    clock = case.clock(plan, is_fused=bool(settings.for_batches(on_cuda=machine.limits.on_cuda).kernel_inject))
     token_bytes = outline.spec.kv.token_bytes(budget.kv_dtype)
-    if settings.offload.nvme_path is not None and disk_spares_time(work, machine.rates, token_bytes):
+    if settings.offload.nvme_path is not None and clock.disk_spares_time(token_bytes):
         budget = replace(budget, swaps_to_disk=True)
-    clock = PassClock(plan, work, machine.rates)
     estimator = JobEstimator(budget, simulations.window, token_bytes, clock.pass_time)
     simulated = estimator.of_passes(simulations.under(budget))
     seconds = _whole_seconds(job, simulated, is_hosted=budget.is_hosted)

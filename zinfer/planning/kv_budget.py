@@ -21,8 +21,8 @@ from zinfer.planning.memory import Footprint, Request, find_footprint, weight_bu
 from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.slab_matrix import most_dequantized_bytes
 from zinfer.scheduling.page_pool import PagePool
+from zinfer.scheduling.queues import Order
 from zinfer.scheduling.scheduler import Scheduler
-from zinfer.scheduling.waiting_queue import Order
 from zinfer.units import human_bytes
 
 _PAGE_SIZE: Final = 64
@@ -143,82 +143,71 @@ def find_budget(
     most = _MOST_TOKENS_PER_PASS
     if limits.on_cuda and _streams_from_disk(blocks, settings, limits, free_bytes):
         most = _MOST_TOKENS_FROM_DISK
-    size = _PassSize.find(spec.over_pages(), dtype, stated, most, free_bytes if limits.on_cuda else None)
+    tokens, part_tokens, max_sequences, activation_bytes = _pass_size(
+        spec.over_pages(), dtype, stated, most, free_bytes if limits.on_cuda else None
+    )
     kv_dtype = _DTYPES.get(stated.kv_cache_dtype, dtype)
     if hosted := stated.kv_cache_tier == "host":
         kv_bytes = HostShare.find(blocks, settings, limits).pages_bytes(spec.kv, free_bytes, stated.kv_cache_memory)
     else:
-        kv_bytes = _device_pages_bytes(blocks, settings, free_bytes, size.activation_bytes, on_cuda=limits.on_cuda)
+        kv_bytes = _device_pages_bytes(blocks, settings, free_bytes, activation_bytes, on_cuda=limits.on_cuda)
     page_bytes = spec.kv.token_bytes(kv_dtype) * page_size
     num_pages = kv_bytes // page_bytes
     if stated.kv_cache_memory is None and most_tokens is not None:
-        num_pages = min(num_pages, size.max_sequences * -(-most_tokens // page_size))
+        num_pages = min(num_pages, max_sequences * -(-most_tokens // page_size))
     if num_pages < 1:
         raised = "raise zinfer.kv_cache_memory, or " if stated.kv_cache_memory is not None else ""
         raise PlanError(
             f"a page of the KV cache, {page_size} tokens, takes {human_bytes(page_bytes)}, and {human_bytes(kv_bytes)} "
             f"are there for it; {raised}set zinfer.kv_page_size to less"
         )
+    kv_bytes = num_pages * page_bytes
+    # Of pages in host memory the device has slots.
+    device_kv_bytes = kv_bytes // spec.kv.num_layers * spec.kv.num_page_slots if hosted else kv_bytes
     return BatchingBudget(
-        tokens_per_pass=size.tokens,
-        most_part_tokens=size.part_tokens,
-        max_sequences=size.max_sequences,
+        tokens_per_pass=tokens,
+        most_part_tokens=part_tokens,
+        max_sequences=max_sequences,
         num_pages=num_pages,
         page_size=page_size,
         kv_dtype=kv_dtype,
         order=stated.admission_order,
         lends=not hosted and (limits.on_cuda or stated.kv_cache_memory is not None),
-        footprint=_footprint(num_pages * page_bytes, size.activation_bytes, spec.kv, hosted=hosted),
+        footprint=Footprint(device_kv_bytes, activation_bytes, device_kv_bytes, kv_bytes if hosted else 0),
     )
 
 
-def _footprint(kv_bytes: int, activation_bytes: int, kv: KVShape, *, hosted: bool) -> Footprint:
-    """Of pages and activations; of pages in host memory the device has slots."""
-    if not hosted:
-        return Footprint(kv_bytes, activation_bytes, kv_bytes)
-    slots_bytes = kv_bytes // kv.num_layers * kv.num_page_slots
-    return Footprint(slots_bytes, activation_bytes, slots_bytes, host_bytes=kv_bytes)
+def _pass_size(
+    spec: ModelSpec, dtype: torch.dtype, stated: Batching, most: int, free_bytes: int | None
+) -> tuple[int, int, int, int]:
+    """Most tokens of a pass, of them those of a part, sequences at once, and the bytes of activations.
 
+    Stated sizes are kept; the others are as large as pays, and smaller where a card is too small.
 
-@dataclass(frozen=True)
-class _PassSize:
-    """Most tokens of a pass, of them those of a part, sequences at once, and the bytes of activations."""
+    Args:
+        spec: of the model over pages.
+        most: tokens that pay.
+        free_bytes: of the device, for weights and all else; None on a CPU, where they bound nothing.
+    """
+    on_cuda = free_bytes is not None
+    most_part_bytes = (free_bytes or 0) * _MOST_PART_SHARE
+    most_bytes = math.inf if free_bytes is None else free_bytes * _MOST_ACTIVATION_SHARE
 
-    tokens: int
-    part_tokens: int
-    max_sequences: int
-    activation_bytes: int
+    def layer_bytes(num_rows: int, num_tokens: int) -> int:
+        """Activations of a layer as transformers' modules make them, and the logits of each row."""
+        return find_footprint(spec, dtype, Request(num_rows, num_tokens, 1), on_cuda=on_cuda).activation_bytes
 
-    @classmethod
-    def find(
-        cls, spec: ModelSpec, dtype: torch.dtype, stated: Batching, most: int, free_bytes: int | None
-    ) -> "_PassSize":
-        """Keep the stated sizes, and choose the others as large as pays: smaller where a card is too small.
-
-        Args:
-            spec: of the model over pages.
-            most: tokens that pay.
-            free_bytes: of the device, for weights and all else; None on a CPU, where they bound nothing.
-        """
-        on_cuda = free_bytes is not None
-        most_part_bytes = (free_bytes or 0) * _MOST_PART_SHARE
-        most_bytes = math.inf if free_bytes is None else free_bytes * _MOST_ACTIVATION_SHARE
-
-        def layer_bytes(num_rows: int, num_tokens: int) -> int:
-            """Activations of a layer as transformers' modules make them, and the logits of each row."""
-            return find_footprint(spec, dtype, Request(num_rows, num_tokens, 1), on_cuda=on_cuda).activation_bytes
-
-        fitting = (count for count in _PART_TOKENS if layer_bytes(1, count) <= most_part_bytes)
-        part_tokens = next(fitting, _PART_TOKENS[-1])
-        while True:
-            tokens = stated.tokens_per_pass or most
-            sequences = min(_MAX_SEQUENCES, most // _LEAST_TOKENS_PER_SEQUENCE)
-            max_sequences = min(stated.max_sequences or sequences, tokens)
-            residual = _RESIDUAL_COPIES * tokens * spec.hidden * dtype.itemsize
-            nbytes = residual + max(layer_bytes(1, min(tokens, part_tokens)), layer_bytes(max_sequences, 1))
-            if nbytes <= most_bytes or most == _FEWEST_TOKENS_PER_PASS:
-                return cls(tokens, min(tokens, part_tokens), max_sequences, nbytes)
-            most //= 2
+    fitting = (count for count in _PART_TOKENS if layer_bytes(1, count) <= most_part_bytes)
+    part_tokens = next(fitting, _PART_TOKENS[-1])
+    while True:
+        tokens = stated.tokens_per_pass or most
+        sequences = min(_MAX_SEQUENCES, most // _LEAST_TOKENS_PER_SEQUENCE)
+        max_sequences = min(stated.max_sequences or sequences, tokens)
+        residual = _RESIDUAL_COPIES * tokens * spec.hidden * dtype.itemsize
+        nbytes = residual + max(layer_bytes(1, min(tokens, part_tokens)), layer_bytes(max_sequences, 1))
+        if nbytes <= most_bytes or most == _FEWEST_TOKENS_PER_PASS:
+            return tokens, min(tokens, part_tokens), max_sequences, nbytes
+        most //= 2
 
 
 def _device_pages_bytes(

@@ -16,7 +16,7 @@ from zinfer.config import Settings
 from zinfer.errors import PlanError
 from zinfer.offload.block import Block, Home, Tier
 from zinfer.offload.conversions import conversion_bytes
-from zinfer.planning.host_placement import HostSide, choose_host_side, most_ring_bytes, spread
+from zinfer.planning.host_placement import HostPlanner, HostSide, spread
 from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.units import human_bytes
@@ -117,7 +117,7 @@ class _Planner:
     def plan(self) -> Plan:
         resident = self._choose_resident()
         streamed = [block for block in self.blocks if block.index not in resident]
-        host = choose_host_side(streamed, self.blocks, self.limits, self.settings)
+        host = HostPlanner(streamed, self.blocks, self.limits, self.settings).choose()
         homes = tuple(self._home(block.index, resident, host) for block in self.blocks)
         return Plan(
             homes=homes,
@@ -200,4 +200,4 @@ class _Planner:
         """Device memory that reads land in, where they go straight to the device."""
         if not (self.settings.aio.use_gds and self.limits.on_cuda):
             return 0
-        return most_ring_bytes(self.blocks, self.limits, self.settings)
+        return HostPlanner((), self.blocks, self.limits, self.settings).most_ring_bytes()

@@ -9,7 +9,7 @@ from zinfer.offload.block import Tier
 from zinfer.planning.memory import Footprint, Request, beside_request, find_footprint, weight_budget
 from zinfer.planning.placement import Plan, make_plan
 from zinfer.planning.presets import Machine
-from zinfer.planning.step_time import BlockWork, Prediction, find_work, predict
+from zinfer.planning.step_time import PassClock, Prediction, find_work
 from zinfer.probe.limits import MachineLimits
 from zinfer.units import human_bytes
 
@@ -35,9 +35,10 @@ class Case:
         """Homes for all blocks; raises as `make_plan`."""
         return make_plan(self.outline.plain_blocks, self.outline.layers, limits, self.settings)
 
-    def work(self, *, is_fused: bool = False) -> tuple[BlockWork, ...]:
-        """What a pass does with each block; ``is_fused`` as of a `ModelSpec`."""
-        return find_work(self.outline.blocks, replace(self.outline.spec, is_fused=is_fused))
+    def clock(self, plan: Plan, *, is_fused: bool = False) -> PassClock:
+        """Seconds of passes under a plan; ``is_fused`` as of a `ModelSpec`."""
+        work = find_work(self.outline.blocks, replace(self.outline.spec, is_fused=is_fused))
+        return PassClock(plan, work, self.machine.rates)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def plan_batch(case: Case, request: Request) -> BatchPlan:
         limits=limits,
         footprint=footprint,
         plan=plan,
-        prediction=predict(plan, case.work(), machine.rates, request, footprint),
+        prediction=case.clock(plan).predict(request, footprint),
     )
 
 

@@ -140,28 +140,23 @@ def simulate(
     Raises:
         PlanError: a sequence does not fit the cache even alone.
     """
+    # No sequence finds pages of another, because no two begin alike, and names for pages that nobody finds take most of
+    # the time. But one that was preempted may find its own when it resumes.
     passes = _passes(prompt_lens, new_tokens, budget, window, shares=False)
-    if passes is None:
-        passes = _passes(prompt_lens, new_tokens, budget, window, shares=True)
-    assert passes is not None
-    return passes
+    return passes or _passes(prompt_lens, new_tokens, budget, window, shares=True)
 
 
 def _passes(
     prompt_lens: Sequence[int], new_tokens: Sequence[int], budget: BatchingBudget, window: int | None, *, shares: bool
-) -> list[PassSize] | None:
-    """None without sharing as soon as a sequence is preempted: it might find pages of its own when it resumes.
-
-    Without that no sequence finds any, because no two begin alike; and names for pages that nobody finds take most of
-    the time.
-    """
+) -> list[PassSize]:
+    """The passes; none without sharing as soon as a sequence is preempted."""
     scheduler = budget.scheduler(window)
     for number, (prompt_len, count) in enumerate(zip(prompt_lens, new_tokens, strict=True)):
         scheduler.add(TokenSequence(number, (number, *[0] * (prompt_len - 1)), count, shares=shares))
     sizes = []
     while (coming := scheduler.schedule()) is not None:
         if scheduler.has_preempted and not shares:
-            return None
+            return []
         sizes.append(coming.size)
         scheduler.advance(coming)
     return sizes

@@ -11,6 +11,7 @@ lane may wait for a slot although its resource has work. Kernel launches are not
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from torch import nn
@@ -47,11 +48,9 @@ class BlockWork:
     """What a pass does with one block.
 
     Attributes:
-        block: the block.
         num_uses: how often a pass brings it in; a tied embedding and head are one block used twice.
-        num_params: parameters that a position is multiplied with; looking up an embedding multiplies nothing.
-        num_expert_params: those of them that belong to experts.
-        expert_share: of the experts' parameters, what one token is multiplied with.
+        active_params: parameters that one token is multiplied with: of experts the share that it chooses; looking up
+            an embedding multiplies nothing.
         every_token: whether all tokens of a pass go through the matrices (layers), or the last of each row (the head).
         between_bytes: that one token's activations are read and written with, between products.
         dequantized_bytes: read and written where its matrices are dequantized.
@@ -60,18 +59,11 @@ class BlockWork:
 
     block: Block
     num_uses: int
-    num_params: int
-    num_expert_params: int
-    expert_share: float
+    active_params: float
     every_token: bool
     between_bytes: int = 0
     dequantized_bytes: int = 0
     query_width: int = 0
-
-    @property
-    def num_active_params(self) -> float:
-        """Parameters that one token is multiplied with."""
-        return self.num_params - self.num_expert_params * (1 - self.expert_share)
 
 
 def find_work(blocks: Iterable[ModelBlock], spec: ModelSpec) -> tuple[BlockWork, ...]:
@@ -80,19 +72,17 @@ def find_work(blocks: Iterable[ModelBlock], spec: ModelSpec) -> tuple[BlockWork,
 
 
 def _work(block: ModelBlock, spec: ModelSpec) -> BlockWork:
-    tensors = block.block.layout.tensors
-    num_params = block.block.layout.numel
-    num_multiplying_sites = sum(not isinstance(site, nn.Embedding) for site in block.sites)
-    num_expert_params = sum(tensor.numel for tensor in tensors if "experts" in tensor.name.split("."))
+    layout = block.block.layout
+    is_looked_up = all(isinstance(site, nn.Embedding) for site in block.sites)
+    num_expert_params = sum(tensor.numel for tensor in layout.tensors if "experts" in tensor.name.split("."))
+    expert_share = spec.experts.share if spec.experts else 1.0
     return BlockWork(
         block=block.block,
         num_uses=len(block.sites),
-        num_params=num_params * min(1, num_multiplying_sites),
-        num_expert_params=num_expert_params,
-        expert_share=spec.experts.share if spec.experts else 1.0,
+        active_params=0 if is_looked_up else layout.numel - num_expert_params * (1 - expert_share),
         every_token=block.is_layer,
-        between_bytes=between_bytes(spec, tensors[0].dtype.itemsize) if block.is_layer and tensors else 0,
-        dequantized_bytes=sum(map(_dequantized_bytes, tensors)),
+        between_bytes=between_bytes(spec, layout.tensors[0].dtype.itemsize) if block.is_layer and layout.tensors else 0,
+        dequantized_bytes=sum(map(_dequantized_bytes, layout.tensors)),
         query_width=spec.query if block.is_layer else 0,
     )
 
@@ -186,38 +176,13 @@ class Prediction:
     origin: str
 
     def __str__(self) -> str:
-        free = f"{_rounded(self.free_tokens):,} tokens a pass are free"
+        # Three digits: more would pretend to know.
+        free = f"{float(f'{self.free_tokens:.3g}'):,.0f} tokens a pass are free"
         return f"{duration(self.decode.seconds)} a pass ({self.decode.bottleneck}), {speed(self.tokens_per_s)}, {free}"
 
 
-def predict(plan: Plan, work: Sequence[BlockWork], rates: Rates, request: Request, footprint: Footprint) -> Prediction:
-    """Predict a request.
-
-    Args:
-        plan, work, rates: as for `PassClock`.
-        request: batch and lengths.
-        footprint: of the request; the cache's bytes are read.
-    """
-    rows, clock = request.batch_size, PassClock(plan, work, rates)
-    num_pairs = rows * request.prompt_len * (request.prompt_len + 1) // 2
-    prefill = clock.pass_time(rows * request.prompt_len, rows, cache_bytes=0, num_pairs=num_pairs)
-    decode = clock.pass_time(rows, rows, cache_bytes=footprint.decode_kv_bytes * _CACHE_TOUCHES)
-    seconds = prefill.seconds + (request.new_tokens - 1) * decode.seconds
-    active_params = sum(each.num_active_params for each in work)
-    return Prediction(
-        prefill=prefill,
-        decode=decode,
-        free_tokens=int(
-            max(decode.transfer_s - decode.between_s, 0) * rates.flops_per_s / (_FLOPS_PER_PARAMETER * active_params)
-        ),
-        tokens_per_s=rows * request.new_tokens / seconds,
-        seconds=seconds,
-        origin=rates.origin,
-    )
-
-
 class PassClock:
-    """Says of passes how long each takes: what is the same for all of them is summed once.
+    """Seconds of passes; what all of them have in common is summed once.
 
     Args:
         plan: homes and buffers.
@@ -228,13 +193,21 @@ class PassClock:
     def __init__(self, plan: Plan, work: Sequence[BlockWork], rates: Rates) -> None:
         self._rates = rates
         self._slot_bytes = plan.slot_bytes
-        self._layers = _Sums.of([each for each in work if each.every_token])
-        self._others = _Sums.of([each for each in work if not each.every_token])
+        layers = [each for each in work if each.every_token]
+        others = [each for each in work if not each.every_token]
+        self._layer_params = sum(each.active_params for each in layers)
+        self._other_params = sum(each.active_params for each in others)
+        self._layers_dequantized_bytes = sum(each.dequantized_bytes for each in layers)
+        self._others_dequantized_bytes = sum(each.dequantized_bytes for each in others)
+        self._nbytes = sum(each.block.nbytes for each in work)
+        self._between_bytes = sum(each.between_bytes for each in work)
+        self._query_width = sum(each.query_width for each in work)
         streamed = [(each, home) for each, home in zip(work, plan.homes, strict=True) if home.tier is not Tier.DEVICE]
         streamed.sort(key=lambda entry: entry[1].tier is not Tier.DISK)  # those from disk stay on the device first
         # A pageable slab passes through pinned staging; without any pinned memory, on a CPU, it is copied as it is.
-        self._streamed = [_Transfer.of(each, home, stages=plan.pinned_bytes > 0) for each, home in streamed]
-        self._transfers: dict[int, _Transfer] = {}
+        moved = [_moved_bytes(each, home, stages=plan.pinned_bytes > 0) for each, home in streamed]
+        # By the number of blocks that stay on the device.
+        self._moved_bytes = list(accumulate(reversed(moved), _add, initial=(0, 0, 0)))[::-1]
 
     def pass_time(
         self,
@@ -253,102 +226,74 @@ class PassClock:
             num_tokens: tokens that the layers compute.
             num_rows: tokens that the head computes.
             cache_bytes: of keys and values that are read.
-            num_pairs: of a prompt's token and one that it attends to; those of decodes take no more than reading the
-                cache.
+            num_pairs: of a prompt's token and one that it attends to; a decode's take no more than reading the cache.
             num_parts: of the pass, which a layer computes one after the other.
             lent_bytes: of the device, that blocks stay in.
             hosted_bytes: of keys and values brought from host memory; what goes back crosses the link the other way.
         """
-        rates, layers, others = self._rates, self._layers, self._others
+        rates = self._rates
         num_staying = lent_bytes // self._slot_bytes if self._slot_bytes else 0
-        transfer = self._transfer_without(min(num_staying, len(self._streamed)))
-        flops = _FLOPS_PER_PARAMETER * (layers.active_params * num_tokens + others.active_params * num_rows)
-        moved_bytes = _LINK_TOUCHES * transfer.link_bytes + num_tokens * (layers.between_bytes + others.between_bytes)
+        disk_bytes, pageable_bytes, link_bytes = self._moved_bytes[min(num_staying, len(self._moved_bytes) - 1)]
+        flops = _FLOPS_PER_PARAMETER * (self._layer_params * num_tokens + self._other_params * num_rows)
+        moved_bytes = _LINK_TOUCHES * link_bytes + num_tokens * self._between_bytes
         if num_tokens > MOST_FUSED_TOKENS:
-            moved_bytes += num_parts * layers.dequantized_bytes
+            moved_bytes += num_parts * self._layers_dequantized_bytes
         if num_rows > MOST_FUSED_TOKENS:
-            moved_bytes += others.dequantized_bytes
-        attention_flops = 2 * _FLOPS_PER_PARAMETER * num_pairs * (layers.query_width + others.query_width)
+            moved_bytes += self._others_dequantized_bytes
+        attention_flops = 2 * _FLOPS_PER_PARAMETER * num_pairs * self._query_width
         return PassTime(
             num_tokens=num_tokens,
-            disk_s=transfer.disk_bytes / rates.disk_bytes_per_s,
-            link_s=(transfer.link_bytes + hosted_bytes) / rates.link_bytes_per_s,
-            host_s=transfer.pageable_bytes / rates.host_bytes_per_s,
+            disk_s=disk_bytes / rates.disk_bytes_per_s,
+            link_s=(link_bytes + hosted_bytes) / rates.link_bytes_per_s,
+            host_s=pageable_bytes / rates.host_bytes_per_s,
             matrix_s=flops / rates.flops_per_s,
-            device_s=(layers.nbytes + others.nbytes + cache_bytes) / rates.device_bytes_per_s,
+            device_s=(self._nbytes + cache_bytes) / rates.device_bytes_per_s,
             cache_s=cache_bytes / rates.device_bytes_per_s,
             between_s=moved_bytes / rates.device_bytes_per_s + attention_flops / (_ATTENTION_SHARE * rates.flops_per_s),
         )
 
-    def _transfer_without(self, num_staying: int) -> "_Transfer":
-        """Bytes of a pass while so many blocks stay on the device."""
-        if num_staying not in self._transfers:
-            rest = self._streamed[num_staying:]
-            self._transfers[num_staying] = _Transfer(
-                sum(each.disk_bytes for each in rest),
-                sum(each.pageable_bytes for each in rest),
-                sum(each.link_bytes for each in rest),
-            )
-        return self._transfers[num_staying]
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """Bytes that a pass reads from disk, copies out of pageable memory, and brings over the link."""
-
-    disk_bytes: int
-    pageable_bytes: int
-    link_bytes: int
-
-    @classmethod
-    def of(cls, work: BlockWork, home: Home, *, stages: bool) -> "_Transfer":
-        """Of one block: as large as in its file where it lives there, and cast on arrival."""
-        if home.tier is Tier.DISK:
-            nbytes = work.num_uses * sum(extent.nbytes for extent in work.block.extents)
-            return cls(nbytes, 0, nbytes)
-        nbytes = work.num_uses * work.block.nbytes
-        return cls(0, nbytes if stages and not home.pinned else 0, nbytes)
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """Over several blocks, of what `BlockWork` says of each."""
-
-    active_params: float
-    nbytes: int
-    between_bytes: int
-    dequantized_bytes: int
-    query_width: int
-
-    @classmethod
-    def of(cls, work: Sequence[BlockWork]) -> "_Sums":
-        return cls(
-            sum(each.num_active_params for each in work),
-            sum(each.block.nbytes for each in work),
-            sum(each.between_bytes for each in work),
-            sum(each.dequantized_bytes for each in work),
-            sum(each.query_width for each in work),
+    def predict(self, request: Request, footprint: Footprint) -> Prediction:
+        """Predict a request; of its footprint the cache's bytes are read."""
+        rows, rates = request.batch_size, self._rates
+        num_pairs = rows * request.prompt_len * (request.prompt_len + 1) // 2
+        prefill = self.pass_time(rows * request.prompt_len, rows, cache_bytes=0, num_pairs=num_pairs)
+        decode = self.pass_time(rows, rows, cache_bytes=footprint.decode_kv_bytes * _CACHE_TOUCHES)
+        seconds = prefill.seconds + (request.new_tokens - 1) * decode.seconds
+        token_flops = _FLOPS_PER_PARAMETER * (self._layer_params + self._other_params)
+        return Prediction(
+            prefill=prefill,
+            decode=decode,
+            free_tokens=int(max(decode.transfer_s - decode.between_s, 0) * rates.flops_per_s / token_flops),
+            tokens_per_s=rows * request.new_tokens / seconds,
+            seconds=seconds,
+            origin=rates.origin,
         )
 
+    def disk_spares_time(self, token_bytes: int) -> bool:
+        """Whether writing and reading the ``token_bytes`` of a token's keys and values beats computing them again.
 
-def disk_spares_time(work: Sequence[BlockWork], rates: Rates, token_bytes: int) -> bool:
-    """Whether a token's keys and values are written to the disk and read again faster than they are computed again.
+        Each by its own resource alone: bytes over the disk's rate, which counts for writes too, and matrix work.
+        """
+        flops = _FLOPS_PER_PARAMETER * self._layer_params
+        return 2 * token_bytes / self._rates.disk_bytes_per_s < flops / self._rates.flops_per_s
 
-    Both by their own resource alone, for what else a pass has to do there is not known: bytes over the disk's rate,
-    which counts for writes too, and matrix work.
 
-    Args:
-        token_bytes: of all layers.
+def _moved_bytes(work: BlockWork, home: Home, *, stages: bool) -> tuple[int, int, int]:
+    """Bytes that a pass reads from disk, copies out of pageable memory and brings over the link, for one block.
+
+    A block is as large as in its file where it lives there, and cast on arrival.
     """
-    flops = _FLOPS_PER_PARAMETER * sum(each.num_active_params for each in work if each.every_token)
-    return 2 * token_bytes / rates.disk_bytes_per_s < flops / rates.flops_per_s
+    if home.tier is Tier.DISK:
+        nbytes = work.num_uses * sum(extent.nbytes for extent in work.block.extents)
+        return nbytes, 0, nbytes
+    nbytes = work.num_uses * work.block.nbytes
+    return 0, nbytes if stages and not home.pinned else 0, nbytes
+
+
+def _add(one: tuple[int, int, int], other: tuple[int, int, int]) -> tuple[int, int, int]:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
 def speed(tokens_per_s: float) -> str:
     """A speed as people read it, with two digits at least."""
     return f"{tokens_per_s:,.1f} tokens/s" if tokens_per_s >= 1 else f"{tokens_per_s:.2g} tokens/s"
-
-
-def _rounded(number: int) -> int:
-    """To three digits: more would pretend to know."""
-    return round(number, min(0, 3 - len(str(number))))

@@ -1,35 +1,50 @@
-"""From a path to the disk's rates: sweeps a file that is there, or writes a temporary one.
+"""From a path to the disk's rates, by block size and requests under way: sweeps a file, or writes a temporary one.
 
-The temporary file has no name (O_TMPFILE, or unlinked at once), so that it is gone however the process ends.
+Reads go through `Reader`, so what is measured is what a run will get. The temporary file has no name (O_TMPFILE, or
+unlinked at once), so it is gone however the process ends.
 """
 
+import errno
+import itertools
 import os
 import shutil
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from queue import SimpleQueue
+from typing import Final, Literal, TypeAlias
 
 from zinfer.errors import ConfigError
-from zinfer.nvme.aligned import align_up
 from zinfer.nvme.reader import DEFAULT_BLOCK_BYTES, DEFAULT_NUM_THREADS, Reader
-from zinfer.nvme.tune import DiskRate, Operation, best, sweep_reads, sweep_writes
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.probe.sizes import Sizes
 
-_LEAST_NUM_BLOCKS: Final = 4  # a sweep must not come round to the same bytes at once
+_LEAST_NUM_BLOCKS: Final = 4  # with fewer, a walk round the file could meet the bytes that it has just left
+_NUM_SPARE: Final = 4  # requests behind those under way, so that a thread that is done finds the next one waiting
 _LEAST_FILE_BYTES: Final = 64 << 20  # less says nothing of a disk
 _FREE_SHARE: Final = 4  # the file takes at most a quarter of the free space
 _CHUNK_BYTES: Final = 16 << 20
 _MOST_WRITING_S: Final = 10.0  # a slow disk is measured with a smaller file
-_REQUEST_BYTES: Final = DEFAULT_NUM_THREADS * DEFAULT_BLOCK_BYTES  # one keeps all threads of a reader busy
-_NUM_REQUESTS: Final = 2  # the second bridges the end of the first
-_LEAST_READ_BYTES: Final = 64 << 20
+
+Operation: TypeAlias = Literal["read", "write"]
+
+
+@dataclass(frozen=True)
+class DiskRate:
+    """What one setting reached: ``num_threads`` requests of ``block_bytes`` under way at once.
+
+    ``direct`` is False where the file system refused to leave the page cache out: it is in the figure then.
+    """
+
+    operation: Operation
+    block_bytes: int
+    num_threads: int
+    bytes_per_s: float
+    direct: bool
 
 
 @dataclass(frozen=True)
@@ -41,9 +56,22 @@ class DiskFindings:
     rates: tuple[DiskRate, ...]
 
     def best(self, operation: Operation) -> DiskRate | None:
-        """The fastest point, None where the operation was not swept."""
+        """The fastest point, of equals the one with the fewest bytes under way; None where none was swept."""
         swept = [rate for rate in self.rates if rate.operation == operation]
-        return best(swept, operation) if swept else None
+        return max(swept, key=lambda rate: (rate.bytes_per_s, -rate.num_threads * rate.block_bytes), default=None)
+
+
+def aio_section(rate: DiskRate) -> dict[str, dict[str, int | bool]]:
+    """The part of a DeepSpeed configuration that makes runs read as ``rate`` did."""
+    return {
+        "aio": {
+            "block_size": rate.block_bytes,
+            "queue_depth": rate.num_threads,
+            "intra_op_parallelism": 1,
+            "single_submit": False,
+            "overlap_events": True,
+        }
+    }
 
 
 def disk_number(path: Path) -> int:
@@ -69,17 +97,10 @@ def measure_disk(path: Path, sizes: Sizes) -> DiskFindings:
     number = disk_number(path)
     file = path if path.is_file() else _largest_weights(path, _LEAST_NUM_BLOCKS * min(sizes.block_sizes))
     if file is not None:
-        return DiskFindings(str(path.absolute()), number, tuple(_sweep_reads(checked_file(file), sizes)))
-    num_bytes = _room_for_file(path, sizes)
-    with _temporary_file(path, num_bytes) as written:
-        rates = _sweep_reads(written, sizes)
-    rates += sweep_writes(
-        path,
-        block_sizes=_fitting(sizes, num_bytes),
-        depths=sizes.write_depths,
-        seconds_per_point=sizes.seconds_per_point,
-        num_bytes=num_bytes,
-    )
+        rates = sweep_reads(checked_file(file), sizes)
+    else:
+        with _temporary_file(path, _room_for_file(path, sizes)) as written:
+            rates = sweep_reads(written, sizes) + sweep_writes(written, sizes)
     return DiskFindings(str(path.absolute()), number, tuple(rates))
 
 
@@ -100,27 +121,147 @@ def checked_file(path: Path) -> Path:
     raise ConfigError(f"{path}: an empty file; give one that is as large as a checkpoint's, or a folder")
 
 
-def _sweep_reads(file: Path, sizes: Sizes) -> list[DiskRate]:
-    num_bytes = file.stat().st_size
-    fitting = _fitting(sizes, num_bytes)
-    if not fitting:
-        least = _LEAST_NUM_BLOCKS * min(sizes.block_sizes)
+def sweep_reads(file: Path, sizes: Sizes) -> list[DiskRate]:
+    """Read a file with every block size that it holds four of, and every number of requests under way.
+
+    A point goes on in the file where the one before it stopped, so that no bytes are read twice in a row, and begins
+    no request after ``seconds_per_point``.
+
+    Raises:
+        ConfigError: the file is too small.
+        DiskReadError: it cannot be read.
+    """
+    walk = _Walk(file.stat().st_size)
+    points = _points(file, walk.num_bytes, sizes, sizes.read_depths)
+    memory = _touched_memory(max(block_bytes * (depth + _NUM_SPARE) for block_bytes, depth in points))
+    return [_measure_reads(file, walk, memory, *point, sizes.seconds_per_point) for point in points]
+
+
+def sweep_writes(file: Path, sizes: Sizes) -> list[DiskRate]:
+    """Write random bytes over a file, round and round, with every block size and depth; as `sweep_reads`.
+
+    The time of a last flush of the disk's own cache counts.
+    """
+    walk = _Walk(file.stat().st_size)
+    points = _points(file, walk.num_bytes, sizes, sizes.write_depths)
+    memory = _touched_memory(max(sizes.block_sizes))
+    memory[:] = os.urandom(memory.nbytes)
+    descriptor, direct = _open_to_write(file)
+    try:
+        rates = [(point, _write_rate(descriptor, walk, memory, *point, sizes.seconds_per_point)) for point in points]
+    finally:
+        os.close(descriptor)
+    return [DiskRate("write", *point, rate, direct) for point, rate in rates]
+
+
+def quick_read(files: Sequence[Path], seconds: float) -> float:
+    """Bytes a second that a run reads the largest of the files at, measured for some ``seconds``."""
+    file = max(files, key=lambda each: each.stat().st_size)
+    memory = _touched_memory(DEFAULT_BLOCK_BYTES * (DEFAULT_NUM_THREADS + _NUM_SPARE))
+    walk = _Walk(file.stat().st_size)
+    return _measure_reads(file, walk, memory, DEFAULT_BLOCK_BYTES, DEFAULT_NUM_THREADS, seconds).bytes_per_s
+
+
+def _points(file: Path, num_bytes: int, sizes: Sizes, depths: Sequence[int]) -> list[tuple[int, int]]:
+    """Block sizes that a file can be swept with, each with every depth."""
+    least = _LEAST_NUM_BLOCKS * min(sizes.block_sizes)
+    if num_bytes < least:
         raise ConfigError(
             f"{file}: {num_bytes} bytes say nothing of a disk; give a file of {least} or more, or a folder"
         )
-    return sweep_reads(file, block_sizes=fitting, depths=sizes.read_depths, seconds_per_point=sizes.seconds_per_point)
+    fitting = [block_bytes for block_bytes in sizes.block_sizes if _LEAST_NUM_BLOCKS * block_bytes <= num_bytes]
+    return list(itertools.product(fitting, depths))
 
 
-def _fitting(sizes: Sizes, num_bytes: int) -> list[int]:
-    """The block sizes that a file of ``num_bytes`` can be swept with."""
-    return [block_bytes for block_bytes in sizes.block_sizes if _LEAST_NUM_BLOCKS * block_bytes <= num_bytes]
+@dataclass
+class _Walk:
+    """Goes round a file, block by block of any size."""
+
+    num_bytes: int
+    position: int = 0
+
+    def take(self, block_bytes: int) -> int:
+        """The offset of the next block."""
+        if self.position + block_bytes > self.num_bytes:
+            self.position = 0
+        self.position += block_bytes
+        return self.position - block_bytes
+
+
+def _measure_reads(
+    file: Path, walk: _Walk, memory: memoryview, block_bytes: int, num_threads: int, seconds: float
+) -> DiskRate:
+    begin_s = time.perf_counter()
+    with closing(Reader(num_threads=num_threads, block_bytes=block_bytes)) as reader:
+
+        def start(slot: int) -> "Future[None]":
+            buffer = memory[slot * block_bytes : (slot + 1) * block_bytes]
+            return reader.read_async(file, walk.take(block_bytes), buffer, min(block_bytes, walk.num_bytes))
+
+        _keep_under_way(start, num_threads + _NUM_SPARE, seconds)
+        direct = not reader.buffered_files
+    # Closing has waited for what had begun and dropped the rest: all that is counted lies in the time.
+    elapsed_s = time.perf_counter() - begin_s
+    return DiskRate("read", block_bytes, num_threads, reader.bytes_read / elapsed_s, direct)
+
+
+def _write_rate(
+    descriptor: int, walk: _Walk, memory: memoryview, block_bytes: int, num_threads: int, seconds: float
+) -> float:
+    written: list[int] = []
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="zinfer-tune")
+
+    def write(offset: int) -> None:
+        written.append(os.pwrite(descriptor, memory[:block_bytes], offset))
+
+    begin_s = time.perf_counter()
+    try:
+        _keep_under_way(lambda slot: pool.submit(write, walk.take(block_bytes)), num_threads + _NUM_SPARE, seconds)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    os.fdatasync(descriptor)
+    return sum(written) / (time.perf_counter() - begin_s)
+
+
+def _keep_under_way(start: Callable[[int], "Future[None]"], num_requests: int, seconds: float) -> None:
+    """Start a request for each slot, and another one whenever any is done, until the time is over."""
+    done: SimpleQueue[tuple[int, Future[None]]] = SimpleQueue()
+
+    def begin(slot: int) -> None:
+        start(slot).add_done_callback(lambda request: done.put((slot, request)))
+
+    end_s = time.perf_counter() + seconds
+    for slot in range(num_requests):
+        begin(slot)
+    while True:
+        slot, request = done.get()
+        request.result()
+        if time.perf_counter() >= end_s:
+            return
+        begin(slot)
+
+
+def _touched_memory(nbytes: int) -> memoryview:
+    """Page-aligned bytes whose pages the system has given: a read into new ones would pay for them."""
+    buffer = HostBuffer(nbytes)
+    buffer.touch()
+    return buffer.memory
+
+
+def _open_to_write(file: Path) -> tuple[int, bool]:
+    """A descriptor, and whether it writes past the page cache."""
+    try:
+        return os.open(file, os.O_WRONLY | os.O_DIRECT), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.open(file, os.O_WRONLY), False
 
 
 def _largest_weights(folder: Path, least_bytes: int) -> Path | None:
     """The largest safetensors file of a checkpoint folder, None where there is none of ``least_bytes``."""
     sizes = {path: path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file()}
-    largest = max(sizes, key=sizes.__getitem__, default=None)
-    return largest if largest is not None and sizes[largest] >= least_bytes else None
+    return max((path for path in sizes if sizes[path] >= least_bytes), key=sizes.__getitem__, default=None)
 
 
 def _room_for_file(folder: Path, sizes: Sizes) -> int:
@@ -128,9 +269,8 @@ def _room_for_file(folder: Path, sizes: Sizes) -> int:
     least = min(sizes.file_bytes, _LEAST_FILE_BYTES)
     if free // _FREE_SHARE < least:
         raise ConfigError(
-            f"{folder}: {free} bytes are free, too little to measure the disk with: a temporary file of {least} bytes "
-            f"should leave most of them free. Make room for {least * _FREE_SHARE} bytes, or give a large file on this "
-            "disk to be read"
+            f"{folder}: {free} bytes are free, too little to measure the disk with a temporary file; make room for "
+            f"{least * _FREE_SHARE} bytes, or give a large file on this disk to be read"
         )
     return min(sizes.file_bytes, free // _FREE_SHARE)
 
@@ -138,78 +278,23 @@ def _room_for_file(folder: Path, sizes: Sizes) -> int:
 @contextmanager
 def _temporary_file(folder: Path, num_bytes: int) -> Iterator[Path]:
     """A path to a nameless file of random bytes, at most ``num_bytes``, all of them on the disk."""
-    with _open_nameless(folder) as file:
+    try:
+        file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+    except OSError as error:
+        problem = f"{folder}: {error.strerror}; give a folder that can be written to, or a file to be read"
+        raise ConfigError(problem) from error
+    with file:
         chunk = memoryview(os.urandom(min(_CHUNK_BYTES, num_bytes)))  # zeros would be compressed away on some disks
         begin_s = time.perf_counter()
-        for offset in range(0, num_bytes, _CHUNK_BYTES):
-            _write(file.fileno(), chunk[: num_bytes - offset], folder)
-            if time.perf_counter() - begin_s > _MOST_WRITING_S:
-                break
-        yield Path(f"/proc/self/fd/{file.fileno()}")
-
-
-def _open_nameless(folder: Path) -> IO[bytes]:
-    try:
-        return tempfile.TemporaryFile(dir=folder, buffering=0)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: {error.strerror}; give a folder that can be written to, or a file to be read"
-        ) from error
-
-
-def _write(descriptor: int, part: memoryview, folder: Path) -> None:
-    """Append the bytes and have them on the disk: what is in the page cache still would be written during reads."""
-    try:
-        while part:
-            part = part[os.write(descriptor, part) :]
-        os.fdatasync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, f"a temporary file in {folder}") from error
-
-
-def quick_read(files: Sequence[Path], *, most_bytes: int, most_s: float) -> float:
-    """Bytes read a second, from the files' beginnings, until ``most_bytes`` are read or ``most_s`` are over.
-
-    Files of less than 64 MiB altogether are read again until that, or the time, is reached.
-
-    Raises:
-        DiskReadError: a file cannot be read.
-    """
-    buffers = [HostBuffer(_REQUEST_BYTES) for _ in range(_NUM_REQUESTS)]
-    for buffer in buffers:
-        buffer.touch()
-    pending: deque[tuple[Future[None], int]] = deque()
-    num_bytes = 0
-    with closing(Reader()) as reader:  # closed, and with it every read that is under way, before the buffers go
-        begin_s = time.perf_counter()
-        for count, (file, offset, required) in enumerate(_repeated(files, most_bytes)):
-            if len(pending) == _NUM_REQUESTS:
-                num_bytes += _finish(*pending.popleft())
-                if time.perf_counter() - begin_s > most_s:
+        try:
+            for offset in range(0, num_bytes, _CHUNK_BYTES):
+                part = chunk[: num_bytes - offset]
+                while part:
+                    part = part[file.write(part) :]
+                os.fdatasync(file.fileno())  # or the page cache would be written during reads
+                if time.perf_counter() - begin_s > _MOST_WRITING_S:
                     break
-            target = buffers[count % _NUM_REQUESTS].memory[: align_up(required)]
-            pending.append((reader.read_async(file, offset, target, required), required))
-        num_bytes += sum(_finish(*request) for request in pending)
-        return num_bytes / (time.perf_counter() - begin_s)
-
-
-def _repeated(files: Sequence[Path], most_bytes: int) -> Iterator[tuple[Path, int, int]]:
-    """`_requests`, as often as it takes to reach the least that shows a rate."""
-    num_bytes = min(most_bytes, sum(file.stat().st_size for file in files))
-    for _ in range(-(-min(most_bytes, _LEAST_READ_BYTES) // max(1, num_bytes))):
-        yield from _requests(files, most_bytes)
-
-
-def _requests(files: Sequence[Path], most_bytes: int) -> Iterator[tuple[Path, int, int]]:
-    """Files, offsets and lengths in bytes, ``most_bytes`` altogether."""
-    left = most_bytes
-    for file in files:
-        for offset in range(0, min(left, file.stat().st_size), _REQUEST_BYTES):
-            required = min(left, file.stat().st_size - offset, _REQUEST_BYTES)
-            left -= required
-            yield file, offset, required
-
-
-def _finish(request: "Future[None]", num_bytes: int) -> int:
-    request.result()
-    return num_bytes
+            yield Path(f"/proc/self/fd/{file.fileno()}")
+        except OSError as error:
+            error.filename = error.filename or f"a temporary file in {folder}"
+            raise

@@ -73,13 +73,9 @@ class Findings:
         reads = self.read_bytes_per_s(disk_number)
         if reads is None:
             raise ConfigError(f"the probe of {self.taken_on} has not read this disk; run `zinfer probe --path FOLDER`")
-        device = self.devices[device_index]
-        return Rates(
-            link_bytes_per_s=device.link.to_device_bytes_per_s,
-            disk_bytes_per_s=reads,
+        return self.devices[device_index].rates(
             host_bytes_per_s=self.memory.copy_all_bytes_per_s,
-            device_bytes_per_s=device.copy_bytes_per_s,
-            flops_per_s=device.flops_per_s,
+            disk_bytes_per_s=reads,
             origin=f"measured by zinfer probe on {self.taken_on}",
         )
 

@@ -19,7 +19,6 @@ from zinfer.probe.rates import Rates
 from zinfer.probe.sizes import quick_sizes
 
 _HURRIED: Final = "in a hurry; zinfer probe measures better"
-_MOST_READ_BYTES: Final = 1 << 30
 
 _lock = threading.Lock()  # one measurement at a time: two would halve each other
 _hurried_devices: dict[torch.device, Rates] = {}
@@ -77,22 +76,15 @@ def _hurried_device(device: torch.device) -> Rates:
     if device not in _hurried_devices:
         sizes = quick_sizes(device)
         found = measure_device(device, str(device), sizes)
-        link = found.link.to_device_bytes_per_s
-        on_host = found.link.kind == "host copies"
-        host = link if on_host else measure_copy(sizes.host_bytes, repeats=sizes.repeats)
-        _hurried_devices[device] = Rates(
-            link_bytes_per_s=link,
-            disk_bytes_per_s=0.0,
-            host_bytes_per_s=host,
-            device_bytes_per_s=found.copy_bytes_per_s,
-            flops_per_s=found.flops_per_s,
-            origin=f"measured {_HURRIED}",
-        )
+        host = found.link.to_device_bytes_per_s
+        if found.link.kind != "host copies":
+            host = measure_copy(sizes.host_bytes, repeats=sizes.repeats)
+        origin = f"measured {_HURRIED}"
+        _hurried_devices[device] = found.rates(host_bytes_per_s=host, disk_bytes_per_s=0.0, origin=origin)
     return _hurried_devices[device]
 
 
 def _hurried_disk(device: torch.device, number: int, files: Sequence[Path]) -> float:
     if (device, number) not in _hurried_disks:
-        most_s = quick_sizes(device).seconds_per_point
-        _hurried_disks[device, number] = quick_read(files, most_bytes=_MOST_READ_BYTES, most_s=most_s)
+        _hurried_disks[device, number] = quick_read(files, quick_sizes(device).seconds_per_point)
     return _hurried_disks[device, number]

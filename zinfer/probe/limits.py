@@ -15,6 +15,7 @@ from zinfer.errors import ConfigError
 _DEVICE_SHARE: Final = 0.8
 HOST_SHARE: Final = 0.8
 _CPU_SHARE: Final = 0.4  # on a CPU run device and host memory are the same memory
+_CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,16 @@ def _free_on(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def _free_in_cgroup(folder: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that a container's limit leaves (cgroup v2, "memory.max"); what is free on the machine does not show it."""
+def cgroup_limit() -> int | None:
+    """Bytes that a container may use (cgroup v2, "memory.max"); None where there is no limit."""
     try:
-        limit, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
+        limit = (_CGROUP / "memory.max").read_text().strip()
     except FileNotFoundError:  # not in a container, or cgroup v1
-        return sys.maxsize
-    return sys.maxsize if limit == "max" else max(0, int(limit) - used)
+        return None
+    return None if limit == "max" else int(limit)
+
+
+def _free_in_cgroup() -> int:
+    """Bytes that a container's limit leaves; what is free on the machine does not show it."""
+    limit = cgroup_limit()
+    return sys.maxsize if limit is None else max(0, limit - int((_CGROUP / "memory.current").read_text()))

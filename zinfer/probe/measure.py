@@ -3,11 +3,10 @@
 On a machine without CUDA the device is the host: its link is a host copy, and there is one way only.
 """
 
-import ctypes
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -16,6 +15,7 @@ from pydantic import Field
 
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.probe.card import PcieLink
+from zinfer.probe.rates import Rates
 from zinfer.probe.sizes import Sizes
 
 PerSecond = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -46,30 +46,22 @@ def median_seconds(work: Callable[[], object], devices: Sequence[torch.device] =
 
 @dataclass(frozen=True)
 class MemoryRates:
-    """Bytes a second: copied with one thread and with torch's ``num_threads``; given by the system at their first touch
-    by one thread and by the threads of `HostBuffer.touch`; registered with CUDA once touched (None: not measured,
-    because there is no CUDA device or the registration was refused)."""
+    """Bytes copied a second with one thread and with torch's ``num_threads``."""
 
     num_threads: int
     copy_one_bytes_per_s: PerSecond
     copy_all_bytes_per_s: PerSecond
-    touch_one_bytes_per_s: PerSecond
-    touch_several_bytes_per_s: PerSecond
-    register_bytes_per_s: PerSecond | None
 
 
-def measure_memory(nbytes: int, *, pin: bool, repeats: int) -> MemoryRates:
-    """All of them, over buffers of ``nbytes``; ``pin`` asks for registration with CUDA, which is undone."""
-    with _torch_threads(1):
+def measure_memory(nbytes: int, *, repeats: int) -> MemoryRates:
+    """Both, over buffers of ``nbytes``; torch's number of threads is as before afterwards."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         copy_one = measure_copy(nbytes, repeats=repeats)
-    return MemoryRates(
-        num_threads=torch.get_num_threads(),
-        copy_one_bytes_per_s=copy_one,
-        copy_all_bytes_per_s=measure_copy(nbytes, repeats=repeats),
-        touch_one_bytes_per_s=nbytes / _median_of_fresh(nbytes, _touch_alone, repeats),
-        touch_several_bytes_per_s=nbytes / _median_of_fresh(nbytes, HostBuffer.touch, repeats),
-        register_bytes_per_s=_measure_registration(nbytes, repeats) if pin else None,
-    )
+    finally:
+        torch.set_num_threads(num_threads)
+    return MemoryRates(num_threads, copy_one, measure_copy(nbytes, repeats=repeats))
 
 
 def measure_copy(nbytes: int, *, repeats: int) -> float:
@@ -77,44 +69,6 @@ def measure_copy(nbytes: int, *, repeats: int) -> float:
     source = torch.ones(nbytes, dtype=torch.uint8)
     target = torch.empty_like(source)
     return nbytes / median_seconds(lambda: target.copy_(source), repeats=repeats)
-
-
-@contextmanager
-def _torch_threads(num_threads: int) -> Iterator[None]:
-    former = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(former)
-
-
-def _touch_alone(buffer: HostBuffer) -> None:
-    ctypes.memset(buffer.tensor.data_ptr(), 0, buffer.nbytes)
-
-
-def _median_of_fresh(nbytes: int, work: Callable[[HostBuffer], None], repeats: int) -> float:
-    """Seconds of ``work`` on a buffer whose pages the system has not given yet: a new one each time."""
-    seconds = []
-    for _ in range(repeats):
-        buffer = HostBuffer(nbytes)
-        begin_s = time.perf_counter()
-        work(buffer)
-        seconds.append(time.perf_counter() - begin_s)
-    return statistics.median(seconds)
-
-
-def _measure_registration(nbytes: int, repeats: int) -> float | None:
-    seconds = []
-    for _ in range(repeats):
-        with closing(HostBuffer(nbytes)) as buffer:
-            buffer.touch()
-            begin_s = time.perf_counter()
-            buffer.pin()
-            seconds.append(time.perf_counter() - begin_s)
-            if not buffer.pinned:  # `pin` has logged why, and the remedy
-                return None
-    return nbytes / statistics.median(seconds)
 
 
 @dataclass(frozen=True)
@@ -242,6 +196,17 @@ class DeviceFindings:
     flops_per_s: PerSecond
     dtype: str
     pcie: PcieLink | None
+
+    def rates(self, *, host_bytes_per_s: float, disk_bytes_per_s: float, origin: str) -> Rates:
+        """The planner's figures, with those of host memory and of a disk."""
+        return Rates(
+            link_bytes_per_s=self.link.to_device_bytes_per_s,
+            disk_bytes_per_s=disk_bytes_per_s,
+            host_bytes_per_s=host_bytes_per_s,
+            device_bytes_per_s=self.copy_bytes_per_s,
+            flops_per_s=self.flops_per_s,
+            origin=origin,
+        )
 
 
 def measure_device(device: torch.device, name: str, sizes: Sizes, pcie: PcieLink | None = None) -> DeviceFindings:

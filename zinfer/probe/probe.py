@@ -43,7 +43,7 @@ def run_probe(path: Path, devices: Sequence[torch.device], sizes: Sizes, say: Ca
     say(f"measuring the disk of {path}")
     disk = measure_disk(path, sizes)
     say("measuring host memory")
-    memory = measure_memory(sizes.host_bytes, pin=on_cuda, repeats=sizes.repeats)
+    memory = measure_memory(sizes.host_bytes, repeats=sizes.repeats)
     links = _query_awake(devices, sizes) if on_cuda else (None,)
     found = []
     for device, name, pcie in zip(devices, card.gpus or (_cpu_name(card),), links, strict=True):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from zinfer.nvme.tune import DiskRate
+from zinfer.probe.disk import DiskRate
 from zinfer.probe.findings import Findings
 from zinfer.probe.measure import DeviceFindings
 
@@ -21,9 +21,12 @@ def findings_table(findings: Findings) -> Table:
     table.add_column("how measured", overflow="fold")
     for disk in findings.disks:
         for rate in filter(None, (disk.best("read"), disk.best("write"))):
-            _add(table, f"disk {rate.operation}s", rate.bytes_per_s, f"{_describe(rate)}; {disk.path}")
+            how = f"{_how(rate)}, {rate.num_threads} at once of {rate.block_bytes / _MEBI:g} MiB; {disk.path}"
+            _add(table, f"disk {rate.operation}s", rate.bytes_per_s, how)
     table.add_section()
-    _add_memory(table, findings)
+    memory = findings.memory
+    _add(table, "host copy, 1 thread", memory.copy_one_bytes_per_s, "bytes copied")
+    _add(table, f"host copy, {memory.num_threads} threads", memory.copy_all_bytes_per_s, "bytes copied")
     for index, device in enumerate(findings.devices):
         table.add_section()
         _add_device(table, f"GPU {index}" if findings.card.gpus else "CPU", device)
@@ -37,29 +40,18 @@ def sweep_table(rates: Sequence[DiskRate]) -> Table:
     """Every point of a sweep."""
     table = Table("operation", "block", "at once", "GB/s", "how")
     for rate in rates:
-        how = "direct" if rate.direct else "through the page cache"
         speed = f"{rate.bytes_per_s / _GIGA:.2f}"
-        table.add_row(rate.operation, f"{rate.block_bytes / _MEBI:g} MiB", str(rate.num_threads), speed, how)
+        table.add_row(rate.operation, f"{rate.block_bytes / _MEBI:g} MiB", str(rate.num_threads), speed, _how(rate))
     return table
 
 
-def _describe(rate: DiskRate) -> str:
-    how = "direct" if rate.direct else "through the page cache"
-    return f"{how}, {rate.num_threads} at once of {rate.block_bytes / _MEBI:g} MiB"
+def _how(rate: DiskRate) -> str:
+    return "direct" if rate.direct else "through the page cache"
 
 
 def _add(table: Table, what: str, bytes_per_s: float | None, how: str) -> None:
     if bytes_per_s is not None:
         table.add_row(what, f"{bytes_per_s / _GIGA:,.2f}", "GB/s", how)
-
-
-def _add_memory(table: Table, findings: Findings) -> None:
-    memory = findings.memory
-    _add(table, "host copy, 1 thread", memory.copy_one_bytes_per_s, "bytes copied")
-    _add(table, f"host copy, {memory.num_threads} threads", memory.copy_all_bytes_per_s, "bytes copied")
-    _add(table, "first touch, 1 thread", memory.touch_one_bytes_per_s, "fresh pages")
-    _add(table, "first touch, several threads", memory.touch_several_bytes_per_s, "fresh pages")
-    _add(table, "registration", memory.register_bytes_per_s, "touched pages, cudaHostRegister")
 
 
 def _add_device(table: Table, name: str, device: DeviceFindings) -> None:

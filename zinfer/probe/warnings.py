@@ -10,9 +10,10 @@ from typing import Final
 import psutil
 
 from zinfer.probe.findings import Findings
-from zinfer.probe.measure import DeviceFindings
+from zinfer.probe.limits import cgroup_limit
 from zinfer.units import human_bytes
 
+_SYSTEM: Final = Path("/sys")
 _SLOW_DISK_RATIO: Final = 4.0  # below it a modest share of the model on disk still hides behind the link
 
 
@@ -34,25 +35,24 @@ class HostFacts:
     gpu_nodes: tuple[int | None, ...]
 
 
-def read_facts(gpu_addresses: Sequence[str | None], root: Path = Path("/")) -> HostFacts:
+def read_facts(gpu_addresses: Sequence[str | None]) -> HostFacts:
     """Facts of this process on this machine.
 
     Args:
         gpu_addresses: for each GPU its address under /sys/bus/pci/devices, None where it is not known.
-        root: the folder that holds sys/.
     """
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return HostFacts(
         memory_bytes=psutil.virtual_memory().total,
-        cgroup_bytes=_read_limit(root / "sys/fs/cgroup/memory.max"),
+        cgroup_bytes=cgroup_limit(),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
-        huge_pages=_read_huge_pages(root / "sys/kernel/mm/transparent_hugepage/enabled"),
+        huge_pages=_read_huge_pages(),
         node_cpus={
             int(folder.name.removeprefix("node")): parse_cpus((folder / "cpulist").read_text())
-            for folder in (root / "sys/devices/system/node").glob("node[0-9]*")
+            for folder in (_SYSTEM / "devices/system/node").glob("node[0-9]*")
         },
         own_cpus=frozenset(os.sched_getaffinity(0)),
-        gpu_nodes=tuple(_read_node(root, address) for address in gpu_addresses),
+        gpu_nodes=tuple(_read_node(address) for address in gpu_addresses),
     )
 
 
@@ -65,28 +65,19 @@ def parse_cpus(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def _read_limit(path: Path) -> int | None:
-    """A container's limit (cgroup v2, "memory.max")."""
-    try:
-        limit = path.read_text().strip()
-    except FileNotFoundError:  # not in a container, or cgroup v1
-        return None
-    return None if limit == "max" else int(limit)
-
-
-def _read_huge_pages(path: Path) -> bool:
+def _read_huge_pages() -> bool:
     """Transparent huge pages: the chosen one of "always [madvise] never" (the kernel's admin-guide/mm/transhuge)."""
     try:
-        return "[never]" not in path.read_text()
+        return "[never]" not in (_SYSTEM / "kernel/mm/transparent_hugepage/enabled").read_text()
     except FileNotFoundError:  # a kernel without them
         return False
 
 
-def _read_node(root: Path, address: str | None) -> int | None:
+def _read_node(address: str | None) -> int | None:
     if address is None:
         return None
     try:
-        node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
+        node = int((_SYSTEM / "bus/pci/devices" / address / "numa_node").read_text())
     except FileNotFoundError:  # a container or a virtual machine may hide it
         return None
     return None if node < 0 else node
@@ -96,10 +87,6 @@ def find_warnings(findings: Findings, facts: HostFacts) -> tuple[str, ...]:
     """All lines that the findings of this machine give rise to."""
     checks = (_narrow_links, _refused_pins, _remote_nodes, _cached_disks, _slow_disks, _memory_limits, _small_pages)
     return tuple(line for check in checks for line in check(findings, facts))
-
-
-def _on_cuda(device: DeviceFindings) -> bool:
-    return device.link.kind != "host copies"
 
 
 def _narrow_links(findings: Findings, facts: HostFacts) -> Iterator[str]:
@@ -114,7 +101,7 @@ def _narrow_links(findings: Findings, facts: HostFacts) -> Iterator[str]:
 
 def _refused_pins(findings: Findings, facts: HostFacts) -> Iterator[str]:
     """A low memory-lock limit counts only where pinning more than it was not seen to work: many drivers ignore it."""
-    on_cuda = [device for device in findings.devices if _on_cuda(device)]
+    on_cuda = [device for device in findings.devices if device.link.kind != "host copies"]
     if any(device.link.kind == "pageable copies" for device in on_cuda):
         yield (
             "host memory could not be pinned, copies are slow and do not overlap: raise the memory-lock limit "

@@ -5,22 +5,20 @@ depend on that row alone. Token ids outside the vocabulary are passed over: ther
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
+from zinfer.requests.sampling_params import SamplingParams
 from zinfer.sampling.async_copy import send
 
 
-@dataclass(frozen=True)
-class Penalty:
+class Penalty(NamedTuple):
     """A row's penalties, and the tokens that they strike. row: its place in the logits."""
 
     row: int
-    repetition: float
-    frequency: float
-    presence: float
+    params: SamplingParams
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
 
@@ -66,14 +64,16 @@ def penalize(logits_RV: torch.Tensor, penalties: Sequence[Penalty]) -> None:
     if not penalties:
         return
     rows = _index([penalty.row for penalty in penalties], logits_RV)
+    params = [penalty.params for penalty in penalties]
     struck_RV = logits_RV[rows]
     counts_RV = _counts([penalty.output_ids for penalty in penalties], struck_RV)
-    repeated_RV = (counts_RV + _counts([penalty.prompt_ids for penalty in penalties], struck_RV)) > 0
-    repetition_R1 = _column([penalty.repetition for penalty in penalties], struck_RV)
+    prompts = [penalty.prompt_ids if penalty.params.repetition_penalty != 1 else () for penalty in penalties]
+    repeated_RV = (counts_RV + _counts(prompts, struck_RV)) > 0
+    repetition_R1 = _column([each.repetition_penalty for each in params], struck_RV)
     lowered_RV = torch.where(struck_RV < 0, struck_RV * repetition_R1, struck_RV / repetition_R1)
     struck_RV = torch.where(repeated_RV, lowered_RV, struck_RV)
-    struck_RV -= _column([penalty.frequency for penalty in penalties], struck_RV) * counts_RV
-    struck_RV -= _column([penalty.presence for penalty in penalties], struck_RV) * (counts_RV > 0)
+    struck_RV -= _column([each.frequency_penalty for each in params], struck_RV) * counts_RV
+    struck_RV -= _column([each.presence_penalty for each in params], struck_RV) * (counts_RV > 0)
     logits_RV[rows] = struck_RV
 
 

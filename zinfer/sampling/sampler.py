@@ -163,7 +163,8 @@ def _adjusted(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     allowed = ((i, row.params.allowed_token_ids) for i, row in enumerate(rows))
     keep_only(logits_RV, {i: token_ids for i, token_ids in allowed if token_ids is not None})
     forbid(logits_RV, {i: _forbidden(row) for i, row in enumerate(rows) if row.bad_word_ids or _is_too_short(row)})
-    penalize(logits_RV, [_penalty(i, row) for i, row in enumerate(rows) if row.params.has_penalty])
+    penalized = [(i, row) for i, row in enumerate(rows) if row.params.has_penalty]
+    penalize(logits_RV, [Penalty(i, row.params, row.prompt_ids, row.output_ids) for i, row in penalized])
     return logits_RV
 
 
@@ -171,19 +172,6 @@ def _forbidden(row: Row) -> set[int]:
     """What may not come next: what completes a bad word, and, before it has its least tokens, what ends the row."""
     ends = (*row.end_token_ids, *row.params.stop_token_ids) if _is_too_short(row) else ()
     return {*ends, *last_ids(row.bad_word_ids, row.output_ids)}
-
-
-def _penalty(number: int, row: Row) -> Penalty:
-    params = row.params
-    prompt_ids = row.prompt_ids if params.repetition_penalty != 1 else ()
-    return Penalty(
-        number,
-        params.repetition_penalty,
-        params.frequency_penalty,
-        params.presence_penalty,
-        prompt_ids,
-        row.output_ids,
-    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,6 @@ from typing import Final, NamedTuple
 from zinfer.errors import PlanError
 from zinfer.scheduling.page_pool import HOLE, PagePool
 from zinfer.scheduling.sequence import Sequence
-from zinfer.scheduling.sliding_window import SlidingWindow
 
 _MOST_RESERVED: Final = 1 / 16
 """Share of the pool that prompts leave to decodes at most: beyond it idle pages cost more than setting a few aside."""
@@ -26,27 +25,45 @@ class Beginning(NamedTuple):
     restored: tuple[int, ...]
 
 
+def first_needed(position: int, window: int | None) -> int:
+    """The first position that the token at ``position`` attends to.
+
+    Args:
+        window: positions that a token attends to, its own among them; None: all that come before.
+    """
+    return 0 if window is None else max(position - window + 1, 0)
+
+
 class PageAllocator:
     """Pages of a pool, for sequences that need those of a window.
 
     Args:
         pool: all pages that there are; nobody else takes them.
-        window: what a sequence needs of its own past.
+        window: where every layer of the model slides, as for `first_needed`; pages behind it are given back.
 
     Attributes:
         is_short: whether a sequence got fewer pages than were wanted since it was last set to False.
         most_reserved: pages that prompts leave to decodes at most.
     """
 
-    def __init__(self, pool: PagePool, window: SlidingWindow) -> None:
+    def __init__(self, pool: PagePool, window: int | None) -> None:
+        assert window is None or window >= 1
         self._pool = pool
         self._window = window
         self.is_short = False
         self.most_reserved = int(pool.num_pages * _MOST_RESERVED)
 
-    def pages_alone(self, sequence: Sequence) -> int:
-        """Pages without which the sequence cannot be completed."""
-        return self._window.pages_alone(len(sequence.prompt_ids), sequence.max_new_tokens)
+    def pages_alone(self, num_prompt: int, max_new_tokens: int) -> int:
+        """Pages without which a sequence cannot be completed; the last new token is never computed."""
+        num_pages = self._pool.pages_for(num_prompt + max_new_tokens - 1)
+        if self._window is None:
+            return num_pages
+        # So many neighbouring positions lie in one page more than they fill, where they begin at a page's last.
+        return min(num_pages, self._pool.pages_for(self._window - 1) + 1)
+
+    def pages_of(self, sequence: Sequence) -> int:
+        """`pages_alone` of a sequence."""
+        return self.pages_alone(len(sequence.prompt_ids), sequence.max_new_tokens)
 
     def check(self, sequence: Sequence) -> None:
         """Refuse a sequence that could never be completed.
@@ -54,7 +71,7 @@ class PageAllocator:
         Raises:
             PlanError: the pool could not hold it even alone.
         """
-        num_pages, pool = self.pages_alone(sequence), self._pool
+        num_pages, pool = self.pages_of(sequence), self._pool
         if num_pages > pool.num_pages:
             raise PlanError(
                 f"{len(sequence.prompt_ids)} prompt tokens and {sequence.max_new_tokens} new ones take {num_pages} "
@@ -82,14 +99,14 @@ class PageAllocator:
         num_swapped_out = sequence.num_computed
         begin = max(num_swapped_out, num_found * pool.page_size)
         end = min(sequence.num_tokens, begin + most_tokens)
-        num_behind = self._window.first_needed(begin) // pool.page_size
+        num_behind = first_needed(begin, self._window) // pool.page_size
         if num_behind:
             sequence.pages += [HOLE] * (num_behind - num_found)
             pool.drop_before(sequence, num_behind * pool.page_size)
 
         num_wanted = pool.pages_for(end) - len(sequence.pages)
         num_free = self.num_free_for_prompts(num_others)
-        if num_others and num_free < min(num_wanted, self.pages_alone(sequence)):
+        if num_others and num_free < min(num_wanted, self.pages_of(sequence)):
             pool.release(sequence)
             self.is_short = True
             return None

@@ -6,25 +6,22 @@ best. Only decides: it computes nothing, moves no bytes, and knows no end tokens
 
 [Note: progress] Sequences run in the order in which they were admitted, and everything is given out in that order. One
 is admitted only where the one before it needs no more than a token a pass from then on, so there is one prompt under
-way at most, and it is the last. Where pages run short the last ones are set aside, never the first, and return in the
+way at most, and it is the last. Where pages run short the last ones are preempted, never the first, and return in the
 same order before anything new is admitted. So the first, which fits the pool alone, computes at least a token in every
 pass; when it is finished the next one is the first. Nothing waits for ever, and nothing that was admitted is given up.
 
 [Note: a pass ahead] How many tokens a sequence has is known before they are: after `advance` its last token is
-`PENDING`, the next pass is scheduled, and `receive` says the token while that one is computed. A text that turns out to
-have ended there has a token computed for nothing.
+`PENDING`, the next pass is scheduled, and `receive` says the token while that one is computed. A sequence that turns
+out to have ended there has a token computed for nothing.
 """
 
 from collections.abc import Iterable
 
-from zinfer.scheduling.page_allocator import PageAllocator
+from zinfer.scheduling.page_allocator import PageAllocator, first_needed
 from zinfer.scheduling.page_pool import PagePool
-from zinfer.scheduling.preempted import PreemptedQueue
-from zinfer.scheduling.running import Running
+from zinfer.scheduling.queues import Order, PreemptedQueue, Running, WaitingQueue
 from zinfer.scheduling.schedule import Chunk, Chunks, Pass
 from zinfer.scheduling.sequence import PENDING, Sequence, SequenceState
-from zinfer.scheduling.sliding_window import SlidingWindow
-from zinfer.scheduling.waiting_queue import Order, WaitingQueue
 from zinfer.scheduling.workload import Workload
 
 
@@ -42,8 +39,7 @@ class Scheduler:
         most_swapped_pages: as for `PreemptedQueue`; those pages are copied off the device and back, and of what is
             computed again, pages that can still be found are spared.
         order: of admission; see `WaitingQueue`.
-        window: where every layer of the model slides, the positions that a token attends to, its own among them; pages
-            behind it are given back. None: pages are kept.
+        window: as for `PageAllocator`.
         lends: whether pages are ever to spare.
     """
 
@@ -58,26 +54,25 @@ class Scheduler:
         window: int | None = None,
         lends: bool = True,
     ) -> None:
-        assert token_budget >= 1
-        assert max_sequences >= 1
+        assert min(token_budget, max_sequences) >= 1
         self.pool = pool
         self._token_budget = token_budget
         self._max_sequences = max_sequences
-        self._window = SlidingWindow(window, pool.page_size)
-        self._allotment = PageAllocator(pool, self._window)
+        self._window = window
+        self._allocator = PageAllocator(pool, window)
         self._lends = lends
         self._queue = WaitingQueue(order)
         self._preempted = PreemptedQueue(most_swapped_pages)
         self._running = Running()
         self._last_number = -1
         self._in_flight: Pass | None = None
-        self._demand = Workload(pool.page_size, shares=not self._window.slides)
+        self._workload = Workload(pool.page_size, shares=window is None)
         self._num_lent = 0
 
     @property
     def is_short(self) -> bool:
         """Whether the last pass carried less, or began less, for want of pages."""
-        return self._allotment.is_short
+        return self._allocator.is_short
 
     @property
     def has_preempted(self) -> bool:
@@ -91,7 +86,7 @@ class Scheduler:
 
     @property
     def num_swapped_pages(self) -> int:
-        """Pages that are kept of sequences that were set aside."""
+        """Pages that are kept of preempted sequences."""
         return self._preempted.num_swapped_pages
 
     @property
@@ -100,18 +95,18 @@ class Scheduler:
 
         A prompt may take more pages at once, where a window slides, than it cannot do without.
         """
-        if not self._lends or self._next() or self._running.prompt:
+        if not self._lends or self._preempted.first() or self._queue.first() or self._running.prompt:
             return 0
-        return max(self.pool.num_pages - self._demand.num_pages, 0)
+        return max(self.pool.num_pages - self._workload.num_pages, 0)
 
     @property
     def num_wanted_pages(self) -> int:
         """Pages that are enough for all that was added so far and is not finished, perhaps more than there are."""
-        return self._demand.num_pages
+        return self._workload.num_pages
 
     def fits(self, num_prompt: int, max_new_tokens: int) -> bool:
         """Whether the pool holds such a sequence alone."""
-        return self._window.pages_alone(num_prompt, max_new_tokens) <= self.pool.num_pages
+        return self._allocator.pages_alone(num_prompt, max_new_tokens) <= self.pool.num_pages
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn; sequences come with rising numbers.
@@ -122,9 +117,9 @@ class Scheduler:
         assert sequence.number > self._last_number, f"sequence {sequence.number} after {self._last_number}"
         assert sequence.state is SequenceState.WAITING
         assert not sequence.output_ids
-        self._allotment.check(sequence)
+        self._allocator.check(sequence)
         self._last_number = sequence.number
-        self._demand.add(sequence, self._allotment.pages_alone(sequence))
+        self._workload.add(sequence, self._allocator.pages_of(sequence))
         self._queue.add(sequence)
 
     def schedule(self) -> Pass | None:
@@ -132,11 +127,11 @@ class Scheduler:
         assert self._in_flight is None, "the pass before was not followed by advance"
         coming = Pass(self._num_lent)
         self._num_lent = self.num_spare_pages
-        self._allotment.is_short = False
+        self._allocator.is_short = False
         num_left = self._go_on(coming)
         sequence: Sequence | None = None
         while num_left and len(self._running) < self._max_sequences:
-            sequence = self._next()
+            sequence = self._preempted.first() or self._queue.first()
             if sequence is None or not self._admit(sequence, num_left, coming):
                 break
             num_left -= coming.chunks.ends[-1] - coming.chunks.begins[-1]
@@ -155,13 +150,13 @@ class Scheduler:
         """
         assert computed is self._in_flight, "advance without the pass that was scheduled last"
         self._in_flight = None
-        running, slides, chunks = SequenceState.RUNNING, self._window.slides, computed.chunks
+        running, window, chunks = SequenceState.RUNNING, self._window, computed.chunks
         for sequence, end, samples in zip(chunks.sequences, chunks.ends, chunks.samples, strict=True):
             if sequence.state is not running:
                 continue
             sequence.num_computed = end
-            if slides:
-                self.pool.drop_before(sequence, self._window.first_needed(end))
+            if window is not None:
+                self.pool.drop_before(sequence, first_needed(end, window))
             if samples:
                 output_ids = sequence.output_ids
                 output_ids.append(PENDING)
@@ -183,7 +178,7 @@ class Scheduler:
         assert sequence.state is not SequenceState.FINISHED, f"sequence {sequence.number} is FINISHED"
         self._leave(sequence)
         sequence.state = SequenceState.FINISHED
-        self._demand.remove(sequence, self._allotment.pages_alone(sequence))
+        self._workload.remove(sequence, self._allocator.pages_of(sequence))
 
     def restart(self, sequence: Sequence) -> None:
         """Compute a sequence again from its first token, in pages that it shares with no other, next of all.
@@ -191,26 +186,22 @@ class Scheduler:
         It may be finished; a token that is pending is dropped, and what was swapped out is the caller's to drop.
         """
         if sequence.state is not SequenceState.FINISHED:
-            self._demand.remove(sequence, self._allotment.pages_alone(sequence))
+            self._workload.remove(sequence, self._allocator.pages_of(sequence))
         self._leave(sequence)
         if sequence.output_ids[-1:] == [PENDING]:
             sequence.output_ids.pop()
         sequence.shares = False
-        self._demand.add(sequence, self._allotment.pages_alone(sequence))
+        self._workload.add(sequence, self._allocator.pages_of(sequence))
         self._preempted.add(sequence, 0)
 
     def forget(self) -> None:
-        """Let nobody find what is computed so far: it may be damaged. Who holds pages of it keeps them to himself."""
+        """Drop the prefix cache (it may be damaged); running sequences keep their pages unshared."""
         self.pool.forget()
         for sequence in self._running:
-            self._demand.keep_apart(sequence)
+            self._workload.keep_apart(sequence)
 
     def confine(self, num_pages: int) -> dict[int, int]:
-        """Use the first ``num_pages`` alone; more again where that is more, and all with all.
-
-        Returns:
-            Pages that are to be copied before the next pass, with the pages that take their places.
-        """
+        """Use the first ``num_pages`` alone, until it is called with more; returns what `PagePool.confine` does."""
         assert self._in_flight is None, "a pass that was scheduled has its pages"
         moved = self.pool.confine(num_pages)
         for sequence in self._running:
@@ -225,19 +216,19 @@ class Scheduler:
         self.pool.release(sequence)
 
     def _go_on(self, coming: Pass) -> int:
-        """Chunks for those that run; the tokens left for others, none where one of them was set aside or has to wait.
+        """Chunks for those that run; the tokens left for others, none where one of them was preempted or has to wait.
 
         Nor is anything admitted behind a prompt under way that does not reach its end: it took all tokens or all pages.
         """
-        num_pages = max(self.pool.num_pages - self._allotment.most_reserved, 1)
-        pace = max(self._demand.pace(num_pages, self._max_sequences), len(self._running))
+        num_pages = max(self.pool.num_pages - self._allocator.most_reserved, 1)
+        pace = max(self._workload.pace(num_pages, self._max_sequences), len(self._running))
         num_left = min(self._token_budget, pace)
         num_running, prompt, decodes = len(self._running), self._running.prompt, self._running.decodes()
         going = self._with_room(decodes[:num_left], coming)
         coming.chunks = Chunks.of_decodes(going)
         page_size = self.pool.page_size
         for sequence in [each for each in going if (each.num_computed + 1) // page_size > each.num_named]:
-            self._allotment.publish(sequence, sequence.num_computed + 1)
+            self._allocator.publish(sequence, sequence.num_computed + 1)
         num_left -= len(going)
         if len(self._running) < num_running or len(going) < len(decodes):
             return 0
@@ -250,7 +241,7 @@ class Scheduler:
         for sequence in [each for each in decodes if each.num_computed >= len(each.pages) * page_size]:
             begin = sequence.num_computed
             if sequence.state is not running or self._extend(sequence, begin + 1, coming) == begin:
-                # It waits for a page, and is the last; or it and all after it were set aside for one before.
+                # It waits for a page, and is the last; or it and all after it were preempted for one before.
                 decodes = decodes[: decodes.index(sequence)]
                 break
         return [each for each in decodes if each.state is running]
@@ -264,21 +255,21 @@ class Scheduler:
         if end == begin:
             return most_tokens
         coming.chunks.append(Chunk(prompt, begin, end, end == num_tokens))
-        self._allotment.publish(prompt, end)
+        self._allocator.publish(prompt, end)
         return end - begin
 
     def _extend(self, sequence: Sequence, end: int, coming: Pass) -> int:
         """Take pages for a running sequence up to position ``end``, or as far as they go; says how far."""
         if sequence.num_tokens - sequence.num_computed > 1:
             assert self._running.last is sequence, "a prompt under way is the last one running"
-            return self._allotment.extend(sequence, end, self._allotment.num_free_for_prompts(len(self._running) - 1))
+            return self._allocator.extend(sequence, end, self._allocator.num_free_for_prompts(len(self._running) - 1))
         while not self.pool.num_free and (last := self._running.last) is not sequence:
             assert last is not None, "the sequence runs"
             self._make_room(last, coming)
-        return self._allotment.extend(sequence, end, self.pool.num_free)
+        return self._allocator.extend(sequence, end, self.pool.num_free)
 
     def _make_room(self, last: Sequence, coming: Pass) -> None:
-        """Set the last running sequence aside; it has no chunk in the pass yet, because it is the last."""
+        """Preempt the last running sequence; it has no chunk in the pass yet, because it is the last."""
         self._running.remove(last)
         pages = tuple(last.pages[last.num_dropped :])
         self._preempted.add(last, len(pages))
@@ -286,24 +277,14 @@ class Scheduler:
             coming.swapped_out.append((last, pages))
         self.pool.release(last)
 
-    def _next(self) -> Sequence | None:
-        """The one to admit next."""
-        return self._preempted.first() or self._queue.first()
-
     def _admit(self, sequence: Sequence, num_left: int, coming: Pass) -> bool:
         """Let a sequence run that waits or is preempted, with a chunk in this pass; False if pages run short."""
-        given = self._allotment.begin(sequence, num_left, len(self._running))
+        given = self._allocator.begin(sequence, num_left, len(self._running))
         if given is None:
             return False
         begin, end, restored = given
         if sequence.state is SequenceState.SWAPPED:
             coming.swapped_in.append((sequence, restored))
-        self._start(sequence, begin)
-        coming.chunks.append(Chunk(sequence, begin, end, end == sequence.num_tokens))
-        self._allotment.publish(sequence, end)
-        return True
-
-    def _start(self, sequence: Sequence, begin: int) -> None:
         if sequence is self._preempted.first():
             self._preempted.remove(sequence)
         else:
@@ -311,3 +292,6 @@ class Scheduler:
         sequence.num_computed = begin
         sequence.state = SequenceState.RUNNING
         self._running.add(sequence)
+        coming.chunks.append(Chunk(sequence, begin, end, end == sequence.num_tokens))
+        self._allocator.publish(sequence, end)
+        return True

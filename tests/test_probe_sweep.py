@@ -2,27 +2,35 @@
 
 import errno
 import itertools
-import logging
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from probe_support import TINY
 from reader_support import PAGE, open_descriptors_of
 from threads import open_descriptors
 
 from zinfer.config import resolve_settings
 from zinfer.engine.runtime import open_reader
-from zinfer.nvme import tune
+from zinfer.errors import ConfigError
 from zinfer.nvme.reader import DiskReadError
-from zinfer.nvme.tune import DiskRate, aio_section, best, sweep_reads, sweep_writes
+from zinfer.probe import disk
+from zinfer.probe.disk import DiskFindings, DiskRate, aio_section, measure_disk, sweep_reads, sweep_writes
+from zinfer.probe.sizes import FULL_CPU, Sizes
 
 BLOCKS = (PAGE, 4 * PAGE)
 DEPTHS = (1, 3)
 NUM_BYTES = 50 * PAGE + 100
 POINTS = list(itertools.product(BLOCKS, DEPTHS))
+
+
+def sizes(seconds: float, **changed: tuple[int, ...]) -> Sizes:
+    few = replace(TINY, block_sizes=BLOCKS, read_depths=DEPTHS, write_depths=DEPTHS, seconds_per_point=seconds)
+    return replace(few, **changed)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -42,7 +50,7 @@ def test_a_read_sweep_measures_every_point_within_the_file(large: Path, monkeypa
 
     monkeypatch.setattr(os, "preadv", preadv)
     descriptors, threads = open_descriptors(), threading.active_count()
-    rates = sweep_reads(large, block_sizes=BLOCKS, depths=DEPTHS, seconds_per_point=0.05)
+    rates = sweep_reads(large, sizes(0.05))
     assert [(rate.operation, rate.block_bytes, rate.num_threads) for rate in rates] == [("read", *p) for p in POINTS]
     assert all(rate.bytes_per_s > 0 for rate in rates)
     assert {nbytes for _, nbytes in asked} == set(BLOCKS)
@@ -55,7 +63,7 @@ def test_a_read_sweep_measures_every_point_within_the_file(large: Path, monkeypa
     slack=st.integers(0, 5 * PAGE),
 )
 def test_no_bytes_are_taken_twice_in_a_row(blocks: list[int], slack: int) -> None:
-    walk = tune._Walk(3 * max(blocks) + slack)
+    walk = disk._Walk(3 * max(blocks) + slack)
     taken = [(walk.take(block), block) for block in blocks]
     for (before, before_bytes), (after, after_bytes) in itertools.pairwise(taken):
         assert after >= before + before_bytes or after + after_bytes <= before
@@ -63,7 +71,7 @@ def test_no_bytes_are_taken_twice_in_a_row(blocks: list[int], slack: int) -> Non
 
 
 def test_a_walk_comes_to_every_part() -> None:
-    walk = tune._Walk(10 * PAGE + 5)
+    walk = disk._Walk(10 * PAGE + 5)
     assert [walk.take(2 * PAGE) // PAGE for _ in range(7)] == [0, 2, 4, 6, 8, 0, 2]
 
 
@@ -75,7 +83,7 @@ def test_a_point_begins_nothing_after_its_time(large: Path, monkeypatch: pytest.
     )
     for depth in (1, 8):
         begun.clear()
-        [rate] = sweep_reads(large, block_sizes=(PAGE,), depths=(depth,), seconds_per_point=0)
+        [rate] = sweep_reads(large, sizes(0, block_sizes=(PAGE,), read_depths=(depth,)))
         assert 1 <= len(begun) <= depth + 4
         assert rate.bytes_per_s > 0
 
@@ -88,18 +96,19 @@ def test_refused_direct_io_shows_in_the_rates(large: Path, monkeypatch: pytest.M
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
         return real(path, flags, *args, **kwargs)
 
-    direct = sweep_reads(large, block_sizes=BLOCKS, depths=DEPTHS, seconds_per_point=0)
+    direct = sweep_reads(large, sizes(0))
     monkeypatch.setattr(os, "open", opening)
-    refused = sweep_reads(large, block_sizes=BLOCKS, depths=DEPTHS, seconds_per_point=0)
+    refused = sweep_reads(large, sizes(0))
     assert [rate.direct for rate in refused] == 4 * [False]
     assert len({rate.direct for rate in direct}) == 1
 
 
 def test_a_file_too_small_to_say_anything(large: Path) -> None:
-    with pytest.raises(ValueError, match=rf"large\.bin: {NUM_BYTES} bytes are too few to measure.*least {51 * PAGE}"):
-        sweep_reads(large, block_sizes=(PAGE, 17 * PAGE), depths=(1,))
+    with pytest.raises(ConfigError, match=rf"large\.bin: {NUM_BYTES} bytes say nothing.*file of {52 * PAGE} or more"):
+        sweep_reads(large, sizes(0, block_sizes=(13 * PAGE,)))
+    assert {rate.block_bytes for rate in sweep_reads(large, sizes(0, block_sizes=(PAGE, 13 * PAGE)))} == {PAGE}
     with pytest.raises(FileNotFoundError, match=r"gone\.bin"):
-        sweep_reads(large.with_name("gone.bin"))
+        sweep_reads(large.with_name("gone.bin"), sizes(0))
 
 
 def test_a_disk_that_fails_ends_the_sweep(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,29 +118,27 @@ def test_a_disk_that_fails_ends_the_sweep(large: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "preadv", fail)
     threads = threading.active_count()
     with pytest.raises(DiskReadError, match=r"large\.bin: reading at byte \d+: Input/output error"):
-        sweep_reads(large, block_sizes=BLOCKS, depths=DEPTHS, seconds_per_point=0.05)
+        sweep_reads(large, sizes(0.05))
     assert threading.active_count() == threads
     assert open_descriptors_of(large) == 0
 
 
-def test_a_write_sweep_writes_real_bytes_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, asked, sizes = os.pwrite, [], set()
+def test_a_write_sweep_writes_real_bytes_within_the_file(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = os.pwrite, []
 
     def pwrite(fd: int, part: memoryview, offset: int) -> int:
         count = real(fd, part, offset)
-        sizes.add(os.fstat(fd).st_size)
         asked.append((offset, count, len(set(bytes(part[:PAGE])))))
         return count
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     descriptors, threads = open_descriptors(), threading.active_count()
-    rates = sweep_writes(tmp_path, num_bytes=NUM_BYTES, block_sizes=BLOCKS, depths=DEPTHS, seconds_per_point=0.05)
+    rates = sweep_writes(large, sizes(0.05))
     assert [(rate.operation, rate.block_bytes, rate.num_threads) for rate in rates] == [("write", *p) for p in POINTS]
     assert all(rate.bytes_per_s > 0 for rate in rates)
-    assert sizes == {NUM_BYTES}, "the room is taken beforehand and no more of it"
+    assert large.stat().st_size == NUM_BYTES
     assert all(distinct > 200 for _, _, distinct in asked), "bytes that a disk could compress away"
     assert all(offset + count <= NUM_BYTES and offset % PAGE == 0 for offset, count, _ in asked)
-    assert list(tmp_path.iterdir()) == []
     assert (open_descriptors(), threading.active_count()) == (descriptors, threads)
 
 
@@ -143,43 +150,23 @@ def test_a_write_that_fails_leaves_nothing_and_names_the_folder(
 
     monkeypatch.setattr(os, "pwrite", fail)
     descriptors, threads = open_descriptors(), threading.active_count()
-    with pytest.raises(OSError, match="Input/output error") as caught:
-        sweep_writes(tmp_path, num_bytes=NUM_BYTES, block_sizes=BLOCKS, depths=DEPTHS, seconds_per_point=0.05)
-    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path))
+    with pytest.raises(OSError, match=rf"Input/output error: 'a temporary file in {tmp_path}'") as caught:
+        measure_disk(tmp_path, TINY)
+    assert caught.value.errno == errno.EIO
     assert list(tmp_path.iterdir()) == []
     assert (open_descriptors(), threading.active_count()) == (descriptors, threads)
 
 
-def test_a_folder_without_room(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"a temporary file needs \d+ bytes, \d+ are free; make room or name") as caught:
-        sweep_writes(tmp_path, num_bytes=1 << 60)
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(FileNotFoundError, match="gone"):
-        sweep_writes(tmp_path / "gone", num_bytes=1 << 30)
-    with pytest.raises(
-        ValueError, match=rf"num_bytes: {PAGE} bytes are too few to measure; ask for at least {12 * PAGE}"
-    ):
-        sweep_writes(tmp_path, num_bytes=PAGE, block_sizes=BLOCKS)
+def test_writes_through_the_page_cache_show_in_the_rates(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
 
+    def opening(path: object, flags: int, *args: object, **kwargs: object) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+        return real(path, flags, *args, **kwargs)
 
-def test_writes_through_the_page_cache_are_said_to_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    real = tune.fcntl.fcntl
-
-    def refuse(fd: int, command: int, argument: int = 0) -> int:
-        if command == tune.fcntl.F_SETFL and argument & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(fd, command, argument)
-
-    monkeypatch.setattr(tune.fcntl, "fcntl", refuse)
-    with caplog.at_level(logging.WARNING):
-        rates = sweep_writes(tmp_path, num_bytes=NUM_BYTES, block_sizes=BLOCKS, depths=(2,), seconds_per_point=0)
-    assert [rate.direct for rate in rates] == [False, False]
-    [said] = caplog.records
-    assert str(tmp_path) in said.getMessage()
-    assert "refuses direct I/O" in said.getMessage()
+    monkeypatch.setattr(os, "open", opening)
+    assert [rate.direct for rate in sweep_writes(large, sizes(0, write_depths=(2,)))] == [False, False]
 
 
 RATES = st.lists(
@@ -197,11 +184,10 @@ RATES = st.lists(
 @given(rates=RATES)
 def test_the_best_is_the_fastest_with_the_least_under_way(rates: list[DiskRate]) -> None:
     reads = [rate for rate in rates if rate.operation == "read"]
-    if not reads:
-        with pytest.raises(ValueError, match="no read was measured"):
-            best(rates, "read")
+    found = DiskFindings("/", 1, tuple(rates)).best("read")
+    if found is None:
+        assert not reads
         return
-    found = best(rates, "read")
     assert found in reads
     for rate in reads:
         assert rate.bytes_per_s <= found.bytes_per_s
@@ -209,7 +195,9 @@ def test_the_best_is_the_fastest_with_the_least_under_way(rates: list[DiskRate])
             assert rate.block_bytes * rate.num_threads >= found.block_bytes * found.num_threads
 
 
-@pytest.mark.parametrize(("block_bytes", "num_threads"), list(itertools.product(tune.BLOCK_SIZES, tune.DEPTHS)))
+@pytest.mark.parametrize(
+    ("block_bytes", "num_threads"), list(itertools.product(FULL_CPU.block_sizes, FULL_CPU.read_depths))
+)
 def test_the_printed_section_leads_back_to_the_setting(block_bytes: int, num_threads: int) -> None:
     section = aio_section(DiskRate("read", block_bytes, num_threads, 1e9, True))
     reader = open_reader(resolve_settings(section).aio, {}, on_cuda=False)
