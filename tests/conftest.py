@@ -28,10 +28,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 START_COMMANDS: Final = (
     "test_cli_kill.py",
+    "test_corruptions.py",
     "test_faults_jobs.py",
     "test_lost_streams.py",
     "test_packed_cache_processes.py",
     "test_quantize_cli.py",
+    "test_spill_file.py",
 )
 """Files that fork commands: they stay in one process, whose server imports torch and transformers once."""
 
