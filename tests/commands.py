@@ -22,8 +22,8 @@ import torch
 
 _IMPORTED: Final = [f"zinfer.{name}" for name in ("cli", "jobs.job", "jobs.summary", "store.writing", "store.progress")]
 Preparation = tuple[Callable[..., None], tuple[Any, ...]]
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_IMPORTED)
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(_IMPORTED)
 
 
 class Forked:
@@ -33,7 +33,7 @@ class Forked:
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         self.stdout, self.stderr = os.fdopen(out), os.fdopen(err)
-        self._process = _context.Process(target=_command, args=(_Ends(out_end, err_end), *args))
+        self._process = context.Process(target=_command, args=(_Ends(out_end, err_end), *args))
         self._process.start()
         os.close(out_end)
         os.close(err_end)

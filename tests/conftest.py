@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, Final
 from zlib import crc32
 
 import pytest
@@ -25,6 +25,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 # Under `nohup` and behind `&` these are ignored, in every process that a test starts as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+START_COMMANDS: Final = (
+    "test_cli_kill.py",
+    "test_corruptions.py",
+    "test_faults_jobs.py",
+    "test_lost_streams.py",
+    "test_packed_cache_processes.py",
+    "test_quantize_cli.py",
+    "test_spill_file.py",
+)
+"""Files that fork commands: they stay in one process, whose server imports torch and transformers once."""
 
 # A loaded machine is slow at times; that is no fault of the property.
 settings.register_profile("zinfer", deadline=None)
@@ -69,6 +80,25 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests marked slow too")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``: as xdist does, but with the files that fork commands as one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "commands" if file.endswith(START_COMMANDS) else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and tests outlive everything: no collection of a test's walks through their million objects again."""
+    gc.collect()
+    gc.freeze()
 
 
 def is_slow(item: pytest.Item) -> bool:

@@ -81,12 +81,15 @@ class PagedEngine:
         """The pool's counts are those of the pages that sequences hold; only running ones hold any."""
         held: Counter[int] = Counter()
         for sequence in sequences:
+            if not sequence.pages:
+                assert sequence.num_dropped == 0
+                continue
             pages = [page for page in sequence.pages if page != HOLE]
             assert len(set(pages)) == len(pages)
-            assert not sequence.pages or sequence.state is SequenceState.RUNNING
+            assert sequence.state is SequenceState.RUNNING
             assert sequence.pages.count(HOLE) == sequence.num_dropped
             held.update(pages)
-        assert [held[page] for page in range(self.pool.num_pages)] == self.pool._num_users
+        assert held == {page: count for page, count in enumerate(self.pool._num_users) if count}
         assert self.pool.num_used == len(held)
         self.num_shared += any(count > 1 for count in held.values())
         self._before = {sequence.number: (sequence, list(sequence.pages)) for sequence in sequences if sequence.pages}

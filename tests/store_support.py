@@ -95,14 +95,14 @@ class Quantizing:
         self.output = output
         self.options = options
 
-    def start(self, *options: str, warm: bool = True, limit_bytes: int | None = None) -> Process:
+    def start(self, *options: str, limit_bytes: int | None = None) -> Process:
         """Begin; no file that the process writes may become larger than the limit."""
         command = ["quantize", "--model", self.model, "--output", self.output, *self.options, *options]
-        return start(command, Path.cwd(), warm=warm, limit_bytes=limit_bytes)
+        return start(command, Path.cwd(), warm=True, limit_bytes=limit_bytes)
 
-    def run(self, *options: str, warm: bool = True, limit_bytes: int | None = None) -> tuple[int, str, str]:
+    def run(self, *options: str, limit_bytes: int | None = None) -> tuple[int, str, str]:
         """Exit code, stdout and stderr."""
-        process = self.start(*options, warm=warm, limit_bytes=limit_bytes)
+        process = self.start(*options, limit_bytes=limit_bytes)
         out, err = process.communicate(timeout=200)
         assert process.returncode is not None
         return process.returncode, out, err

@@ -17,7 +17,7 @@ from reader_support import age
 from zinfer.errors import JobError
 from zinfer.jobs import run_job
 
-NUM_ROWS = 160
+NUM_ROWS = 96
 BATCH_SIZE = 8
 STREAMED = '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "swap"}}}'
 
@@ -46,9 +46,9 @@ class Workplace:
     def shards(self) -> list[Path]:
         return sorted(self.model.glob("*.safetensors"))
 
-    def start(self, output: str, *, warm: bool = True) -> Process:
+    def start(self, output: str) -> Process:
         options = ["--input", "in.jsonl", "--output", output, "--config", "ds.json", "--batch-size", str(BATCH_SIZE)]
-        return start(["run", "--model", "model", *options, "--device", "cpu"], self.folder, warm=warm)
+        return start(["run", "--model", "model", *options, "--device", "cpu"], self.folder, warm=True)
 
     def files(self) -> set[str]:
         return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
@@ -62,7 +62,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 @pytest.fixture(scope="module")
 def whole(original: Workplace) -> bytes:
     """The output of a job that ran alone."""
-    process = original.start("alone.jsonl", warm=False)
+    process = original.start("alone.jsonl")
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
     rows = read_rows(original.folder / "alone.jsonl")

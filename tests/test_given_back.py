@@ -59,7 +59,6 @@ def storages() -> Iterator[Storages]:
     try:
         yield found
     finally:
-        gc.unfreeze()
         gc.enable()
 
 

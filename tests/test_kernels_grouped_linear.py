@@ -123,8 +123,8 @@ def test_few_pairs_of_fragments_each_read_their_matrix(
             with emulated(x, weight.codes, weight.scales) if INTERPRETED else nullcontext(), cut_into(programs):
                 found = chosen_linear(x, weight, groups.chosen, mixture.rows, bias)
             assert_right(found, x, weight, groups, bias)
-            with emulated(x, weight.codes, weight.scales) if INTERPRETED else nullcontext(), cut_into(programs):
-                assert torch.equal(found, chosen_linear(x, weight, groups.chosen, mixture.rows, bias))
+        with emulated(x, weight.codes, weight.scales) if INTERPRETED else nullcontext(), cut_into(programs):
+            assert torch.equal(found, chosen_linear(x, weight, groups.chosen, mixture.rows, bias))
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,8 @@ def test_a_window_that_nothing_heeds(tmp_path: Path, prompts: list[list[int]]) -
     (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 16}))
     with LLM(tmp_path, device="cpu", kv_page_size=4, kv_cache_memory="100kB") as llm:
         params = SamplingParams(max_new_tokens=30)
-        together = llm.generate(by_ids(prompts), params)
-        assert [llm.generate([prompt], params)[0].token_ids for prompt in by_ids(prompts)] == [
+        together = llm.generate(by_ids(prompts[:6]), params)
+        assert [llm.generate([prompt], params)[0].token_ids for prompt in by_ids(prompts[:6])] == [
             each.token_ids for each in together
         ]
 

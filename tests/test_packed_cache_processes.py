@@ -51,16 +51,14 @@ class Workplace:
         self.processes: list[Process] = []
         write_rows(folder / "in.jsonl", prompt_rows(6))
 
-    def start(
-        self, output: str, *, home: str = "nvme", stop: tuple[str, int] | None = None, warm: bool = True
-    ) -> Process:
+    def start(self, output: str, *, home: str = "nvme", stop: tuple[str, int] | None = None) -> Process:
         """`zinfer run`, which is stopped by a signal of this name at the file of this number."""
         offload = {"device": home} | ({"nvme_path": "nvme"} if home == "nvme" else {})
         config = {"zero_optimization": {"offload_param": offload}, "zinfer": {"quantization": SECTION}}
         (self.folder / "ds.json").write_text(json.dumps(config))
         options = ["--input", "in.jsonl", "--output", output, "--config", "ds.json", "--device", "cpu"]
         prepare = None if stop is None else (stop_when_writing, stop)
-        process = start(["run", "--model", self.model, *options], self.folder, warm=warm, prepare=prepare)
+        process = start(["run", "--model", self.model, *options], self.folder, warm=True, prepare=prepare)
         self.processes.append(process)
         return process
 
@@ -89,7 +87,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The rows of a job whose weights are quantized into host memory."""
     place = Workplace(tmp_path_factory.mktemp("host"), model)
-    place.finish(place.start("out.jsonl", home="cpu", warm=False))
+    place.finish(place.start("out.jsonl", home="cpu"))
     return place.rows("out.jsonl")
 
 

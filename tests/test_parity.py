@@ -22,6 +22,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def batch() -> dict[str, torch.Tensor]:
+    return padded_batch()
+
+
+def padded_batch() -> dict[str, torch.Tensor]:
     input_ids, attention_mask = left_padded(random_prompts(5, seed=3))
     assert len(set(attention_mask.sum(dim=1).tolist())) > 2, "the batch must mix lengths"
     return {"input_ids": input_ids, "attention_mask": attention_mask}
@@ -32,10 +36,11 @@ def eager(folder: Path, device: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
 
 
-def reference(folder: Path, batch: dict[str, torch.Tensor], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+@cache
+def reference(folder: Path, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Greedy tokens and prompt logits of plain transformers."""
     model = eager(folder, device)
-    inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+    inputs = {name: tensor.to(device) for name, tensor in padded_batch().items()}
     with torch.no_grad():
         return model.generate(**inputs, max_new_tokens=NUM_NEW_TOKENS, do_sample=False), model(**inputs).logits
 
@@ -46,7 +51,7 @@ def reference(folder: Path, batch: dict[str, torch.Tensor], device: str) -> tupl
 def test_tokens_and_logits_equal_transformers(
     folder: Path, batch: dict[str, torch.Tensor], homes: str, num_slots: int, device: str
 ) -> None:
-    tokens, logits = reference(folder, batch, device)
+    tokens, logits = reference(folder, device)
     assert distinct_tokens(tokens[:, batch["input_ids"].shape[1] :]) >= 6
     with engine_for(folder, homes, num_slots, device) as engine:
         assert torch.equal(engine.generate(**batch, max_new_tokens=NUM_NEW_TOKENS, do_sample=False), tokens)
@@ -131,7 +136,7 @@ def test_tied_and_untied_heads(
     tmp_path: Path, batch: dict[str, torch.Tensor], tie: bool, homes: str, device: str
 ) -> None:
     folder = tiny_checkpoint("llama", tmp_path / "model", num_layers=7, tie=tie)
-    _, logits = reference(folder, batch, device)
+    _, logits = reference(folder, device)
     with engine_for(folder, homes, 2, device) as engine:
         assert torch.equal(engine(**batch).logits, logits)
         assert torch.equal(engine(**batch).logits, logits)

@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The store of an undisturbed run."""
     command = Quantizing(model, tmp_path_factory.mktemp("whole") / "store", *OPTIONS)
-    code, out, err = command.run(warm=False)
+    code, out, err = command.run()
     assert code == 0, err
     assert re.search(rf"blocks +│ +{NUM_BLOCKS} ", out)
     return contents(command.output)

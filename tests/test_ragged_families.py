@@ -30,7 +30,7 @@ def test_tokens_are_those_of_each_prompt_alone(family: str, tmp_path: Path) -> N
     streamed = zinfer.init_inference(
         tmp_path, {"zero_optimization": {"offload_param": {"device": "nvme"}}}, device="cpu"
     )
-    reference.check(streamed, chunk=1, page_size=16)
+    reference.check(streamed, chunk=3, page_size=16)
     passes, read = streamed.stats().passes, streamed.stats().disk_bytes_per_pass
     reference.check(streamed, chunk=7, page_size=1, most_part_tokens=5)
     assert streamed.stats().passes > passes

@@ -57,15 +57,15 @@ def test_errors_are_those_of_rounding(family: str, tmp_path: Path) -> None:
 def test_more_bits_agree_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zinfer.evaluation.compare._NUM_NEW_TOKENS", 5)
     prompts = tmp_path / "prompts.jsonl"
-    lines = (DEMO / "prompts.jsonl").read_text().splitlines()[:24]
+    lines = (DEMO / "prompts.jsonl").read_text().splitlines()[:12]
     prompts.write_text("\n".join(lines) + "\n")
     settings = resolve_settings({"zinfer": {"device": "cpu"}})
     found = {}
     for name, section in {"int8": {"bits": 8}, "int4": {"bits": 4}}.items():
         store = store_of(DEMO / "model", tmp_path / name, dict(section))
         found[name] = compare_models(DEMO / "model", store, prompts, settings)
-        assert found[name].num_prompts == 24
-        assert found[name].num_tokens > 24 * 4
+        assert found[name].num_prompts == 12
+        assert found[name].num_tokens > 12 * 4
         assert found[name].full_log_likelihood == found["int8"].full_log_likelihood < 0
     assert abs(found["int8"].change) < abs(found["int4"].change)
     assert found["int8"].equal_tokens >= found["int4"].equal_tokens

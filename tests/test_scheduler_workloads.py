@@ -1,6 +1,6 @@
 """Whatever arrives, ends, and is given up, in whatever room: every sequence says what it says alone.
 
-``ZINFER_WORKLOADS=10000`` runs so many random ones in each test instead of a hundred.
+``ZINFER_WORKLOADS=10000`` runs so many random ones in each test instead of sixty.
 """
 
 import os
@@ -17,7 +17,7 @@ from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.sequence import Sequence, SequenceState
 
 MOST_PROMPT_TOKENS = 200
-NUM_WORKLOADS = int(os.environ.get("ZINFER_WORKLOADS", "100"))
+NUM_WORKLOADS = int(os.environ.get("ZINFER_WORKLOADS", "60"))
 FAMILIES = [tuple((place * place // (7 + family)) % NUM_TOKENS_KNOWN for place in range(200)) for family in range(3)]
 """Texts that prompts begin with."""
 

@@ -123,7 +123,7 @@ def test_what_is_kept_is_what_would_be_simulated_anew(monkeypatch: pytest.Monkey
         return simulate(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(simulation, "simulate", counting)
-    for _ in range(20):
+    for _ in range(10):
         budget, lengths = budget_of(draw), lengths_of(draw)
         kept = Simulations(*lengths, window)
         for limit in LIMITS:
@@ -135,5 +135,5 @@ def test_what_is_kept_is_what_would_be_simulated_anew(monkeypatch: pytest.Monkey
         assert kept.under(replace(limited, num_pages=1000)) == with_names(
             *lengths, replace(limited, num_pages=1000), window
         )
-    assert 0 < num_anew < 20 * len(LIMITS) * 0.9
+    assert 0 < num_anew < 10 * len(LIMITS) * 0.9
     assert num_preempted > 0, "texts that are computed again"

@@ -5,16 +5,17 @@ import gc
 import mmap
 import os
 import signal
-import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import commands
 import pytest
 import ragged_models
 import torch
@@ -347,22 +348,21 @@ def test_a_checkpoint_that_is_named_is_read_where_it_lies(batch: Tensors, tmp_pa
 
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    script = (
-        "import sys, zinfer\n"
-        "from checkpoints import tiny_model\n"
-        "from test_spill_file import on_disk\n"
-        "engine = zinfer.init_inference(tiny_model('llama', num_layers=3), on_disk(sys.argv[1]), device='cpu')\n"
-        "engine(input_ids=__import__('torch').tensor([[5, 6]]))\n"
-        "print('runs', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=here
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"runs\n"
-        links = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
-        assert any(link.startswith(str(tmp_path)) for link in links)
-        process.send_signal(signal.SIGKILL)
+    ours, theirs = commands.context.Pipe()
+    process = commands.context.Process(target=run_until_killed, args=(tmp_path, theirs))
+    process.start()
+    theirs.close()
+    assert ours.recv() == "runs"
+    links = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+    assert any(link.startswith(str(tmp_path)) for link in links)
+    process.kill()
+    process.join()
     assert list(tmp_path.iterdir()) == []
+
+
+def run_until_killed(nvme_path: Path, test: Connection) -> None:
+    """In another process: an engine that says when it has computed."""
+    engine = zinfer.init_inference(tiny_model("llama", num_layers=3), on_disk(nvme_path), device="cpu")
+    engine(input_ids=torch.tensor([[5, 6]]))
+    test.send("runs")
+    test.recv()
