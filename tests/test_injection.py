@@ -114,7 +114,7 @@ def test_a_model_is_the_callers_again_where_an_engine_is_not_made_or_dropped(mon
         raise OSError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("zinfer.engine.engine.Runtime", fail)
+        patch.setattr("zinfer.engine.streamed_model.Runtime", fail)
         with pytest.raises(OSError, match="no memory"):
             zinfer.init_inference(model, device="cpu", replace_with_kernel_inject=True)
     assert not any("forward" in module.__dict__ for module in model.modules())
