@@ -166,9 +166,9 @@ class OutputFile:
 
     def _open_locked(self) -> int:
         path = self.path
-        if path.exists() and not path.is_file():
-            raise UnusableInput(f"output {path} is not a regular file")
         try:
+            if path.exists() and not path.is_file():
+                raise UnusableInput(f"output {path} is not a regular file")
             while True:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
                 try:

@@ -6,6 +6,7 @@ each. It imports nothing of zinfer, and no torch, so that it starts in a second.
 """
 
 import json
+import math
 import os
 import resource
 import sys
@@ -55,7 +56,7 @@ def main() -> None:
 def _give_cpu_time(most_cpu_s: int) -> None:
     """Have SIGXCPU end the process when the next chat has taken its time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + most_cpu_s)
+    _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + most_cpu_s)
 
 
 def _limit(what: int, most: int) -> None:
