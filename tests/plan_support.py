@@ -8,44 +8,17 @@ from typing import Any
 import torch
 from transformers import DeepseekV3Config, GptOssConfig
 
+from zinfer.model.known_models import KNOWN_MODELS
 from zinfer.model.outline import Outline, read_outline
 from zinfer.planning.presets import Machine
 from zinfer.probe.limits import MachineLimits
 from zinfer.probe.rates import Rates
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+LLAMA = dict(KNOWN_MODELS["llama-3-70b"])
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama-3-70B": LLAMA,
-    "Llama-3.1-405B": {
-        **LLAMA,
-        "hidden_size": 16384,
-        "intermediate_size": 53248,
-        "num_hidden_layers": 126,
-        "num_attention_heads": 128,
-        "max_position_embeddings": 131072,
-    },
-    "OPT-175B": {
-        "model_type": "opt",
-        "hidden_size": 12288,
-        "ffn_dim": 49152,
-        "num_hidden_layers": 96,
-        "num_attention_heads": 96,
-        "word_embed_proj_dim": 12288,
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
-        "torch_dtype": "float16",
-    },
+    "Llama-3.1-405B": dict(KNOWN_MODELS["llama-3.1-405b"]),
+    "OPT-175B": dict(KNOWN_MODELS["opt-175b"]),
     "BLOOM-176B": {
         "model_type": "bloom",
         "hidden_size": 14336,
@@ -54,20 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 250880,
         "torch_dtype": "bfloat16",
     },
-    "Mixtral-8x22B": {
-        "model_type": "mixtral",
-        "hidden_size": 6144,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 56,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": 32768,
-        "max_position_embeddings": 65536,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    },
+    "Mixtral-8x22B": dict(KNOWN_MODELS["mixtral-8x22b"]),
 }
 QUANTIZED_ELSEWHERE: dict[str, dict[str, Any]] = {
     "DeepSeek-V3 FP8": {

@@ -13,6 +13,7 @@ from plan_support import CONFIGS, NUM_PARAMS, SMALL_LLAMA, outline_of, write_con
 
 from zinfer.config.quantization_rules import Quantization, QuantRule
 from zinfer.errors import CheckpointError, PlanError
+from zinfer.model.known_models import KNOWN_MODELS
 from zinfer.model.outline import Outline, read_outline
 from zinfer.offload.block import Block
 
@@ -64,6 +65,23 @@ def test_a_stated_dtype_decides_how_wide_weights_are(tmp_path: Path) -> None:
     alone = config_alone(folder, tmp_path / "alone")
     assert read_outline(alone, torch.bfloat16).nbytes == read_outline(folder, torch.bfloat16).nbytes
     assert 1.9 < read_outline(alone).nbytes / read_outline(alone, torch.bfloat16).nbytes <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-3-8b", 8.03), ("opt-30b", 30), ("opt-66b", 66), ("qwen3-235b-a22b", 235.1), ("deepseek-v3", 671.0)],
+)
+def test_a_published_model_is_known_by_its_name(name: str, billions: float) -> None:
+    outline = read_outline(name)
+    assert outline.name == name
+    assert sum(each.block.layout.numel for each in outline.blocks) == pytest.approx(billions * 1e9, rel=0.01)
+    assert len(outline.layers) == KNOWN_MODELS[name]["num_hidden_layers"]
+
+
+def test_a_folder_comes_before_a_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path / "opt-30b", SMALL_LLAMA)
+    assert len(read_outline("opt-30b").layers) == SMALL_LLAMA["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

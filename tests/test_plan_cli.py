@@ -37,7 +37,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def zinfer_plan(model: Path, *options: str) -> Result:
+def zinfer_plan(model: Path | str, *options: str) -> Result:
     return CliRunner().invoke(app, ["plan", "--model", str(model), *options], env={"COLUMNS": "200"})
 
 
@@ -133,6 +133,7 @@ def test_what_cannot_be_planned_is_refused_in_words(checkpoint: Path, tmp_path: 
     (tmp_path / "empty").mkdir()
     check_refused(zinfer_plan(tmp_path / "empty", "--machine", "h200"), "empty folder", "config.json")
     check_refused(zinfer_plan(tmp_path / "nowhere", "--machine", "h200"), "no such folder")
+    check_refused(zinfer_plan("llama3-70b", "--machine", "h200"), "no such folder", "--model llama-3-70b")
     fits_not = zinfer_plan(large, "--machine", "a6000", "--batch-size", "64")
     check_refused(fits_not, "the request does not fit", "KV cache", "lower the batch size first")
     check_refused(fits_not, "what would fit: a job that shares its passes (--rows 64 instead of --batch-size), or --b")

@@ -28,8 +28,6 @@ def test_what_the_readme_shows_is_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "96")
     runner = PageRunner()
-    [config] = [block for block in blocks_of(GUIDE / "tuning.md") if block.file == "llama-70b/config.json"]
-    runner.run(config)
     languages = []
     for block in blocks_of(README):
         runner.run(block)

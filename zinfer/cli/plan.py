@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from zinfer.cli.ending import explained, importing
 from zinfer.display import print_text
-from zinfer.errors import ConfigError, PlanError
+from zinfer.errors import CheckpointError, ConfigError, PlanError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint folder, or a folder with config.json alone.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder, one with config.json alone, or a name from '--model list'.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
     machine: Annotated[str | None, typer.Option(help="A preset instead of this machine; 'list' shows them.")] = None,
     probe: Annotated[Path | None, typer.Option(help="Rates that 'zinfer probe --json' printed.")] = None,
@@ -41,6 +44,12 @@ def plan(
             from zinfer.planning.tables import preset_table
         with explained():
             Console().print(preset_table())
+        return
+    if model == Path("list"):
+        from zinfer.model.known_models import KNOWN_MODELS
+
+        with explained():
+            print("\n".join(KNOWN_MODELS))
         return
     if model is None:
         raise typer.BadParameter("say which model to plan for", param_hint="--model")
@@ -131,7 +140,8 @@ def _case(model: Path, config: Path | None, machine_name: str | None, probe: Pat
         check_preset_name(machine_name)
     with importing():
         from zinfer.config import resolve_settings
-        from zinfer.model.outline import holds_config_alone, read_outline
+        from zinfer.model.known_models import KNOWN_MODELS
+        from zinfer.model.outline import holds_config_alone, is_known_model, read_outline
         from zinfer.planning.plan import Case
         from zinfer.planning.presets import find_preset, probed_machine, this_machine
 
@@ -141,7 +151,12 @@ def _case(model: Path, config: Path | None, machine_name: str | None, probe: Pat
         machine = find_preset(machine_name, settings)
     elif probe is not None:
         machine = probed_machine(settings, probe)
-    elif holds_config_alone(model):
+    elif is_known_model(model) or holds_config_alone(model):
         machine = this_machine(settings, ())
-    outline = read_outline(model, settings.dtype, settings.quantization)
+    try:
+        outline = read_outline(model, settings.dtype, settings.quantization)
+    except CheckpointError as error:
+        if not model.exists() and (near := get_close_matches(str(model), KNOWN_MODELS, 1)):
+            raise CheckpointError(f"{error}; or plan for the published model: --model {near[0]}") from error
+        raise
     return Case(outline, machine or this_machine(settings, outline.files), settings)

@@ -4,7 +4,9 @@ Where there are no weights yet, their places are made up: every parameter once, 
 the model's order. Cutting and planning then run the same code as on a real checkpoint. No weight is read here.
 """
 
+import json
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import max_positions
+from zinfer.model.known_models import KNOWN_MODELS
 from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.spec import ModelSpec
 from zinfer.model.weight_matching import Weight, match_weights
@@ -92,10 +95,10 @@ class Outline:
 def read_outline(
     model: str | os.PathLike[str], dtype: torch.dtype | None = None, quantization: Quantization | None = None
 ) -> Outline:
-    """The outline of a checkpoint, or of a folder that holds config.json and no safetensors.
+    """Read the outline of a checkpoint, of a folder with config.json and no safetensors, or of a published model.
 
     Args:
-        model: as `zinfer.init_inference` takes it, or a folder with config.json alone.
+        model: as `zinfer.init_inference` takes it, a folder with config.json alone, or a name in `KNOWN_MODELS`.
         dtype: that the weights are cast to; None takes the checkpoint's own.
         quantization: which matrices are stored quantized; they are planned for as if a store of them was on disk.
 
@@ -105,6 +108,10 @@ def read_outline(
         PlanError: the model is no decoder that generates, or keeps a state other than keys and values.
     """
     folder = absolute(model)
+    if is_known_model(model):
+        with tempfile.TemporaryDirectory() as temporary:
+            (Path(temporary) / CONFIG_NAME).write_text(json.dumps(KNOWN_MODELS[os.fspath(model)]))
+            return replace(read_outline(temporary, dtype, quantization), name=os.fspath(model))
     if holds_config_alone(folder):
         checkpoint = Checkpoint(folder, {}, {}, "")
         _check_config(checkpoint, dtype)
@@ -150,6 +157,11 @@ def _made_up_tensors(model: PreTrainedModel, file: Path) -> dict[str, TensorEntr
             tensors[name] = TensorEntry(name, value.dtype, tuple(value.shape), file, offset, value.nbytes)
             offset += value.nbytes
     return tensors
+
+
+def is_known_model(model: str | os.PathLike[str]) -> bool:
+    """Whether it is the name of a published model; a folder of that name comes first."""
+    return os.fspath(model) in KNOWN_MODELS and not absolute(model).exists()
 
 
 def holds_config_alone(model: str | os.PathLike[str]) -> bool:
