@@ -248,6 +248,7 @@ def quickstart(checkout: Path, *options: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_quickstart_shows_answers_before_its_summary(checkout: Path) -> None:
     done = quickstart(checkout, "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr

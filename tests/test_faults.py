@@ -88,6 +88,7 @@ def check_read_failure(error: BaseException, effect: object, folder: Path) -> No
     assert str(error.filename) in str(error)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", HOMES_THAT_LOAD)
 @pytest.mark.parametrize("effect", READS)
 def test_reads_that_fail_while_loading(
@@ -171,6 +172,7 @@ def test_a_file_that_vanishes_before_its_first_read(
         assert torch.equal(logits_of(engine), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["copy", "mark", "after"])
 @pytest.mark.parametrize("error", [OUT_OF_MEMORY, RuntimeError("CUDA error: unspecified"), Death()], ids=repr)
 @pytest.mark.parametrize("homes", STREAMED)

@@ -113,7 +113,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("width", "dtype"),
     [

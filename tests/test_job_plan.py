@@ -153,6 +153,7 @@ def zinfer_plan(model: Path, *options: str) -> Result:
     return CliRunner().invoke(app, ["plan", "--model", str(model), *options], env={"COLUMNS": "200"})
 
 
+@pytest.mark.slow
 def test_the_command_plans_a_job_of_a_config_alone(folder: Path, tmp_path: Path) -> None:
     options = ("--machine", "h200", "--rows", "1000000", "--prompt-len", "512", "--new-tokens", "32")
     result = zinfer_plan(folder, *options)

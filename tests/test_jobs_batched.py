@@ -198,6 +198,7 @@ def test_a_report_that_cannot_be_written_is_told_when_all_rows_are_there(
     assert len(read_rows(output)) == len(ROWS)
 
 
+@pytest.mark.slow
 def test_a_job_of_long_batches_takes_smaller_ones_and_keeps_to_them(
     model: Path, prompts: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def product(
         return fragment_linear(flat, matrix, bias).view(*x.shape[:-1], matrix.rows)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("format", FRAGMENTS, ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
