@@ -5,9 +5,9 @@ after its full pages, so a shared page is never written and copy-on-write is not
 
 [Note: names] The key of a full page is the name of the prefix before it and its own tokens; each key gets a name.
 Tokens are stored and compared, and names are never reused, so a page that is found holds exactly the tokens looked for,
-even if hashes collide. When a page is taken for other tokens its name is dropped, and pages named after it are no longer found,
-even if the same tokens are computed again, under a new name. They still count as free and are taken in their turn. That
-is rare: a sequence frees its last pages first, so they are taken before the pages that they follow.
+even if hashes collide. When a page is taken for other tokens its name is dropped, and pages named after it are no
+longer found, even if the same tokens are computed again, under a new name. They still count as free and are taken in
+their turn. That is rare: a sequence frees its last pages first, so they are taken before the pages that they follow.
 """
 
 from collections import OrderedDict

@@ -14,9 +14,9 @@ class WaitingQueue:
     """Sequences that were never admitted, by arrival, or longest prompt first with ties by arrival.
 
     Longest first holds within a generation, so that short prompts do not starve while long ones keep arriving.
-    Sequences added before the first one of a generation left the queue belong to that generation, later ones to the next. So a
-    sequence is overtaken only by sequences of its own generation. A batch that is added before the first pass is one
-    generation.
+    Sequences added before the first one of a generation left the queue belong to that generation, later ones to the
+    next. So a sequence is overtaken only by sequences of its own generation. A batch that is added before the first
+    pass is one generation.
     """
 
     def __init__(self, order: Order) -> None:
