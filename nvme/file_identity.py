@@ -49,5 +49,5 @@ class FileIdentity:
         if now.num_bytes != self.num_bytes:
             return f"{self.num_bytes} bytes then, {now.num_bytes} now"
         if (now.device, now.inode) != (self.device, self.inode):
-            return "another file stands in its place"
+            return "another file is in its place"
         return f"last written at {self.written_at} then, at {now.written_at} now"

@@ -150,13 +150,13 @@ def _indexed(folder: Path, index: Path) -> tuple[list[Header], dict[str, TensorE
     if absent:
         num_tensors = sum(file_name in absent for file_name in weight_map.values())
         raise CheckpointError(
-            f"{index}: missing shard {listed(absent)} ({num_tensors} tensors lie there): download it into {folder}"
+            f"{index}: missing shard {listed(absent)} ({num_tensors} tensors are in it): download it into {folder}"
         )
     headers = {name: read_header(path) for name, path in paths.items()}
     for tensor, file_name in weight_map.items():
         if tensor not in headers[file_name].tensors:
             raise CheckpointError(
-                f"{index}: tensor {shorten(tensor)} should lie in {file_name}, whose header does not have it: "
+                f"{index}: tensor {shorten(tensor)} should be in {file_name}, whose header does not have it: "
                 "index and shards are of different versions, download both again"
             )
     tensors = {
@@ -188,7 +188,7 @@ def _union(files: list[Path]) -> tuple[list[Header], dict[str, TensorEntry]]:
         for name, entry in header.tensors.items():
             if name in tensors:
                 raise CheckpointError(
-                    f"{header.file}: tensor {shorten(name)} lies in {tensors[name].file.name} too, and no index says "
+                    f"{header.file}: tensor {shorten(name)} is in {tensors[name].file.name} too, and no index says "
                     f"which counts: keep the files of one model in the folder, or add its {INDEX_NAME}"
                 )
             tensors[name] = entry

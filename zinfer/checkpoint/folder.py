@@ -34,7 +34,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path).expanduser().absolute()
     except RuntimeError as error:
-        raise CheckpointError(f"{os.fspath(path)}: no home is known for what ~ names; write the path out") from error
+        raise CheckpointError(f"{os.fspath(path)}: ~ names no existing user; write the path out") from error
 
 
 def resolve_folder(model: str | os.PathLike[str]) -> Path:

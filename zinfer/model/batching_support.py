@@ -63,12 +63,13 @@ def _oddity(config: Any) -> str | None:
     """Return why a batched sequence would get other tokens than alone or in transformers; None if it would not."""
     growing = _rope_types(getattr(config, "rope_parameters", None)) & _GROWING
     if growing:
-        return f"has rotary positions of type {', '.join(sorted(growing))}, which depend on the longest text of a batch"
+        kinds = ", ".join(sorted(growing))
+        return f"has rotary positions of type {kinds}, which depend on the longest sequence of a batch"
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         return "lets tokens see later ones (use_bidirectional_attention, is_causal), which are not there yet"
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        return f"has layers of the kind {', '.join(sorted(kinds))}, and pages know full and sliding attention"
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        return f"has layers of the kind {', '.join(sorted(others))}, and pages know full and sliding attention"
     if getattr(config, "slow_but_exact", False) and getattr(config, "pretraining_tp", 1) > 1:
         return "sums its projections in slices (slow_but_exact), which is not available in ragged batches"
     return None
