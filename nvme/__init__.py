@@ -1,1 +1,1 @@
-"""Bytes, files and offsets: aligned buffers, direct reads, a choice of backends, a disk's rates. Knows no tensors."""
+"""Reads bytes of files: aligned buffers, direct I/O, a choice of backends. Knows no tensors."""

@@ -9,16 +9,16 @@ ALIGNMENT_BYTES: Final = 4096
 
 
 def align_down(value: int, alignment: int = ALIGNMENT_BYTES) -> int:
-    """The largest multiple of ``alignment`` that is not above ``value``."""
+    """Return the largest multiple of ``alignment`` that is at most ``value``."""
     return value - value % alignment
 
 
 def align_up(value: int, alignment: int = ALIGNMENT_BYTES) -> int:
-    """The smallest multiple of ``alignment`` that is not below ``value``."""
+    """Return the smallest multiple of ``alignment`` that is at least ``value``."""
     return -(-value // alignment) * alignment
 
 
 def covering_range(offset: int, nbytes: int) -> tuple[int, int]:
-    """The smallest aligned ``(offset, nbytes)`` that holds the given byte range."""
+    """Return the smallest aligned ``(offset, nbytes)`` that covers the byte range."""
     start = align_down(offset)
     return start, align_up(offset + nbytes) - start

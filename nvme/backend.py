@@ -1,4 +1,4 @@
-"""The contract of a backend, which reads for a `Reader`: it starts requests and returns futures of byte counts."""
+"""The interface of a `Reader`'s backend, which starts requests and returns futures of byte counts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class DeviceBuffer(Protocol):
 
 
 Buffer: TypeAlias = memoryview | DeviceBuffer
-"""Where bytes go: a writable memoryview of bytes, or device memory."""
+"""The target of a read: a writable memoryview of bytes, or device memory."""
 
 
 class OpenFile(ABC):
@@ -31,16 +31,16 @@ class OpenFile(ABC):
     @property
     @abstractmethod
     def direct(self) -> bool:
-        """Whether host memory is filled past the page cache; turns False when the file system refuses that."""
+        """Whether reads into host memory bypass the page cache; turns False when the file system refuses that."""
 
     @abstractmethod
     def start(self, buffer: Buffer, offset: int) -> "Future[int]":
-        """Start filling ``buffer`` from ``offset`` (bytes) on and return at once; called by any thread.
+        """Start to fill ``buffer`` from ``offset`` (bytes) and return at once; called by any thread.
 
-        The future gives the bytes read: all of ``buffer``, fewer only where the file ends. It raises OSError when the
-        disk fails, and is cancelled when the backend was closed before the request began. Until it is done the backend
-        keeps the buffer alive; afterwards nothing writes to it. Offset and length are multiples of 4096, and so is the
-        address of host memory. The caller waits for device streams that still use the buffer.
+        The future returns the number of bytes read, fewer than ``buffer`` only at the end of the file. It raises
+        OSError if the disk fails, and is cancelled if the backend is closed before the request starts. The backend
+        keeps the buffer alive until the future is done, and does not write to it after. Offset, length and the address
+        of host memory are multiples of 4096. The caller waits for device streams that still use the buffer.
 
         Raises:
             RuntimeError: the backend is closed.
@@ -48,11 +48,11 @@ class OpenFile(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the descriptor back; no request may be under way."""
+        """Close the descriptor; no request may be under way."""
 
 
 class Backend(ABC):
-    """Moves bytes from files to buffers."""
+    """Reads bytes of files into buffers."""
 
     reads_device_memory: ClassVar[bool]
     """Whether a `DeviceBuffer` may be filled, not only host memory."""
@@ -67,4 +67,4 @@ class Backend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Cancel the requests that have not begun and wait for those that have; may be called again."""
+        """Cancel requests not started and wait for those under way; may be called again."""

@@ -1,7 +1,7 @@
-"""Identifies a file and its state, so that a file that changes while it is read is noticed.
+"""Identifies a file and its state, to detect changes while it is read.
 
-A write, a truncation and a replacement all show in ``stat``; only a write that keeps the size and then sets the old
-modification time back does not.
+A write, a truncation and a replacement all change ``stat``; only a write that keeps the size and then restores the old
+modification time does not.
 """
 
 import os
@@ -25,16 +25,16 @@ class FileIdentity:
 
     @classmethod
     def of(cls, path: Path) -> "FileIdentity":
-        """The file at ``path``, links followed.
+        """Return the identity of the file at ``path``, following links.
 
         Raises:
-            OSError: there is none, or `stat` fails.
+            OSError: there is no such file, or `stat` fails.
         """
         return cls.from_stat(os.stat(path))
 
     @classmethod
     def from_stat(cls, found: os.stat_result) -> "FileIdentity":
-        """The file that was looked at, by path or descriptor."""
+        """Return the identity in a result of `os.stat` or `os.fstat`."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
     @property
@@ -45,9 +45,9 @@ class FileIdentity:
         return datetime.fromtimestamp(self.mtime_ns / 1e9, UTC).isoformat(timespec="milliseconds")
 
     def difference(self, now: "FileIdentity") -> str:
-        """How a later identity of the same path differs, for messages."""
+        """Describe how a later identity of the same path differs, for messages."""
         if now.num_bytes != self.num_bytes:
             return f"{self.num_bytes} bytes then, {now.num_bytes} now"
         if (now.device, now.inode) != (self.device, self.inode):
-            return "another file stands in its place"
+            return "another file is in its place"
         return f"last written at {self.written_at} then, at {now.written_at} now"

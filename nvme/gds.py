@@ -1,7 +1,7 @@
-"""GPUDirect Storage: reads from the disk straight into device memory, by NVIDIA's cuFile and the ``kvikio`` package.
+"""GPUDirect Storage: reads from the disk directly into device memory, by NVIDIA's cuFile and the ``kvikio`` package.
 
-An optional extra (``pip install 'zinfer[gds]'``). Host memory is read by `ThreadsBackend`, because kvikio would read it
-through the page cache. Where kvikio would only imitate GPUDirect Storage, `choose_backend` takes threads and logs why.
+An optional extra (``pip install 'zinfer[gds]'``). Reads into host memory use `ThreadsBackend`, because kvikio would use
+the page cache. If kvikio would only emulate GPUDirect Storage, `choose_backend` chooses threads and logs why.
 """
 
 import errno
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 
 class GdsUnavailable(RuntimeError):
-    """GPUDirect Storage cannot be used here; the message says why and what helps."""
+    """GPUDirect Storage cannot be used; the message has the reason and a remedy."""
 
 
 class GdsBackend(Backend):
     """Reads into device memory with cuFile, into host memory with `ThreadsBackend`.
 
     Args:
-        num_threads: requests under way at once. kvikio's own pool, which the whole process shares, is set to as many.
+        num_threads: concurrent requests; also set for kvikio's own pool, which the whole process shares.
 
     Raises:
         GdsUnavailable: kvikio or the driver is missing.
@@ -57,7 +57,7 @@ class GdsBackend(Backend):
 
 
 class GdsFile(OpenFile):
-    """A file open twice: for reads into host memory and, registered with cuFile, into device memory."""
+    """A file opened twice: for reads into host memory, and with cuFile for reads into device memory."""
 
     def __init__(self, host: ThreadsFile, cufile: Any, waiters: Pool) -> None:
         self.path = host.path
@@ -79,7 +79,7 @@ class GdsFile(OpenFile):
         self._host.close()
 
     def _fill(self, buffer: DeviceBuffer, offset: int) -> int:
-        # Asked for bytes beyond the end, kvikio fails instead of giving fewer.
+        # A kvikio read past the end of the file fails instead of returning fewer bytes.
         left = os.fstat(self._cufile.fileno()).st_size - offset
         if left <= 0:
             return 0
@@ -90,7 +90,7 @@ class GdsFile(OpenFile):
 
 
 def choose_backend(use_gds: bool, *, num_threads: int) -> Backend:
-    """The backend for a configuration's ``aio.use_gds``; threads, with a warning, where it cannot be had."""
+    """Return the backend for ``aio.use_gds``; threads, with a warning, if GPUDirect Storage cannot be used."""
     if use_gds:
         try:
             return GdsBackend(num_threads=num_threads)
@@ -100,12 +100,12 @@ def choose_backend(use_gds: bool, *, num_threads: int) -> Backend:
 
 
 def _load_kvikio() -> ModuleType:
-    """kvikio, once it is known to use cuFile with the driver behind it."""
+    """Import kvikio and check that it uses cuFile with the nvidia-fs driver."""
     try:
         kvikio = importlib.import_module("kvikio")
         defaults = importlib.import_module("kvikio.defaults")
         driver = importlib.import_module("kvikio.cufile_driver")
-    except (ImportError, OSError, RuntimeError) as error:  # also a library that kvikio cannot load
+    except (ImportError, OSError, RuntimeError) as error:  # or kvikio cannot load a library
         raise GdsUnavailable(f"kvikio cannot be imported ({error}); pip install 'zinfer[gds]'") from error
     if defaults.is_compat_mode_preferred():
         remedy = "install libcufile, make /run/udev readable and leave KVIKIO_COMPAT_MODE unset"
@@ -116,5 +116,5 @@ def _load_kvikio() -> ModuleType:
 
 
 def _disk_error(error: RuntimeError) -> OSError:
-    """kvikio reports every failure, the system's too, as RuntimeError without a code."""
+    """Return an OSError for a failure of kvikio, which reports all errors as RuntimeError without a code."""
     return OSError(errno.EIO, f"kvikio: {error}")

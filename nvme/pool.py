@@ -1,4 +1,4 @@
-"""A fixed number of threads that run calls: all are there before the first call, so none can fail to come later."""
+"""A pool with a fixed number of threads, all started before the first call, so that no start can fail later."""
 
 import queue
 import threading
@@ -13,11 +13,11 @@ Result = TypeVar("Result")
 class Pool:
     """Threads that take calls from one queue, in order.
 
-    Unlike `concurrent.futures.ThreadPoolExecutor` it starts its threads at once: that one may accept a call, fail to
-    start a thread for it, report that failure, and run the call later all the same.
+    Unlike `concurrent.futures.ThreadPoolExecutor` it starts its threads at once: the executor may accept a call, fail
+    to start a thread for it, raise that error, and still run the call later.
 
     Raises:
-        RuntimeError: the system gives no more threads; those that it gave have ended.
+        RuntimeError: a thread cannot be started; those already started have ended.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -36,7 +36,7 @@ class Pool:
             raise
 
     def submit(self, call: Callable[[], Result]) -> "Future[Result]":
-        """Have a thread make the call; the future has what it returns or raises, and is cancelled if none comes to it.
+        """Queue a call; its future is cancelled if the pool is closed before the call starts.
 
         Raises:
             RuntimeError: the pool is closed.
@@ -49,7 +49,7 @@ class Pool:
         return future
 
     def close(self) -> None:
-        """Cancel what has not begun, wait for what has, end the threads; may be called again."""
+        """Cancel calls not started, wait for those under way, end the threads; may be called again."""
         with self._lock:
             self._is_closed = True
         with suppress(queue.Empty):
@@ -57,7 +57,7 @@ class Pool:
                 item = self._calls.get_nowait()
                 if item is not None:
                     item[0].cancel()
-        self._calls.put(None)  # each thread hands it on
+        self._calls.put(None)  # each thread passes it on
         for thread in self._threads:
             thread.join()
         self._threads.clear()
@@ -68,9 +68,9 @@ class Pool:
             if future.set_running_or_notify_cancel():
                 try:
                     result = call()
-                except BaseException as failure:  # whoever waits for the future gets it
+                except BaseException as failure:  # raised where the future is waited for
                     future.set_exception(failure)
                 else:
                     future.set_result(result)
-            del item, future, call  # they would keep their buffers alive while the thread waits
+            del item, future, call  # or their buffers would stay alive while the thread waits
         self._calls.put(None)

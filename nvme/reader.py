@@ -1,7 +1,7 @@
-"""Reads byte ranges of files into callers' buffers, in blocks that a backend reads several at a time.
+"""Reads byte ranges of files into callers' buffers, in blocks that a backend reads concurrently.
 
-Ranges must be aligned: read the covering range (``nvme.aligned``) and take the bytes from inside. A file that has
-changed since it was opened is refused, because offsets learned before no longer fit it.
+Ranges must be aligned: read the covering range (``nvme.aligned``) and use the bytes inside. A file that has changed
+since it was opened is refused, because known offsets may be wrong.
 """
 
 import ctypes
@@ -29,13 +29,13 @@ class DiskReadError(OSError):
     """A read failed or came back short; carries ``errno``, ``filename`` and ``offset`` (bytes)."""
 
     def __init__(self, code: int, reason: str, path: Path, offset: int) -> None:
-        # A file without a name is opened by its descriptor, which says nothing of the disk that failed.
+        # An unnamed file is opened through /proc; its real path tells which disk failed.
         super().__init__(code, reason, os.path.realpath(path) if path.parent == _DESCRIPTORS else str(path))
         self.offset = offset
 
     @classmethod
     def of(cls, error: OSError, path: Path, offset: int) -> "DiskReadError":
-        """What the system or a backend reported, with the place where it happened."""
+        """Make the error for a system's or backend's error, with its file and offset."""
         code = error.errno or errno.EIO
         failure = cls(code, error.strerror or os.strerror(code), path, offset)
         failure.__cause__ = error
@@ -48,7 +48,7 @@ class DiskReadError(OSError):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A request to the backend: ``buffer`` receives the bytes from ``offset`` on; the first ``required`` must exist."""
+    """A request to the backend: fill ``buffer`` from ``offset``; the first ``required`` bytes must exist."""
 
     buffer: Buffer
     offset: int
@@ -57,13 +57,13 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Source:
-    """A file, open until the reader closes, and its identity when its offsets were learned."""
+    """A file, open until the reader closes, and its identity when its offsets were read."""
 
     file: OpenFile
     identity: FileIdentity
 
     def change(self, offset: int) -> DiskReadError | None:
-        """The error to raise if the path now stands for another file or another state of it."""
+        """Return an error if the path now names another file or a changed one."""
         path = self.file.path
         try:
             now = FileIdentity.of(path)
@@ -75,7 +75,7 @@ class _Source:
         return None if now == self.identity else _changed(self.identity, now, path, offset)
 
     def shortfall(self, chunk: _Chunk, num_bytes: int) -> DiskReadError | None:
-        """What is wrong with a block of which ``num_bytes`` were delivered."""
+        """Return an error if ``num_bytes`` are too few for a block."""
         if num_bytes >= chunk.required:
             return None
         size, wanted = self.identity.num_bytes, chunk.offset + chunk.required
@@ -89,11 +89,10 @@ class Reader:
     """Fills buffers from files, several blocks at a time.
 
     Args:
-        num_threads: blocks under way at once, of the `ThreadsBackend` that is made when no backend is given.
+        num_threads: concurrent blocks of the default `ThreadsBackend`.
         block_bytes: the size of one request to the backend; longer ranges are split. A multiple of 4096.
-        backend: what reads; the reader owns and closes it.
-        expected: what the files were when their offsets were learned. Other files are taken as they are at their first
-            read.
+        backend: the backend, which the reader owns and closes; by default a `ThreadsBackend`.
+        expected: identities of files when their offsets were read. Other files are identified at their first read.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Reader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the blocks that the backend has delivered so far, alignment margins included."""
+        """Bytes of the blocks read so far, including alignment margins."""
         return self._bytes_read
 
     @property
@@ -126,15 +125,15 @@ class Reader:
             return [path for path, source in self._sources.items() if not source.file.direct]
 
     def read_async(self, path: Path, offset: int, buffer: Buffer, required: int | None = None) -> "Future[None]":
-        """Start filling ``buffer`` from ``offset`` (bytes) of the file and return at once.
+        """Start to fill ``buffer`` from ``offset`` (bytes) of the file and return at once.
 
         Args:
             buffer: writable bytes, 4096-aligned in length and, in host memory, in address; must stay alive until the
                 future is done. Device memory only where the backend ``reads_device_memory``.
             required: how many leading bytes must exist; the aligned range may reach past the end of the file.
 
-        The future raises DiskReadError when the file cannot be opened or read, ends before ``required`` bytes, has
-        changed since it was opened (ESTALE) or is gone (ENOENT); any other failure is raised unchanged.
+        The future raises DiskReadError if the file cannot be opened or read, ends before ``required`` bytes, has
+        changed since it was opened (ESTALE) or is gone (ENOENT); other errors are raised unchanged.
         """
         _check_aligned(path, offset, buffer)
         chunks = list(self._split(buffer, offset, buffer.nbytes if required is None else required))
@@ -148,18 +147,18 @@ class Reader:
         for chunk in chunks:
             try:
                 task = source.file.start(chunk.buffer, chunk.offset)
-            except RuntimeError as error:  # closed in between; what has begun may still write to the buffer
+            except RuntimeError as error:  # closed meanwhile; chunks under way may still write to the buffer
                 request.tick(error)
             else:
                 task.add_done_callback(partial(self._finish_chunk, request, chunk))
         return request.future
 
     def read(self, path: Path, offset: int, buffer: Buffer, required: int | None = None) -> None:
-        """Fill ``buffer`` and return when it is full; as ``read_async``."""
+        """Fill ``buffer`` and return when it is full; otherwise as ``read_async``."""
         self.read_async(path, offset, buffer, required).result()
 
     def close(self) -> None:
-        """Cancel what has not started, wait for what has, close every file; may be called again."""
+        """Cancel reads not started, wait for those under way, close every file; may be called again."""
         with self._lock:
             self._closed = True
         self.backend.close()
@@ -183,7 +182,7 @@ class Reader:
 
     def _open_new(self, path: Path, offset: int) -> _Source:
         try:
-            # Looked at before it is opened: what replaces the file in between is found after the first read.
+            # Identified before it is opened: a replacement in between is detected after the first read.
             now = FileIdentity.of(path)
             identity = self._expected.get(path, now)
             if now == identity:
@@ -193,7 +192,7 @@ class Reader:
         raise _changed(identity, now, path, offset)
 
     def _finish_chunk(self, request: "_Request", chunk: _Chunk, task: "Future[int]") -> None:
-        """Count what a block delivered, and tell its request how it ended."""
+        """Count a block's bytes, and report its end to its request."""
         if task.cancelled():
             request.tick(RuntimeError("the reader was closed before the read began"))
             return
@@ -207,7 +206,7 @@ class Reader:
 
 
 class _Request:
-    """A future that is done when the last block of a range is, with the first failure if there was one."""
+    """A future that is done with the last block of a range, with the first failure if any."""
 
     def __init__(self, source: _Source, offset: int, num_chunks: int) -> None:
         self.source = source
@@ -219,7 +218,7 @@ class _Request:
         self._lock = threading.Lock()
 
     def tick(self, failure: BaseException | None) -> None:
-        """One block is over. The last one checks that the file is still the one that was opened."""
+        """Note the end of a block. After the last one, check that the file has not changed."""
         with self._lock:
             self._failure = self._failure or failure
             self._left -= 1
@@ -228,7 +227,7 @@ class _Request:
         try:
             if self._failure is None or isinstance(self._failure, DiskReadError):
                 self._failure = self.source.change(self._offset) or self._failure
-        except BaseException as failure:  # or its waiter would hang
+        except BaseException as failure:  # or the caller would wait forever
             self._failure = failure
         _end(self.future, self._failure)
 

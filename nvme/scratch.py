@@ -1,4 +1,4 @@
-"""Memory on a disk: places of equal size in a file without a name, of which no end of a process leaves anything."""
+"""Temporary storage on a disk: places of equal size in an unnamed file, which is gone however the process ends."""
 
 import errno
 import fcntl
@@ -15,17 +15,17 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ScratchError(OSError):
-    """The file could not be written or read, or has no room to grow; names it, the bytes and the remedy."""
+    """The file could not be written, read or extended; names the file, the bytes and the remedy."""
 
 
 class ScratchFile:
-    """Places that are taken, written, read and given back by one thread; past the page cache where the disk allows it.
+    """A file of places that one thread takes, writes, reads and frees, with direct I/O if the disk allows it.
 
     Args:
-        folder: where the file lies; it is made if it is not there.
-        place_bytes: of a place, a multiple of 4096.
+        folder: holds the file; created if needed.
+        place_bytes: size of a place, a multiple of 4096.
 
-    ``bytes_written`` and ``bytes_read`` count what was moved.
+    ``bytes_written`` and ``bytes_read`` count the bytes so far.
 
     Raises:
         ScratchError: the file cannot be made.
@@ -48,7 +48,7 @@ class ScratchFile:
             raise self._failure(error, "making it") from error
         self._path = Path(name)
         self.close = weakref.finalize(self, os.close, self._fd)
-        """Give the file and all that is in it back; may be called again."""
+        """Close and thereby delete the file; may be called again."""
         try:
             self._path.unlink()
         except OSError as error:
@@ -57,11 +57,11 @@ class ScratchFile:
 
     @property
     def path(self) -> Path:
-        """By which this process may open the file once more (proc_pid_fd(5)), until it is closed."""
+        """A path by which this process can open the file again (proc_pid_fd(5)), until it is closed."""
         return Path(f"/proc/self/fd/{self._fd}")
 
     def take(self, count: int) -> list[int]:
-        """Places for someone to write to; those given back first, then new ones.
+        """Allocate places: freed ones first, then new ones.
 
         Raises:
             ScratchError: the disk has no room for new ones.
@@ -75,11 +75,11 @@ class ScratchFile:
         return taken
 
     def give_back(self, places: Sequence[int]) -> None:
-        """Let others have the places."""
+        """Free the places."""
         self._free = sorted([*self._free, *places])
 
     def write(self, places: Sequence[int], memory: memoryview) -> None:
-        """Write one place after the other from ``memory`` (bytes, page-aligned, as long as the places).
+        """Write the places in order from ``memory`` (page-aligned, as long as the places together).
 
         Raises:
             ScratchError: the disk is full or failed.
@@ -88,7 +88,7 @@ class ScratchFile:
         self.bytes_written += memory.nbytes
 
     def read(self, places: Sequence[int], memory: memoryview) -> None:
-        """Read places that were written into ``memory``, likewise.
+        """Read the places in order into ``memory``, likewise.
 
         Raises:
             ScratchError: the disk failed.
@@ -107,13 +107,13 @@ class ScratchFile:
         begin = 0
         for first, count in _runs(places):
             end = begin + count * self.place_bytes
-            offset = first * self.place_bytes - begin  # of the file, less that of the memory
+            offset = first * self.place_bytes - begin  # in the file, minus the position in memory
             while begin < end:
                 try:
                     moved = call(self._fd, [memory[begin:end]], offset + begin)
                 except OSError as error:
                     if error.errno == errno.EINVAL and self._set_direct(False):
-                        continue  # a file system that allows it at open and not here
+                        continue  # the file system accepts O_DIRECT but refuses direct I/O
                     raise self._failure(error, f"{doing} {end - begin} bytes at byte {offset + begin}") from error
                 if moved == 0:
                     nothing = OSError(errno.EIO, "the disk moved nothing and gave no error")
@@ -133,7 +133,7 @@ class ScratchFile:
         return ScratchError(code, f"{doing}: {error.strerror or os.strerror(code)}; {remedy}", str(self._path))
 
     def _set_direct(self, direct: bool) -> bool:
-        """Have the file moved past the page cache, or through it; says whether that is a change that was possible."""
+        """Turn direct I/O on or off; returns whether the setting changed."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
         try:
@@ -146,7 +146,7 @@ class ScratchFile:
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Neighbouring places, as the first of them and how many."""
+    """Yield runs of neighbouring places, as the first place and the number of places."""
     begin = 0
     for index in range(1, len(places) + 1):
         if index == len(places) or places[index] != places[index - 1] + 1:

@@ -1,4 +1,4 @@
-"""The reference backend: a pool of ``preadv`` threads, past the page cache where the file system allows it."""
+"""The reference backend: a pool of ``preadv`` threads, with direct I/O if the file system allows it."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ class ThreadsBackend(Backend):
     """Reads into host memory.
 
     Args:
-        num_threads: requests under way at once.
+        num_threads: concurrent requests.
     """
 
     reads_device_memory = False
@@ -38,10 +38,10 @@ class ThreadsBackend(Backend):
 
 
 class ThreadsFile(OpenFile):
-    """A descriptor that the threads of a pool read from.
+    """A file that the threads of a pool read.
 
-    Where the file system refuses ``O_DIRECT``, at open or at the first read, the file is read through the page cache
-    instead, which is logged once for a folder and shows in ``direct``.
+    If the file system refuses ``O_DIRECT``, at open or at the first read, the file is read through the page cache;
+    this is logged once per folder and shows in ``direct``.
     """
 
     def __init__(self, path: Path, pool: Pool) -> None:
@@ -81,13 +81,13 @@ class ThreadsFile(OpenFile):
                 self._fall_back()
                 continue
             done += count
-            # A direct read stops at an odd count only where the file ends; going on would be an unaligned request.
+            # A direct read returns an unaligned count only at the end of the file; continuing would be unaligned.
             if count == 0 or (direct and count % ALIGNMENT_BYTES):
                 break
         return done
 
     def _fall_back(self) -> None:
-        """Replace a descriptor whose file system accepted O_DIRECT at open and refuses it at read."""
+        """Reopen without O_DIRECT, when the file system accepted it at open but refuses it at read."""
         with self._lock:
             if self._direct:
                 plain = self._open_buffered()

@@ -1,4 +1,4 @@
-"""Writes a file as a whole: whoever reads it finds the old one or the complete new one, after a crash too."""
+"""Writes files atomically: readers see the old file or the complete new one, even after a crash."""
 
 import os
 import secrets
@@ -8,22 +8,22 @@ from pathlib import Path
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Put a text in the place of ``path``, as `place_file`."""
+    """Write a text to ``path``, as `place_file`."""
     place_file(path, [text.encode()])
 
 
 def place_file(path: Path, pieces: Iterable[bytes | memoryview], temporary: Path | None = None) -> None:
-    """Write the pieces to a new file, sync it, rename it to ``path``; it takes no room in the page cache afterwards.
+    """Write the pieces to a new file, sync it, drop it from the page cache, and rename it to ``path``.
 
     Args:
-        temporary: the new file's name until then, in the same folder and of no other file; by default one of its own.
+        temporary: the name of the new file until then, in the same folder and unused; by default a random one.
 
     Raises:
-        OSError: the folder is missing, full or not writable; it names ``path``. Nothing is left behind.
+        OSError: the folder is missing, full or not writable; names ``path``. The temporary file is removed.
     """
     temporary = temporary or path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        # Never over a file that is there already.
+        # O_EXCL: never overwrite an existing file.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             try:
@@ -44,7 +44,7 @@ def place_file(path: Path, pieces: Iterable[bytes | memoryview], temporary: Path
 
 
 def sync_folder(folder: Path) -> None:
-    """Make new names in a folder outlive a power cut.
+    """Sync a folder, so that new names in it survive a power cut.
 
     Raises:
         OSError: the folder cannot be opened or synced.

@@ -1,14 +1,14 @@
-"""Guesses which block is used next: what followed last time, the model's own order until there was a last time.
+"""Predicts which block is used next: the block that followed last time, or the next one in the model's order.
 
-The guess looks at the last two blocks, so that a block with two uses in a pass (tied embedding and head) is told apart
-by what came before it. A wrong guess costs time, never correctness.
+A prediction depends on the last two blocks, so that the two uses of one block in a pass (tied embedding and head) are
+told apart by their predecessors. A wrong prediction costs time, never correctness.
 """
 
 from collections.abc import Iterator, Sequence
 
 
 class AccessPredictor:
-    """The uses so far, and the ones expected.
+    """Records the uses of blocks and predicts the next ones.
 
     Args:
         blocks: indices of the streamed blocks in the model's order.
@@ -21,13 +21,13 @@ class AccessPredictor:
         self._current: int | None = None
 
     def use(self, block: int) -> None:
-        """Note that ``block`` is used now."""
+        """Record that ``block`` is used now."""
         if self._current is not None:
             self._followers[self._previous, self._current] = block
         self._previous, self._current = self._current, block
 
     def ahead(self) -> Iterator[int]:
-        """The uses expected after the current one, each block once; none before the first use."""
+        """Yield the blocks expected after the current one, each once; none before the first use."""
         seen: set[int] = set()
         previous, current = self._previous, self._current
         while current is not None:

@@ -1,4 +1,4 @@
-"""Blocks and slabs: what one streaming unit consists of, and where each of its bytes lies.
+"""Blocks, the streaming units, and slabs, their bytes in stored form.
 
 A slab holds a block's tensors back to back, each at a multiple of 256 bytes, in the order of the checkpoint file, so
 that neighbours in the file stay neighbours in the slab and move in one copy.
@@ -20,14 +20,14 @@ SLAB_ALIGNMENT_BYTES: Final = 256
 
 
 class Tier(Enum):
-    """Where a block's slab lives between uses, and what that costs."""
+    """The memory that owns a block's slab between uses."""
 
     DEVICE = "device"
-    """Resident: device memory of the slab, for good; moves nothing."""
+    """Resident in device memory; nothing is copied."""
     HOST = "host"
-    """Host memory of the slab, for good (pinned where the budget allows); one host-to-device copy a use."""
+    """In host memory (pinned if the budget allows); one host-to-device copy per use."""
     DISK = "disk"
-    """No memory of its own; one read and one host-to-device copy a use."""
+    """On disk, without memory of its own; one read and one host-to-device copy per use."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class SlabTensor:
         return self.offset + self.nbytes
 
     def view(self, slab: torch.Tensor) -> torch.Tensor:
-        """The tensor over the slab's bytes (uint8), sharing their memory."""
+        """Return the tensor as a view of the slab's bytes (uint8)."""
         return slab[self.offset : self.end].view(self.dtype).view(self.shape)
 
     def parameter(self, slab: torch.Tensor) -> torch.nn.Parameter:
-        """The tensor in the form that modules hold."""
+        """Return the tensor as a parameter for modules."""
         return torch.nn.Parameter(self.view(slab), requires_grad=False)
 
 
@@ -74,7 +74,7 @@ class SlabLayout:
 
     tensors: tuple[SlabTensor, ...]
 
-    def __hash__(self) -> int:  # looked up at every use of a block
+    def __hash__(self) -> int:  # cached: a layout is looked up at every use of a block
         return self._hash
 
     @cached_property
@@ -88,7 +88,7 @@ class SlabLayout:
 
     @classmethod
     def place(cls, tensors: Iterable[SlabTensor]) -> "SlabLayout":
-        """Give tensors their offsets, one after the other, each aligned to 256 bytes."""
+        """Assign offsets to tensors, one after the other, each aligned to 256 bytes."""
         placed: list[SlabTensor] = []
         offset = 0
         for tensor in tensors:
@@ -107,7 +107,7 @@ class SlabLayout:
         return sum(tensor.numel for tensor in self.tensors)
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.nn.Parameter]:
-        """Tensors by name over ``buffer`` (uint8, at least ``nbytes`` long), in the form that modules hold."""
+        """Return the tensors by name, as parameters over ``buffer`` (uint8, at least ``nbytes`` long)."""
         return {tensor.name: tensor.parameter(buffer) for tensor in self.tensors}
 
     def fill(self, slab: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
@@ -120,7 +120,7 @@ class SlabLayout:
 class Extent:
     """Bytes of a checkpoint file and their place in a slab; elements are cast when the two dtypes differ.
 
-    A tensor may consist of several extents: stacking and concatenating along the first axis are pure placement.
+    A tensor may consist of several extents: stacking and concatenating along the first axis only place bytes.
     """
 
     file: Path
@@ -137,12 +137,13 @@ class Extent:
 
 @dataclass(frozen=True)
 class Conversion:
-    """How a slab is made of weights that are stored in another form, while homes are filled.
+    """Converts weights from another stored form into a slab, while homes are filled.
 
     Attributes:
         layout: of the slab that the stored form is read into.
-        extents: what fills that slab from disk; empty for weights that are in memory.
-        convert: makes the block's slab out of it: both uint8, on one device, by the compute stream.
+        extents: the bytes on disk that fill that slab; empty for weights in memory.
+        convert: writes the block's slab (second argument) from the stored slab, on the compute stream; both are uint8
+            and on one device.
     """
 
     layout: SlabLayout
@@ -154,10 +155,10 @@ class Conversion:
 class Block:
     """The streaming unit: a name for messages, the slab's layout, and the extents that fill it from disk.
 
-    ``index`` is the block's place in the model's order. ``extents`` is empty for a module that was handed over in
-    memory, and for a block with a ``conversion``: such a block has no home on disk. ``checksum`` is of what is read:
-    xxh3_128, in hexadecimal digits, over the bytes of all its extents in the file's order; None: not known. A block
-    that ``encloses`` others is in use while those come and go: its home is the device.
+    ``index`` is the block's place in the model's order. ``extents`` is empty for a module with weights in memory, and
+    for a block with a ``conversion``; such blocks have no home on disk. ``checksum`` is the xxh3_128, in hexadecimal
+    digits, over the bytes of all extents read, in the file's order; None if not known. A block that ``encloses``
+    others is in use while they stream, so its home is the device.
     """
 
     index: int
@@ -174,5 +175,5 @@ class Block:
 
     @property
     def read_extents(self) -> tuple[Extent, ...]:
-        """What is read from disk to fill the block's home."""
+        """The extents that are read from disk to fill the block's home."""
         return self.extents if self.conversion is None else self.conversion.extents

@@ -1,4 +1,4 @@
-"""How a block's bytes on disk become a slab: aligned reads, chunk by chunk, then copies to their places.
+"""Splits the read of a block from disk into chunks: aligned reads into a staging slot, then copies into the slab.
 
 A chunk fits one staging slot, so a block of any size passes through a few small pinned buffers.
 """
@@ -60,7 +60,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What passes through one staging slot at a time: reads into it, and the copies out of it to their places."""
+    """The reads into one staging slot, and the copies from it into the slab."""
 
     spans: tuple[Span, ...]
     placements: tuple[Placement, ...]
@@ -77,8 +77,8 @@ class Chunk:
 def cut_chunks(extents: Sequence[Extent], chunk_bytes: int) -> tuple[Chunk, ...]:
     """Cover the extents, in the files' order, with chunks of at most ``chunk_bytes`` (whole pages, two at least).
 
-    Extents that lie in one chunk are read by as few requests as neighbourhood in the files allows. An element that
-    is cast is never cut in two: where it straddles two chunks its page is read in both.
+    Neighbouring extents of a chunk are read by one request. An element that is cast is never split: if it would
+    straddle two chunks, its page is read in both.
     """
     assert chunk_bytes % ALIGNMENT_BYTES == 0
     assert chunk_bytes >= 2 * ALIGNMENT_BYTES
@@ -87,9 +87,9 @@ def cut_chunks(extents: Sequence[Extent], chunk_bytes: int) -> tuple[Chunk, ...]
 
 @lru_cache(maxsize=1024)
 def covered_bytes(extents: tuple[Extent, ...]) -> int:
-    """Bytes of the aligned reads that bring the extents in, if they passed through one staging slot.
+    """Return the bytes of the aligned reads of the extents, as if they fitted one staging slot.
 
-    Cached, because the search for the best plan asks it of the same blocks many times.
+    Cached, because the search for the best plan calls it many times for the same blocks.
     """
     nbytes = sum(covering_range(extent.offset, extent.nbytes)[1] for extent in extents)
     if not nbytes:
@@ -118,7 +118,7 @@ class _ChunkCutter:
             yield self._finish()
 
     def _split(self, extent: Extent) -> tuple[Extent | None, Extent | None]:
-        """What of the extent the chunk still holds, and what is left for the next one."""
+        """Return the part of the extent that still fits the chunk, and the rest for the next one."""
         last = self._spans[-1] if self._spans else None
         start, _ = covering_range(extent.offset, extent.nbytes)
         if last is not None and self._merges(last, extent.file, start):
@@ -168,7 +168,7 @@ class _ChunkCutter:
 
 
 def _part(extent: Extent, begin: int, nbytes: int) -> Extent:
-    """``nbytes`` of the extent from its byte ``begin`` on: raw bytes where nothing is cast, else whole elements."""
+    """Return ``nbytes`` of the extent from its byte ``begin`` on, as uint8 unless its elements are cast."""
     offset = extent.offset + begin
     if extent.dtype == extent.slab_dtype:
         return Extent(extent.file, offset, nbytes, torch.uint8, extent.slab_offset + begin, torch.uint8)

@@ -1,7 +1,7 @@
-"""Makes slabs out of blocks that are stored in another form: while one is converted, the next one is read.
+"""Converts blocks that are stored in another form into slabs: while one is converted, the next one is read.
 
-What is stored passes through two slots on the device. The slab comes out where it is to live; in host memory beside a
-CUDA device by way of one more buffer, for the device converts.
+The stored form passes through two slots on the device. The device writes the slab into its home; for a home in host
+memory it uses one more device buffer, which is copied there.
 """
 
 from collections import deque
@@ -23,11 +23,11 @@ from zinfer.offload.transfer_lane import TransferLane
 NUM_SLOTS: Final = 2
 
 TakeTensors: TypeAlias = Callable[[Block], Mapping[str, torch.Tensor]]
-"""Hands over the tensors of a block that came in memory, by name; the giver keeps no reference to them."""
+"""Returns the tensors of a block whose weights are in memory, by name, and keeps no reference to them."""
 
 
 def conversion_bytes(blocks: Sequence[Block], *, to_host: bool) -> int:
-    """Device memory that conversions take while homes are filled; ``to_host``: beside CUDA, slabs live on the host."""
+    """Return the device memory of conversions while homes are filled; ``to_host``: CUDA converts for host slabs."""
     stored = max((block.conversion.layout.nbytes for block in blocks if block.conversion), default=0)
     slab = max((block.nbytes for block in blocks if block.conversion), default=0)
     return NUM_SLOTS * stored + (slab if to_host else 0)
@@ -35,7 +35,7 @@ def conversion_bytes(blocks: Sequence[Block], *, to_host: bool) -> int:
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A block that is being read. ``ready``: done when ``home`` may be written to."""
+    """A block that is being read. ``ready`` is done when ``home`` may be written."""
 
     block: Block
     conversion: Conversion
@@ -46,15 +46,15 @@ class _UnderWay:
 
 
 class Conversions:
-    """Converts blocks, in the order in which they are begun.
+    """Converts blocks, in the order of `begin`.
 
     Args:
-        blocks: all that may come.
-        lane: brings what is stored to the device.
-        reader: reads it.
-        take_tensors: where the tensors of blocks that are in memory come from.
+        blocks: all blocks that may be converted.
+        lane: transfers the stored form to the device.
+        reader: reads the checkpoint files.
+        take_tensors: returns the tensors of blocks whose weights are in memory.
         done: called with each block whose conversion, and copy to its home, is enqueued.
-        checksums: taken of what is read.
+        checksums: collects checksums of the bytes read.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Conversions:
         self._under_way: deque[_UnderWay] = deque()
 
     def begin(self, block: Block, home: torch.Tensor, ready: "Future[None] | None" = None) -> int:
-        """Have a block read, once one of those before it is converted; returns the bytes that are read from disk.
+        """Start to read a block, once a slot is free; returns the bytes to be read from disk.
 
         Args:
-            home: where its slab is to live (uint8).
-            ready: done when that may be written to; None: at once.
+            home: memory for its slab (uint8).
+            ready: done when ``home`` may be written; None: at once.
 
         Raises:
-            whatever the reading or the converting of a block before it failed with.
+            The error of reading or converting an earlier block.
         """
         conversion = block.conversion
         assert conversion is not None
@@ -107,7 +107,7 @@ class Conversions:
         return transfer.source.wire_bytes
 
     def finish(self) -> None:
-        """Convert what is left, and give the slots back."""
+        """Convert the remaining blocks, and free the slots."""
         while self._under_way:
             self._finish_oldest()
         self._free.clear()
@@ -131,7 +131,7 @@ class Conversions:
         else:
             slab = self._scratch_of(oldest.block.nbytes)
             oldest.conversion.convert(stored, slab)
-            # By the stream that converts: it overwrites the buffer no sooner than the copy is over.
+            # On the converting stream, so that the buffer is not overwritten before the copy is done.
             oldest.home.copy_(slab, non_blocking=True)
         oldest.slot.reusable_after = self._lane.stream.mark_compute()
         self._free.append(oldest.slot)

@@ -1,4 +1,4 @@
-"""Fills and owns the slabs that have a home: resident ones on the device, host ones in memory of exact size."""
+"""Fills and owns the slabs of blocks: resident ones on the device, and those in host memory."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -34,14 +34,14 @@ class Homes:
         homes: the home of each, by index.
         reader: reads the checkpoint files, now and while streaming.
         lanes: read from disk; that of HOST into host slabs, that of DISK to the device.
-        take_tensors: where the tensors of blocks without extents come from.
-        checksums: filled by what is read from disk; by blocks that stay there, when they first stream.
+        take_tensors: returns the tensors of blocks without extents.
+        checksums: collects checksums of the bytes read; for blocks that stay on disk, when they first stream.
 
     ``sources`` has the streamed blocks' sources and ``resident`` the other blocks' tensors, by block index;
     ``loaded_bytes`` were read from disk, in ``load_s`` seconds.
 
     Raises:
-        DiskReadError: or whatever else a read or a copy failed with; all memory is freed then.
+        DiskReadError: a read failed. This or any other error frees all memory.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Homes:
         return sum(slab.nbytes for slab in self._slabs if slab.pinned)
 
     def close(self) -> None:
-        """Give the memory back; nothing may be copying from it."""
+        """Free the memory; no copy from it may be under way."""
         self.sources.clear()
         self.resident.clear()
         for slab in self._slabs:
@@ -102,7 +102,7 @@ class Homes:
         self._slabs.clear()
 
     def _place(self, block: Block, home: Home) -> None:
-        """Allocate a block's home and have it filled."""
+        """Allocate a block's home and start to fill it."""
         if home.tier is Tier.DISK:
             self.sources[block.index] = self._disk_source(block, Tier.DISK)
         elif home.tier is Tier.HOST:
@@ -120,19 +120,19 @@ class Homes:
     def _place_on_host(self, block: Block, home: Home) -> None:
         slab = HostBuffer(block.nbytes)
         self._slabs.append(slab)
-        # As planned, also where a registration is refused: there is no staging slot then, and torch copies by itself.
+        # As planned, even if pinning fails later: without staging slots torch copies pageable memory itself.
         part_bytes = self._lanes[Tier.HOST].slot_bytes if self._stream.needs_pinned and not home.pinned else None
         self.sources[block.index] = HostSource(block, slab, part_bytes)
         if block.conversion is None:
             self._fill(block, Target(slab.tensor, self._into_host), Tier.HOST)
-        slab.touch()  # ahead of the bytes, which come from the disk more slowly
+        slab.touch()  # faster than the disk, so pages are there before their bytes
         if home.pinned:
             self._pinned.append(self._pins.submit(slab.pin))
         if block.conversion is not None:
             self._convert(block, slab.tensor[: block.nbytes], self._pinned[-1] if home.pinned else None)
 
     def _fill(self, block: Block, target: Target, tier: Tier) -> None:
-        """Have the lane of a tier fill the target, or copy what came in memory."""
+        """Submit the fill to the lane of a tier, or copy weights that are in memory."""
         if block.extents:
             self._transfers.append(Transfer(block.name, self._disk_source(block, tier), target))
             self._lanes[tier].submit(self._transfers[-1])

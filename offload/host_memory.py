@@ -1,8 +1,7 @@
 """Host buffers of exact size: anonymous memory, touched by several threads, registered with CUDA to pin them.
 
-torch's pinned allocator rounds up to powers of two; a private mapping is rounded to whole pages only. One registration
-of 512 GiB or more fails on some systems, so a buffer is registered in parts of at most 64 GiB, and no copy may cross
-two of them.
+torch's pinned allocator rounds up to powers of two; a private mapping only to whole pages. Registering 512 GiB or more
+at once fails on some systems, so a buffer is registered in parts of at most 64 GiB, and no copy may cross two parts.
 """
 
 import ctypes
@@ -25,20 +24,20 @@ MOST_REGISTERED_BYTES: Final = 64 << 30
 
 _MADV_POPULATE_WRITE: Final = 23  # since Linux 5.14 (madvise(2)): faults pages in and leaves their bytes alone
 _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every CUDA context (CUDA runtime API, cudaHostRegister)
-_TOUCH_BYTES: Final = 8 << 20  # at once: less costs more calls, more leaves threads without work at the end
+_TOUCH_BYTES: Final = 8 << 20  # per call: less costs more calls, more leaves threads idle at the end
 _MOST_TOUCH_THREADS: Final = 4  # measured in a virtual machine: more are no faster, and loading has other work
 
 
 class HostBuffer:
-    """Page-aligned host memory, seen as a uint8 tensor and as a memoryview.
+    """Page-aligned host memory, as a uint8 tensor and as a memoryview.
 
-    With ``pin`` the buffer is pinned when the constructor returns; `pin` does it later. ``pinned`` tells what came
-    out: a refused registration leaves the buffer pageable, and is logged.
+    ``pin=True`` pins the buffer in the constructor; `pin` does it later. If CUDA refuses the registration, the buffer
+    stays pageable, a warning is logged and ``pinned`` stays False.
     """
 
     def __init__(self, nbytes: int, *, pin: bool = False) -> None:
         self.nbytes = align_up(max(nbytes, 1), ALIGNMENT_BYTES)
-        # The tensor keeps the mapping alive; the mapping is given back when the last view of it is gone.
+        # The tensor keeps the mapping alive; it is unmapped with its last view.
         self._map = map_memory(self.nbytes)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.memory = memoryview(self._map)
@@ -48,26 +47,26 @@ class HostBuffer:
             self.pin()
 
     def touch(self) -> None:
-        """Have the system give the pages, zeroed, with several threads; what the buffer holds already stays.
+        """Fault in the pages, zeroed, with several threads; keeps the buffer's contents.
 
         Registration and copies would fault them in one by one.
         """
         num_threads = max(1, min(os.cpu_count() or 1, _MOST_TOUCH_THREADS, self.nbytes // _TOUCH_BYTES))
         address = self.tensor.data_ptr()
 
-        def populate(begin: int) -> None:  # a foreign function: other Python threads run meanwhile
+        def populate(begin: int) -> None:  # ctypes releases the GIL
             nbytes = min(_TOUCH_BYTES, self.nbytes - begin)
             if _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE):
                 why = os.strerror(ctypes.get_errno())
                 warn_once(f"MADV_POPULATE_WRITE: {why} (needs Linux 5.14); pages are faulted in one by one")
 
         with ThreadPoolExecutor(num_threads, thread_name_prefix="zinfer-touch") as pool:
-            # From front to back, as the bytes come: a share a thread would leave the first ones to the copies.
+            # From front to back, like the bytes: with one range per thread, copies would fault in the first pages.
             for _ in pool.map(populate, range(0, self.nbytes, _TOUCH_BYTES)):
                 pass
 
     def pin(self) -> None:
-        """Register the buffer with CUDA, so that copies run beside everything else."""
+        """Register the buffer with CUDA, so that copies are asynchronous."""
         done: list[int] = []
         for begin, nbytes in self._registrations():
             if not self._register(begin, nbytes):
@@ -107,8 +106,8 @@ class HostBuffer:
 
 
 def _clear_last_error() -> None:
-    """Take the failed call's code off the CUDA runtime, or torch's next launch would report it as its own."""
+    """Clear the failed call's error in the CUDA runtime, or torch's next launch would report it."""
     try:
         torch.empty(1, device="cuda").zero_()
     except RuntimeError as error:
-        log.debug("CUDA error taken off the runtime: %s", error)
+        log.debug("cleared CUDA error: %s", error)

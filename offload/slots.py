@@ -1,4 +1,4 @@
-"""Device slots: buffers allocated once, each travelling with the event after which it may be overwritten."""
+"""Device slots: buffers allocated once, each with the event after which it may be overwritten."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ from zinfer.offload.stream import CopyStream, Event
 class Slot:
     """A device buffer that any slab fits in.
 
-    ``reusable_after`` is the event of the last reader of the bytes: wait for it before overwriting the slot. A
-    block that is moved into a ``borrowed`` slot stays there.
+    ``reusable_after`` is the event of the last use of the bytes: wait for it before overwriting the slot. A block
+    loaded into a ``borrowed`` slot is cached there.
     """
 
     buffer: torch.Tensor
@@ -25,16 +25,16 @@ class Slot:
 
     @classmethod
     def allocate(cls, nbytes: int, stream: CopyStream) -> "Slot":
-        """Device memory (uint8) for copies to fill.
+        """Allocate a slot of device memory (uint8).
 
-        torch may hand out memory that compute, enqueued before, still uses: the slot is vacant after that.
+        torch may return memory that enqueued compute still uses: the slot is reusable after that compute.
         """
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=stream.device)
         return cls(buffer, stream.mark_compute())
 
     @classmethod
     def within(cls, memory: torch.Tensor, nbytes: int, stream: CopyStream) -> "list[Slot]":
-        """Slots in device memory (uint8) of someone else, as many as it holds; vacant likewise."""
+        """Make as many slots as fit into borrowed device memory (uint8); reusable after the compute so far."""
         first = -memory.data_ptr() % SLAB_ALIGNMENT_BYTES
         begins = range(first, memory.numel() - nbytes + 1, align_up(nbytes, SLAB_ALIGNMENT_BYTES))
         reusable_after = stream.mark_compute()
@@ -42,11 +42,11 @@ class Slot:
 
     @property
     def address(self) -> int:
-        """Where its bytes begin."""
+        """The address of its first byte."""
         return self.buffer.data_ptr()
 
     def views(self, layout: SlabLayout) -> dict[str, torch.nn.Parameter]:
-        """The slab's tensors over this slot, made once a layout."""
+        """Return the slab's tensors over this slot; cached by layout."""
         if layout not in self._views:
             self._views[layout] = layout.views(self.buffer)
         return self._views[layout]
@@ -55,8 +55,8 @@ class Slot:
 class DeviceSlots:
     """The free device slots, oldest release first.
 
-    First in, first out makes block i use slot i mod n where n divides the number of streamed blocks, and costs no
-    stall at the wrap where it does not.
+    First in, first out makes block i use slot i mod n if n divides the number of streamed blocks; otherwise the wrap
+    to the next pass causes no stall.
     """
 
     def __init__(self, slots: Iterable[Slot]) -> None:
@@ -74,7 +74,7 @@ class DeviceSlots:
         return self._free.pop(0)
 
     def close(self) -> None:
-        """Let go of all of them; nothing may be copying or computing any more."""
+        """Free all slots; no copy or compute may be under way."""
         self.slots.clear()
         self._free.clear()
 

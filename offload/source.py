@@ -29,11 +29,11 @@ class Source(ABC):
     wire_bytes: int
     """Bytes copied to the device in one transfer."""
     read_bytes: int = 0
-    """Bytes that one transfer reads from the disk, alignment margins before them included."""
+    """Bytes that one transfer reads from the disk, including the alignment margins before them."""
 
     @abstractmethod
     def load(self, part: int, staging: StagingBuffer) -> Sequence["Future[None]"]:
-        """Begin to fill the staging slot; it is full, or may be reused, when all the futures are done."""
+        """Start to fill the staging slot; it is full, or may be reused after a failure, when all futures are done."""
 
     @abstractmethod
     def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: StagingBuffer | None) -> None:
@@ -44,7 +44,7 @@ class DiskSource(Source):
     """Reads a block's extents in place from the checkpoint files, at most ``chunk_bytes`` a part.
 
     Args:
-        checksums: filled by the first transfer.
+        checksums: collected during the first transfer.
     """
 
     tier = Tier.DISK
@@ -87,7 +87,7 @@ class DiskSource(Source):
 
 
 def _typed(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes as elements; a file may place a tensor at an odd offset, which torch cannot view in place."""
+    """View bytes as elements; copies them first if they are misaligned, which files allow and torch does not."""
     if source.storage_offset() % dtype.itemsize:
         source = source.clone()
     return source.view(dtype)

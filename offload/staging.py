@@ -1,6 +1,6 @@
-"""Staging slots: small buffers that every chunk on its way to the device passes.
+"""Staging slots: small buffers that chunks pass on their way to the device.
 
-They lie in host memory, pinned beside a CUDA device; or on the device, where reads can land there.
+They are in host memory, pinned for a CUDA device, or in device memory if the reader can fill that.
 """
 
 import queue
@@ -14,7 +14,7 @@ from zinfer.offload.stream import Event
 
 
 class StagingBuffer(Protocol):
-    """Bytes that reads fill through ``memory`` and copies see as ``tensor`` (uint8)."""
+    """A buffer that reads fill through ``memory`` and copies read as ``tensor`` (uint8)."""
 
     nbytes: int
     tensor: torch.Tensor
@@ -24,29 +24,29 @@ class StagingBuffer(Protocol):
     def memory(self) -> Buffer: ...
 
     def close(self) -> None:
-        """Give the memory back; nothing may be reading or writing it."""
+        """Free the memory; no read or copy may be under way."""
 
 
 class DeviceBuffer:
-    """Staging in device memory, for a reader whose backend fills it."""
+    """Staging in device memory, for a reader whose backend reads into it."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self.pinned = False
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        torch.cuda.synchronize(device)  # reads follow no stream: whatever used this memory before must be over
+        torch.cuda.synchronize(device)  # reads are on no stream: earlier uses of this memory must be done
 
     @property
     def memory(self) -> Buffer:
         return self.tensor
 
     def close(self) -> None:
-        """Nothing to do: the memory goes with the last reference to it."""
+        """Do nothing: the memory is freed with the last reference to it."""
 
 
 @dataclass(eq=False)
 class StagingSlot:
-    """A buffer that parts land in; ``reusable_after`` is the copy that last read from it."""
+    """A buffer for parts; ``reusable_after`` is the event of the last copy from it."""
 
     memory: StagingBuffer
     reusable_after: Event | None = None
@@ -60,13 +60,13 @@ class StagingRing:
         self._free: queue.SimpleQueue[StagingSlot] = queue.SimpleQueue()
 
     def add(self, buffer: StagingBuffer) -> None:
-        """Own one more buffer, as large as the others."""
+        """Add a buffer of the same size as the others."""
         self.slots.append(StagingSlot(buffer))
         self._free.put(self.slots[-1])
 
     @property
     def slot_bytes(self) -> int:
-        """Size of one slot, 0 where there is none."""
+        """Size of one slot; 0 without slots."""
         return self.slots[0].memory.nbytes if self.slots else 0
 
     def take(self) -> StagingSlot:
@@ -75,7 +75,7 @@ class StagingRing:
         if reusable_after is not None:
             try:
                 reusable_after.synchronize()
-            except BaseException:  # the device failed: the slot is not lost with it
+            except BaseException:  # the device failed: keep the slot
                 self._free.put(slot)
                 raise
         return slot
@@ -85,7 +85,7 @@ class StagingRing:
         self._free.put(slot)
 
     def close(self) -> None:
-        """Give the memory back; nothing may be taken any more. May be called again."""
+        """Free the memory; `take` must not be called after. May be called again."""
         for slot in self.slots:
             slot.memory.close()
         self.slots.clear()

@@ -1,4 +1,4 @@
-"""What a run moved and waited for: the counters that users see, and the sums that streaming keeps for them."""
+"""Counters of a run: bytes moved and seconds waited."""
 
 import threading
 import time
@@ -13,39 +13,39 @@ from zinfer.offload.stream import Event
 from zinfer.offload.transfer import Transfer
 from zinfer.offload.transfer_lane import TransferLane
 
-_MOST_OPEN: Final = 4096  # arrivals whose events are not looked at yet
+_MOST_OPEN: Final = 4096  # arrivals whose events were not checked yet
 
 
 @dataclass(frozen=True)
 class RunStats:
     """Counters since the engine was made.
 
-    Of streaming, the blocks that compute has used count; those moved ahead for the next pass do not yet.
+    A streamed block counts once compute has used it; blocks prefetched for the next pass do not count yet.
 
     Attributes:
-        bytes_read_disk: bytes read, alignment margins and the loading of homes included.
+        bytes_read_disk: bytes read, including alignment margins and the filling of homes.
         bytes_to_device: bytes copied into device slots and resident slabs.
-        streamed_bytes_per_pass: bytes that one walk over all blocks copies to the device; where a pass leaves some out
-            (an encoder's, once its output is there) it copies less.
+        streamed_bytes_per_pass: bytes that one walk over all blocks copies to the device; a pass that skips blocks (an
+            encoder's, once its output is known) copies less.
         disk_bytes_per_pass: the part of them whose home is the disk.
-        pinned_bytes: host memory registered with CUDA, now.
-        host_bytes: host memory of slabs and staging slots, pinned or not, now.
-        device_bytes: device memory of resident slabs and slots, now.
+        pinned_bytes: host memory registered with CUDA at present.
+        host_bytes: host memory of slabs and staging slots, pinned or not, at present.
+        device_bytes: device memory of resident slabs and slots, at present.
         blocks_by_home: number of blocks by tier: DEVICE, HOST, DISK.
         stall_s: seconds waited, by cause: compute for disk (reads), host (copies between host buffers) and link (copies
             to the device), and copies for compute.
         loaded_bytes: bytes read from disk to fill homes, before the first pass.
         load_s: seconds that filling the homes took.
-        link_share: of the link's measured rate, what streaming used over ``span_s``; None before either is known.
-        disk_share: of the disk's, likewise.
-        kv_bytes_to_device: of the KV cache in host memory, copied to the device.
-        kv_bytes_to_host: of those, copied back.
-        swapped_bytes_written: of the KV cache of preempted sequences, written to the disk.
-        swapped_bytes_read: of those, read again.
+        link_share: streamed bytes over ``span_s``, as a share of the link's measured rate; None if one is not known.
+        disk_share: likewise for bytes read and the disk's rate.
+        kv_bytes_to_device: bytes of the KV cache in host memory copied to the device.
+        kv_bytes_to_host: bytes of it copied back.
+        swapped_bytes_written: bytes of preempted sequences' KV cache written to the disk.
+        swapped_bytes_read: bytes of it read back.
         passes: forwards of the whole model.
         wall_s: seconds inside forward and generate calls; on a CUDA device a forward may return before it is computed.
         span_s: seconds from the beginning of the first call until the device was done with the last one, or until now
-            where it is not.
+            if it is still under way.
     """
 
     bytes_read_disk: int = 0
@@ -71,14 +71,14 @@ class RunStats:
 
 
 class Arrivals:
-    """Bytes of the blocks that compute has come to use; no guess ahead of it counts.
+    """Counts the bytes of blocks that compute has used; prefetched blocks do not count yet.
 
-    A copy that is enqueued has not crossed the link yet, so a block counts once its event is reached.
+    A block counts once its event is reached: a copy that is only enqueued has not crossed the link.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # another thread may ask for the sums
-        self._open: deque[tuple[Event, int, int]] = deque()  # no sources: they hold memory
+        self._lock = threading.Lock()  # `sums` may be called from another thread
+        self._open: deque[tuple[Event, int, int]] = deque()  # not the sources: they hold memory
         self._wire_bytes = 0
         self._read_bytes = 0
 
@@ -89,7 +89,7 @@ class Arrivals:
             self.sums()
 
     def sums(self) -> tuple[int, int]:
-        """Bytes copied to the device, and bytes read from the disk for them."""
+        """Return the bytes copied to the device, and the bytes read from the disk for them."""
         with self._lock:
             while self._open and self._open[0][0].is_reached():
                 _, wire_bytes, read_bytes = self._open.popleft()
@@ -110,11 +110,11 @@ class Stalls:
         self._seconds = {"disk": 0.0, "host": 0.0, "link": 0.0, "compute": 0.0}
         self._full_since_s: float | None = None
         self._is_paused = False
-        # On CUDA the copy streams time their own waits, and a transfer that is over may still be copying.
+        # On CUDA the copy streams time their own waits, and a finished transfer may still be copying.
         self._counts_idleness = not any(lane.stream.needs_pinned for lane in lanes)
 
     def seconds(self) -> dict[str, float]:
-        """So far: compute waiting for disk, host and link, copies waiting for compute."""
+        """Return the seconds so far: compute waiting for disk, host and link, copies waiting for compute."""
         seconds = dict(self._seconds)
         for lane in self._lanes:
             seconds["link"] += lane.stream.compute_waited_s()
@@ -129,27 +129,27 @@ class Stalls:
         self._seconds["link"] += waited_s - loading_s
 
     def note_full(self) -> None:
-        """Compute holds all slots: from now on the lanes may be idle."""
+        """Note that compute holds all slots, so that lanes may be idle from now on."""
         if self._full_since_s is None:
             self._full_since_s = time.perf_counter()
 
     def pause(self, transfers: Iterable[Transfer]) -> None:
-        """Stop the clock of `note_full` between two calls, when lanes do not wait for compute."""
+        """Stop the clock of `note_full` between two calls, while lanes wait for the caller."""
         self._is_paused = self._full_since_s is not None
         self.note_free_slot(transfers)
 
     def resume(self) -> None:
-        """Start the clock again that `pause` stopped."""
+        """Restart the clock that `pause` stopped."""
         if self._is_paused:
             self._is_paused = False
             self.note_full()
 
     def note_ahead(self) -> None:
-        """All expected blocks are in slots or on their way: the lanes wait for nothing."""
+        """Note that all expected blocks are in slots or on their way: idle lanes wait for nothing."""
         self._full_since_s = None
 
     def note_free_slot(self, transfers: Iterable[Transfer]) -> None:
-        """Add the time in which the lanes, done with ``transfers``, had no free slot to fill."""
+        """Add the time since ``transfers`` ended in which no slot was free."""
         full_since_s, self._full_since_s = self._full_since_s, None
         if full_since_s is None or not self._counts_idleness:
             return

@@ -1,7 +1,6 @@
-"""Copies towards the device beside the compute: one interface, with CUDA streams and events or without.
+"""Copies to the device in parallel with compute: one interface, with CUDA streams or without.
 
-`HostStream` is the same machinery where device memory is host memory: a copy is done when the call returns, so its
-events hold nothing back.
+`HostStream` implements it for the CPU: a copy is done when the call returns, so its events are always reached.
 """
 
 import ctypes
@@ -20,7 +19,7 @@ from zinfer.nvme.pool import Pool
 
 log = logging.getLogger(__name__)
 
-_LEAST_SHARED_BYTES: Final = 4 << 20  # a millisecond of one thread: handing over less costs more than it saves
+_LEAST_SHARED_BYTES: Final = 4 << 20  # a millisecond of one thread: sharing less costs more than it saves
 _YIELD_BYTES: Final = 256 << 20  # some 5 ms of a link; yielding costs it a few microseconds
 _MOST_OPEN_WAITS: Final = 4096  # waits whose times are not read yet; each holds two CUDA events
 
@@ -39,9 +38,9 @@ class Event(Protocol):
 
 
 class CopyStream(ABC):
-    """Where slabs are copied to the device and compute waits for them.
+    """A stream of copies to the device, which compute can wait for.
 
-    ``needs_pinned`` tells whether only pinned memory copies at the link's speed and beside the compute.
+    ``needs_pinned`` tells whether copies need pinned memory to run at the link's speed and asynchronously.
     """
 
     device: torch.device
@@ -49,7 +48,7 @@ class CopyStream(ABC):
 
     @abstractmethod
     def after(self, event: Event) -> None:
-        """Let the copies that follow wait for ``event``."""
+        """Make later copies wait for ``event``."""
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -57,23 +56,23 @@ class CopyStream(ABC):
 
     @abstractmethod
     def mark(self) -> Event:
-        """The point after the copies so far."""
+        """Return the event after the copies so far."""
 
     @abstractmethod
     def join(self, event: Event) -> Event:
-        """Let the compute that follows wait for ``event``; returns the point at which it goes on."""
+        """Make later compute wait for ``event``; returns the event at which it continues."""
 
     @abstractmethod
     def mark_compute(self) -> Event:
-        """The point after the compute so far."""
+        """Return the event after the compute so far."""
 
     @abstractmethod
     def compute_waited_s(self) -> float:
-        """Seconds of device time that compute has waited in `join`, as far as the waits are over."""
+        """Return the seconds of device time that compute has waited in `join`; waits under way do not count."""
 
     @abstractmethod
     def copies_waited_s(self) -> float:
-        """Seconds of device time that copies have waited in `after`, likewise."""
+        """Return the seconds of device time that copies have waited in `after`, likewise."""
 
 
 class HostEvent:
@@ -93,10 +92,10 @@ class HostEvent:
 
 
 class HostStream(CopyStream):
-    """Copies by the calling thread; ``join`` has nothing to wait for because the caller has waited for the thread.
+    """Copies synchronously in the calling thread, so all its events are reached.
 
     Args:
-        copiers: threads that share large copies with one another, where one would be slower than a fast disk.
+        copiers: threads that share large copies; one thread would be slower than a fast disk.
     """
 
     needs_pinned = False
@@ -110,7 +109,7 @@ class HostStream(CopyStream):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
-            # Not `copy_`: its pool of threads would spin beside those that read and compute.
+            # Not `copy_`: its threads would spin and compete with reads and compute.
             assert target.nbytes == source.nbytes
             self._move_bytes(target.data_ptr(), source.data_ptr(), source.nbytes)
         else:
@@ -145,7 +144,7 @@ class HostStream(CopyStream):
 
 
 class CudaClock:
-    """Dates CUDA events on the host's clock, by one event that both have seen; good to some 10 us in a few minutes."""
+    """Maps CUDA events to the host's clock through one event seen by both; drifts some 10 us in a few minutes."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -173,17 +172,17 @@ class CudaEvent:
 
 
 class _Waits:
-    """Times how long a CUDA stream waits for events of another."""
+    """Measures how long a CUDA stream waits for events of another."""
 
     def __init__(self, clock: CudaClock) -> None:
         self._clock = clock
-        # Another thread may ask for the sum while this one waits.
+        # `sum_s` may be called from another thread.
         self._lock = threading.Lock()
         self._open: list[tuple[CudaEvent, CudaEvent]] = []
         self._waited_s = 0.0
 
     def wait(self, stream: torch.cuda.Stream, event: Event) -> CudaEvent:
-        """Let the stream's further work wait for the event; returns the point at which it goes on."""
+        """Make the stream's later work wait for the event; returns the event at which it continues."""
         assert isinstance(event, CudaEvent)
         before, behind = CudaEvent(self._clock), CudaEvent(self._clock)
         before.event.record(stream)
@@ -211,11 +210,11 @@ class _Waits:
 
 
 class CudaStream(CopyStream):
-    """Copies on a stream of their own; compute is whatever stream is current in the thread that calls `join`.
+    """Copies on a CUDA stream of its own; the compute stream is the current stream of the thread that calls `join`.
 
-    The device's copy engine prefers the stream that it is at: slabs that are ready one behind the other keep a small
-    copy of another stream waiting behind all of them, and with it the compute. So the copies wait for an event of a
-    second stream, now and then; it is reached at once, and meanwhile the engine takes what else is ready.
+    The device's copy engine keeps serving the same stream while it has work: a small copy of another stream would wait
+    behind all queued slabs, and compute with it. So now and then the copies wait for an event of an idle stream; it is
+    reached at once, and the engine takes other copies in between.
     """
 
     needs_pinned = True
@@ -225,7 +224,7 @@ class CudaStream(CopyStream):
         self._clock = CudaClock(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._idle_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._bytes_since_yield = 0  # lanes may add at once: a sum that is off by a part does no harm
+        self._bytes_since_yield = 0  # not locked between lanes: a wrong sum is harmless
         self._copy_waits = _Waits(self._clock)
         self._compute_waits = _Waits(self._clock)
 
@@ -260,7 +259,7 @@ class CudaStream(CopyStream):
         return self._copy_waits.sum_s()
 
     def _yield_after(self, nbytes: int) -> None:
-        """Let the copy engine turn to other streams, once so many bytes were copied since the last time."""
+        """Let the copy engine serve other streams after every ``_YIELD_BYTES``."""
         self._bytes_since_yield += nbytes
         if self._bytes_since_yield >= _YIELD_BYTES:
             self._bytes_since_yield = 0
@@ -274,7 +273,7 @@ class CudaStream(CopyStream):
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor in parts along its first dimension, of ``_YIELD_BYTES`` at the most where a row is no longer."""
+    """Split the tensor along its first dimension into parts of at most ``_YIELD_BYTES``, or single rows."""
     if tensor.nbytes <= _YIELD_BYTES or tensor.dim() == 0:
         yield tensor
         return
@@ -283,7 +282,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def drain(stream: CopyStream) -> None:
-    """Wait for copies and compute on the way out of a failure, which a failing device must not hide."""
+    """Wait for copies and compute during the handling of an error; a device error is only logged."""
     try:
         stream.mark().synchronize()
         stream.mark_compute().synchronize()
@@ -292,5 +291,5 @@ def drain(stream: CopyStream) -> None:
 
 
 def open_stream(device: torch.device) -> CopyStream:
-    """A copy stream for a device: ``cuda`` or ``cpu``."""
+    """Open a copy stream for a device: ``cuda`` or ``cpu``."""
     return CudaStream(device) if device.type == "cuda" else HostStream()

@@ -1,4 +1,4 @@
-"""Keeps the blocks of a model moving towards the device: `prefetch`, `wait`, `release`.
+"""Streams the blocks of a model to the device: `prefetch`, `wait`, `release`.
 
 [Note: lifetime of a slot]
 A slot is free, filling, ready, or held. `prefetch` takes a free slot and starts a transfer into it (filling, then
@@ -6,7 +6,7 @@ ready); `wait` makes the compute stream wait for the transfer's event and return
 the event after which the slot may be overwritten, and frees it. The copy stream waits for that event before the next
 transfer into the slot, so the host never waits for the device here.
 
-One thread drives a streamer; the lanes' threads only run transfers. The synchronous twin starts transfers in `wait`.
+One thread drives a streamer; the lanes' threads only run transfers. In synchronous mode transfers start in `wait`.
 
 A block loaded into a borrowed slot is cached there: `release` leaves it ready and frees nothing, until
 `remove_cache_slots`.
@@ -31,7 +31,7 @@ from zinfer.offload.transfer_lane import LaneClosed, TransferLane
 
 
 class _Use(NamedTuple):
-    """A block in a slot or on its way into one; ``begin`` is where the compute that uses it begins."""
+    """A block in a slot or on its way into one; ``begin`` is the event at which its compute begins."""
 
     block: Block
     slot: Slot
@@ -40,14 +40,14 @@ class _Use(NamedTuple):
 
 
 class Streamer:
-    """Streams blocks through device slots, guessing ahead.
+    """Streams blocks through device slots, prefetching the predicted ones.
 
     Args:
         blocks: the streamed blocks in the model's order.
         sources: where each block's slab comes from, by block index.
-        lanes: run the transfers of each tier, on copy streams of their own so that none waits behind another's.
+        lanes: run the transfers of each tier, on separate copy streams so that no lane waits behind another.
         slots: device slots, each large enough for any of the blocks.
-        synchronous: transfer nothing ahead of its use (the twin that the pipeline is checked against).
+        synchronous: prefetch nothing; the reference for checks of the pipeline.
         trace: records compute.
     """
 
@@ -62,7 +62,7 @@ class Streamer:
         trace: Trace | None = None,
     ) -> None:
         self._blocks = {block.index: block for block in blocks}
-        # One object for equal layouts: looking up a slot's views then compares no tensors.
+        # One object for equal layouts, so that looking up a slot's views compares no tensors.
         same: dict[SlabLayout, SlabLayout] = {}
         self._layouts = {block.index: same.setdefault(block.layout, block.layout) for block in blocks}
         self._sources = sources
@@ -74,14 +74,14 @@ class Streamer:
         self._is_mixed = len({source.tier for source in sources.values()}) > 1
         self._moving: dict[int, _Use] = {}
         self._held: dict[int, _Use] = {}
-        self._borrowed: list[Slot] = []  # those that are free
+        self._borrowed: list[Slot] = []  # the free borrowed slots
         self._num_borrowed = 0
         self._cached: dict[int, _Use] = {}
         self._arrivals = Arrivals()
         self._stalls = Stalls(lanes.values())
 
     def prefetch(self, block: Block) -> None:
-        """Start a block's transfer into a free slot, unless it is there or on its way."""
+        """Start a block's transfer into a free slot, unless it is in a slot or on its way."""
         if self._is_here(block.index):
             return
         source = self._sources[block.index]
@@ -95,17 +95,17 @@ class Streamer:
     def wait(self, block: Block) -> dict[str, torch.nn.Parameter]:
         """Make the compute stream wait for the block; returns its tensors by name, valid until `release`.
 
-        Raises whatever the transfer failed with, such as DiskReadError; the streamer stays usable.
+        Raises the transfer's error, such as DiskReadError; the streamer stays usable.
         """
         assert block.index not in self._held, f"block {block.name} is in use already"
         begin_s = time.perf_counter()
-        guessed = self._is_here(block.index)
-        if not guessed:
+        prefetched = self._is_here(block.index)
+        if not prefetched:
             self._make_room()
             self.prefetch(block)
         self._order.use(block.index)
         self._look_ahead()
-        use = self._wait_until_sent(block, guessed)
+        use = self._wait_until_sent(block, prefetched)
         self._stalls.note_wait(use.transfer, begin_s)
         begin = use.transfer.target.stream.join(use.transfer.sent())
         if block.index not in self._cached:
@@ -115,7 +115,7 @@ class Streamer:
         return use.slot.views(self._layouts[block.index])
 
     def release(self, block: Block) -> None:
-        """Let the slot be overwritten once the compute so far is done, and start the transfer of the next block."""
+        """Free the slot for reuse after the compute so far, and prefetch the next block."""
         use = self._held[block.index]
         use.slot.reusable_after = use.transfer.target.stream.mark_compute()
         if self._trace is not None and use.begin is not None:
@@ -145,12 +145,12 @@ class Streamer:
         return self._held[block.index].slot
 
     def possible_slots(self, block: Block) -> list[Slot]:
-        """The slots that a block may be in after `wait`, as long as `cached` returns the same."""
+        """Return the slots that a block may be in after `wait`; valid while `cached` returns the same."""
         cached = self._cached.get(block.index)
         return list(self._slots.slots) if cached is None else [cached.slot]
 
     def cached(self) -> tuple[tuple[int, int], ...] | None:
-        """Index and address of the blocks in borrowed slots; None while some of these slots are still to be filled."""
+        """Return index and address of the blocks in borrowed slots; None while some borrowed slots are not filled."""
         if self._borrowed or any(use.slot.borrowed for use in self._moving.values()):
             return None
         return tuple(sorted((index, use.slot.address) for index, use in self._cached.items()))
@@ -166,7 +166,7 @@ class Streamer:
         return sum(block.nbytes for index, block in self._blocks.items() if index not in self._cached)
 
     def add_cache_slots(self, slots: Iterable[Slot]) -> None:
-        """Add borrowed slots, in which blocks stay; called between passes."""
+        """Add borrowed slots, in which blocks are cached; called between passes."""
         several = list(slots)
         self._num_borrowed += len(several)
         self._borrowed += several
@@ -183,22 +183,22 @@ class Streamer:
         self._num_borrowed = 0
 
     def bytes_arrived(self) -> tuple[int, int]:
-        """Bytes copied into device slots so far, and bytes read from the disk for them.
+        """Return the bytes copied into device slots so far, and the bytes read from the disk for them.
 
-        Blocks not used yet do not count; wrong guesses do.
+        Blocks not used yet do not count; wrong predictions do.
         """
         return self._arrivals.sums()
 
     def resume(self) -> None:
-        """A call begins: idle lanes wait for compute."""
+        """Note that a call begins: idle lanes wait for compute."""
         self._stalls.resume()
 
     def pause(self) -> None:
-        """A call is over: idle lanes wait for the caller."""
+        """Note that a call is over: idle lanes wait for the caller."""
         self._stalls.pause(use.transfer for use in self._moving.values())
 
     def stall_s(self) -> dict[str, float]:
-        """Seconds of stalls so far, by cause."""
+        """Return the seconds of stalls so far, by cause."""
         return self._stalls.seconds()
 
     def close(self) -> None:
@@ -229,10 +229,10 @@ class Streamer:
         self._stalls.note_full()
 
     def _expected(self) -> list[int]:
-        """The next uses, in the order in which they get slots.
+        """Return the next uses, in the order in which they get slots.
 
-        Disk and link are busy together only if a disk block is always on its way, however far ahead of its use. With
-        three slots or more it comes right after the block used next.
+        Disk and link are busy at the same time only if a disk block is always on its way, however far ahead of its
+        use. With three slots or more it gets a slot right after the block used next.
         """
         num_slots = len(self._slots)
         ahead = (index for index in self._order.ahead() if index not in self._cached)
@@ -251,7 +251,7 @@ class Streamer:
         return index in self._moving or index in self._held or index in self._cached
 
     def _may_stay(self, index: int) -> bool:
-        """Whether a block transferred now gets a borrowed slot: blocks from disk go before those from host memory."""
+        """Whether a block transferred now gets a borrowed slot; blocks from disk have priority over host blocks."""
         if not self._borrowed or not self._is_mixed or self._is_on_disk(index):
             return bool(self._borrowed)
         return all(other in self._cached for other in self._blocks if self._is_on_disk(other))
@@ -260,7 +260,7 @@ class Streamer:
         return self._sources[index].tier is Tier.DISK
 
     def _make_room(self) -> None:
-        """Free a slot for a block that was not expected: drop the farthest guess."""
+        """Free a slot for a block that was not predicted: drop the farthest prefetch."""
         if self._slots.num_free or self._borrowed:
             return
         if not self._moving:
@@ -268,7 +268,7 @@ class Streamer:
         self._give_up(next(reversed(self._moving.values())))
 
     def _give_up(self, use: _Use) -> None:
-        """Free the slot of a transfer that is not needed, once no copy writes to it."""
+        """Drop a transfer and free its slot, once no copy writes to it."""
         use.transfer.wait()
         last_write = use.transfer.last_write()
         if last_write is not None and not use.transfer.has_failed:
@@ -280,19 +280,19 @@ class Streamer:
         else:
             self._slots.put(use.slot)
 
-    def _wait_until_sent(self, block: Block, guessed: bool) -> _Use:
-        """Wait until the block's copies are enqueued; for the synchronous twin, until they are done.
+    def _wait_until_sent(self, block: Block, prefetched: bool) -> _Use:
+        """Wait until the block's copies are enqueued; in synchronous mode, until they are done.
 
-        A prefetch that failed is tried again: the cause (a file being replaced) may be gone by now.
+        A failed prefetch is retried: the cause (a file being replaced) may be gone.
         """
         use = self._cached.get(block.index) or self._moving[block.index]
         failure = use.transfer.failure()
         if failure is not None:
             self._give_up(use)
-            if not guessed or isinstance(failure, LaneClosed):
+            if not prefetched or isinstance(failure, LaneClosed):
                 raise failure
             self.prefetch(block)
-            return self._wait_until_sent(block, guessed=False)
+            return self._wait_until_sent(block, prefetched=False)
         if self._synchronous:
             use.transfer.sent().synchronize()
         return use

@@ -1,4 +1,4 @@
-"""Checksums of blocks and tensors, taken when their bytes first pass on the way to the device.
+"""Checksums of blocks and tensors, computed when their bytes are first transferred.
 
 All are xxh3_128 (Collet, github.com/Cyan4973/xxHash).
 """
@@ -21,7 +21,7 @@ Place: TypeAlias = tuple[Path, int]
 
 
 class TensorChecksums:
-    """The checksum of each tensor of some files; safe to use from several threads.
+    """The checksum of each tensor of some files; thread-safe.
 
     They do not depend on the partition into blocks or on placement, so two loads of one model can be compared.
 
@@ -45,7 +45,7 @@ class TensorChecksums:
             self._found.setdefault(place, digest)
 
     def missing(self, file: Path) -> list[tuple[int, int]]:
-        """Offset and size in bytes of the file's tensors without a checksum, in the file's order."""
+        """Return offset and size in bytes of the file's tensors without a checksum, in the file's order."""
         return sorted(
             (place[1], nbytes)
             for place, nbytes in self._sizes_bytes.items()
@@ -53,19 +53,19 @@ class TensorChecksums:
         )
 
     def of_file(self, file: Path) -> str:
-        """One checksum for all of the file's tensors, in hexadecimal digits; none of them may be missing."""
+        """Return one checksum for all of the file's tensors, in hexadecimal digits; none may be missing."""
         places = sorted(place for place in self._sizes_bytes if place[0] == file)
         return xxhash.xxh3_128(b"".join(self._found[place] for place in places)).hexdigest()
 
 
 class BlockHash(ABC):
-    """Sees all bytes of a block once, in the file's order; a transfer that was cut short starts again with part 0."""
+    """Hashes all bytes of a block once, in the file's order; a transfer after a failed one restarts at part 0."""
 
     is_done = False
     _next_part = 0
 
     def add(self, part: int, num_parts: int, pieces: Sequence[torch.Tensor]) -> None:
-        """Take a part's bytes (uint8) into account. Raises DiskReadError: the block's checksum is another."""
+        """Add a part's bytes (uint8); raises DiskReadError if the block's checksum differs."""
         if part == 0:
             self._next_part = 0
             self._begin()
@@ -80,18 +80,18 @@ class BlockHash(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Forget the parts so far."""
+        """Start over, without the parts so far."""
 
     @abstractmethod
     def _update(self, data: memoryview) -> None:
-        """Take the next bytes into account."""
+        """Add the next bytes."""
 
     def _finish(self) -> None:  # noqa: B027
-        """All bytes were seen."""
+        """Called after the last bytes."""
 
 
 class BlockChecksum(BlockHash):
-    """Compares a block's bytes with the checksum that was stored when they were written."""
+    """Compares a block's bytes with the checksum stored when they were written."""
 
     def __init__(self, block: Block) -> None:
         assert len({extent.file for extent in block.extents}) == 1, "a checksum is of one file"
@@ -123,7 +123,7 @@ class BlockTap(BlockHash):
 
     def __init__(self, checksums: TensorChecksums, extents: Iterable[Extent]) -> None:
         self._checksums = checksums
-        # The order in which chunks bring them.
+        # The order of the chunks.
         self._extents = sorted(
             (each for each in extents if each.nbytes), key=lambda each: (str(each.file), each.offset)
         )

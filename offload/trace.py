@@ -1,4 +1,4 @@
-"""A record of what ran when, one lane each for disk, host to device, compute and device to host, for Perfetto.
+"""Records reads, copies and compute for Perfetto, with a lane each for disk, host, copies and compute.
 
 Format: "Trace Event Format", complete events (`ph: X`, microseconds) and metadata events (`ph: M`) that name the lanes;
 chrome://tracing and ui.perfetto.dev open it.
@@ -18,7 +18,7 @@ _MOST_SLICES: Final = 2_000_000  # some 200 MB of JSON; viewers give up before t
 
 
 class Slice(NamedTuple):
-    """Something that ran, on the clock of `time.perf_counter`."""
+    """One piece of work, on the clock of `time.perf_counter`."""
 
     lane: str
     name: str
@@ -27,10 +27,7 @@ class Slice(NamedTuple):
 
 
 class Trace:
-    """Collects slices from any thread.
-
-    ``num_dropped`` counts those beyond the two million that are kept.
-    """
+    """Collects slices from any thread; ``num_dropped`` counts those beyond two million."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,28 +36,28 @@ class Trace:
         self.num_dropped = 0
 
     def add(self, lane: str, name: str, begin_s: float, end_s: float) -> None:
-        """Note what ran on the host."""
+        """Record work on the host."""
         with self._lock:
             self._keep(Slice(lane, name, begin_s, end_s))
 
     def add_between(self, lane: str, name: str, begin: Event, end: Event) -> None:
-        """Note what runs between two points of a stream's work; they are dated once they are reached."""
+        """Record work between two events of a stream; their times are read once they are reached."""
         with self._lock:
             self._open.append((lane, name, begin, end))
             if len(self._open) > _MOST_OPEN:
                 self._date(wait=False)
 
     def slices(self) -> list[Slice]:
-        """All slices so far, by their beginnings; waits for those under way."""
+        """Return all slices so far, sorted by start; waits for those under way."""
         with self._lock:
             self._date(wait=True)
             return sorted(self._slices, key=lambda slice: slice.begin_s)
 
     def write(self, path: Path) -> None:
-        """Write the trace as a whole.
+        """Write the trace to a file, replacing it.
 
         Raises:
-            OSError: the folder is missing, full or not writable; it names the file.
+            OSError: the folder is missing, full or not writable; names the file.
         """
         document = {"traceEvents": _events(self.slices()), "otherData": {"dropped": self.num_dropped}}
         replace_file(path, json.dumps(document))
@@ -84,7 +81,7 @@ class Trace:
 
 
 def _events(slices: list[Slice]) -> list[dict[str, object]]:
-    """Slices in the format's words. Those of a lane that overlap go into further rows: viewers would garble them."""
+    """Convert slices to trace events. Overlapping slices of a lane get rows of their own, as viewers require."""
     origin_s = slices[0].begin_s if slices else 0.0
     row_ends_s: dict[str, list[float]] = {lane: [0.0] for lane in LANES}
     events: list[dict[str, object]] = []

@@ -1,4 +1,4 @@
-"""A block on its way into device memory, or into its home."""
+"""Transfers of blocks into device memory, or into their homes."""
 
 import threading
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from zinfer.offload.stream import CopyStream, Event
 
 @dataclass(frozen=True)
 class Target:
-    """Memory to be filled (uint8, the whole slab), by copies on ``stream`` that wait for ``reusable_after`` first."""
+    """Memory to fill (uint8, the whole slab), by copies on ``stream`` after ``reusable_after``."""
 
     memory: torch.Tensor
     stream: CopyStream
@@ -21,7 +21,7 @@ class Target:
 class Transfer:
     """One transfer of a block. A lane runs it, one thread waits for it.
 
-    ``loaded_at_s`` is when its last part was within the device's reach (`time.perf_counter`).
+    ``loaded_at_s`` is when its last part was in a staging slot (`time.perf_counter`).
     """
 
     def __init__(self, name: str, source: Source, target: Target) -> None:
@@ -36,7 +36,7 @@ class Transfer:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with success or not."""
         return self._over.is_set()
 
     @property
@@ -45,11 +45,11 @@ class Transfer:
         return self._failure is not None
 
     def fail(self, failure: BaseException) -> None:
-        """Note a failure; the first one counts."""
+        """Record a failure; the first one is kept."""
         self._failure = self._failure or failure
 
     def finish(self, sent: Event | None, at_s: float) -> None:
-        """Wake the waiter: nothing writes to the target after ``sent``; None if the device could not record it."""
+        """Wake the waiter. Nothing writes to the target after ``sent``; None if the event could not be recorded."""
         self._sent, self.finished_at_s = sent, at_s
         self._over.set()
 
@@ -58,21 +58,21 @@ class Transfer:
         self._over.wait()
 
     def failure(self) -> BaseException | None:
-        """Wait until it is over; what it failed with, or None."""
+        """Wait until it is over; returns its error, or None."""
         self.wait()
         return self._failure
 
     def raise_failure(self) -> None:
-        """Wait until it is over; raise what it failed with."""
+        """Wait until it is over; raises its error, if any."""
         failure = self.failure()
         if failure is not None:
             raise failure
 
     def sent(self) -> Event:
-        """The event after which the target is full, of a transfer that did not fail."""
+        """Return the event after which the target is full; only for a transfer that did not fail."""
         assert self._sent is not None
         return self._sent
 
     def last_write(self) -> Event | None:
-        """Once it is over, failed or not: the event after which it no longer writes to the target."""
+        """Return the event after which nothing writes to the target; only once the transfer is over."""
         return self._sent

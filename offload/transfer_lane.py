@@ -1,7 +1,7 @@
-"""Lanes: each runs transfers, in the order of submission, part by part through staging slots.
+"""Transfer lanes: each runs transfers in the order of submission, part by part through staging slots.
 
-One thread of a lane starts loading parts as staging slots become free, so that the disk always has requests waiting,
-also between two transfers; the other enqueues the copies of parts that are loaded.
+One thread of a lane starts to load parts as staging slots become free, so that the disk's queue never runs empty, even
+between transfers. The other enqueues the copies of loaded parts.
 """
 
 import queue
@@ -37,9 +37,9 @@ class TransferLane:
 
     Args:
         name: of the lane and its threads, "disk" or "host".
-        stream: where the copies to the device go.
-        staging: the staging slots that parts pass through; other lanes may share them.
-        trace: where loads and copies are noted.
+        stream: the stream of copies to the device.
+        staging: the staging slots; other lanes may share them.
+        trace: records loads and copies.
     """
 
     def __init__(self, name: str, stream: CopyStream, staging: StagingRing, trace: Trace | None = None) -> None:
@@ -48,7 +48,7 @@ class TransferLane:
         self._staging = staging
         self._trace = trace
         self._closing = False
-        self._order = threading.Lock()  # nothing is submitted to the threads after `_closing`
+        self._order = threading.Lock()  # nothing is queued after `_closing`
         self._transfers: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._parts: queue.SimpleQueue[_Part | Transfer | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -57,17 +57,17 @@ class TransferLane:
                 thread = threading.Thread(target=work, name=f"zinfer-{name}-{role}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-        except BaseException:  # the system gives no more threads
+        except BaseException:  # the thread limit is reached
             self.close()
             raise
 
     @property
     def slot_bytes(self) -> int:
-        """Size of a staging slot: the most that a staged part may hold."""
+        """Size of a staging slot, the maximum size of a staged part."""
         return self._staging.slot_bytes
 
     def submit(self, transfer: Transfer) -> None:
-        """Queue a transfer and return. It keeps its failure, such as `LaneClosed`; the lane goes on."""
+        """Queue a transfer and return. It keeps its own failure, such as `LaneClosed`; the lane goes on."""
         with self._order:
             if not self._closing:
                 if transfer.source.staged:
@@ -79,7 +79,7 @@ class TransferLane:
         transfer.finish(None, time.perf_counter())
 
     def close(self) -> None:
-        """Give up what has not begun, wait for what has, end the threads. May be called again."""
+        """Drop transfers not begun, wait for those under way, end the threads. May be called again."""
         with self._order:
             self._closing = True
             self._transfers.put(None)
@@ -117,7 +117,7 @@ class TransferLane:
             if part.number is None:
                 self._finish(part.transfer)
                 continue
-            # Every read must be over before the staging slot is reused, also after a failure.
+            # Every read must be over before the staging slot is reused, even after a failure.
             for failure in [read.exception() for read in part.loading]:
                 if failure is not None:
                     part.transfer.fail(failure)
@@ -133,13 +133,13 @@ class TransferLane:
         self._finish(transfer)
 
     def _gives_up(self, transfer: Transfer) -> bool:
-        """Whether the rest of a transfer is dropped."""
+        """Whether to drop the rest of a transfer."""
         if self._closing:
             transfer.fail(LaneClosed(f"the {self._name} lane was closed while {transfer.name} was on its way"))
         return transfer.has_failed
 
     def _trace_load(self, part: _Part, begun_at_s: float, loaded_at_s: float) -> None:
-        """Put a load into the trace, from where the one before it ended: a lane's reads overlap."""
+        """Trace a load from the end of the one before it, because a lane's reads overlap."""
         try:
             if self._trace is not None and part.staging is not None:
                 self._trace.add(self._name, part.transfer.name, begun_at_s, loaded_at_s)
@@ -169,7 +169,7 @@ class TransferLane:
         transfer.finish(self._last_copy(transfer), time.perf_counter())
 
     def _last_copy(self, transfer: Transfer) -> Event | None:
-        """The point after the copies so far; a transfer that has failed may have some under way."""
+        """Return the event after the copies so far, for a failed transfer too."""
         try:
             return transfer.target.stream.mark()
         except BaseException as failure:  # a device that cannot record an event copies no more either

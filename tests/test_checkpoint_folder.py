@@ -149,9 +149,9 @@ def test_a_path_that_does_not_exist(name: str) -> None:
 
 
 def test_the_home_of_nobody() -> None:
-    with pytest.raises(CheckpointError, match="no home is known for what ~ names"):
+    with pytest.raises(CheckpointError, match="~ names no existing user"):
         Checkpoint.listed([Path("~nobody-by-this-name/model.safetensors")], "checkpoint")
-    assert "~nobody-by-this-name/model: no home is known for what ~ names" in refusal("~nobody-by-this-name/model")
+    assert "~nobody-by-this-name/model: ~ names no existing user" in refusal("~nobody-by-this-name/model")
 
 
 @pytest.mark.parametrize(

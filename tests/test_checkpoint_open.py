@@ -122,19 +122,19 @@ def test_damaged_config(folder: Path, content: bytes, what: str) -> None:
 def test_missing_shard(folder: Path) -> None:
     (sharded(folder) / PART_1).unlink()
     message = refusal(folder)
-    assert message == f"{folder / INDEX}: missing shard {PART_1} (2 tensors lie there): download it into {folder}"
+    assert message == f"{folder / INDEX}: missing shard {PART_1} (2 tensors are in it): download it into {folder}"
 
 
 def test_a_shard_that_is_a_dangling_link_is_missing(folder: Path) -> None:
     (sharded(folder) / PART_2).unlink()
     (folder / PART_2).symlink_to("gone")
-    assert f"missing shard {PART_2} (1 tensors lie there)" in refusal(folder)
+    assert f"missing shard {PART_2} (1 tensors are in it)" in refusal(folder)
 
 
 def test_index_names_a_tensor_that_its_shard_lacks(folder: Path) -> None:
     write_index(sharded(folder), {"a": PART_1, "b": PART_1, "c": PART_1})
     message = refusal(folder)
-    assert message.startswith(f"{folder / INDEX}: tensor 'c' should lie in {PART_1}, whose header does not have it")
+    assert message.startswith(f"{folder / INDEX}: tensor 'c' should be in {PART_1}, whose header does not have it")
     assert "download both again" in message
 
 
@@ -209,9 +209,7 @@ def test_without_index_a_tensor_in_two_files(folder: Path) -> None:
     write(folder, "one.safetensors", "a", "b")
     write(folder, "two.safetensors", "b")
     message = refusal(folder)
-    assert message.startswith(
-        f"{folder / 'two.safetensors'}: tensor 'b' lies in one.safetensors too, and no index says"
-    )
+    assert message.startswith(f"{folder / 'two.safetensors'}: tensor 'b' is in one.safetensors too, and no index says")
     assert f"keep the files of one model in the folder, or add its {INDEX}" in message
 
 

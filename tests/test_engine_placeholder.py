@@ -49,7 +49,7 @@ def test_a_modules_state_has_the_weights(folder: Path, homes: str, num_slots: in
         assert_equal_state(part, {key[len(name) :]: each for key, each in expected.items() if key.startswith(name)})
         assert all(parameter.is_meta for parameter in engine.layers[1].parameters())
     placeholders = engine.module.state_dict()
-    with pytest.raises(RuntimeError, match="none is after destroy"):
+    with pytest.raises(RuntimeError, match="no weight is after destroy"):
         placeholders["lm_head.weight"].sum()
 
 

@@ -43,7 +43,7 @@ CHANGES = {
     write_in_place: "last written at 20.* then, at 20.* now",
     truncate: f"{FILE_BYTES} bytes then, {FILE_BYTES - 10} now",
     append: f"{FILE_BYTES} bytes then, {FILE_BYTES + 4} now",
-    replace_by_rename: "another file stands in its place",
+    replace_by_rename: "another file is in its place",
 }
 
 every_change = pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -116,7 +116,7 @@ def test_a_file_replaced_between_the_look_and_the_open_is_seen(
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", opening)
-    with pytest.raises(DiskReadError, match="another file stands in its place"):
+    with pytest.raises(DiskReadError, match="another file is in its place"):
         reader.read(file, 0, buffer_of(PAGE))
 
 
@@ -207,7 +207,7 @@ def test_a_difference_says_what_differs(then: FileIdentity, now: FileIdentity) -
     if then.num_bytes != now.num_bytes:
         assert words == f"{then.num_bytes} bytes then, {now.num_bytes} now"
     elif (then.device, then.inode) != (now.device, now.inode):
-        assert words == "another file stands in its place"
+        assert words == "another file is in its place"
     elif then != now:
         before, after = re.findall(r"1970-01-01T00:00:0(\d)", words)
         assert (int(before), int(after)) == (then.mtime_ns // 10**9, now.mtime_ns // 10**9)

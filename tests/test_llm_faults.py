@@ -218,7 +218,9 @@ def test_positions_that_follow_the_longest_text_are_refused(tmp_path: Path) -> N
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(zinfer.errors.ConfigError, match="type dynamic, which depend on the longest text of a batch"):
+    with pytest.raises(
+        zinfer.errors.ConfigError, match="type dynamic, which depend on the longest sequence of a batch"
+    ):
         LLM(tmp_path, device="cpu")
 
 

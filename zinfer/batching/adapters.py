@@ -1,5 +1,4 @@
-"""Attention of the families that do not ask transformers' interface, or whose pages hold something else than their keys
-and values: a forward for each, over the pages of ragged batches."""
+"""Paged attention forwards for families that do not use transformers' attention interface, or cache latents."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 from transformers.models.falcon.modeling_falcon import FalconAttention
-from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb as turn_falcon
+from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb as rotate_falcon
 from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.mpt.modeling_mpt import MptAttention
 
@@ -24,10 +23,10 @@ from zinfer.model.module_patches import ModulePatches
 
 
 def patch_attention(model: PreTrainedModel, patches: ModulePatches) -> None:
-    """Put our attention into the modules of a family that does not ask transformers' interface.
+    """Patch the attention modules of a family that does not use transformers' interface.
 
     Raises:
-        ConfigError: the family is not known here.
+        ConfigError: the family cannot run in ragged batches.
     """
     model_type = check_family(model)
     if model_type in _OWN:
@@ -39,9 +38,9 @@ def patch_attention(model: PreTrainedModel, patches: ModulePatches) -> None:
 
 
 def _alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
-    """Slopes of ALiBi (Press et al. 2022, "Train short, test long") as BLOOM and Falcon take them.
+    """Return the slopes of ALiBi (Press et al. 2022, "Train short, test long") as in BLOOM and Falcon.
 
-    Returns [heads] float32: powers of one base for the largest power of two of heads, the others of a finer one.
+    [heads] float32: powers of one base for the largest power of two of heads, and of a finer base for the rest.
     """
     whole = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (head + 1) / whole) for head in range(whole)]
@@ -54,7 +53,7 @@ def _bloom(
 ) -> tuple[torch.Tensor, None]:
     """As `BloomAttention.forward`, over pages: hidden_states and residual [1, tokens, hidden].
 
-    One matrix makes queries, keys and values, interleaved by heads.
+    One matrix computes queries, keys and values, interleaved by heads.
     """
     tokens = hidden_states.shape[1]
     fused = module.query_key_value(hidden_states).view(tokens, module.num_heads, 3, module.head_dim)
@@ -75,15 +74,15 @@ def _falcon(
 ) -> tuple[torch.Tensor, None]:
     """As `FalconAttention.forward`, over pages: hidden_states [1, tokens, hidden].
 
-    Three layouts of the joined matrix; ALiBi is scaled like the products, unlike BLOOM's.
-    transformers rounds ALiBi's biases to bfloat16, which differs from ours where a position has more than 8 bits.
+    The fused matrix has one of three layouts; ALiBi is scaled like the products, unlike BLOOM's.
+    transformers rounds ALiBi's biases to bfloat16, which differs from ours for positions of more than 8 bits.
     """
     query, key, value = _split_falcon(module, module.query_key_value(hidden_states)[0])
     slopes = None
     if alibi is None:
         assert position_embeddings is not None
-        turned = turn_falcon(query.transpose(0, 1)[None], key.transpose(0, 1)[None], *position_embeddings)
-        query, key = (part[0].transpose(0, 1) for part in turned)
+        rotated = rotate_falcon(query.transpose(0, 1)[None], key.transpose(0, 1)[None], *position_embeddings)
+        query, key = (part[0].transpose(0, 1) for part in rotated)
     else:
         slopes = _alibi_slopes(module.num_heads, hidden_states.device) * module.inv_norm_factor
     out = attend(module.layer_idx, query, key, value, AttentionRule(module.inv_norm_factor, alibi_slopes=slopes))
@@ -91,7 +90,7 @@ def _falcon(
 
 
 def _split_falcon(module: FalconAttention, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values [tokens, heads, head_dim]; keys and values once for the heads that share them."""
+    """Return queries, keys and values [tokens, heads, head_dim]; keys and values once per group of query heads."""
     tokens, dim = fused.shape[0], module.head_dim
     if module.new_decoder_architecture:
         grouped = fused.view(tokens, module.num_kv_heads, -1, dim)
@@ -146,9 +145,9 @@ def _deepseek_v2(
     module: Any, hidden_states: torch.Tensor, *args: Any, position_embeddings: torch.Tensor, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """As `DeepseekV2Attention.forward`, over pages: hidden_states [1, tokens, hidden]."""
-    query, turned_query, latent, turned_key = _latent_parts(module, hidden_states)
-    turned = v2.apply_rotary_emb(turned_query, turned_key, position_embeddings.to(turned_query.device))
-    return _attend_to_latents(module, query, latent, *turned), None
+    query, rotary_query, latent, rotary_key = _latent_parts(module, hidden_states)
+    rotated = v2.apply_rotary_emb(rotary_query, rotary_key, position_embeddings.to(rotary_query.device))
+    return _attend_to_latents(module, query, latent, *rotated), None
 
 
 def _deepseek_v3(
@@ -159,20 +158,20 @@ def _deepseek_v3(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """As `DeepseekV3Attention.forward`, over pages: hidden_states [1, tokens, hidden]."""
-    query, turned_query, latent, turned_key = _latent_parts(module, hidden_states)
-    turn = v3.apply_rotary_pos_emb_interleave if module.config.rope_interleave else v3.apply_rotary_pos_emb
-    turned = turn(turned_query, turned_key, *position_embeddings)
-    return _attend_to_latents(module, query, latent, *turned), None
+    query, rotary_query, latent, rotary_key = _latent_parts(module, hidden_states)
+    rotate = v3.apply_rotary_pos_emb_interleave if module.config.rope_interleave else v3.apply_rotary_pos_emb
+    rotated = rotate(rotary_query, rotary_key, *position_embeddings)
+    return _attend_to_latents(module, query, latent, *rotated), None
 
 
 def _latent_parts(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of multi-head latent attention over the latents themselves (DeepSeek-V2, arXiv 2405.04434).
+    """Compute the inputs of multi-head latent attention over the latents themselves (DeepSeek-V2, arXiv 2405.04434).
 
-    A token leaves one latent for all heads, and one turned key. What makes a head's keys of latents is multiplied into
-    its query, what makes its values of them into its output: the sums are those of the expanded keys and values.
+    The cache holds one latent and one rotated key per token, for all heads. A head's key projection is multiplied into
+    its query, its value projection into its output: the sums equal those of the expanded keys and values.
 
     Returns:
-        queries [1, heads, tokens, dim] in two parts, latents [1, tokens, rank], keys to turn [1, 1, tokens, dim].
+        queries [1, heads, tokens, dim] in two parts, latents [1, tokens, rank], keys to rotate [1, 1, tokens, dim].
     """
     num_tokens = hidden.shape[1]
     if module.q_lora_rank is None:
@@ -180,19 +179,19 @@ def _latent_parts(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torc
     else:
         query = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden)))
     query = query.view(1, num_tokens, -1, module.qk_nope_head_dim + module.qk_rope_head_dim).transpose(1, 2)
-    plain, turned = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
+    plain, rotary = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
     latent, key = module.kv_a_proj_with_mqa(hidden).split([module.kv_lora_rank, module.qk_rope_head_dim], dim=-1)
-    return plain, turned, module.kv_a_layernorm(latent), key.view(1, 1, num_tokens, -1)
+    return plain, rotary, module.kv_a_layernorm(latent), key.view(1, 1, num_tokens, -1)
 
 
 def _attend_to_latents(
-    module: Any, query: torch.Tensor, latent: torch.Tensor, turned_query: torch.Tensor, turned_key: torch.Tensor
+    module: Any, query: torch.Tensor, latent: torch.Tensor, rotary_query: torch.Tensor, rotary_key: torch.Tensor
 ) -> torch.Tensor:
-    """The attention's output [1, tokens, hidden] from what `_latent_parts` gave, the turned parts turned."""
+    """Return the attention's output [1, tokens, hidden] from the results of `_latent_parts`, after rotation."""
     weight = module.kv_b_proj.weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, module.kv_lora_rank)
     of_keys, of_values = weight.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
-    queries = torch.cat([query[0] @ of_keys, turned_query[0].to(query.dtype)], dim=-1).transpose(0, 1)
-    keys = torch.cat([latent[0], turned_key[0, 0].to(latent.dtype)], dim=-1)[:, None]
+    queries = torch.cat([query[0] @ of_keys, rotary_query[0].to(query.dtype)], dim=-1).transpose(0, 1)
+    keys = torch.cat([latent[0], rotary_key[0, 0].to(latent.dtype)], dim=-1)[:, None]
     out = attend(module.layer_idx, queries, keys, latent[0, :, None], AttentionRule(module.scaling))
     values = out.transpose(0, 1) @ of_values.transpose(1, 2)
     projected: torch.Tensor = module.o_proj(values.transpose(0, 1).reshape(1, out.shape[0], -1))

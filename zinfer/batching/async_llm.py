@@ -1,4 +1,4 @@
-"""`AsyncLLM`: an `LLM` for asyncio, whose text comes as it is generated."""
+"""`AsyncLLM`: an `LLM` for asyncio that yields text as it is generated."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from zinfer.requests.sampling_params import SamplingParams
 
 
 class AsyncLLM:
-    """An `LLM` whose calls are async generators; all that run share passes, whatever task or thread they belong to.
+    """An `LLM` whose calls are async generators; concurrent calls of any task or thread share passes.
 
     Leaving a call early, by `aclose` or because its task is cancelled, cancels its requests between two passes. The
     event loop is never blocked: another thread encodes prompts, and the LLM's own runs the passes.
@@ -27,7 +27,7 @@ class AsyncLLM:
         kwargs: as for `LLM`.
 
     Attributes:
-        llm: for what an `LLM` counts, plans and predicts.
+        llm: the `LLM`, for its counters, plan and predictions.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class AsyncLLM:
     async def generate(
         self, prompt: PromptLike, params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[CompletionDelta, None]:
-        """Generate the completion of one prompt, or its ``n`` beside each other, token by token.
+        """Generate the completion of one prompt, or its ``n`` completions in parallel, token by token.
 
         Args:
             prompt: as for `LLM.generate`.
@@ -49,8 +49,8 @@ class AsyncLLM:
             options: other arguments of `LLM.generate`.
 
         Yields:
-            What has come since the delta before; the last one of each completion has the whole `Completion`. That of a
-            prompt that cannot be used has an ``error``.
+            The new text and tokens; the last delta of each completion has the whole `Completion`, with an ``error`` if
+            the prompt cannot be used.
 
         Raises:
             ConfigError, RuntimeError: as `LLM.generate`.
@@ -65,7 +65,7 @@ class AsyncLLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> AsyncGenerator[Completion, None]:
-        """Generate the completions of many prompts, each given as soon as it is complete; as `LLM.stream`."""
+        """Generate the completions of many prompts, and yield each as soon as it is complete; as `LLM.stream`."""
         async with self._submitted(prompts, params, deltas=False, **options) as handle:
             async for completion in handle:
                 yield cast(Completion, completion)
@@ -82,7 +82,7 @@ class AsyncLLM:
 
     @asynccontextmanager
     async def _submitted(self, *args: Any, **options: Any) -> AsyncIterator[Handle]:
-        """The requests of a call while it is under way."""
+        """Submit the requests of a call, and cancel them on exit."""
         handle = await asyncio.to_thread(self.llm.prepare, *args, **options)
         self.llm.submit(handle)
         try:

@@ -1,8 +1,7 @@
-"""Attention over pages in the place of transformers' own: what its modules call while a pass runs.
+"""Paged attention for transformers' attention modules, used while a pass runs.
 
-transformers asks an `AttentionInterface` by the name in the model's config for the function that its attention modules
-call with queries, keys and values. No mask function is registered under the name, so that none is made; a second name
-is for families that take a mask for granted.
+transformers looks up the attention function in `AttentionInterface` by the name in the model's config. No mask function
+is registered under our name, so that no mask is made; families that require a mask use a second name.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ MASKED_NAME: Final = "zinfer_paged_masked"
 
 
 class PagedAttention:
-    """The attention of the part of a pass that is under way.
+    """The attention of the current part of a pass.
 
     Args:
         layers: each layer's pages; None for those that are not on the device.
@@ -37,7 +36,7 @@ class PagedAttention:
 
     @contextmanager
     def over(self, part: Part) -> Iterator[None]:
-        """Let the modules that run inside compute this part."""
+        """Context manager: set the part that modules compute."""
         before, self._part = self._part, part
         try:
             yield
@@ -69,7 +68,7 @@ _current: ContextVar[PagedAttention] = ContextVar("zinfer_paged_attention")
 
 @contextmanager
 def attending(attention: PagedAttention) -> Iterator[None]:
-    """Let transformers' modules that run inside attend through it."""
+    """Context manager: make transformers' modules use this attention."""
     token = _current.set(attention)
     try:
         yield
@@ -80,7 +79,7 @@ def attending(attention: PagedAttention) -> Iterator[None]:
 def attend(
     layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
-    """The current pass's attention; as `PagedAttention.__call__`."""
+    """Compute the current pass's attention; as `PagedAttention.__call__`."""
     return _current.get()(layer, query, key, value, rule)
 
 
@@ -96,7 +95,7 @@ def _from_transformers(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Queries, keys and values come as [1, heads, tokens, dim]; the result goes back as [1, tokens, heads, dim]."""
+    """Attend; queries, keys and values are [1, heads, tokens, dim], the result is [1, tokens, heads, dim]."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -105,7 +104,7 @@ def _from_transformers(
 
 
 def _nothing_hidden(*args: Any, device: torch.device | None = None, **kwargs: Any) -> torch.Tensor:
-    """A mask that our attention does not look at."""
+    """Return a dummy mask, which our attention ignores."""
     return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Continuous batching: requests come in, every step is a pass over the model, completions come out."""
+"""Continuous batching: requests are added, each step runs a pass over the model and returns completions."""
 
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -43,7 +43,7 @@ class _Running:
 
 @dataclass(frozen=True, eq=False)
 class _Drawing:
-    """The sequences that get a token in a pass, and the tokens, on the device or the host."""
+    """The sequences that get a token in a pass, and these tokens, on the device or the host."""
 
     sequences: Sequence[TokenSequence]
     rows: Sequence[_Running]
@@ -52,21 +52,21 @@ class _Drawing:
 
 
 class Batcher:
-    """Runs requests in one ragged batch after the other; one thread calls it.
+    """Runs requests in one ragged batch after the other; called by one thread.
 
-    Passes are pipelined: pass n+1 launches before the host has seen pass n's tokens, which go from one to the other on
-    the device. So scheduling, detokenizing and whatever happens between two steps cost the device no time.
+    Passes are pipelined: pass n+1 launches before the host has seen pass n's tokens, which stay on the device. So
+    scheduling, detokenizing and other work between two steps cost the device no time.
 
     Attributes:
-        pass_sizes: of the passes since `begin`, or the last of very many.
-        pass_ends_s: when the tokens of each were on the host (`time.perf_counter`), without the pass under way.
+        pass_sizes: of the passes since `begin`, limited to the last ones.
+        pass_ends_s: when the tokens of each pass were on the host (`time.perf_counter`), without the pass under way.
 
     Args:
         runner: runs the passes.
         cache: the runner's cache.
         sampler: chooses the tokens.
         budget: sizes of the passes and of the cache.
-        window: the most tokens that any layer attends to; None where a layer attends to all.
+        window: the most tokens that any layer attends to; None if a layer attends to all.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class Batcher:
         self._builder = BatchBuilder(cache.page_size, cache.device, budget.most_part_tokens, cache.stride)
         self._budget = budget
         self._window = window
-        # Pages kept elsewhere take none of the device's memory.
+        # Pages in host memory take no device memory that could be lent.
         self._lender = IdlePageLender(cache, runner.model) if isinstance(cache, KVCache) else None
         self._scheduler = self._new_scheduler()
         self._drawn: _Drawing | None = None
         self._running: dict[int, _Running] = {}
-        # Over the requests since `begin`: token ids after which one may be complete, whether any has stop strings, and
-        # whether any wants its tokens one by one.
+        # Of the requests since `begin`: token ids that may complete one, whether any has stop strings, and whether any
+        # wants its tokens one by one.
         self._last_ids: set[int] = set()
         self._reads = self._tells = False
         self._watch = FiniteWatch(runner.model.module, runner.model.named_layers)
-        self._suspects: dict[int, str] = {}  # sequences that are computed again, and where they broke
+        self._suspects: dict[int, str] = {}  # restarted sequences, and where they broke
         self._num_added = 0
         self.num_tokens = 0
         self.num_new_tokens = 0
@@ -121,7 +121,7 @@ class Batcher:
         self._tells |= request.detokenizer is not None
 
     def cancel(self, requests: Collection[Request]) -> list[Event]:
-        """End the unfinished ones of these requests, between two passes; returns their completions so far."""
+        """End those of the requests that are unfinished, between two passes; returns their completions so far."""
         unwanted = set(requests)
         return [self._finish(each, "cancelled") for each in [*self._running.values()] if each.request in unwanted]
 
@@ -129,8 +129,8 @@ class Batcher:
         """Launch a pass and, while it is computed, take the tokens of the pass before. After an exception call `abort`.
 
         Returns:
-            The requests that the pass before completed, and the tokens of those that want them one by one; nothing if
-            no request is unfinished.
+            The completions of the pass before, and the tokens of requests that want them one by one; empty if no
+            request is unfinished.
         """
         if self._lender is not None:
             self._lender.adjust(self._scheduler)
@@ -243,14 +243,14 @@ class Batcher:
         return [*self._new_tokens(drawn, broken), *events] if self._tells else events
 
     def _new_tokens(self, drawn: _Drawing, broken: set[int]) -> Iterator[Event]:
-        """The tokens of the pass before, of unfinished requests that want them one by one."""
+        """Yield the new tokens of unfinished requests that want them one by one."""
         for each in drawn.rows:
             number = each.sequence.number
             if each.request.detokenizer is not None and number in self._running and number not in broken:
                 yield each.request, Token(each.sequence.output_ids[-1], each.logprobs[-1] if each.logprobs else None)
 
     def _perhaps_complete(self, drawn: _Drawing, token_ids: Sequence[int]) -> Sequence[_Running]:
-        """The requests that their new tokens may complete. Keep the loop minimal: it runs per sequence per pass."""
+        """Return requests that may be complete. Keep the loop minimal: it runs per sequence per pass."""
         if self._reads:
             return drawn.rows
         last_ids, ended = self._last_ids, SequenceState.FINISHED  # with all the tokens that they may have
@@ -261,7 +261,7 @@ class Batcher:
     def _restart(self, broken: set[int]) -> set[int]:
         """Restart the broken sequences that share pages, because another sequence may have damaged those pages.
 
-        The second time each is computed with pages of its own.
+        A restarted sequence shares no pages.
         """
         restarted = {number for number in broken if self._running[number].sequence.shares}
         for number in sorted(restarted, reverse=True):

@@ -1,4 +1,4 @@
-"""Passes of a few decoding sequences, padded to few sizes, so that a graph captured for one can replay the others."""
+"""Pads passes of a few decoding sequences to a few sizes, so that captured graphs can be replayed for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,29 +7,29 @@ from typing import Final
 from zinfer.scheduling.schedule import Chunk, Chunks
 
 _MOST_ROWS: Final = 64
-"""Beyond it a pass computes for longer than Python takes to launch it."""
+"""Passes of more rows compute for longer than Python takes to launch them."""
 _ROWS_STEP: Final = 8
 _FEWEST_TOKENS: Final = 1024
 
 
 @dataclass(frozen=True)
 class DecodeBucket:
-    """What such a pass is filled up to.
+    """The size that a decode pass is padded to.
 
-    num_rows: rows; those beyond the pass's sequences repeat the last one, which computes and writes the same twice.
-    num_pages: of each row's table.
+    num_rows: rows; padding rows repeat the last one, which computes and writes the same again.
+    num_pages: of each row's page table.
     """
 
     num_rows: int
     num_pages: int
 
     def fill(self, chunks: Sequence[Chunk]) -> Chunks:
-        """The chunks, and the last one again for each row that is left."""
+        """Return the chunks, padded by repeating the last one."""
         return Chunks([*chunks, *[chunks[-1]] * (self.num_rows - len(chunks))])
 
 
 def find_form(chunks: Sequence[Chunk], page_size: int, most_part_tokens: int | None = None) -> DecodeBucket | None:
-    """The form of a pass; None where it carries more than one token each of a few sequences, or has two parts."""
+    """Return the bucket of a pass; None unless it has one sampled token each of a few sequences, in a single part."""
     if len(chunks) > _MOST_ROWS or any(chunk.end - chunk.begin > 1 or not chunk.samples for chunk in chunks):
         return None
     most_tokens = max(_FEWEST_TOKENS, *(chunk.end for chunk in chunks))

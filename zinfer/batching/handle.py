@@ -1,4 +1,4 @@
-"""`Handle`: the requests of one call, and their results as they come."""
+"""`Handle`: the requests of one call, and their results as they arrive."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -46,7 +46,7 @@ class Handle:
         return not self._num_left
 
     def put(self, event: Event | BaseException) -> None:
-        """Add the next token of a request, its completion, or the error that ended all; the serving loop calls it."""
+        """Add a request's next token, its completion, or the error that ended all; called by the serving loop."""
         self._events.put(event)
         if self._wake is not None:
             with suppress(RuntimeError):  # the event loop was closed: no task waits

@@ -1,4 +1,4 @@
-"""`LLM`: completes any number of prompts by continuous batching, over weights that are resident or stream."""
+"""`LLM`: completes any number of prompts by continuous batching, with resident or streamed weights."""
 
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -39,17 +39,17 @@ from zinfer.scheduling.schedule import PassSize
 
 
 class LLM:
-    """A model that completes prompts in ragged batches, each pass over its weights shared by all that run.
+    """A model that completes prompts in ragged batches; all running sequences share each pass over its weights.
 
     Args:
         model: as for `zinfer.init_inference`.
         config: likewise; ``zinfer.tokens_per_pass``, ``max_sequences``, ``kv_cache_memory``, ``kv_cache_tier``,
-            ``kv_cache_dtype`` and ``kv_page_size`` decide about the batches.
+            ``kv_cache_dtype`` and ``kv_page_size`` configure the batches.
         tokenizer: one of transformers'; by default the one in the model's folder, if there is one. Without it prompts
             are token ids.
-        swaps_to_disk: whether preempted sequences are kept in ``offload_param.nvme_path`` once host memory has
-            its share of them; None: where a path is stated and that takes less than computing them again.
-        checksums: filled with the checksums of the weights as they are read.
+        swaps_to_disk: whether preempted sequences are swapped to ``offload_param.nvme_path`` once their share of host
+            memory is full; None: if a path is stated and swapping is faster than recomputing.
+        checksums: collects checksums of the weights as they are read.
         kwargs: the same keys as in ``config``.
 
     A thread of its own runs the passes (`ServingLoop`); any number of threads may call, and their prompts share passes.
@@ -83,7 +83,7 @@ class LLM:
             )
             return budget.footprint
 
-        # What is replayed is a pass with its pages, not the module's forward alone.
+        # Graphs capture a whole pass with its pages, not only the module's forward.
         self._model = StreamedModel(
             model,
             settings,
@@ -136,17 +136,19 @@ class LLM:
 
     @property
     def injected(self) -> dict[str, str]:
-        """Modules that fused kernels compute: their names, and what is fused in each."""
+        """The modules with fused kernels: their names, and what is fused in each."""
         return self._model.injected
 
     @property
     def graphs(self) -> GraphCounts:
-        """Counts of captured, replayed and eager passes; all zero where none can be captured: on a CPU, with the KV
-        cache in host memory, with `enable_cuda_graph` false."""
+        """Counts of captured, replayed and eager passes.
+
+        All are zero on a CPU, with the KV cache in host memory, and with `enable_cuda_graph` false.
+        """
         return self._graphs.counts if self._graphs else GraphCounts()
 
     def stats(self) -> RunStats:
-        """Bytes moved, memory taken and stalls so far.
+        """Return bytes moved, memory used and stalls so far.
 
         Raises:
             RuntimeError: the LLM was closed.
@@ -161,8 +163,8 @@ class LLM:
         Rates are those of `zinfer probe` if it has run here, else measured quickly at the first call.
 
         Args:
-            prompt_lens: tokens of each prompt, one prompt at least.
-            new_tokens: tokens generated after each prompt: one number for all, or one for each.
+            prompt_lens: tokens of each prompt, at least one prompt.
+            new_tokens: tokens generated for each prompt: one number for all, or one for each.
 
         Raises:
             ConfigError: no prompts.
@@ -195,7 +197,7 @@ class LLM:
 
     @property
     def num_passes(self) -> int:
-        """Passes begun so far."""
+        """Passes launched so far."""
         return self._runner.num_passes
 
     @property
@@ -209,7 +211,7 @@ class LLM:
         return self._batcher.num_swapped_pages
 
     def passes(self) -> list[tuple[PassSize, float]]:
-        """Size of each pass since the LLM was last idle, and its seconds after the pass before; without the first."""
+        """Return size and seconds of each pass since the LLM was last idle, without the first pass."""
         ends_s = self._batcher.pass_ends_s
         return [
             (size, end_s - before_s)
@@ -244,7 +246,7 @@ class LLM:
         reasoning_effort: str | None = None,
         **fields: Any,
     ) -> list[Completion]:
-        """The completions of all prompts, in their order, those of one prompt side by side.
+        """Return the completions of all prompts, in order; those of one prompt are adjacent.
 
         Args:
             prompts: one prompt, or an iterable of them.
@@ -256,7 +258,7 @@ class LLM:
         A prompt that is malformed or too long gets a completion with an ``error``; the others are completed.
 
         Raises:
-            ConfigError: not as many params as prompts; something for chat templates, but no prompt is a chat.
+            ConfigError: the numbers of params and prompts differ, or template variables are given without any chat.
             RuntimeError: the LLM was closed.
         """
         options = {"chat_template_kwargs": chat_template_kwargs, "reasoning_effort": reasoning_effort, **fields}
@@ -269,8 +271,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> Generator[Completion, None, None]:
-        """As `generate`, with its options; yields each completion when it is complete. Leaving it early cancels the
-        rest."""
+        """As `generate`, but yield each completion as soon as it is complete. Leaving it early cancels the rest."""
         handle = self.prepare(prompts, params, **options)
         try:
             self.submit(handle)
@@ -302,7 +303,7 @@ class LLM:
         return Handle(requests, refused)
 
     def submit(self, handle: Handle) -> None:
-        """Start prepared requests beside those that run already; iterate the handle for their results.
+        """Start prepared requests; iterate the handle for their results.
 
         Raises:
             RuntimeError: the LLM was closed.

@@ -1,7 +1,7 @@
 """Lends KV cache pages that no sequence will need to streamed weights: blocks cached there are not copied again.
 
-A job ends with many passes of few tokens, each as long as the copy of the weights, while the cache empties. Weights
-take its place until a new sequence has to wait for pages.
+A job ends with many passes of few tokens, each as long as the copy of the weights, while the cache empties. Weights are
+cached in its free pages until a new sequence has to wait for pages.
 """
 
 from zinfer.engine.streamed_model import StreamedModel
@@ -10,7 +10,7 @@ from zinfer.scheduling.scheduler import Scheduler
 
 
 class IdlePageLender:
-    """Lends the pages from a limit on to a model's streamed blocks.
+    """Lends the pages above a limit to a model's streamed blocks.
 
     Args:
         cache: owns the pages.

@@ -22,7 +22,7 @@ class PartedLayers:
         patches: records the wrappers, to undo them.
         layers: the modules; each takes the hidden states [1, tokens, hidden] first.
         attention: the layers' attention.
-        cache: brings each layer's pages while it computes.
+        cache: fetches each layer's pages while it computes.
     """
 
     def __init__(
@@ -44,26 +44,26 @@ class PartedLayers:
             found = []
             for part in self._parts:
                 with self._attention.over(part):
-                    cut = [_cut(value, part.tokens, hidden.shape[1]) for value in args]
-                    named = {name: _cut(value, part.tokens, hidden.shape[1]) for name, value in kwargs.items()}
-                    found.append(forward(hidden[:, part.tokens], *cut, **named))
+                    sliced = [_slice(value, part.tokens, hidden.shape[1]) for value in args]
+                    named = {name: _slice(value, part.tokens, hidden.shape[1]) for name, value in kwargs.items()}
+                    found.append(forward(hidden[:, part.tokens], *sliced, **named))
             self._cache.release_layer(number)
             return _joined(found)
 
         return by_parts
 
 
-def _cut(value: Any, tokens: slice, num_tokens: int) -> Any:
-    """A part's slice of a value with one entry for each token, such as positions, rotary cosines and sines."""
+def _slice(value: Any, tokens: slice, num_tokens: int) -> Any:
+    """Slice a value with one entry per token, such as positions, rotary cosines and sines, for a part."""
     if isinstance(value, torch.Tensor):
         return value[:, tokens] if value.dim() > 1 and value.shape[1] == num_tokens else value
     if isinstance(value, tuple):
-        return tuple(_cut(item, tokens, num_tokens) for item in value)
+        return tuple(_slice(item, tokens, num_tokens) for item in value)
     return value
 
 
 def _joined(found: Sequence[Any]) -> Any:
-    """The outputs of the parts as the layer would have returned them."""
+    """Join the outputs of the parts into the layer's output."""
     if len(found) == 1:
         return found[0]
     if isinstance(found[0], torch.Tensor):

@@ -1,4 +1,4 @@
-"""The tokens of a pass as tensors: one ragged batch of sequences side by side, without padding."""
+"""The tokens of a pass as tensors: one ragged batch of concatenated sequences, without padding."""
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from zinfer.scheduling.schedule import Chunks
 from zinfer.scheduling.sequence import PENDING
 from zinfer.scheduling.sequence import Sequence as TokenSequence
 
-_ALIGNMENT: Final = 32  # numbers: Triton compiles a kernel anew where a pointer's alignment is another
+_ALIGNMENT: Final = 32  # in numbers: Triton recompiles a kernel if a pointer's alignment changes
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
@@ -25,8 +25,8 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 class Part:
     """Neighbouring tokens of a pass, and their places in the pages.
 
-    tokens: which of the pass's tokens they are.
-    places: [tokens of the part] int64, where their keys and values go.
+    tokens: their slice of the pass's tokens.
+    places: [tokens of the part] int64, where their keys and values are written.
     """
 
     tokens: slice
@@ -39,9 +39,9 @@ class RaggedBatch:
     """The tokens of a pass.
 
     input_ids, position_ids: [1, tokens] int64.
-    wanted: [samples] int64, the tokens after which a next one is wanted, in the order of the chunks.
-    parts: the tokens cut into parts that are computed one after the other; later ones may attend to earlier ones.
-    form: what the batch was filled up to, if it was.
+    wanted: [samples] int64, indices of the tokens whose logits are sampled, in the order of the chunks.
+    parts: the tokens split into parts that are computed in order; later ones may attend to earlier ones.
+    form: the bucket that the batch was padded to, if any.
     """
 
     input_ids: torch.Tensor
@@ -59,8 +59,8 @@ class RaggedBatch:
 class Pending:
     """The tokens of the pass before, which may not be known on the host yet.
 
-    token_ids: [samples] int64 on the device, -1 for those that are no tokens.
-    places: of each sequence's token among them, by the sequence's number.
+    token_ids: [samples] int64 on the device, -1 for broken rows.
+    places: index of each sequence's token among them, by the sequence's number.
     """
 
     token_ids: torch.Tensor
@@ -68,15 +68,15 @@ class Pending:
 
 
 class BatchBuilder:
-    """Makes batches; the page tables of one pass are kept, to save work in the next.
+    """Makes batches; page tables are kept from pass to pass, to save work.
 
-    All numbers go to the device in one copy, because each small copy may have to wait behind a slab.
+    All numbers are sent to the device in one copy, because each small copy may have to wait behind a slab.
 
     Args:
         page_size: tokens of a page.
-        device: where the tensors go.
-        most_part_tokens: tokens of a part at most; None: one part.
-        stride: how far apart a layer's pages lie; see [Note: page by page] in `kv_cache`.
+        device: of the tensors.
+        most_part_tokens: most tokens of a part; None: one part.
+        stride: the distance of a layer's pages; see [Note: page by page] in `kv_cache.device`.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class BatchBuilder:
         self._tables = _PageTables()
 
     def build(self, chunks: Chunks, pending: Pending | None = None, form: DecodeBucket | None = None) -> RaggedBatch:
-        """The batch of these chunks, in their order.
+        """Make the batch of these chunks, in order.
 
         Args:
-            pending: where the sequences' last tokens are that are `PENDING`.
-            form: what to fill it up to; of these chunks.
+            pending: holds the sequences' last tokens that are `PENDING`.
+            form: the bucket of these chunks to pad the batch to; None: no padding.
         """
         chunks = form.fill(chunks) if form else chunks
         begins = np.array(chunks.begins, dtype=np.int64)
@@ -126,7 +126,7 @@ class BatchBuilder:
         return RaggedBatch(ids[None], at.long()[None], wanted.long(), tuple(parts), form)
 
     def _places(self, table: Ints, sizes: Ints, positions: Ints) -> Ints:
-        """Each token's place among all pages; one division and a flat table, which is faster."""
+        """Return each token's place among all pages; one division and a flat table are faster."""
         pages = positions // self._page_size
         begins = np.repeat(np.arange(len(sizes)) * table.shape[1], sizes)
         return positions + (table.reshape(-1).take(begins + pages) - pages) * self._page_size
@@ -148,7 +148,7 @@ class BatchBuilder:
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """A part's tokens, the chunks that it is from, where each begins in it, and their contexts up to its end."""
+    """A part's slice of tokens, its chunks (rows), where each starts in it, and their context lengths at its end."""
 
     tokens: slice
     rows: slice
@@ -165,32 +165,32 @@ class _Cut:
 
     @property
     def num_decodes(self) -> int | None:
-        """The segments of one token, if all of them come first."""
+        """The number of one-token segments, if all of them are at the front."""
         single = np.diff(self.starts) == 1
         count = int(single.sum())
         return count if bool(single[:count].all()) else None
 
 
 class _PageTables:
-    """The pages of sequences as rows of one table; a row is updated when its sequence has other pages than before."""
+    """The pages of sequences as rows of one table; a row is updated when its sequence's pages change."""
 
     def __init__(self) -> None:
         self._table = np.zeros((0, 1), dtype=np.int64)
         self._rows: dict[int, int] = {}
-        # Of each row what of its sequence's pages is there. The very list, because it is another one where a sequence
-        # has given its pages back.
+        # For each row the list object of its sequence's pages, which is replaced when a sequence frees its pages, and
+        # the number of pages copied.
         self._pages: list[list[int] | None] = []
         self._lengths: list[int] = []
 
     def of(self, sequences: Sequence[TokenSequence], fewest_pages: int = 0) -> Ints:
-        """[sequences, most pages]; entries beyond a sequence's pages mean nothing."""
+        """Return the table [sequences, most pages]; entries beyond a sequence's pages are undefined."""
         pages = [sequence.pages for sequence in sequences]
         lengths = list(map(len, pages))
         most = max(fewest_pages, max(lengths))
         numbers = [sequence.number for sequence in sequences]
         rows = [self._rows.get(number, -1) for number in numbers]
         if most > self._table.shape[1] or len(self._rows) + rows.count(-1) > len(self._table):
-            self._begin_anew(len(sequences), most)
+            self._rebuild(len(sequences), most)
             rows = [-1] * len(rows)
         held, copied = self._pages, self._lengths
         for place, (row, own, length) in enumerate(zip(rows, pages, lengths, strict=True)):
@@ -205,8 +205,8 @@ class _PageTables:
         self._pages[row], self._lengths[row], self._rows[number] = pages, len(pages), row
         return row
 
-    def _begin_anew(self, num_rows: int, num_pages: int) -> None:
-        """Make a table twice as large; rows of sequences that have ended go with the old one."""
+    def _rebuild(self, num_rows: int, num_pages: int) -> None:
+        """Start a new table with twice the rows; this drops rows of ended sequences."""
         self._rows.clear()
         height, width = 2 * num_rows, max(num_pages + num_pages // 2, self._table.shape[1])
         self._pages, self._lengths = [None] * height, [0] * height
@@ -214,7 +214,7 @@ class _PageTables:
 
 
 class _Packed:
-    """Whole numbers that travel together; ``tensors`` are int32 views on the device, shaped as given."""
+    """Integers sent in one copy; ``tensors`` are int32 views on the device, with the arrays' shapes."""
 
     def __init__(self, arrays: Sequence[Ints], device: torch.device) -> None:
         sizes = [align_up(each.size, _ALIGNMENT) for each in arrays]
@@ -231,7 +231,7 @@ class _Packed:
 
 
 def _token_ids(chunks: Chunks, known: Mapping[int, int]) -> tuple[Ints, Ints]:
-    """The chunks' tokens, and what is known of the places of those that are `PENDING`, in order."""
+    """Return the chunks' tokens, and the ``known`` values of those that are `PENDING`, in order."""
     decoding = chunks.sequences[: chunks.num_decodes]
     found = array("i", [sequence.output_ids[-1] for sequence in decoding])
     pairs = zip(decoding, found, strict=True)

@@ -1,4 +1,4 @@
-"""What callers ask for: prompts and their sampling params, as requests that a batcher can run."""
+"""Makes requests, which a batcher can run, of prompts and their sampling params."""
 
 import threading
 from array import array
@@ -16,7 +16,7 @@ from zinfer.requests.sampling_params import SamplingParams
 from zinfer.requests.stop_criteria import StopCriteria
 
 _PROMPTS_AT_ONCE: Final = 1024
-"""Encoded together: a tokenizer takes over ten times as much memory meanwhile as their tokens do."""
+"""Prompts encoded together: a tokenizer needs over ten times the memory of their tokens while it runs."""
 
 
 @dataclass(eq=False)
@@ -26,13 +26,13 @@ class Request:
     Attributes:
         prompt_index: which of its call's prompts, from 0.
         sample_index: which of that prompt's completions, from 0.
-        prompt_ids: the prompt's tokens, one at least.
-        params: `n`, `stop` and `bad_words` are not read by a batcher.
+        prompt_ids: the prompt's tokens, at least one.
+        params: sampling params; a batcher ignores `n`, `stop` and `bad_words`.
         seed: of its draws.
-        stop_criteria: when it is complete.
-        end_token_ids: not drawn before it has its ``min_new_tokens``.
+        stop_criteria: decide when it is complete.
+        end_token_ids: not drawn before ``min_new_tokens`` are generated.
         bad_word_ids: tokens of each of its bad words.
-        detokenizer: makes text of its tokens one by one; None where its completion alone is wanted.
+        detokenizer: decodes its tokens one by one; None if only the completion is wanted.
     """
 
     prompt_index: int
@@ -47,12 +47,12 @@ class Request:
 
 
 class RequestBuilder:
-    """Makes requests of prompts; any thread may.
+    """Makes requests of prompts; thread-safe.
 
     Args:
-        tokenizer: None where there is none; prompts are token ids then.
+        tokenizer: None: prompts must be token ids.
         vocab_size: of the model.
-        limits: of a prompt and what is generated after it.
+        limits: of prompts and new tokens.
         end_token_ids: the model's.
     """
 
@@ -60,7 +60,7 @@ class RequestBuilder:
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
         self._encoder = PromptEncoder(tokenizer, vocab_size, limits)
-        self._lock = threading.Lock()  # tokenizers and the process that renders chats serve one thread at a time
+        self._lock = threading.Lock()  # tokenizers and the chat-template process are not thread-safe
 
     def build(
         self,
@@ -72,10 +72,10 @@ class RequestBuilder:
         *,
         deltas: bool = False,
     ) -> tuple[list[Request], list[Completion]]:
-        """The requests of a call, and a completion with an error for each that cannot be one.
+        """Return the requests of a call, and a completion with an error for each prompt that cannot be used.
 
         Args:
-            deltas: give each a detokenizer.
+            deltas: whether each request gets a detokenizer.
 
         Raises:
             ConfigError: as `LLM.generate`.
@@ -102,7 +102,7 @@ class RequestBuilder:
         return requests, refused
 
     def close(self) -> None:
-        """End the process that renders chats, if there is one."""
+        """End the chat-template process, if there is one."""
         with self._lock:
             self._encoder.close()
 
@@ -144,11 +144,11 @@ def _paired(
     params: SamplingParams | Sequence[SamplingParams] | None,
     fields: Mapping[str, Any],
 ) -> list[tuple[PromptLike, SamplingParams]]:
-    """Each prompt with its params, by default greedy ones of these fields.
+    """Return each prompt with its params, by default greedy ones with these fields.
 
     Raises:
-        ConfigError: there are not as many params as prompts, or they are none; a field that cannot be used, or fields
-            beside params.
+        ConfigError: the numbers of params and prompts differ, a param is not `SamplingParams`, a field cannot be used,
+            or fields are given beside params.
     """
     if fields:
         if params is not None:

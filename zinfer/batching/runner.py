@@ -1,4 +1,4 @@
-"""Runs passes: a ragged batch through the modules that transformers wrote, over weights wherever they are."""
+"""Runs passes: a ragged batch through transformers' modules, with resident or streamed weights."""
 
 import inspect
 from typing import Any
@@ -23,7 +23,7 @@ from zinfer.planning.kv_budget import BatchingBudget
 
 
 def open_pages(model: StreamedModel, spec: ModelSpec, budget: BatchingBudget) -> PageCache:
-    """Pages for a model.
+    """Open the KV cache of a model, on the device or in host memory.
 
     Args:
         spec: of the model.
@@ -76,7 +76,7 @@ class PassRunner:
         return self._graphs is not None
 
     def run(self, batch: RaggedBatch) -> torch.Tensor:
-        """The logits after the tokens in ``batch.wanted``: [samples, vocabulary], in the model's dtype.
+        """Run a pass; returns the logits at ``batch.wanted``: [samples, vocabulary], in the model's dtype.
 
         Call `PageCache.expect` with the batch's chunks before.
         """
@@ -120,7 +120,7 @@ class PassRunner:
         pages: torch.Tensor,
         most_context: int,
     ) -> torch.Tensor:
-        """The pass of a batch with one token of each sequence; two such passes differ in these arguments alone."""
+        """Run a pass with one token per sequence; such passes differ only in these arguments, so graphs can replay."""
         rows = contexts.shape[0]
         part = Part(slice(0, rows), places, PagedLayout(starts, contexts, pages, 1, most_context, rows))
         return self._forward(RaggedBatch(input_ids, position_ids, wanted, (part,)))

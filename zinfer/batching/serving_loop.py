@@ -1,4 +1,4 @@
-"""The one thread that runs a model's requests: it owns the batcher, the scheduler, the pages and the device's stream.
+"""The thread that runs a model's requests: it owns the batcher, the scheduler, the pages and the device's stream.
 
 [Note: one owner] Other threads only put commands into the loop's queue and read events from their handles; the loop
 takes commands between two passes. So a signal, which Python delivers to the main thread, cannot interrupt any
@@ -86,7 +86,7 @@ class ServingLoop:
     def close(self) -> None:
         """End the unfinished requests with an error, and wait until the closers have run. May be called again.
 
-        Ctrl-C ends the wait alone. The error of a closer is raised by the first call that waits.
+        Ctrl-C ends only the wait. The error of a closer is raised by the first call that waits.
 
         Raises:
             RuntimeError: a pass of this thread is under way, as in a forward hook.
@@ -157,7 +157,7 @@ class ServingLoop:
 
     def _pass(self) -> None:
         for request, event in self._batcher.step():
-            self._tell(request, event)
+            self._deliver(request, event)
 
     def _admit(self, handle: Handle) -> None:
         if not self._handles:
@@ -167,13 +167,13 @@ class ServingLoop:
             try:
                 self._batcher.add(request)
             except PlanError as error:
-                self._tell(request, Completion.failed(request.prompt_index, request.sample_index, str(error)))
+                self._deliver(request, Completion.failed(request.prompt_index, request.sample_index, str(error)))
 
     def _cancel(self, handle: Handle) -> None:
         for request, completion in self._batcher.cancel([each for each in handle.requests if each in self._handles]):
-            self._tell(request, completion)
+            self._deliver(request, completion)
 
-    def _tell(self, request: Request, event: Token | Completion) -> None:
+    def _deliver(self, request: Request, event: Token | Completion) -> None:
         handle = self._handles.pop(request) if isinstance(event, Completion) else self._handles[request]
         handle.put((request, event))
 

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: its folder, its tensors and their bytes in the files; no weight is read here."""
+"""A checkpoint on disk: its folder, and the places of its tensors in files; no weights are read here."""
 
 from zinfer.checkpoint.checkpoint import Checkpoint
 from zinfer.checkpoint.folder import resolve_folder

@@ -1,8 +1,9 @@
 """A model's checkpoint as one set of named tensors, gathered from its safetensors headers; it reads no weights.
 
 Which files count follows transformers' `_get_resolved_checkpoint_files`: the one that config.json names in
-`transformers_weights`, else model.safetensors, else model.safetensors.index.json. Beyond it, a folder with neither is
-the union of its model*.safetensors, or of every *.safetensors unless that would mix models. Adapters are no models.
+`transformers_weights`, else model.safetensors, else model.safetensors.index.json. Unlike transformers, a folder with
+neither is the union of its model*.safetensors, or of all *.safetensors unless that would mix models. Adapters are not
+models.
 """
 
 import hashlib
@@ -39,12 +40,12 @@ class Checkpoint:
     """The places of all tensors of a model.
 
     Attributes:
-        tensors: sorted by file, then by offset. A tensor that a shard holds and the index does not name is left out.
-        files: identify those whose headers were read.
+        tensors: sorted by file, then by offset; without tensors that the index does not name.
+        files: identities of the files whose headers were read.
         fingerprint: identifies the model without reading its weights: SHA-256 over config.json and each file's name,
             size and header, as they were when the checkpoint was opened. Two fine-tunes of one model, saved alike,
             differ only in their weights and so share a fingerprint.
-        is_listed: it is a list of files, with no config.json that speaks of them.
+        is_listed: whether it is a list of files, without a config.json.
     """
 
     folder: Path
@@ -59,10 +60,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, model: str | os.PathLike[str]) -> "Checkpoint":
-        """Reads config.json, the index and the headers of the model that `resolve_folder` finds.
+        """Read config.json, the index and the headers of the model that `resolve_folder` finds.
 
         Raises:
-            CheckpointError: anything missing, malformed, contradictory or unreadable; it names file and tensor.
+            CheckpointError: anything missing, malformed, contradictory or unreadable; names file and tensor.
         """
         folder = resolve_folder(model)
         try:
@@ -74,7 +75,7 @@ class Checkpoint:
 
     @classmethod
     def of_weights(cls, folder: Path) -> "Checkpoint":
-        """As `open`, but without a config.json all of the folder's safetensors together hold a model.
+        """As `open`; without a config.json, all of the folder's safetensors together are the model.
 
         Raises:
             CheckpointError: as `open` and `listed`.
@@ -86,11 +87,11 @@ class Checkpoint:
 
     @classmethod
     def listed(cls, files: Sequence[Path], label: str) -> "Checkpoint":
-        """Reads the headers of these files, which together hold a model.
+        """Read the headers of these files, which together are a model.
 
         Args:
             files: safetensors files, or one folder as for `open`.
-            label: what names the list in messages.
+            label: the name of the list in messages.
 
         Raises:
             CheckpointError: as `open`, and files in another format.
@@ -128,7 +129,7 @@ def _gathered(folder: Path, config: bytes) -> tuple[list[Header], dict[str, Tens
 
 
 def _explicit_file(folder: Path, config: bytes) -> Path | None:
-    """The weights file that the config names itself, if it does."""
+    """Return the weights file that the config names; None if it names none."""
     path = folder / CONFIG_NAME
     name = parse_file(path, config, "download it again", lenient=True).get(EXPLICIT_KEY)
     if name is None:
@@ -142,20 +143,20 @@ def _explicit_file(folder: Path, config: bytes) -> Path | None:
 
 
 def _indexed(folder: Path, index: Path) -> tuple[list[Header], dict[str, TensorEntry]]:
-    """What the index names, from the shards it names; those are relative to `folder`, as transformers has it."""
+    """Return the headers and tensors of an index; its shards are relative to `folder`, as in transformers."""
     weight_map = _weight_map(index)
     paths = {name: folder / name for name in sorted(set(weight_map.values()))}
     absent = [name for name, path in paths.items() if not path.is_file()]
     if absent:
         num_tensors = sum(file_name in absent for file_name in weight_map.values())
         raise CheckpointError(
-            f"{index}: missing shard {listed(absent)} ({num_tensors} tensors lie there): download it into {folder}"
+            f"{index}: missing shard {listed(absent)} ({num_tensors} tensors are in it): download it into {folder}"
         )
     headers = {name: read_header(path) for name, path in paths.items()}
     for tensor, file_name in weight_map.items():
         if tensor not in headers[file_name].tensors:
             raise CheckpointError(
-                f"{index}: tensor {shorten(tensor)} should lie in {file_name}, whose header does not have it: "
+                f"{index}: tensor {shorten(tensor)} should be in {file_name}, whose header does not have it: "
                 "index and shards are of different versions, download both again"
             )
     tensors = {
@@ -168,7 +169,7 @@ def _indexed(folder: Path, index: Path) -> tuple[list[Header], dict[str, TensorE
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file name, relative to the checkpoint's folder and inside it."""
+    """Return the index's file name for each tensor, relative to the checkpoint's folder and inside it."""
     members = parse_file(index, index.read_bytes(), "the index is corrupted, download it again")
     weight_map = members.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -187,7 +188,7 @@ def _union(files: list[Path]) -> tuple[list[Header], dict[str, TensorEntry]]:
         for name, entry in header.tensors.items():
             if name in tensors:
                 raise CheckpointError(
-                    f"{header.file}: tensor {shorten(name)} lies in {tensors[name].file.name} too, and no index says "
+                    f"{header.file}: tensor {shorten(name)} is in {tensors[name].file.name} too, and no index says "
                     f"which counts: keep the files of one model in the folder, or add its {INDEX_NAME}"
                 )
             tensors[name] = entry
@@ -195,7 +196,7 @@ def _union(files: list[Path]) -> tuple[list[Header], dict[str, TensorEntry]]:
 
 
 def _loose_files(folder: Path) -> list[Path]:
-    """Returns model*.safetensors if there are any, else every *.safetensors of one model, sorted by name.
+    """Return the model*.safetensors if there are any, else all *.safetensors of one model, sorted by name.
 
     Raises:
         CheckpointError: only adapters, a gap in files numbered `-00001-of-00003`, or files of more than one model.

@@ -1,5 +1,6 @@
-"""Checks config.json and generation_config.json before transformers reads them: keys that would fetch code or weights
-from elsewhere, build for minutes, or silently change what is generated are refused.
+"""Checks config.json and generation_config.json before transformers reads them.
+
+Refuses keys that would download code or weights, build for minutes, or silently change the generated tokens.
 """
 
 import re
@@ -16,14 +17,14 @@ _LAYERS: Final = re.compile(r"(num_|n_|encoder_|decoder_|num_hidden_|num_encoder
 _IMPLEMENTATIONS: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?", re.ASCII)
 _FETCHED: Final = "which would be fetched from elsewhere; zinfer never does that"
 _MOST_LAYERS: Final = 10_000
-"""Limit where there are no tensors to count."""
+"""Limit if there are no tensors to count."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The members of a JSON file as transformers reads them.
+    """Read a JSON file as leniently as transformers does.
 
     Raises:
-        CheckpointError: it cannot be read, or is not an object.
+        CheckpointError: the file cannot be read, or is not an object.
     """
     try:
         return parse_file(path, path.read_bytes(), "download it again", lenient=True)
@@ -32,10 +33,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_config(path: Path, config: Mapping[str, Any], num_tensors: int) -> None:
-    """Refuse what must not reach transformers.
+    """Refuse keys that must not reach transformers.
 
     Args:
-        num_tensors: number of tensors in the checkpoint, at least the number of layers; 0: there are no weights yet.
+        num_tensors: number of tensors in the checkpoint, an upper bound for layers; 0: there are no weights yet.
 
     Raises:
         CheckpointError: names the key.
@@ -59,13 +60,13 @@ def check_config(path: Path, config: Mapping[str, Any], num_tensors: int) -> Non
 def check_token_ids(
     path: Path, members: Mapping[str, Any], vocab_size: int | None, usual: Mapping[str, object]
 ) -> None:
-    """Refuse special tokens outside the vocabulary: generation would silently end elsewhere.
+    """Refuse special tokens outside the vocabulary, with which generation would silently end elsewhere.
 
     Args:
         members: of the file, `config.json` or `generation_config.json`.
         vocab_size: None: not known.
-        usual: special tokens that are defaults of the model's class: accepted also where the vocabulary is smaller,
-            because transformers writes them into configs.
+        usual: default special tokens of the model's class; always accepted, because transformers writes them into
+            configs even if the vocabulary is smaller.
 
     Raises:
         CheckpointError: names the key.
@@ -87,7 +88,7 @@ def check_token_ids(
 
 
 def _objects(value: object, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every object in a document, with the keys that lead to it."""
+    """Yield every object in a document, with the keys that lead to it."""
     if isinstance(value, Mapping):
         yield where, value
         for key, part in value.items():

@@ -1,4 +1,4 @@
-"""Tells models and tokenizers apart by their files, in milliseconds: it samples weights and never reads them all."""
+"""Fingerprints models and tokenizers in milliseconds: weights are sampled, not read completely."""
 
 import hashlib
 import os
@@ -22,9 +22,9 @@ _TEXT_FILES = (
 
 
 def weights_sample(files: Sequence[Path]) -> str:
-    """A SHA-256 over 16 evenly spread samples of 16 KiB from each file.
+    """Return a SHA-256 over 16 evenly spread samples of 16 KiB from each file.
 
-    Fine-tunes of one model have equal headers and sizes, and differ nearly everywhere in their weights.
+    This tells fine-tunes of one model apart: their headers and sizes are equal, but nearly all weights differ.
     """
     digest = hashlib.sha256()
     for file in files:
@@ -37,12 +37,12 @@ def weights_sample(files: Sequence[Path]) -> str:
 
 
 def text_files(folder: Path) -> list[Path]:
-    """The files that decide how text becomes tokens and back: vocabulary, templates, end tokens."""
+    """Return the files that decide how text is tokenized and decoded: vocabulary, templates, end tokens."""
     return sorted({file for pattern in _TEXT_FILES for file in folder.glob(pattern) if file.is_file()})
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """A SHA-256 over the names and bytes of `text_files`."""
+    """Return a SHA-256 over the names and bytes of `text_files`."""
     digest = hashlib.sha256()
     for file in text_files(folder):
         digest.update(f"{file.relative_to(folder).as_posix()}\0{file.stat().st_size}\0".encode())

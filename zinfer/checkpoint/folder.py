@@ -1,7 +1,7 @@
 """Finds the folder of a model: a path, a folder of the Hugging Face cache, or a hub name that is in that cache.
 
-It looks only at this machine and never downloads. What it returns holds a config.json and safetensors files (or their
-index); everything else is refused with what to do about it.
+It never downloads. The folder that it returns holds a config.json and safetensors files (or their index); anything else
+is refused, with a remedy.
 """
 
 import os
@@ -16,7 +16,7 @@ from zinfer.errors import CheckpointError
 
 CONFIG_NAME = "config.json"
 STORE_NAME = "zinfer_store.json"
-"""The manifest that `zinfer quantize` writes first; config.json and the other files follow the weights."""
+"""The manifest, which `zinfer quantize` writes first; config.json and the other files are written after the weights."""
 SAFETENSORS_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -26,7 +26,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """The absolute path, ~ replaced.
+    """Return the absolute path, with ~ expanded.
 
     Raises:
         CheckpointError: `~name` does not name a user.
@@ -34,11 +34,11 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path).expanduser().absolute()
     except RuntimeError as error:
-        raise CheckpointError(f"{os.fspath(path)}: no home is known for what ~ names; write the path out") from error
+        raise CheckpointError(f"{os.fspath(path)}: ~ names no existing user; write the path out") from error
 
 
 def resolve_folder(model: str | os.PathLike[str]) -> Path:
-    """Returns the absolute folder that holds the model's config.json and safetensors files.
+    """Return the absolute folder that holds the model's config.json and safetensors files.
 
     Args:
         model: a model folder; a `models--org--name` folder of a Hugging Face cache (its `refs/main` decides, else its
@@ -46,7 +46,7 @@ def resolve_folder(model: str | os.PathLike[str]) -> Path:
             `HF_HOME` sets.
 
     Raises:
-        CheckpointError: nothing there, not a model folder, weights in another format, or a name not in the cache.
+        CheckpointError: there is no such folder, no model in it, weights in another format, or a name not in the cache.
     """
     name = os.fspath(model)
     try:
@@ -63,13 +63,13 @@ def resolve_folder(model: str | os.PathLike[str]) -> Path:
 
 
 def check_weights_file(path: Path, label: str) -> None:
-    """Refuse a file that is named as one with weights and is none, or not in this format.
+    """Refuse a listed weights file that is missing or not a safetensors file.
 
     Args:
-        label: who names it.
+        label: the name of the list in messages.
 
     Raises:
-        CheckpointError: names the file, and what to do.
+        CheckpointError: names the file and the remedy.
     """
     if path.name.endswith(OTHER_WEIGHT_SUFFIXES):
         raise CheckpointError(f"{label} names {path}, a file in another format: {_CONVERT}, and name those files")
@@ -80,9 +80,9 @@ def check_weights_file(path: Path, label: str) -> None:
 
 
 def check_file_name(file_name: str, owner: str) -> None:
-    """Refuses a name that is empty, absolute or leads out of its folder; `owner` begins the message.
+    """Raise CheckpointError for a name that is empty, absolute or leaves its folder; `owner` begins the message.
 
-    Links inside the folder are followed: the Hugging Face cache is made of them.
+    Links inside the folder are allowed: the Hugging Face cache consists of them.
     """
     parts = PurePosixPath(file_name).parts
     outside = PurePosixPath(file_name).is_absolute() or PureWindowsPath(file_name).anchor or ".." in parts
@@ -98,7 +98,7 @@ def _is_cached_repo(path: Path) -> bool:
 
 
 def _snapshot(repo: Path) -> Path:
-    """The snapshot that `refs/main` names, else the only one (huggingface_hub writes refs and snapshots so)."""
+    """Return the snapshot that `refs/main` names, else the only one (huggingface_hub's layout)."""
     revisions = sorted(entry.name for entry in (repo / "snapshots").iterdir() if entry.is_dir())
     main = repo / "refs" / "main"
     download = f"run `hf download {_hub_name(repo)}`"
@@ -123,13 +123,13 @@ def _hub_name(repo: Path) -> str:
 
 
 def _cached(name: str) -> Path:
-    """The snapshot of hub name `name`; no folder of that name exists here."""
+    """Return the snapshot of hub name `name`; called if no folder has that name."""
     no_folder = f"{name!r}: no such folder"
     if Path(name).is_absolute() or name.startswith((".", "~")):
         raise CheckpointError(f"{no_folder}: pass the folder that holds {CONFIG_NAME}, or a hub name such as org/name")
     if not HUB_NAME.fullmatch(name) or "--" in name or ".." in name:
         raise CheckpointError(f"{no_folder}, and not a hub name such as org/name either: check the spelling")
-    # Read at each call: the module holds what HF_HUB_CACHE and HF_HOME say.
+    # Read at each call; reflects HF_HUB_CACHE and HF_HOME.
     repo = Path(constants.HF_HUB_CACHE).absolute() / repo_folder_name(repo_id=name, repo_type="model")
     if not repo.is_dir():
         raise CheckpointError(

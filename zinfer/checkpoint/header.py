@@ -1,9 +1,9 @@
-"""Reads and checks the header of one safetensors file, and never a weight.
+"""Reads and checks the header of one safetensors file, without its weights.
 
-The rules are those of the reference (huggingface/safetensors, safetensors/src/tensor.rs: `read_metadata`, `validate`):
-what it refuses is refused here. Stricter than it: the header starts with `{` (as the format's text says), no name or
-metadata key stands twice, an entry is an object of exactly `dtype`, `shape` and `data_offsets`, a dimension fits
-torch's signed 64 bits, and dtypes below one byte (F4, F6_*) are refused, for nothing here streams parts of bytes.
+Everything that the reference refuses is refused here (huggingface/safetensors, safetensors/src/tensor.rs:
+`read_metadata`, `validate`). Beyond it, the header must start with `{` (as the format specifies), names and metadata
+keys must be unique, an entry must have exactly `dtype`, `shape` and `data_offsets`, dimensions must fit torch's signed
+64 bits, and dtypes below one byte (F4, F6_*) are refused, because nothing here streams parts of bytes.
 """
 
 import hashlib
@@ -64,13 +64,13 @@ class TensorEntry:
 
     @property
     def pieces(self) -> tuple["TensorEntry", ...]:
-        """Itself: a parameter may also be made up of several."""
+        """Itself, as `JoinedTensor.pieces`."""
         return (self,)
 
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """A parameter in several tensors (experts, or matrices joined later): their bytes, end to end, are its own."""
+    """A parameter stored as several tensors (experts, or matrices joined later): the concatenation of their bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class JoinedTensor:
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], pieces: Sequence[TensorEntry]) -> "JoinedTensor | None":
-        """None where the pieces do not make up the shape: rows of another width, other numbers of them, two dtypes."""
+        """Join pieces; None if they do not make up the shape (width or number of rows differ) or differ in dtype."""
         fits = all(
             piece.shape[1:] == shape[1:] or (len(piece.shape) in (1, 2) and piece.shape[-1:] == shape[-1:])
             for piece in pieces
@@ -94,12 +94,12 @@ class JoinedTensor:
 
     @property
     def file(self) -> Path:
-        """Of the first piece."""
+        """The first piece's file."""
         return self.pieces[0].file
 
     @property
     def offset(self) -> int:
-        """Of the first piece in its file."""
+        """The first piece's offset in its file."""
         return self.pieces[0].offset
 
     @property
@@ -109,9 +109,9 @@ class JoinedTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """A checked header. `tensors` goes by offset; `sha256` is of all bytes before the weights.
+    """A checked header. `tensors` are sorted by offset; `sha256` is of all bytes before the weights.
 
-    `identity` tells whether the file is still the one whose offsets these are.
+    `identity` is the file's when the header was read.
     """
 
     file: Path
@@ -121,11 +121,11 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Returns the checked header of the safetensors file at `path`.
+    """Read and check the header of the safetensors file at `path`.
 
     Raises:
         CheckpointError: the file cannot be read or breaks a rule of the format; the message names the file, the tensor,
-            the byte offset in the file and the remedy. An `OSError` behind it is chained.
+            the byte offset in the file and the remedy. It is chained to an `OSError`.
     """
     path = Path(path)
     try:
@@ -152,8 +152,8 @@ def _fail(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN) -> NoReturn:
 
 
 def _read_raw(path: Path) -> tuple[bytes, FileIdentity]:
-    """The length and the header as bytes of the file, and the file's identity."""
-    # Asked before opening: opening a named pipe would wait for a writer forever.
+    """Return the length prefix and header as bytes, and the file's identity."""
+    # Checked before opening: opening a named pipe would wait for a writer forever.
     if not stat.S_ISREG(path.stat().st_mode):
         _fail(path, "not a regular file", "name the safetensors file itself")
     with path.open("rb") as file:
@@ -183,7 +183,7 @@ def _read_raw(path: Path) -> tuple[bytes, FileIdentity]:
 
 
 def _entry(path: Path, data_offset: int, name: str, value: Any) -> TensorEntry:
-    """The checked entry; offsets in the header count from `data_offset`, those in the result from the file's start."""
+    """Return the checked entry, with its offset from the file's start instead of from `data_offset`."""
 
     def fail(what: str, remedy: str = DOWNLOAD_AGAIN) -> NoReturn:
         _fail(path, f"tensor {shorten(name)}: {what}", remedy)
@@ -197,13 +197,13 @@ def _entry(path: Path, data_offset: int, name: str, value: Any) -> TensorEntry:
         fail(f"dtype {dtype_name} packs elements below a byte", "use a checkpoint in another dtype")
     if dtype_name not in DTYPES:
         fail(f"unknown dtype {shorten(dtype_name)}, known are {', '.join(DTYPES)}")
-    # `bool` is a kind of `int` in Python; an `int` of the parser is never negative.
+    # `type` and not `isinstance`: a `bool` is an `int`. The parser's `int` is never negative.
     are_naturals = all(isinstance(each, list) and all(type(n) is int for n in each) for each in (shape, offsets))
     if not are_naturals or len(offsets) != 2:
         fail("shape and data_offsets (two of them) must be lists of non-negative integers")
     shown = str(shape) if len(shape) <= 12 else f"[{', '.join(map(str, shape[:12]))}, ... {len(shape)} dimensions]"
     num_elements = 1
-    for dimension in shape:  # from the left, as the reference: an overflow counts even if a zero follows
+    for dimension in shape:  # from the left, like the reference: an overflow is an error even if a zero follows
         num_elements *= dimension
         if num_elements > MAX_NATURAL or dimension > MAX_DIMENSION:
             fail(f"shape {shown} overflows 64 bits")
@@ -220,7 +220,7 @@ def _entry(path: Path, data_offset: int, name: str, value: Any) -> TensorEntry:
 
 
 def _check_cover(path: Path, entries: list[TensorEntry], data_offset: int, file_bytes: int) -> None:
-    """The ranges, sorted, follow each other without hole or overlap from `data_offset` to the file's end."""
+    """Check that the sorted ranges cover the file from `data_offset` to its end, without holes or overlaps."""
     end, before = data_offset, "the header"
     for entry in entries:
         tensor = f"tensor {shorten(entry.name)}"

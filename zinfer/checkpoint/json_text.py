@@ -1,7 +1,7 @@
-"""Parses the JSON that travels with a checkpoint: headers, indexes and configs, all of them bytes from a stranger.
+"""Parses the JSON of a checkpoint (headers, indexes and configs), which is untrusted input.
 
-Refuses what Python's `json` lets through and makes a header mean two things: duplicate keys, NaN and Infinity, lone
-surrogates, sizes that are no 64-bit naturals. Nesting too deep to parse is a fault like any.
+Refuses ambiguous input that Python's `json` accepts: duplicate keys, NaN and Infinity, lone surrogates, and sizes that
+are not 64-bit naturals. Nesting too deep to parse is an error too.
 """
 
 import json
@@ -18,7 +18,7 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class JsonFault(ValueError):
-    """What is wrong with a JSON text; `position` is the byte in it, where the parser knows."""
+    """An error in a JSON text; `position` is its byte offset, if known."""
 
     def __init__(self, reason: str, position: int | None = None) -> None:
         super().__init__(reason)
@@ -26,11 +26,11 @@ class JsonFault(ValueError):
 
 
 def parse_object(data: bytes, *, lenient: bool = False) -> dict[str, Any]:
-    """Returns the JSON object in `data`, UTF-8 text.
+    """Return the JSON object in `data`, UTF-8 text.
 
-    Only the integers 0 .. 2**64 - 1 come out as `int`; every other number is a `float`, as serde_json hands them to
-    the reference, so that `-0` or an overflow cannot pass for a size. `lenient` takes whatever Python's parser takes:
-    transformers reads its configs so.
+    Only the integers 0 .. 2**64 - 1 become `int`; every other number is a `float`, as in the reference's serde_json,
+    so that `-0` or an overflow cannot pass for a size. `lenient` accepts all that Python's parser does, as transformers
+    does for configs.
 
     Raises:
         JsonFault: not UTF-8, not JSON, nested too deeply, not an object; unless lenient, also a key twice in one
@@ -59,7 +59,7 @@ def parse_object(data: bytes, *, lenient: bool = False) -> dict[str, Any]:
 
 
 def parse_file(path: Path, data: bytes, remedy: str, *, lenient: bool = False) -> dict[str, Any]:
-    """As `parse_object`, of a file's bytes. Raises CheckpointError: names the file, the byte and the remedy."""
+    """As `parse_object`, for a file's bytes; raises CheckpointError with the file, the byte and the remedy."""
     try:
         return parse_object(data, lenient=lenient)
     except JsonFault as fault:

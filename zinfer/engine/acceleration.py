@@ -1,4 +1,4 @@
-"""What makes a module's forward faster while an engine runs it, and its clock."""
+"""Graphs, fused kernels and compiled parts that speed up a module's forward, and a timer for it."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -25,20 +25,21 @@ from zinfer.planning.placement import Plan
 log = logging.getLogger(__name__)
 
 _MOST_BYTES_A_BLOCK: Final = 64 << 20
-"""Streamed in a pass, for each block of the model: the link takes more than a millisecond for them, and Python 0.6 to
-launch a layer. Where more stream, passes wait for the link, launched by a graph or not."""
+"""Streamed bytes per pass and block above which graphs do not help: the link takes more than a millisecond for them,
+Python 0.6 ms to launch a layer."""
 _DECODE: Final = "_optimize_model_for_decode"
-"""What a transformers model enters before the decode passes of `generate` (generation/utils.py)."""
+"""The context manager that `generate` enters before its decode passes (transformers, generation/utils.py)."""
 
 
 def open_graphs(
     plan: Plan, settings: Settings, device: torch.device, *, by_default: bool = False
 ) -> ForwardGraphs | None:
-    """What the settings ask for; None where they do not, or where nothing can be replayed.
+    """Return the graphs that the settings ask for; None if they do not, or if nothing can be replayed.
+
+    Graphs that were asked for and cannot be used are a warning.
 
     Args:
-        by_default: whether graphs are wanted where the settings say nothing of them, for forwards that they may make
-            faster. That they were asked for in vain is a warning.
+        by_default: whether to use graphs if the settings do not mention them, for forwards that they may speed up.
     """
     if not (by_default if settings.cuda_graph is None else settings.cuda_graph):
         return None
@@ -48,7 +49,7 @@ def open_graphs(
     elif settings.check_finite:
         hindrance = "zinfer.check_finite looks at every layer"
     elif settings.batching.kv_cache_tier == "host":
-        hindrance = "the places of keys and values in host memory change"
+        hindrance = "a KV cache in host memory changes its addresses"
     else:
         most_bytes = _MOST_BYTES_A_BLOCK * len(plan.homes) if settings.cuda_graph is None else None
         return ForwardGraphs(capturer, device, most_bytes)
@@ -58,23 +59,23 @@ def open_graphs(
 
 
 def capturer_for(device: torch.device) -> CudaCapturer | None:
-    """What captures on a device."""
+    """Return the graph capturer for a device; None without CUDA."""
     return CudaCapturer() if device.type == "cuda" else None
 
 
 class Acceleration:
-    """Graphs, fused kernels, compiled parts and a clock, each from when it is asked for until `remove`.
+    """Graphs, fused kernels, compiled parts and a timer, each active from its request until `remove`.
 
-    Graphs go around the module's own forward, and are there first: what streams weights and counts passes goes around
-    them. Kernels are inside it, and only parts without a kernel are compiled. The clock is outside of all.
+    Graphs wrap the module's own forward first; streaming and pass counting wrap the graphs. Kernels are inside the
+    forward, and only parts without a kernel are compiled. The timer is outermost.
 
     Args:
-        module: what they are for.
+        module: the module to speed up.
         device: where it computes.
-        graphs: of its forward; none are made yet. None: Python launches all.
+        graphs: of its forward, none captured yet. None: Python launches all.
 
     Attributes:
-        caches: the keys and values of `generate` that graphs read.
+        caches: the KV caches of `generate` that graphs read.
         is_compiled: whether `compile` was called.
     """
 
@@ -90,35 +91,35 @@ class Acceleration:
 
     @property
     def wrap(self) -> Callable[[Forward], Forward] | None:
-        """Puts the graphs around a forward, if there are any."""
+        """The function that wraps a forward in the graphs; None without graphs."""
         return self._graphs.wrap if self._graphs else None
 
     @property
     def counts(self) -> GraphCounts:
-        """What has become of the forwards."""
+        """How many forwards were captured, replayed or run eagerly."""
         return self._graphs.counts if self._graphs else GraphCounts()
 
     @property
     def generate(self) -> Callable[..., Any]:
-        """The module's own, in the way that graphs can serve."""
+        """The module's own `generate`, with static KV caches if graphs are used."""
         found: Callable[..., Any] = self.caches.generate if self.caches else self._module.generate
         return found
 
     def eagerly(self, work: Callable[[], Any]) -> Callable[[], Any] | None:
-        """The same work with every forward launched by Python, so that layers can be looked at; None where it is."""
+        """Return the work without graphs, so that hooks on layers run; None if there are no graphs."""
         return partial(self._graphs.eagerly, work) if self._graphs else None
 
     def keep_experts(self) -> None:
         """Compute mixtures of experts in decode passes as in prefill.
 
-        transformers would switch to an implementation that copies the weights of every expert for each token that has
-        chosen it: 1.2 GB a token and layer of Mixtral-8x22B, far more than what streams.
+        transformers would switch to an implementation that copies an expert's weights for each token routed to it:
+        1.2 GB per token and layer of Mixtral-8x22B, far more than is streamed.
         """
         if hasattr(type(self._module), _DECODE):
             self._patches.patch(self._module, nullcontext, _DECODE)
 
     def inject(self, packs: Iterable[FusionGroup], *, replayed: bool) -> None:
-        """Put in fused kernels; arguments as for `Injection`."""
+        """Install fused kernels; arguments as for `Injection`."""
         self._injection = Injection(self._module, packs, replayed=replayed)
         if not self._injection.injected:
             name = type(self._module).__name__
@@ -126,20 +127,20 @@ class Acceleration:
 
     @property
     def injected(self) -> dict[str, str]:
-        """What is computed by fused kernels: names of modules, and what is fused in each."""
+        """The modules with fused kernels: their names, and what is fused in each."""
         return self._injection.injected if self._injection else {}
 
     def compile(self, layers: Iterable[nn.Module], backend: str, options: Mapping[str, object]) -> None:
-        """Compile what layers compute beside attention: norms and feed-forwards, the same code in all layers.
+        """Compile the layers' norms and feed-forwards, whose code is the same in all layers.
 
-        A whole layer would be compiled anew for each number of keys and values, and for each layer, because its code
-        reads its own index; torch gives up after a few. Parts with fused kernels are left alone.
+        A whole layer would be recompiled for each KV cache length and for each layer, because its code reads its own
+        index; torch gives up after a few. Parts with fused kernels are not compiled.
 
         Args:
             backend, options: for `torch.compile`.
 
         Raises:
-            RuntimeError: that was done before.
+            RuntimeError: `compile` was called before.
         """
         if self.is_compiled:
             raise RuntimeError("this engine is compiled already")
@@ -151,13 +152,13 @@ class Acceleration:
             self._graphs.begin_anew()
 
     def time_passes(self, *, use_cuda_events: bool) -> None:
-        """Take the time of every forward call from now on; ``use_cuda_events`` as for `PassTimes`."""
+        """Time every forward call from now on; ``use_cuda_events`` as for `PassTimes`."""
         if self._times is not None:
             self._times.remove()
         self._times = PassTimes(self._module, self._device, use_cuda_events=use_cuda_events)
 
     def take_times(self) -> list[float]:
-        """As `PassTimes.take`, also after `remove`.
+        """Return the times as `PassTimes.take`, also after `remove`.
 
         Raises:
             NotProfiledError: `time_passes` was not called.
@@ -167,7 +168,7 @@ class Acceleration:
         return self._times.take()
 
     def remove(self) -> None:
-        """Take everything off, what came last first, and give graphs' memory back; may be called again."""
+        """Undo everything in reverse order and free the graphs' memory; may be called again."""
         if self._times is not None:
             self._times.remove()
         self._patches.undo()
@@ -178,5 +179,5 @@ class Acceleration:
 
 
 def _knows_its_layer(part: nn.Module) -> bool:
-    """Whether something in it knows its layer's number, as whatever has keys and values does."""
+    """Whether a module of the part knows its layer's number, as every module with a KV cache does."""
     return any(hasattr(module, "layer_idx") or hasattr(module, "layer_number") for module in part.modules())

@@ -1,4 +1,4 @@
-"""The arguments of a call of transformers' `forward` or `generate`: on the device, and as good for a second call."""
+"""Arguments of transformers' `forward` and `generate`: moves them to the device, and checks what they ask for."""
 
 from collections.abc import Mapping, MutableMapping
 from copy import copy
@@ -6,18 +6,18 @@ from typing import Any, Final
 
 import torch
 
-# What goes on from where a first call of `generate` has left it.
+# Arguments that keep state from one call of `generate` to the next.
 _REMEMBERING: Final = frozenset(
     {"streamer", "past_key_values", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
     | {"assistant_model", "custom_generate", "generator"}
 )
-_NUM_POSITIONAL: Final = 2  # ids and a generation config; those that follow remember
+_NUM_POSITIONAL: Final = 2  # ids and a generation config; the arguments after them keep state
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The value with its tensors on the device, also those in mappings, lists and tuples, whose classes stay.
+    """Return the value with its tensors on the device, also those in mappings, lists and tuples (same classes).
 
-    A container that holds no tensor of another device is not copied: a call may write into what it was given.
+    A container without tensors of another device is not copied: the call may write into its arguments.
     """
     if isinstance(value, torch.Tensor):
         return value.to(device)
@@ -51,17 +51,18 @@ def _with_elements(value: tuple[Any, ...] | list[Any], items: list[Any]) -> tupl
 
 
 def can_repeat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a second call of `generate` with the same arguments would do the same as the first."""
+    """Whether a second call of `generate` with the same arguments would repeat the first."""
     return len(args) <= _NUM_POSITIONAL and not _REMEMBERING.intersection(kwargs)
 
 
 def looks_at_logits(kwargs: Mapping[str, Any], config: Any) -> bool:
-    """Whether broken logits may stop a `generate` call: not where something else sees to those that are NaN,
-    transformers' `remove_invalid_values` or a logits processor that chooses itself.
+    """Whether NaN logits should stop a `generate` call.
+
+    They should not if `remove_invalid_values` or a logits processor handles them.
 
     Args:
         kwargs: of the call.
-        config: the generation config by position, or the model's own.
+        config: the generation config passed by position, or the model's own.
     """
     config = kwargs.get("generation_config") or config
 

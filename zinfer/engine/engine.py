@@ -1,4 +1,4 @@
-"""`InferenceEngine`: a model that runs as it was written while its weights stream."""
+"""`InferenceEngine`: runs a model's own forward and `generate` while its weights stream."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from zinfer.planning.step_time import Prediction
 
 
 class AroundModule(nn.Module):
-    """A module around another one: attributes that it lacks are looked up there, and its weights cannot be moved."""
+    """Wraps another module: missing attributes are looked up there, and its weights cannot be moved or cast."""
 
     module: PreTrainedModel
     device: torch.device
@@ -35,7 +35,7 @@ class AroundModule(nn.Module):
         return getattr(self.module, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "AroundModule":
-        """Refuse what `to`, `cuda`, `half` and the like would move or cast; raises ConfigError."""
+        """Raise ConfigError if `to`, `cuda`, `half` etc. would move or cast the weights."""
         dtype = find_dtype(self.module)
         after = fn(torch.empty(0, dtype=dtype, device=self.device))
         if after.device != self.device or after.dtype != dtype:
@@ -49,22 +49,22 @@ class AroundModule(nn.Module):
 class InferenceEngine(AroundModule, StreamedModel):
     """A model whose weights stream while it runs; made by `zinfer.init_inference`.
 
-    It has the attributes of `StreamedModel`, and what it has not itself is looked for in its module: `engine.config`.
+    It has the attributes of `StreamedModel`; others, such as `engine.config`, are looked up in its module.
 
-    One thread at a time: concurrent calls of `generate` and `forward` wait for each other.
+    Concurrent calls of `generate` and `forward` wait for each other.
     """
 
     def __init__(self, model: str | os.PathLike[str] | nn.Module, settings: Settings, **options: Any) -> None:
-        """As `zinfer.init_inference`, with settings that are resolved already; options as for `StreamedModel`."""
+        """As `zinfer.init_inference`, with resolved settings; options as for `StreamedModel`."""
         nn.Module.__init__(self)
         StreamedModel.__init__(self, model, settings, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward; tensors among the arguments are moved to the device. No gradients.
+        """Run the module's own forward without gradients; tensors in the arguments are moved to the device.
 
         Raises:
-            NonFiniteError: `zinfer.check_finite` is set, and infinities or NaN came up where `FiniteWatch` looks.
-            LengthError: the input, with what the cache holds, exceeds `max_out_tokens` or the model's positions.
+            NonFiniteError: `zinfer.check_finite` is set, and `FiniteWatch` found infinities or NaN.
+            LengthError: the input and the cached tokens together exceed `max_out_tokens` or the model's positions.
         """
 
         def forward() -> Any:
@@ -76,14 +76,14 @@ class InferenceEngine(AroundModule, StreamedModel):
         return self.call(lambda: self._watch().check(forward, self.device, layers=True))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own `generate`: same arguments, same result; beams too.
+        """Run transformers' own `generate`: same arguments, same result, beams included.
 
         Raises:
             ConfigError: the module has no such method.
             LengthError: input and new tokens together exceed `max_out_tokens` or the model's positions; checked before
                 any compute.
-            NonFiniteError: the logits of a text are NaN or infinite; names the layer that was the first to give such
-                numbers, for which the call is computed once more.
+            NonFiniteError: the logits of a sequence are NaN or infinite. It names the first layer that produced such
+                numbers; to find it, the call is computed once more.
         """
         work, repeats = self._generation(args, kwargs), can_repeat(args, kwargs)
         logits = looks_at_logits(kwargs, args[1] if len(args) > 1 else self.module.generation_config)
@@ -92,27 +92,27 @@ class InferenceEngine(AroundModule, StreamedModel):
         return self.call(lambda: watch.check(work, self.device, layers=layers, logits=logits, again=again))
 
     def generate_unchecked(self, *args: Any, **kwargs: Any) -> Any:
-        """As `generate`, whatever numbers come: for a caller that looks at the logits of every row himself."""
+        """As `generate`, without the check of the logits, for a caller that checks each row itself."""
         return self.call(self._generation(args, kwargs))
 
     def find_broken(self, work: Callable[[], Any], num_rows: int) -> list[str | None]:
-        """What was the first to give infinities or NaN in each of the rows of a batch; None of those that had none.
+        """Return the name of the first source of infinities or NaN in each row of a batch; None for finite rows.
 
-        ``work`` calls this engine; a tensor that it returns is looked at too.
+        ``work`` calls this engine; tensors that it returns are checked too.
         """
         with self._lock:
             return self._watch(num_rows).broken_rows(self._acceleration.eagerly(work) or work)
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Take the time of every forward call of the module from now on, for `model_times`.
+        """Time every forward call of the module from now on, for `model_times`.
 
         Args:
-            use_cuda_events: on a CUDA device, mark begin and end on its stream instead of waiting for it twice a call.
+            use_cuda_events: on a CUDA device, record events instead of synchronizing twice per call.
         """
         self._acceleration.time_passes(use_cuda_events=use_cuda_events)
 
     def model_times(self) -> list[float]:
-        """Milliseconds of each forward call of the module since the last time that this was asked.
+        """Return the milliseconds of each forward call of the module since the last `model_times`.
 
         Raises:
             NotProfiledError: `profile_model_time` was not called.
@@ -120,14 +120,14 @@ class InferenceEngine(AroundModule, StreamedModel):
         return self._acceleration.take_times()
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
-        """Let `torch.compile` fuse what layers compute beside attention; the first calls after it take long.
+        """Compile the layers' norms and feed-forwards with `torch.compile`; the first calls after it take long.
 
         Args:
             backend: of `torch.compile`.
             compile_kwargs: its other arguments.
 
         Raises:
-            RuntimeError: it was called before, or the engine was destroyed.
+            RuntimeError: `compile` was called before, or the engine was destroyed.
         """
         with self._lock:
             self._running()
@@ -140,19 +140,19 @@ class InferenceEngine(AroundModule, StreamedModel):
 
     @property
     def graphs(self) -> GraphCounts:
-        """What has become of the forwards under `enable_cuda_graph`; all zero without it, or where it has no effect."""
+        """How many forwards were captured, replayed or run eagerly; all zero if `enable_cuda_graph` has no effect."""
         return self._acceleration.counts
 
     def predict(self, batch_size: int, prompt_len: int, new_tokens: int) -> Prediction:
-        """What a `generate` of this shape takes on this machine: seconds a pass, tokens a second, the bottleneck.
+        """Predict a `generate` of this shape on this machine: seconds a pass, tokens a second, the bottleneck.
 
-        The rates are those of `zinfer probe` if it has run here, else measured in a hurry at the first call, which
-        takes about a second; `stats` gives shares of them from then on.
+        The rates are those of `zinfer probe` if it has run here. Otherwise the first call measures them roughly, in
+        about a second. From then on `stats` reports shares of them.
 
         Args:
             batch_size: prompts.
             prompt_len: tokens of the longest of them.
-            new_tokens: tokens generated after each.
+            new_tokens: tokens generated for each.
 
         Raises:
             ConfigError: a number below 1, files that cannot be read, or a module that is not one of transformers'.

@@ -1,4 +1,4 @@
-"""DeepSpeed's two ways to an engine: `init_inference`, and `initialize` of ZeRO-Inference."""
+"""DeepSpeed's two functions that make an engine: `init_inference`, and `initialize` of ZeRO-Inference."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from zinfer.config.settings import say_without_effect
 from zinfer.engine.engine import InferenceEngine
 from zinfer.errors import ConfigError
 
-# Arguments of DeepSpeed's `initialize` that ask for training, and those that only say how it would be done.
+# Arguments of DeepSpeed's `initialize` that ask for training, and those that only configure it.
 _TRAINING: Final = ("optimizer", "lr_scheduler", "training_data")
 _IDLE: Final = {
     "model_parameters": "says what an optimizer changes; nothing is trained here",
@@ -31,12 +31,12 @@ def init_inference(
 
     Args:
         model: a checkpoint folder, a Hugging Face cache folder, a hub name that is in the cache, or a transformers
-            module: one with its weights in memory (they are taken over, block by block), or one on the meta device
-            together with ``checkpoint=``, a folder or a list of files. Any other module, too: its blocks are
+            module: one with its weights in memory (they are moved out, block by block), or one on the meta device
+            together with ``checkpoint=``, a folder or a list of files. Other torch modules work too: their blocks are
             the modules of one class that repeat in a list, or those whose class ``injection_policy=`` names.
         config: DeepSpeed-style settings: a dict, or the path of a JSON file. Never changed. Keys without effect are
-            told in the log.
-        kwargs: the same keys; a key given twice with different values is an error.
+            logged.
+        kwargs: the same keys; a key with two different values is an error.
 
     Raises:
         ConfigError: a key or value cannot be used.
@@ -57,15 +57,15 @@ def initialize(
     config_params: str | os.PathLike[str] | Mapping[str, object] | None = None,
     **kwargs: object,
 ) -> tuple[InferenceEngine, None, None, None]:
-    """As DeepSpeed's `initialize` for ZeRO-Inference: an engine, and none of optimizer, data loader and scheduler.
+    """Make an engine as DeepSpeed's `initialize` does for ZeRO-Inference; optimizer, loader and scheduler are None.
 
     Args:
-        args: of the command line; its `deepspeed_config` is the configuration where none is given here.
+        args: parsed command line; its `deepspeed_config` is the configuration if none is given here.
         model: as for `init_inference`.
         config: likewise; `train_batch_size` is not needed.
         config_params: an older name of ``config``.
         kwargs: DeepSpeed's other arguments, and keys of the configuration. ``optimizer``, ``lr_scheduler`` and
-            ``training_data`` are refused; those that only matter beside them are listed in
+            ``training_data`` are refused; those that only configure training are listed in
             `engine.settings.without_effect`.
 
     Raises:
@@ -86,7 +86,7 @@ def initialize(
 
 
 def _one_config(args: object, *stated: Any) -> Any:
-    """The configuration under whichever of its names it was given."""
+    """Return the configuration, from the one argument that holds it."""
     places = (getattr(args, "deepspeed_config", None), *stated)
     given = [place for place in places if place is not None]
     if len(given) > 1:

@@ -1,4 +1,4 @@
-"""What work takes on this machine: memory before a model's blocks have their homes, seconds after."""
+"""Estimates memory before a model's blocks have homes, and seconds per pass after."""
 
 import functools
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ def beside_others(
     settings: Settings,
     reserve: Footprint | None,
 ) -> MachineLimits:
-    """The budgets, less what others take of the device: by default the batch that the configuration states.
+    """Return the budgets minus the reserve on the device: by default for the batch that the configuration states.
 
     Raises:
-        ConfigError: it states one, and the module does not say how wide its activations are.
+        ConfigError: a batch is stated, and the width of the module's activations is not known.
         PlanError: too little is left.
     """
     batch = settings.batch
@@ -49,10 +49,10 @@ def beside_others(
 
 @dataclass(frozen=True)
 class PassEstimator:
-    """Seconds, of one model under one plan.
+    """Predicts the seconds of passes, for one model under one plan.
 
-    The rates are those of `zinfer probe` if it has run here, else measured in a hurry at the first question, which
-    takes about a second.
+    The rates are those of `zinfer probe` if it has run here. Otherwise the first prediction measures them roughly, in
+    about a second.
 
     Attributes:
         files: of the checkpoint; None for weights that were in memory.
@@ -67,24 +67,21 @@ class PassEstimator:
     is_fused: bool
 
     def predict(self, request: Request) -> Prediction:
-        """What a `generate` of this shape takes.
+        """Predict a `generate` of this shape.
 
         Raises:
-            ConfigError: files that cannot be read, or a module that does not say of what shape it is.
+            ConfigError: files that cannot be read, or a module without a transformers config.
             PlanError: the model is no decoder that generates, or keeps a state whose size is not known.
         """
         footprint = _footprint(self.module, self.blocks, request, "predict", on_cuda=self.device.type == "cuda")
         return self._clock.predict(request, footprint)
 
     def pass_time(self, num_tokens: int, num_rows: int, **sizes: int) -> PassTime:
-        """What one pass takes, by resource; arguments as for `PassClock.pass_time`."""
+        """Return the time of one pass, by resource; arguments as for `PassClock.pass_time`."""
         return self._clock.pass_time(num_tokens, num_rows, **sizes)
 
     def disk_spares_time(self, token_bytes: int) -> bool:
-        """As `PassClock.disk_spares_time`.
-
-        The disk is the checkpoint's; of a module with its weights in memory no disk is known, and none spares anything.
-        """
+        """As `PassClock.disk_spares_time`, for the checkpoint's disk; False for weights that were in memory."""
         return self.files is not None and self._clock.disk_spares_time(token_bytes)
 
     @functools.cached_property
@@ -93,7 +90,7 @@ class PassEstimator:
 
     @property
     def known_rates(self) -> Rates | None:
-        """The rates, if anything has asked for them."""
+        """The rates, if they were used before."""
         return self.__dict__.get("rates")
 
     @functools.cached_property

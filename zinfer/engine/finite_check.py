@@ -1,4 +1,4 @@
-"""Finds the first layer that gives something which is no finite number: damaged weights and overflow show so."""
+"""Finds the first layer that outputs infinities or NaN, the signs of damaged weights and of overflow."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -18,21 +18,21 @@ _NEVER: Final = torch.iinfo(torch.int64).max
 
 
 class Looks:
-    """Looks at activations one after the other, and which was the first at something not finite, of each row.
+    """Checks activations in order, and keeps the first one with infinities or NaN for each row.
 
-    A look reads an activation once on its device, and waits for nothing.
+    A check reads an activation once on its device, without synchronizing.
 
     Args:
-        num_rows: of the batch. An activation whose first dimension is another is of all rows together.
+        num_rows: of the batch. An activation with another first dimension counts for all rows.
     """
 
     def __init__(self, num_rows: int = 1) -> None:
         self._num_rows = num_rows
         self._names: list[str] = []
-        self._first_R: torch.Tensor | None = None  # number of a look, on the device
+        self._first_R: torch.Tensor | None = None  # index of the first bad check by row, on the device
 
     def add(self, name: str, hidden: torch.Tensor) -> None:
-        """Look at ``hidden`` [rows, ...] once it is computed."""
+        """Enqueue a check of ``hidden`` [rows, ...]."""
         finite = torch.isfinite(hidden)
         is_by_row = self._num_rows > 1 and hidden.ndim > 0 and hidden.shape[0] == self._num_rows
         finite = finite.reshape(self._num_rows, -1).all(dim=1) if is_by_row else finite.all()
@@ -43,28 +43,27 @@ class Looks:
         self._names.append(name)
 
     def by_row(self) -> list[str | None]:
-        """The first that gave each row something not finite, in words; None where all that was seen is. Waits for the
-        device."""
+        """Return the name of the first bad activation of each row, None for finite rows; waits for the device."""
         if self._first_R is None:
             return [None] * self._num_rows
         return [None if number == _NEVER else self._names[number] for number in self._first_R.tolist()]
 
     def where(self) -> str | None:
-        """The same of the first row, which is all of the batch unless rows are told apart."""
+        """As `by_row`, for the first row, which stands for the whole batch if ``num_rows`` is 1."""
         return self.by_row()[0]
 
 
 class FiniteWatch:
-    """Looks at what a module computes between `start` and `stop`.
+    """Checks the activations of a module between `start` and `stop`.
 
-    It looks at what goes into the first layer of each stack (its first argument, and others named as hidden states,
-    such as an encoder's in a decoder), at what comes out of each layer, and at what the module returns: all floating
-    tensors in tensors, tuples, lists and mappings, but for those whose names end in "mask" or "loss".
+    It checks the input of the first layer of each stack (the first argument, and others named as hidden states, such
+    as an encoder's in a decoder), the output of each layer, and what the module returns: all floating tensors, also
+    in tuples, lists and mappings, except those whose names end in "mask" or "loss".
 
     Args:
-        module: called as a whole, or a part of it.
-        layers: its own by name, in the model's order.
-        num_rows: of a batch whose rows are told apart.
+        module: the model.
+        layers: its layers by name, in the model's order.
+        num_rows: of the batch, to report each row separately; 1: report the batch as a whole.
     """
 
     def __init__(self, module: nn.Module, layers: Mapping[str, nn.Module], num_rows: int = 1) -> None:
@@ -79,7 +78,7 @@ class FiniteWatch:
         return bool(self._handles)
 
     def start(self) -> None:
-        """Look from now on."""
+        """Add the hooks that check activations; nothing to do if they are there."""
         if self.is_on:
             return
         entries = self._entries()
@@ -91,13 +90,13 @@ class FiniteWatch:
         self._handles.append(self._module.register_forward_hook(self._look_at_all))
 
     def stop(self) -> None:
-        """Look no more, and forget what was seen."""
+        """Remove the hooks and drop their results."""
         while self._handles:
             self._handles.pop().remove()
         self._looks = Looks(self._num_rows)
 
     def take(self) -> Looks:
-        """What was seen since the last call; a pass may go on meanwhile."""
+        """Return the checks since the last call; a pass may be under way."""
         taken, self._looks = self._looks, Looks(self._num_rows)
         return taken
 
@@ -110,21 +109,21 @@ class FiniteWatch:
         logits: bool = False,
         again: Callable[[], Any] | None = None,
     ) -> Any:
-        """Do the work, and return what it does.
+        """Run the work and return its result.
 
-        Logits of which no token can be chosen stop it: drawing from such probabilities kills the process's use of a
-        CUDA device, and the greatest of them is a wrong token. Each row's greatest at its last position is looked at;
-        a sequence of the batch waits for its token anyway.
+        Logits that are NaN or infinite stop it: sampling from them makes a CUDA device unusable for the process, and
+        their argmax is a wrong token. Only each row's maximum at the last position is checked; sampling waits for it
+        anyway.
 
         Args:
-            device: where tokens are drawn.
-            layers: look at every layer from the start, instead of once the logits are broken.
-            logits: look at them.
-            again: does the work once more, in a way that layers can be looked at; it draws the same tokens. None: what
-                the work is given remembers the first time.
+            device: where tokens are sampled.
+            layers: check every layer from the start, instead of only after the logits are broken.
+            logits: check the logits.
+            again: repeats the work with hooks on layers; it samples the same tokens. None: the work cannot be
+                repeated.
 
         Raises:
-            NonFiniteError: the module gave infinities or NaN; names the first layer that did, where it was looked at.
+            NonFiniteError: the module output infinities or NaN; names the first layer that did, if layers were checked.
         """
         on_cuda = device.type == "cuda" and not layers
         state, device_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
@@ -150,9 +149,9 @@ class FiniteWatch:
         )
 
     def broken_rows(self, work: Callable[[], Any]) -> list[str | None]:
-        """What gave each row of a batch its first infinities or NaN while the work was done; None where nothing did.
+        """Run the work; return the name of the first bad activation of each row, None for finite rows.
 
-        What the work returns is looked at last, as far as it is of floating numbers.
+        Floating tensors that the work returns are checked last.
         """
         found, looks = self._over(work)
         for tensor in floating_tensors(found):
@@ -160,7 +159,7 @@ class FiniteWatch:
         return looks.by_row()
 
     def _over(self, work: Callable[[], Any]) -> tuple[Any, Looks]:
-        """What the work returns, and what was seen while it was done."""
+        """Return the work's result and the checks made while it ran."""
         self.start()
         try:
             return work(), self.take()
@@ -184,7 +183,7 @@ class FiniteWatch:
         return found
 
     def _entries(self) -> dict[str, str]:
-        """The first layers of stacks, and what is said of what goes into them: an encoder-decoder has two stacks."""
+        """Return the first layer of each stack and a name for its input; an encoder-decoder has two stacks."""
         firsts: dict[str, str] = {}
         for name in self._layers:
             firsts.setdefault(name.rpartition(".")[0], name)
@@ -218,8 +217,10 @@ class FiniteWatch:
 
 
 def floating_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in a value that a module returned, in their order; no mask, which may rightly hold infinities, and no
-    loss, which is NaN where all labels are to be ignored."""
+    """Yield the floating tensors of a module's output in order, without masks and losses.
+
+    Masks may hold infinities, and a loss is NaN if all labels are ignored.
+    """
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield value
@@ -233,7 +234,7 @@ def floating_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class _NoTokenError(Exception):
-    """A pass gave logits of which no token can be chosen."""
+    """A pass output logits that are NaN or infinite."""
 
 
 def _stop_at_broken_logits(module: nn.Module, args: Any, output: Any) -> None:

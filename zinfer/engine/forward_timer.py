@@ -1,4 +1,4 @@
-"""Milliseconds of a model's forward calls, one by one, as DeepSpeed's engine takes them."""
+"""Times each forward call of a model, as DeepSpeed's `profile_model_time` does."""
 
 import time
 from typing import Any
@@ -10,12 +10,11 @@ Moment = float | torch.cuda.Event
 
 
 class PassTimes:
-    """Takes the time of every forward call of ``model`` that comes to its end, until `remove`.
+    """Times every forward call of ``model`` that returns, until `remove`.
 
     Args:
         device: where it computes.
-        use_cuda_events: mark begin and end on a CUDA device's stream, which holds up nothing; else wait for the device
-            before and after each call.
+        use_cuda_events: record CUDA events, which delay nothing; False: synchronize before and after each call.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, use_cuda_events: bool) -> None:
@@ -29,12 +28,12 @@ class PassTimes:
         ]
 
     def take(self) -> list[float]:
-        """Milliseconds of each call since the last time; waits for those that the device still computes."""
+        """Return the milliseconds of each call since the last `take`; waits until the device has computed them."""
         spans, self._spans = self._spans, []
         return [_milliseconds(begin, end) for begin, end in spans]
 
     def remove(self) -> None:
-        """Take no more times."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -42,7 +41,7 @@ class PassTimes:
         self._begin = self._now()
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self._begin is not None:  # None: times are taken since the middle of this call
+        if self._begin is not None:  # None: the hooks were added during this call
             self._spans.append((self._begin, self._now()))
 
     def _now(self) -> Moment:

@@ -1,8 +1,7 @@
-"""Streams a module tree's weights under its own forward: before a block computes its tensors are put in, after it they
-are taken out again.
+"""Streams a module tree's weights with forward hooks: a block's tensors are bound before it computes, unbound after.
 
 Between uses a streamed parameter is a `PlaceholderParameter`, so that using it outside the model's forward is an error
-instead of another block's bytes. For `state_dict()` blocks are brought one by one, and copied to host memory.
+instead of another block's bytes. `state_dict()` loads blocks one by one and copies them to host memory.
 """
 
 import threading
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zinfer.engine.interrupts import deferred, strike
+from zinfer.engine.interrupts import deferred, deliver_pending
 from zinfer.engine.placeholder import PlaceholderParameter
 from zinfer.errors import PlanError
 from zinfer.graphs.splits import GraphSplits
@@ -31,16 +30,16 @@ Forward: TypeAlias = Callable[..., Any]
 
 
 class StreamingHooks:
-    """Binds resident blocks for good and streamed ones while their modules run.
+    """Binds resident blocks once, and streamed blocks while their modules run.
 
     Args:
-        model: the module whose forward is one pass. Its forward is wrapped, so that a pass is closed however it ends:
-            torch runs no hook after an exception that is no `Exception`.
+        model: the module whose forward is one pass. Its forward is wrapped to clean up after any exception: torch
+            runs no hooks after a BaseException such as KeyboardInterrupt.
         blocks: all its blocks; those that ``resident`` lacks are streamed.
         resident: tensors of resident blocks, by block index.
-        streamer: moves the others; None when there are none.
-        wrap: around the model's own forward.
-        cuts: to be told where blocks are streamed; nothing is streamed while they are recorded.
+        streamer: streams the other blocks; None if there are none.
+        wrap: wraps the model's own forward.
+        cuts: splits graphs at streamed blocks; nothing is streamed during capture.
         lock: held while the model runs.
 
     Attributes:
@@ -63,8 +62,8 @@ class StreamingHooks:
         self._cuts = cuts
         self._blocks = blocks
         self._streamer = streamer
-        self._absent = [absent_tensors(block) for block in blocks]
-        # Looked up twice for every block of a pass: the dicts that hold the parameters, without the way to them.
+        self._placeholders = [make_placeholders(block) for block in blocks]
+        # The dicts that hold the parameters: used twice per block and pass, so they save attribute look-ups.
         self._places = [
             [(binding.module._parameters, binding.leaf, binding.tensor) for binding in block.bindings]
             for block in blocks
@@ -72,13 +71,13 @@ class StreamingHooks:
         self._patches = ModulePatches()
         self._handles: list[RemovableHandle] = []
         self._in_pass = False
-        self._copies: dict[tuple[str, str], torch.Tensor] = {}  # what is left of the block that was read last
+        self._copies: dict[tuple[str, str], torch.Tensor] = {}  # of the last block read, still to be asked for
         self.passes = 0
         self.copying_s = 0.0
         before = [(held, leaf, held[leaf]) for places in self._places for held, leaf, _ in places]
         try:
             deferred(lambda: self._put_on(resident, wrap))
-        except BaseException:  # Ctrl-C: the module is as it was, with its weights if it came with them
+        except BaseException:  # Ctrl-C: restore the module and its parameters
             self._take_off()
             for held, leaf, parameter in before:
                 held[leaf] = parameter
@@ -94,8 +93,8 @@ class StreamingHooks:
                 self._bind(block, resident[block.block.index])
             else:
                 self._unbind(block)
-                for name, absent in self._absent[block.block.index].items():
-                    absent.read = partial(self._read, block, name)
+                for name, placeholder in self._placeholders[block.block.index].items():
+                    placeholder.read = partial(self._read, block, name)
                 for site in block.sites:
                     self._handles.append(site.register_forward_pre_hook(self._before(block)))
                     self._handles.append(site.register_forward_hook(self._after(block), always_call=True))
@@ -109,7 +108,7 @@ class StreamingHooks:
             handle.remove()
 
     def settle(self) -> None:
-        """Take out and release what a call that failed has left in; after one that came to its end there is nothing."""
+        """Unbind and release the blocks that a failed call still holds; after a successful call there are none."""
         if self._streamer is not None:
             self._copies.clear()
             for block in self._streamer.held():
@@ -117,18 +116,18 @@ class StreamingHooks:
             self._streamer.release_all()
 
     def remove(self) -> None:
-        """Take the hooks off and leave every parameter absent; the slabs may be freed after."""
+        """Remove the hooks and replace every parameter by its placeholder; the slabs may be freed after."""
         self._take_off()
         self._copies.clear()
         for block in self._blocks:
-            for absent in self._absent[block.block.index].values():
-                absent.read = None
+            for placeholder in self._placeholders[block.block.index].values():
+                placeholder.read = None
             self._unbind(block)
 
     def _read(self, block: ModelBlock, name: str) -> torch.Tensor:
-        """A copy of a streamed tensor in host memory.
+        """Return a copy of a streamed tensor in host memory.
 
-        The others of its block are copied with it and kept for the next calls, which ask for them one after the other.
+        The rest of its block is copied too and kept for the next calls, which usually ask for it.
         """
         with self._lock, torch.no_grad():
             if self._in_pass:
@@ -146,7 +145,7 @@ class StreamingHooks:
             raise PlanError(
                 f"state_dict: it keeps a copy of each weight in host memory; that of {block.block.name} takes "
                 f"{human_bytes(needed_bytes)}, and {human_bytes(free_bytes)} are free. Call state_dict() of one layer "
-                "at a time, and let go of each"
+                "at a time, and drop each"
             )
         begin_s = time.perf_counter()
         try:
@@ -161,17 +160,17 @@ class StreamingHooks:
         def one_pass(*args: Any, **kwargs: Any) -> Any:
             if self._in_pass:
                 raise RuntimeError(
-                    "the model was called from within its own forward (a hook?); its weights are in use there"
+                    "the model was called from within its own forward (a hook?), while its weights are in use"
                 )
             return deferred(partial(self._run_pass, forward, args, kwargs))
 
         return one_pass
 
     def _run_pass(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        strike()
+        deliver_pending()
         try:
             self._in_pass = True
-            self.settle()  # a part of the model that failed, called alone, has left its blocks in
+            self.settle()  # a submodule that was called alone and failed may still hold blocks
             self.passes += 1
             return forward(*args, **kwargs)
         finally:
@@ -182,29 +181,29 @@ class StreamingHooks:
         streamer = self._streamer
         assert streamer is not None, f"block {block.block.name} is not resident and nothing streams it"
 
-        def bring(site: nn.Module, args: object) -> None:
+        def load_block(site: nn.Module, args: object) -> None:
             if self._cuts is None or not self._cuts.is_capturing:
-                strike()
+                deliver_pending()
                 deferred(lambda: self._bind(block, streamer.wait(block.block)))
 
-        return bring
+        return load_block
 
     def _after(self, block: ModelBlock) -> Callable[[nn.Module, object, object], None]:
         streamer = self._streamer
         assert streamer is not None
 
-        def let_go(site: nn.Module, args: object, output: object) -> None:
-            if streamer.holds(block.block):  # a wait that failed runs this hook too, and so does what is recorded
-                deferred(partial(self._let_go, block, streamer))
+        def release_block(site: nn.Module, args: object, output: object) -> None:
+            if streamer.holds(block.block):  # not after a failed wait, nor during capture
+                deferred(partial(self._release, block, streamer))
 
-        return let_go
+        return release_block
 
-    def _let_go(self, block: ModelBlock, streamer: Streamer) -> None:
+    def _release(self, block: ModelBlock, streamer: Streamer) -> None:
         self._unbind(block)
         streamer.release(block.block)
 
     def _unbind(self, block: ModelBlock) -> None:
-        self._bind(block, self._absent[block.block.index])
+        self._bind(block, self._placeholders[block.block.index])
 
     def _bind(self, block: ModelBlock, tensors: Mapping[str, nn.Parameter]) -> None:
         for parameters, leaf, tensor in self._places[block.block.index]:
@@ -216,11 +215,11 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return full.to("cpu", copy=True)
 
 
-def absent_tensors(block: ModelBlock) -> dict[str, PlaceholderParameter]:
-    """Stand-ins for the block's tensors, by name."""
-    absent: dict[str, PlaceholderParameter] = {}
+def make_placeholders(block: ModelBlock) -> dict[str, PlaceholderParameter]:
+    """Return placeholders for the block's tensors, by name."""
+    placeholders: dict[str, PlaceholderParameter] = {}
     for binding in block.bindings:
         parameter = binding.module._parameters[binding.leaf]
         assert parameter is not None
-        absent[binding.tensor] = PlaceholderParameter.like(parameter)
-    return absent
+        placeholders[binding.tensor] = PlaceholderParameter.like(parameter)
+    return placeholders

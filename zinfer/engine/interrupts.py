@@ -1,7 +1,7 @@
-"""Ctrl-C in an engine's calls: it strikes where nothing is half done.
+"""Delays Ctrl-C within an engine's calls to points where the engine's state is consistent.
 
-Python handles signals in the main thread, between any two of its lines. While `deferred` runs work there, a signal is
-only noted, and its handler runs where the work calls `strike`, or at its end. Other threads are struck by nothing.
+Python handles signals in the main thread, between any two bytecodes. While `deferred` runs work there, a signal is
+only noted; its handler runs when the work calls `deliver_pending`, or at its end. Other threads get no signals.
 """
 
 import signal
@@ -15,14 +15,14 @@ _Handler = Callable[[int, FrameType | None], object]
 
 _SIGNALS: Final[tuple[int, ...]] = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _former: dict[int, _Handler] = {}
-"""The handlers whose place `_note` has taken; none while nothing is deferred."""
+"""The handlers that `_note` replaces; empty while nothing is deferred."""
 _noted: list[int] = []
 
 
 def deferred(work: Callable[[], _T]) -> _T:
-    """Run work; in the main thread, signals that have handlers in Python strike at `strike` and at its end alone.
+    """Run work; in the main thread, Python signal handlers run only in `deliver_pending` and at the end.
 
-    A second one strikes at once, for who is tired of waiting: the work may then be left in disorder.
+    A second signal is handled at once, so that a user can force an exit: the work's state may then be inconsistent.
     """
     if _former or threading.current_thread() is not threading.main_thread():
         return work()
@@ -36,7 +36,7 @@ def deferred(work: Callable[[], _T]) -> _T:
     finally:
         former = dict(_former)
         for number, handler in former.items():
-            if signal.getsignal(number) is _note:  # the handler itself may have chosen another
+            if signal.getsignal(number) is _note:  # a handler may have installed another
                 signal.signal(number, handler)
         noted = list(_noted)
         _former.clear()
@@ -45,8 +45,8 @@ def deferred(work: Callable[[], _T]) -> _T:
             former[number](number, None)
 
 
-def strike() -> None:
-    """Let a noted signal strike: nothing is half done here."""
+def deliver_pending() -> None:
+    """Run the handler of a noted signal; call it where the state is consistent."""
     if _noted and threading.current_thread() is threading.main_thread():
         number = _noted.pop()
         _former[number](number, None)

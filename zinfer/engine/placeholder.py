@@ -1,7 +1,7 @@
-"""What a module holds in place of a weight that is not on the device: shape and dtype, and an error for every use.
+"""The parameter that stands for a weight not on the device: it has shape and dtype, and using it is an error.
 
-`state_dict()` detaches the parameters it lists, so detaching one reads the weight, as long as its engine is there.
-A plain meta tensor would not do: torch's CPU matrix products take one and answer with uninitialised memory.
+`state_dict()` detaches parameters, so detaching a placeholder reads the weight, until its engine is destroyed.
+A plain meta tensor is no substitute: torch's CPU matrix products accept one and return uninitialised memory.
 """
 
 import weakref
@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-# What modules and transformers ask of a parameter without reading it; attributes are told apart by their own names.
+# Methods and attributes that modules and transformers use without reading the values.
 _METHODS: Final = frozenset(
     {"__len__", "__repr__", "dim", "is_complex", "is_floating_point", "numel", "size", "stride"}
 )
@@ -22,10 +22,10 @@ _ATTRIBUTES: Final = frozenset(
 
 
 class PlaceholderParameter(nn.Parameter):
-    """A parameter on the meta device whose values cannot be used, not even by mistake.
+    """A parameter on the meta device that raises an error if its values are used.
 
     Attributes:
-        read: returns a copy of the values in host memory, for `state_dict()`; None where no engine has them.
+        read: returns a copy of the values in host memory, for `state_dict()`; None without an engine.
     """
 
     read: Callable[[], torch.Tensor] | None
@@ -33,14 +33,14 @@ class PlaceholderParameter(nn.Parameter):
 
     @staticmethod
     def like(tensor: torch.Tensor) -> "PlaceholderParameter":
-        """One with the shape and dtype of ``tensor``."""
+        """Make a placeholder with the shape and dtype of ``tensor``."""
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         made: PlaceholderParameter = torch.Tensor._make_subclass(PlaceholderParameter, empty, False)
         made.read, made._copy = None, lambda: None
         return made
 
     def _values(self) -> torch.Tensor:
-        """The copy that was read last, for as long as anybody keeps it: tied names share one, as files expect."""
+        """Return a copy of the values; tied names share it while it is referenced, as saving expects."""
         if self.read is None:
             return self
         copy = self._copy()
@@ -66,6 +66,6 @@ class PlaceholderParameter(nn.Parameter):
         if name not in _METHODS and not (name == "__get__" and attribute in _ATTRIBUTES):
             raise RuntimeError(
                 "this weight is not on the device: a streamed weight is there only while its block runs as a part of "
-                "the model's forward, and none is after destroy()"
+                "the model's forward, and no weight is after destroy()"
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""A model before its blocks have homes: the module, the files that hold its weights, and the blocks."""
+"""A model before its blocks have homes: the module, its weight files, and its blocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,16 +28,16 @@ from zinfer.store.spill_file import ModuleFile, module_file
 
 @dataclass(frozen=True, eq=False)
 class PreparedModel:
-    """A module in blocks, as its settings want them.
+    """A module that is partitioned into blocks as its settings ask.
 
     Attributes:
-        module: the tree.
-        settings: of quantization and kernels among others.
-        checkpoint: where its weights lie; None where they are in memory.
-        blocks: all of them, in the model's order.
-        weights: where the checkpoint holds each parameter and buffer; nowhere for weights in memory.
-        wanted_packs: layers that could share a product, if kernels are to be injected.
-        module_file: what weights that are in memory have been written to, for the disk.
+        module: the module tree.
+        settings: the resolved configuration.
+        checkpoint: holds the weights; None for weights in memory.
+        blocks: all blocks, in the model's order.
+        weights: the place of each parameter and buffer in the checkpoint; empty for weights in memory.
+        wanted_packs: layers that could share a matrix product, if kernels are to be injected.
+        module_file: the file that weights from memory were written to, for blocks on disk.
     """
 
     module: PreTrainedModel
@@ -50,12 +50,11 @@ class PreparedModel:
 
     @classmethod
     def of(cls, module: PreTrainedModel, checkpoint: Checkpoint | None, settings: Settings) -> "PreparedModel":
-        """Cut a module whose weights lie in a checkpoint, or in memory.
+        """Partition a module whose weights are in a checkpoint or in memory.
 
         Raises:
-            CheckpointError: the checkpoint does not hold what the module needs, or the module does not say which of its
-                parts are layers.
-            ConfigError: rules of quantization name no parameter, or a weight that cannot be quantized as asked.
+            CheckpointError: the checkpoint lacks weights of the module, or the module's layers cannot be found.
+            ConfigError: a quantization rule matches no parameter, or a weight that cannot be quantized as asked.
         """
         check_patterns(settings.quantization, module)
         return cls._of(module, checkpoint, settings)
@@ -64,10 +63,10 @@ class PreparedModel:
     def _of(cls, module: PreTrainedModel, checkpoint: Checkpoint | None, settings: Settings) -> "PreparedModel":
         scheme = find_stored_scheme(checkpoint) if checkpoint else None
         weights = match_weights(module, checkpoint, scheme) if checkpoint else {}
-        return cls._cut(module, checkpoint, weights, scheme.checksums if scheme else {}, settings)
+        return cls._partition(module, checkpoint, weights, scheme.checksums if scheme else {}, settings)
 
     @classmethod
-    def _cut(
+    def _partition(
         cls,
         module: PreTrainedModel,
         checkpoint: Checkpoint | None,
@@ -82,7 +81,7 @@ class PreparedModel:
         return cls(module, settings, checkpoint, tuple(blocks), weights, packs)
 
     def with_packed_copy(self) -> "PreparedModel":
-        """The same over a copy whose files stream as they lie, where the settings name a place for one.
+        """Return the model over a packed copy whose files stream unchanged, if the settings name a folder for one.
 
         Raises:
             as `stored_copy` and `module_file`.
@@ -94,12 +93,12 @@ class PreparedModel:
         return self._of(self.module, copy, self.settings) if copy else self
 
     def close(self) -> None:
-        """Give back the file that was written for it, if one was; may be called again."""
+        """Delete the file that was written for it, if any; may be called again."""
         if self.module_file is not None:
             self.module_file.scratch.close()
 
     def plan(self, limits: MachineLimits, reserve: Footprint | None) -> Plan:
-        """Homes for the blocks; ``reserve`` and errors as for `beside_others`.
+        """Choose homes for the blocks; ``reserve`` and errors as for `beside_others`.
 
         Raises:
             PlanError: a budget is too small.
@@ -109,24 +108,24 @@ class PreparedModel:
         return make_plan([block.block for block in self.blocks], layers, left, self.settings)
 
     def take_to(self, device: torch.device) -> None:
-        """Put on the device what is in no block, and have the module name it as its own."""
+        """Load the buffers that are in no block onto the device, and make the module report it as its device."""
         load_buffers(self.module, self.weights, device)
         report_device(self.module, device)
         warn_of_overflow(self.module, find_dtype(self.module))
 
     @property
     def files(self) -> Mapping[Path, FileIdentity]:
-        """What weights are read from, as it was when that was opened; none for weights in memory."""
+        """The files that weights are read from, with their identity when opened; empty for weights in memory."""
         if self.module_file is not None:
             return {self.module_file.scratch.path: self.module_file.identity}
         return self.checkpoint.files if self.checkpoint else {}
 
     @property
     def scratch(self) -> ScratchFile | None:
-        """The file that ends with the engine, if one was written."""
+        """The file that is deleted with the engine, if one was written."""
         return self.module_file.scratch if self.module_file else None
 
     @property
     def packs(self) -> list[FusionGroup]:
-        """The layers that can share a product, because their weights lie as one matrix."""
+        """The layers that can share a matrix product, because their weights are adjacent in the slab."""
         return packs_in(self.blocks, self.wanted_packs, self.module)

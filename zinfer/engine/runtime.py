@@ -1,4 +1,4 @@
-"""The running machinery of one model: its blocks in their homes, the streamer between them, hooks on the modules."""
+"""The runtime of one model: blocks in their homes, the streamer, and the hooks on modules."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zinfer.config import Aio, Settings
-from zinfer.engine.hooks import Forward, StreamingHooks, absent_tensors
+from zinfer.engine.hooks import Forward, StreamingHooks, make_placeholders
 from zinfer.errors import ConfigError
 from zinfer.graphs.splits import GraphSplits
 from zinfer.model.partition import ModelBlock
@@ -36,19 +36,17 @@ _MOST_NUM_THREADS: Final = 64
 
 
 def check_trace(path: Path | None) -> None:
-    """Refuse a place for a trace that cannot be written to: said now, not after a run of hours."""
+    """Raise ConfigError if the trace cannot be written, before a run of hours."""
     if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise ConfigError(
-            f"zinfer.trace is {path}, but {path.parent} is no folder that can be written to; make it first"
-        )
+        raise ConfigError(f"zinfer.trace is {path}, but {path.parent} is not a writable folder; make it first")
 
 
 def open_reader(aio: Aio, files: Mapping[Path, FileIdentity], *, on_cuda: bool) -> Reader:
-    """A reader with the configuration's block size and a thread for each request that it wants under way.
+    """Open a reader with the configuration's block size and one thread per concurrent request.
 
     Args:
-        files: what the checkpoint's files were when their offsets were learned.
-        on_cuda: whether there is a device to read into, if the configuration wants that.
+        files: identities of the checkpoint's files when their headers were read.
+        on_cuda: whether there is a device to read into, if the configuration asks for that.
     """
     num_threads = min((aio.queue_depth or 1) * (aio.intra_op_parallelism or 1), _MOST_NUM_THREADS)
     stated = aio.queue_depth is not None or aio.intra_op_parallelism is not None
@@ -60,18 +58,18 @@ class Runtime:
     """Owns every buffer, thread and file of a model; ready to run when the constructor returns.
 
     Args:
-        model: the module tree; its parameters are taken over.
+        model: the module tree; the runtime replaces its parameters.
         blocks: all its blocks.
-        plan: their homes, and the buffers.
+        plan: their homes, and the sizes of buffers.
         open_stream: makes copy streams to the device.
-        settings: how the disk is read, whether anything moves ahead of its use, and where `close` writes the trace.
-        files: the checkpoint's, empty for a model whose weights are in memory.
-        scratch: what one of the files is, to be closed at the end.
-        trace: where reads, copies and computes are noted.
-        wrap: around the model's own forward, inside of what counts passes.
-        cuts: of recorded forwards, where blocks stream.
+        settings: how to read the disk, whether to prefetch, and where `close` writes the trace.
+        files: the checkpoint's, empty for weights in memory.
+        scratch: a temporary file among them, closed at the end.
+        trace: records reads, copies and compute.
+        wrap: wraps the model's own forward, inside the pass counter.
+        cuts: splits graphs at streamed blocks.
         lock: held while the model runs.
-        checksums: taken of weights as they are read.
+        checksums: collects checksums of weights as they are read.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class Runtime:
         self._trace = trace
         self._streamer: Streamer | None = None
         streams = {tier: open_stream() for tier in (Tier.DISK, Tier.HOST)}
-        with ExitStack() as owned:  # what was made before a failure is given back
+        with ExitStack() as owned:  # a failure frees what was made before it
             if scratch is not None:
                 owned.enter_context(closing(scratch))
             if trace is not None and settings.trace is not None:
@@ -115,7 +113,7 @@ class Runtime:
             }
             self._homes = owned.enter_context(closing(self._fill_homes(blocks, checksums)))
             staged = [rings[source.tier] for source in self._homes.sources.values() if source.staged]
-            if self._staging not in staged:  # it was for filling the homes only
+            if self._staging not in staged:  # it only filled the homes
                 self._staging.close()
             streamed = [block.block for block in blocks if block.block.index in self._homes.sources]
             if streamed:
@@ -145,31 +143,31 @@ class Runtime:
         return Streamer(streamed, sources, self._lanes, slots, synchronous=synchronous, trace=self._trace)
 
     def settle(self) -> None:
-        """Put in order what a call that failed has left behind."""
+        """Release the blocks that a failed call still holds."""
         self._hooks.settle()
 
     def resume(self) -> None:
-        """A call begins."""
+        """Note that a call begins."""
         if self._streamer is not None:
             self._streamer.resume()
 
     def pause(self) -> Event:
-        """A call is over; returns the point at which the device is done with it."""
+        """Note that a call is over; returns the event at which the device is done with it."""
         if self._streamer is not None:
             self._streamer.pause()
         return self._lanes[Tier.HOST].stream.mark_compute()
 
     def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
-        """Whether a block that would have to pass could stay in such device memory."""
+        """Whether a block that streams in every pass would fit in this device memory and stay there."""
         return self._streamer is not None and self._streamer.num_passing > 0 and bool(self._slots_in(memory))
 
     def add_cache_slots(self, memory: Sequence[torch.Tensor]) -> None:
-        """Let blocks stay in device memory (uint8) of someone else once they have come; between passes."""
+        """Cache streamed blocks in borrowed device memory (uint8); called between passes."""
         if self._streamer is not None:
             self._streamer.add_cache_slots(self._slots_in(memory)[: self._streamer.num_passing])
 
     def remove_cache_slots(self) -> None:
-        """Use no borrowed memory any more; compute that follows may write to it. Between passes."""
+        """Stop using borrowed memory, so that later compute may write to it; called between passes."""
         if self._streamer is not None:
             self._streamer.remove_cache_slots()
 
@@ -178,13 +176,13 @@ class Runtime:
         return [slot for part in memory for slot in Slot.within(part, self._plan.slot_bytes, stream)]
 
     def stats(self, wall_s: float, span_s: float, rates: Rates | None, other_bytes: int = 0) -> RunStats:
-        """The counters so far. May be asked for while the model runs.
+        """Return the counters so far; may be called while the model runs.
 
         Args:
             wall_s: seconds spent in calls.
             span_s: seconds from the first call's beginning to the last one's end.
-            rates: ceilings that use is a share of, if they are known.
-            other_bytes: that crossed the link beside what streams.
+            rates: the measured rates that link and disk shares refer to, if known.
+            other_bytes: that crossed the link beside streamed blocks.
         """
         plan, homes, streamer = self._plan, self._homes, self._streamer
         wall_s, span_s = wall_s + self._hooks.copying_s, span_s + self._hooks.copying_s
@@ -210,17 +208,17 @@ class Runtime:
         )
 
     def close(self) -> None:
-        """Take the hooks off, stop the threads, close the files, give the memory back; the model is left bare."""
+        """Remove the hooks, stop the threads, close the files and free the memory; only placeholders remain."""
         self._owned.close()
 
 
 def _take_tensors(block: ModelBlock) -> dict[str, torch.Tensor]:
-    """The block's tensors out of its modules, which keep stand-ins, so that each is freed once it is copied."""
-    absent = absent_tensors(block)
+    """Move the block's tensors out of its modules, which keep placeholders, so that each is freed once copied."""
+    placeholders = make_placeholders(block)
     taken: dict[str, torch.Tensor] = {}
     for binding in block.bindings:
         parameter = binding.module._parameters[binding.leaf]
         assert parameter is not None
         taken.setdefault(binding.tensor, parameter.detach())
-        binding.module._parameters[binding.leaf] = absent[binding.tensor]
+        binding.module._parameters[binding.leaf] = placeholders[binding.tensor]
     return taken

@@ -1,4 +1,4 @@
-"""Keys and values of `generate` in places that stay, handed out again from call to call."""
+"""Static KV caches for `generate`, at fixed addresses and reused from call to call."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -12,9 +12,9 @@ from zinfer.model.module_patches import ModulePatches
 
 _MOST_CACHES: Final = 4
 _LENGTH_STEP: Final = 256
-"""Lengths are rounded up to multiples, so that one graph serves them."""
+"""Lengths are rounded up to multiples of this, so that calls share graphs."""
 _MAKE: Final = "_prepare_static_cache"
-# Ways to generate that reorder, crop, return or replace keys and values.
+# Arguments of `generate` that reorder, crop, return or replace the KV cache.
 _UNSUITED: Final = (
     *("past_key_values", "cache_implementation", "assistant_model", "prompt_lookup_num_tokens", "custom_generate"),
     *("penalty_alpha", "dola_layers", "return_dict_in_generate", "prefill_chunk_size", "assistant_early_exit"),
@@ -22,10 +22,10 @@ _UNSUITED: Final = (
 
 
 class StaticCaches:
-    """Makes a model's `generate` use static keys and values where graphs can replay what reads them.
+    """Makes a model's `generate` use static KV caches if graphs can replay its forwards.
 
     Args:
-        model: its way to make static caches is patched while it generates.
+        model: its `_prepare_static_cache` is patched while it generates.
         graphs: of its forward.
     """
 
@@ -36,20 +36,20 @@ class StaticCaches:
         """By shape, the one used last at the end."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, with keys and values in places that stay unless the arguments rule that out."""
+        """Run the model's own `generate`, with a static KV cache unless the arguments rule it out."""
         if reason := self._unsuited(kwargs):
             self._graphs.counts.eager[reason] += 1
             return self._model.generate(*args, **kwargs)
         patches = ModulePatches()
         patches.patch(self._model, self._take, _MAKE)
         try:
-            # transformers would compile what reads static keys and values.
+            # transformers would compile the forward for static caches.
             return self._model.generate(*args, **kwargs, cache_implementation="static", disable_compile=True)
         finally:
             patches.undo()
 
     def close(self) -> None:
-        """Let go of all keys and values, and of the graphs that use them. May be called again."""
+        """Free all caches, and the graphs that use them; may be called again."""
         self._caches.clear()
         self._graphs.close()
 
@@ -66,7 +66,7 @@ class StaticCaches:
         return next((f"generate({name}=...)" for name in asked), "")
 
     def _take(self, *, batch_size: int, max_cache_len: int, **kwargs: Any) -> Cache:
-        """Empty places for so many rows and tokens: new ones, or those of an earlier call."""
+        """Return an empty cache for these rows and tokens: a new one, or one of an earlier call."""
         length = -(-max_cache_len // _LENGTH_STEP) * _LENGTH_STEP
         self._model.__dict__.pop("_previous_max_cache_length", None)  # a long call must not make all later ones long
         make = getattr(type(self._model), _MAKE)
@@ -84,9 +84,9 @@ class StaticCaches:
 
 
 def _lay_out(cache: Cache, length: int) -> None:
-    """Let one kernel write what every pass adds to; those for a look at an encoder are written once.
+    """Replace self-attention layers by ones that a single kernel writes; cross-attention is written only once.
 
-    Windows see their part of keys and values that are all kept: those that slide are moved by Python.
+    Sliding windows become a view of a full cache: transformers' sliding layers are shifted from Python.
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache

@@ -33,28 +33,28 @@ FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]
 
 
 class StreamedModel:
-    """A module, its blocks in their homes, and the machinery that streams them.
+    """A module, its blocks in their homes, and the runtime that streams them.
 
     Args:
         model: as for `zinfer.init_inference`.
         settings: the resolved configuration.
         open_stream: makes a copy stream for the device.
-        trace: where reads, copies and computes are noted; by default a new one if the settings name a file for it.
-        check_model: raises for a model that is not wanted, before anything is read or written for it.
-        find_reserve: what to leave of the device for others, from the module, its blocks and the bytes that are free
-            for all; by default the batch that the settings state.
-        replays_passes: the caller captures more than the module's forward, in ``pass_graphs``.
-        checksums: taken of weights as they are read.
+        trace: records reads, copies and compute; by default a new one if the settings name a file for it.
+        check_model: raises for an unsuitable model, before its weights are read or written.
+        find_reserve: computes the device memory to reserve from the module, its blocks and the free bytes; by default
+            for the batch that the settings state.
+        replays_passes: the caller captures whole passes, in ``pass_graphs``, not only the module's forward.
+        checksums: collects checksums of weights as they are read.
 
     Attributes:
-        module: the transformers module, or the plain one that was given; its streamed parameters are absent between
-            uses (`zinfer.engine.placeholder`), but `state_dict` and `save_pretrained` read them.
+        module: the transformers module, or the plain one that was given. Between uses its streamed parameters are
+            placeholders (`zinfer.engine.placeholder`); `state_dict` and `save_pretrained` read them.
         settings: the resolved configuration.
         plan: homes, buffers and bytes.
         device: where it computes.
         estimator: predicts the seconds of a pass.
-        trace: where reads, copies and computes are noted, if they are.
-        pass_graphs: for a caller that captures its own passes, where that can be done.
+        trace: records reads, copies and compute; None without one.
+        pass_graphs: for a caller that captures whole passes; None if that is not possible.
 
     Raises:
         CheckpointError, ConfigError, PlanError, OSError: as `zinfer.init_inference`.
@@ -82,13 +82,13 @@ class StreamedModel:
         prepared = PreparedModel.of(self.module, checkpoint, settings)
         reserve = find_reserve(self.module, prepared.blocks, free_device_bytes(limits)) if find_reserve else None
         prepared = prepared.with_packed_copy()
-        with ExitStack() as owned:  # a kept traceback would keep what was written
+        with ExitStack() as owned:  # a failure deletes the files written so far
             owned.callback(prepared.close)
             self._blocks = prepared.blocks
             self.plan: Plan = prepared.plan(limits, reserve)
             prepared.take_to(self.device)
             self._lock = threading.RLock()
-            self._calling: int | None = None  # the thread that is in `call`
+            self._calling: int | None = None  # the thread inside `call`
             self._wall_s = 0.0
             self._began_s: float | None = None
             self._ended: Event | None = None  # of the last call, on the device; None while one runs
@@ -121,9 +121,9 @@ class StreamedModel:
         self.estimator = PassEstimator(self.module, self._blocks, self.plan, self.device, files, bool(self.injected))
 
     def call(self, work: Callable[[], Any]) -> Any:
-        """Whatever runs the module's forward: one thread at a time, no gradients, left in order however it ends.
+        """Run work that calls the module's forward: one thread at a time, no gradients, cleaned up on any exit.
 
-        In the main thread Ctrl-C strikes where a pass begins, or a block is about to be waited for.
+        In the main thread Ctrl-C takes effect at the start of a pass, or before the wait for a block.
         """
         self.check_process()  # before the lock: another thread may have held it when the process was forked
         with self._lock, torch.no_grad():
@@ -143,10 +143,10 @@ class StreamedModel:
             runtime.settle()
 
     def stats(self, other_bytes: int = 0) -> RunStats:
-        """Bytes moved, memory taken and stalls since the engine was made; another thread may ask while it runs.
+        """Return bytes moved, memory used and stalls since the engine was made; callable from any thread.
 
         Args:
-            other_bytes: that others have copied to the device beside it; they are in the link's share alone.
+            other_bytes: that the caller copied to the device itself; they count in ``link_share`` only.
         """
         return self._running().stats(self._wall_s, self._span_s(), self.estimator.known_rates, other_bytes)
 
@@ -159,19 +159,19 @@ class StreamedModel:
 
     @property
     def injected(self) -> dict[str, str]:
-        """What is computed by fused kernels: names of modules, and what is fused in each."""
+        """The modules with fused kernels: their names, and what is fused in each."""
         return self._acceleration.injected
 
     def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
-        """Whether `add_cache_slots` would spare a block the way in every pass."""
+        """Whether `add_cache_slots` could cache a block that streams in every pass."""
         return self._running().can_borrow(memory)
 
     def add_cache_slots(self, memory: Sequence[torch.Tensor]) -> None:
-        """Let streamed blocks stay in device memory (uint8, ranges of any size) that nobody else uses meanwhile."""
+        """Cache streamed blocks in device memory (uint8, ranges of any size) that is unused until they are removed."""
         self._running().add_cache_slots(memory)
 
     def remove_cache_slots(self) -> None:
-        """Use no borrowed memory any more: what is computed from now on may write to it."""
+        """Stop using borrowed memory, so that later compute may write to it."""
         self._running().remove_cache_slots()
 
     @property
@@ -186,17 +186,15 @@ class StreamedModel:
         return {names[block.sites[0]]: block.sites[0] for block in self._blocks if block.is_layer}
 
     def destroy(self) -> None:
-        """Stop the threads and give back memory and files; the engine cannot be used after. May be called again.
+        """Stop the threads and free memory and files; the engine cannot be used after. May be called again.
 
-        The memory is free when this returns, also where the engine or its module is still referred to.
-
-        An engine that is dropped without it is cleaned up when it is collected, or at the end of the process. Ctrl-C
-        strikes when everything is given back.
+        The memory is free when this returns, even if the engine or its module is still referenced. An engine that was
+        not destroyed is cleaned up when it is garbage-collected, or at exit. Ctrl-C takes effect after the clean-up.
 
         Raises:
             RuntimeError: a call of this thread is under way, as in a forward hook.
         """
-        if self.is_forked:  # the threads are not here, and the rest is the parent's
+        if self.is_forked:  # a fork has no threads, and everything else belongs to the parent
             return
         if self._calling == threading.get_ident():
             raise RuntimeError(
@@ -213,11 +211,7 @@ class StreamedModel:
         return os.getpid() != self._process_id
 
     def check_process(self) -> None:
-        """Refuse to run in a process that was forked from the one that made the engine.
-
-        Raises:
-            RuntimeError: it was.
-        """
+        """Raise RuntimeError in a process that was forked from the one that made the engine."""
         if self.is_forked:
             raise RuntimeError(
                 f"process {os.getpid()} was forked from process {self._process_id}, which made this engine, and a fork "
@@ -232,7 +226,7 @@ class StreamedModel:
 
 
 def _close(acceleration: Acceleration, runtime: Runtime, process_id: int) -> None:
-    """End an engine in the process that made it; takes no engine, so that one that is dropped is collected."""
+    """Clean up in the process that made the engine; holds no reference to it, so that it can be collected."""
     if os.getpid() == process_id:
         with ExitStack() as owned:
             owned.callback(runtime.close)

@@ -17,8 +17,8 @@ class PageCache(ABC):
     """Pages of one model; page i is page i of every layer.
 
     Attributes:
-        layers: each layer's view of the pages while the layer computes, in which page i is number i * ``stride``; None
-            while it is not on the device. The list is one object: its holders see changes.
+        layers: each layer's view of the pages while the layer computes, in which page i has index i * ``stride``; None
+            while it is not on the device. The list object stays the same, so holders see changes.
         bytes_to_device: bytes of pages copied from host memory or disk.
     """
 
@@ -36,7 +36,7 @@ class PageCache(ABC):
 
     @abstractmethod
     def fetch_layer(self, layer: int) -> None:
-        """Bring a layer's pages to the device for the compute that follows; layers come in their order."""
+        """Make later compute wait for a layer's pages on the device; called in the order of layers."""
 
     @abstractmethod
     def release_layer(self, layer: int) -> None:
@@ -71,7 +71,7 @@ class PageCache(ABC):
 
 
 def check_kernels(pages: KVPages) -> None:
-    """Raise ConfigError where the device cannot read pages of this dtype."""
+    """Raise ConfigError if the device cannot read pages of this dtype."""
     try:
         takes_kernels(pages)
     except ValueError as error:
@@ -79,5 +79,5 @@ def check_kernels(pages: KVPages) -> None:
 
 
 def page_rows(part: torch.Tensor, num_pages: int) -> torch.Tensor:
-    """A part with one row a page, as integers where not every dtype of codes can be indexed."""
+    """View a part with one row per page; 1-byte dtypes become uint8, because not all of them can be indexed."""
     return (part.view(torch.uint8) if part.dtype.itemsize == 1 else part).view(num_pages, -1)

@@ -1,9 +1,8 @@
-"""Owns the pages of all layers: keys and values of running sequences on the device; `swap_space` has those of preempted
-ones.
+"""`KVCache`: a paged KV cache on the device, with a swap space for preempted sequences.
 
-[Note: page by page] A page's keys lie beside each other for all layers, and so do its values: page i of layer j is
-number i * layers + j of one array, and a layer's own view of the array begins at its first page. So a layer's pages lie
-`stride` numbers apart, a page moves in one piece, and pages that nobody needs are two whole ranges of memory.
+[Note: page by page] One array holds the keys of all layers, another the values: page i of layer j is row
+i * layers + j, and a layer's own view begins at its first page. So a layer's pages are `stride` rows apart, a page is
+copied in one piece, and a range of unused pages is two contiguous ranges of memory.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from zinfer.kv_cache.swap import UNLIMITED, SwapPlace, SwapSpace
 from zinfer.model.spec import KVShape
 from zinfer.scheduling.schedule import Chunk
 
-_MOVED_AT_ONCE_BYTES: Final = 1 << 30  # what moves on the device is copied twice
+_MOVED_AT_ONCE_BYTES: Final = 1 << 30  # moves need a temporary copy of this size
 
 
 class KVCache(PageCache):
@@ -28,8 +27,8 @@ class KVCache(PageCache):
         num_pages: of each layer.
         page_size: tokens of a page.
         dtype: of keys and values in the pages.
-        device: where they lie.
-        swap_place: where pages of preempted sequences are kept.
+        device: holds the pages.
+        swap_place: where to keep pages of preempted sequences.
 
     Raises:
         ConfigError: the device cannot read pages of this dtype.
@@ -57,16 +56,16 @@ class KVCache(PageCache):
         self.swap_space = SwapSpace(self._rows(), swap_place)
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
-        """Nothing has to come."""
+        """Do nothing: all pages are on the device."""
 
     def fetch_layer(self, layer: int) -> None:
-        """They are there."""
+        """Do nothing."""
 
     def release_layer(self, layer: int) -> None:
-        """They stay."""
+        """Do nothing."""
 
     def arrive(self) -> None:
-        """They are copied in the order of the compute."""
+        """Do nothing: copies run on the compute stream."""
 
     def close(self) -> None:
         self.swap_space.close()
@@ -75,7 +74,7 @@ class KVCache(PageCache):
 
     @property
     def nbytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return sum(part.nbytes for part in self._parts)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -88,7 +87,7 @@ class KVCache(PageCache):
                 part[new] = part[old]
 
     def memory(self, begin: int, end: int) -> list[torch.Tensor]:
-        """The bytes (uint8) of the pages from ``begin`` up to ``end``, in ranges."""
+        """Return the bytes (uint8) of the pages from ``begin`` up to ``end``, as contiguous ranges."""
         return [part[begin:end].view(torch.uint8).flatten() for part in self._rows()]
 
     def _rows(self) -> list[torch.Tensor]:

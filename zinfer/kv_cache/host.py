@@ -1,19 +1,19 @@
-"""Owns pages in host memory: a layer's come into a slot on the device for as long as it computes.
+"""`HostedKVCache`: a paged KV cache in host memory; a layer's pages are copied to a device slot while it computes.
 
-[Note: layer by layer] In host memory all pages of a layer lie beside each other, and so they do in a slot: page i has
-the same place in both, so that tables of pages hold for either, and runs of pages move in one copy for each tensor.
+[Note: layer by layer] All pages of a layer are contiguous, in host memory and in a slot. Page i has the same index in
+both, so that page tables hold for either, and a run of pages is one copy per tensor.
 
-[Note: lifetime of a slot of pages] A slot is free, filling or held, and travels with the event ``reusable_after``. A
-layer's pages come into the slot that was freed first, once that event is reached: what was written in it lies in host
-memory by then, and with it the layer's own pages of the pass before, because slots are no more than layers and all
-copies back are on one stream, in the order of the layers. `bring` makes compute wait for the copies that bring them,
-on another stream (held). `let_go` marks the compute, has what the pass wrote go back behind that mark, and frees the
-slot with the event of the last copy as its ``reusable_after``. So the host waits for nothing, and a pass may be begun
-while the one before is still computed.
+[Note: lifetime of a slot of pages] A slot is free, filling or held, and has an event ``reusable_after``. A layer's
+pages are copied into the slot that was freed first, after that event. By then the slot's former contents are back in
+host memory, and so are the layer's own pages of the pass before: there are no more slots than layers, and all copies
+back are on one stream, in the order of layers. `fetch_layer` makes compute wait for the copies to the device, which are
+on another stream (held). `release_layer` enqueues the copies of the written pages back to host memory, after the
+compute so far, and frees the slot with the event of the last copy as its ``reusable_after``. So the host waits for
+nothing, and a pass may start while the one before is still computed.
 
-The thread that runs the model enqueues the copies itself: they are few, and a pass that is cut short, by Ctrl-C at
-whatever line, leaves pages that nobody finds again, and a slot that is not free. `expect` sees that and waits for all
-that is under way before it takes the slots back.
+The thread that runs the model enqueues the few copies itself. A pass that is interrupted, by Ctrl-C at any line, leaves
+pages that are never found again, and a slot that is not free. `expect` detects that and waits for all copies and
+compute before it frees the slots.
 """
 
 import logging
@@ -39,7 +39,7 @@ from zinfer.units import human_bytes
 
 log = logging.getLogger(__name__)
 
-_GAP_BYTES: Final = 256 << 10  # 5 to 10 us of a link: what a copy of its own takes to be enqueued
+_GAP_BYTES: Final = 256 << 10  # 5 to 10 us of a link: the time to enqueue a separate copy
 
 
 @dataclass(eq=False)
@@ -63,19 +63,19 @@ class HostedKVCache(PageCache):
         num_pages: of each layer.
         page_size: tokens of a page.
         dtype: of keys and values in the pages.
-        device: where they are used.
-        swap_place: where pages of preempted sequences are kept.
-        windows: of each layer, the positions that a token attends to, its own among them; None: all before it.
-        synchronous: every copy is waited for, and none is made ahead.
+        device: computes with them.
+        swap_place: where to keep pages of preempted sequences.
+        windows: of each layer, the positions that a token attends to, its own included; None: all before it.
+        synchronous: wait for every copy, and prefetch none.
         open_stream: makes copy streams for the device.
-        gap_bytes: of one tensor, between two pages that are moved; what is no larger is moved along.
-        trace: where copies are noted.
+        gap_bytes: largest gap between two pages, in bytes of one tensor, that is copied along with them.
+        trace: records copies.
 
-    ``bytes_to_host`` counts what went back.
+    ``bytes_to_host`` counts the bytes copied back.
 
     Raises:
         ConfigError: the device cannot read pages of this dtype.
-        PlanError: pages of a layer are more than one registration of memory holds.
+        PlanError: the pages of a layer exceed one registration of pinned memory.
         ScratchError: no file for preempted sequences can be made.
     """
 
@@ -107,7 +107,7 @@ class HostedKVCache(PageCache):
 
         def new_slot() -> _Slot:
             pages = KVPages.empty(num_pages, *place, values_in_keys=shape.values_in_keys)
-            # torch may hand out memory that compute, enqueued before, still uses.
+            # torch may return memory that enqueued compute still uses.
             reusable_after = self._coming.mark_compute()
             return _Slot(pages, reusable_after, reusable_after)
 
@@ -121,8 +121,8 @@ class HostedKVCache(PageCache):
         self._next = shape.num_layers
         self.layers: list[KVPages | None] = [None] * shape.num_layers
         self._buffers: list[HostBuffer] = []
-        # Also where a cache is dropped without `close`: memory that is registered must not be unmapped.
-        self._close = weakref.finalize(self, _give_back, self._buffers, (self._coming, self._going))
+        # Even without `close`: registered memory must not be unmapped.
+        self._close = weakref.finalize(self, _unpin, self._buffers, (self._coming, self._going))
         self._homes = [[self._home(part) for part in self._slots[0].parts] for _ in self.layers]
         self._traffic: dict[int | None, PageTraffic] = {}
         rows = [page_rows(part, num_pages) for home in self._homes for part in home]
@@ -130,7 +130,7 @@ class HostedKVCache(PageCache):
 
     @property
     def host_bytes(self) -> int:
-        """Memory of the pages, in host memory."""
+        """Bytes of the pages in host memory."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     @property
@@ -150,7 +150,7 @@ class HostedKVCache(PageCache):
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
         if len(self._free) < len(self._slots):
-            self._take_back()
+            self._recover_slots()
         sizes = self.num_pages, self.page_size, self._most_gap
         self._traffic = {window: find_traffic(chunks, *sizes, window) for window in set(self._windows)}
         self._next = 0
@@ -183,7 +183,7 @@ class HostedKVCache(PageCache):
         self._look_ahead()
 
     def arrive(self) -> None:
-        """What a pass has begun to take back covers pages between its own, which others may have by now."""
+        """Wait for copies to the host: they cover gaps too, whose pages other sequences may have by now."""
         self._going.mark().synchronize()
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class HostedKVCache(PageCache):
             self._fetch(self._next)
 
     def _fetch(self, layer: int) -> None:
-        """Have a layer's pages come into a free slot."""
+        """Enqueue the copy of a layer's pages into a free slot."""
         slot = self._free.pop(0)
         self._next = layer + 1
         self._coming.after(slot.reusable_after)
@@ -220,8 +220,8 @@ class HostedKVCache(PageCache):
         if self._trace is not None and begin is not None:
             self._trace.add_between(lane, f"pages of layer {layer}", begin, end)
 
-    def _take_back(self) -> None:
-        """Free the slots that a pass which was cut short has left, once nothing moves or computes any more."""
+    def _recover_slots(self) -> None:
+        """Free the slots of an interrupted pass, once all copies and compute are done."""
         for event in (self._coming.mark(), self._going.mark(), self._coming.mark_compute()):
             event.synchronize()
         self._filling.clear()
@@ -230,7 +230,7 @@ class HostedKVCache(PageCache):
         self._free = list(self._slots)
 
     def _home(self, part: torch.Tensor) -> torch.Tensor:
-        """Host memory for one layer's ``part``, shaped like it."""
+        """Allocate host memory for one layer's ``part``, shaped like it."""
         if part.nbytes > MOST_REGISTERED_BYTES:
             raise PlanError(
                 f"a layer's keys in all pages take {human_bytes(part.nbytes)} of host memory, and at most "
@@ -244,12 +244,12 @@ class HostedKVCache(PageCache):
         return buffer.tensor[: part.nbytes].view(part.dtype).view(part.shape)
 
 
-def _give_back(buffers: list[HostBuffer], streams: Sequence[CopyStream]) -> None:
-    """Unpin what the pages lie in, once no copy is under way."""
+def _unpin(buffers: list[HostBuffer], streams: Sequence[CopyStream]) -> None:
+    """Unpin the host memory of the pages, once no copy is under way."""
     try:
         for stream in streams:
             stream.mark().synchronize()
-    except RuntimeError as error:  # a device that failed copies no more
+    except RuntimeError as error:  # a failed device copies nothing any more
         log.warning("the device failed while copies of keys and values were waited for: %s", error)
     for buffer in buffers:
         buffer.close()

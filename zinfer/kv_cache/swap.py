@@ -1,4 +1,4 @@
-"""What preempted sequences leave behind: in host memory as far as that goes, beyond it in a file."""
+"""Swaps the pages of preempted sequences to host memory, and beyond its limit to a file."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ _MOVED_AT_ONCE_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True)
 class SwapPlace:
-    """Where pages of preempted sequences are kept.
+    """Where to keep pages of preempted sequences.
 
     Attributes:
-        most_in_memory: pages in host memory at most; None: no limit.
-        folder: where a file has the others; None: there are no others.
+        most_in_memory: most pages in host memory; None: no limit.
+        folder: folder of the file for the other pages; None: no file, all pages are in host memory.
     """
 
     most_in_memory: int | None = None
@@ -32,17 +32,17 @@ UNLIMITED: Final = SwapPlace()
 
 @dataclass(frozen=True)
 class _InFile:
-    """Places in the file, one a page."""
+    """Places in the file, one per page."""
 
     places: list[int]
 
 
 class SwapSpace:
-    """Contents of pages by the number of the sequence that had them.
+    """Keeps the contents of pages, by sequence number.
 
     Args:
-        rows: the memory that pages lie in: tensors with a row for each page, of a dtype that can be indexed.
-        swap_place: where what they held is kept.
+        rows: the pages' memory: tensors with one row per page, of a dtype that can be indexed.
+        swap_place: where to keep their contents.
 
     Raises:
         ScratchError: no file can be made in the folder.
@@ -62,16 +62,16 @@ class SwapSpace:
 
     @property
     def bytes_written(self) -> int:
-        """To the file, so far."""
+        """Bytes written to the file so far."""
         return self._file.bytes_written if self._file else 0
 
     @property
     def bytes_read(self) -> int:
-        """From the file, so far."""
+        """Bytes read from the file so far."""
         return self._file.bytes_read if self._file else 0
 
     def swap_out(self, number: int, pages: Sequence[int]) -> None:
-        """Keep what a sequence has in these pages; they may be written again when this returns.
+        """Save a sequence's pages; they may be overwritten when this returns.
 
         Raises:
             ScratchError: the disk is full or failed; nothing is kept then.
@@ -84,7 +84,7 @@ class SwapSpace:
             self._num_in_memory += len(pages)
             return
         places = self._file.take(len(pages))
-        self._kept[number] = _InFile(places)  # before anything can fail: `forget` gives the places back
+        self._kept[number] = _InFile(places)  # before anything can fail: `forget` frees the places
         for some in self._at_once(len(pages)):
             chosen = self._index(pages[some])
             for row, columns in self._columns():
@@ -92,7 +92,7 @@ class SwapSpace:
             self._file.write(places[some], self._memory(len(chosen)))
 
     def swap_in(self, number: int, pages: Sequence[int]) -> None:
-        """Put the last so many pages of what was swapped out into these; those before them were found.
+        """Restore the last ``len(pages)`` pages that were swapped out into ``pages``; those before were found.
 
         Raises:
             ScratchError: the disk failed.
@@ -108,7 +108,7 @@ class SwapSpace:
         self.forget(number)
 
     def forget(self, number: int) -> None:
-        """Drop what is kept of a sequence, if anything is."""
+        """Drop the saved pages of a sequence, if any."""
         kept = self._kept.pop(number, None)
         if isinstance(kept, _InFile):
             assert self._file is not None
@@ -117,7 +117,7 @@ class SwapSpace:
             self._num_in_memory -= len(kept[0])
 
     def close(self) -> None:
-        """Give memory and file back; may be called again."""
+        """Free memory and file; may be called again."""
         self._rows = ()
         self._kept.clear()
         if self._file is not None:
@@ -134,7 +134,7 @@ class SwapSpace:
                 row[chosen] = part.view(row.dtype).to(row.device)
 
     def _columns(self) -> Iterator[tuple[torch.Tensor, slice]]:
-        """The tensors, and where each one's bytes of a page lie in the page's place."""
+        """Yield the tensors, and the columns of each one's bytes within a page's place in the file."""
         begin = 0
         for row in self._rows:
             yield row, slice(begin, begin + _row_bytes(row))

@@ -1,4 +1,4 @@
-"""Which pages a pass reads and which it writes, where they come from host memory and go back there."""
+"""Computes which pages a pass copies from host memory to the device, and which it copies back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from zinfer.scheduling.page_allocator import first_needed
 from zinfer.scheduling.schedule import Chunk
 
 Marks = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
-"""One a page."""
+"""One flag per page."""
 
 
 @dataclass(frozen=True)
 class PageTraffic:
-    """Runs of neighbouring pages.
+    """Runs of neighbouring pages to copy.
 
     Attributes:
-        coming: that hold what was written before the pass, and pages between them that cost less than another copy.
-        going: that hold what the pass writes, and pages between them that came with it, so that they go as they are.
+        coming: to the device: pages written before the pass, and gaps that cost less than another copy.
+        going: back to the host: pages that the pass writes, and gaps that are on the device, so unchanged.
     """
 
     coming: tuple[slice, ...]
@@ -28,13 +28,13 @@ class PageTraffic:
 def find_traffic(
     chunks: Sequence[Chunk], num_pages: int, page_size: int, most_gap: int, window: int | None = None
 ) -> PageTraffic:
-    """What a pass moves for one layer.
+    """Return the pages that a pass copies for one layer.
 
     Args:
         chunks: of the pass.
         num_pages, page_size: of the cache.
-        most_gap: pages between two that are moved that are moved along rather than left out.
-        window: positions that a token of the layer attends to, its own among them; None: all before it.
+        most_gap: largest gap between two pages, in pages, that is copied along with them.
+        window: positions that a token of the layer attends to, its own included; None: all before it.
     """
     read, begun, written = (np.zeros(num_pages, dtype=np.bool_) for _ in range(3))
     for sequence, begin, end, _ in chunks:
@@ -44,7 +44,7 @@ def find_traffic(
         read[pages[first:num_held]] = True
         begun[pages[num_held:num_after]] = True
         written[pages[begin // page_size : num_after]] = True
-    read &= ~begun  # a page that this pass begins and shares is in the slot already
+    read &= ~begun  # a page that this pass starts and shares is written in the slot
     coming = _runs(read, most_gap, np.ones(num_pages, dtype=np.bool_))
     present = written.copy()
     for run in coming:
@@ -53,7 +53,7 @@ def find_traffic(
 
 
 def _runs(wanted: Marks, most_gap: int, may_move: Marks) -> tuple[slice, ...]:
-    """Runs of the wanted pages, joined over gaps of pages that may be moved."""
+    """Return runs of the wanted pages, joined over gaps of pages that may be copied."""
     pages = np.flatnonzero(wanted)
     if not len(pages):
         return ()

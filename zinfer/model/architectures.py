@@ -1,4 +1,4 @@
-"""The transformers class that a config.json describes: the one that `architectures` names."""
+"""Finds the transformers class of a config.json: the one that `architectures` names."""
 
 from typing import Any, Final
 
@@ -17,15 +17,15 @@ from zinfer.errors import ConfigError
 
 _ENCODER_DECODERS: Final[tuple[Any, ...]] = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
 _DECODERS: Final[tuple[Any, ...]] = (MODEL_FOR_CAUSAL_LM_MAPPING,)
-# Masked language models first: the causal classes of these families are their decoders, which few checkpoints hold.
+# Masked language models first: the causal classes of such families are decoder variants, which few checkpoints hold.
 _OTHERS: Final[tuple[Any, ...]] = (MODEL_FOR_MASKED_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)
 
 
 def find_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that ``config.architectures`` names, or where it names none the usual one of the family.
+    """Return the class that ``config.architectures`` names, or the family's usual one if it names none.
 
-    A name that transformers does not know is often a variant of the family's causal language model, which then stands
-    in for it; its weights say whether it fits.
+    A name that transformers does not know is often a variant of the family's causal language model, which is then used
+    instead; matching the weights shows whether it fits.
 
     Raises:
         ConfigError: transformers has no class for it.

@@ -1,6 +1,6 @@
-"""Which families run in ragged batches, and what of them the batch path must know: masks and odd options.
+"""The families that can run in ragged batches, and the config options that cannot.
 
-A family that asks transformers' attention interface needs nothing else; the others have a forward of their attention in
+A family that uses transformers' attention interface needs nothing else; the others have an attention forward in
 `zinfer.batching.adapters`. Any other family is refused: its output might be wrong without an error.
 """
 
@@ -17,13 +17,13 @@ INTERFACED: Final = frozenset(
         *("mistral", "mixtral", "olmo2", "opt", "phi", "qwen2", "qwen3", "qwen3_moe", "stablelm", "starcoder2"),
     )
 )
-"""Model types whose ragged greedy tokens were seen to equal those of each prompt alone in transformers' `generate`."""
+"""Model types whose ragged greedy tokens were verified to equal transformers' `generate` of each prompt alone."""
 
 ADAPTED: Final = frozenset(("bloom", "deepseek_v2", "deepseek_v3", "falcon", "gptj", "mpt"))
-"""Model types whose attention has a forward of its own in `zinfer.batching.adapters`."""
+"""Model types with an attention forward in `zinfer.batching.adapters`."""
 
 _GROWING: Final = frozenset({"dynamic", "longrope"})
-"""Types of rotary positions whose frequencies follow the longest sequence (transformers, modeling_rope_utils.py)."""
+"""Rotary types whose frequencies depend on the longest sequence (transformers, modeling_rope_utils.py)."""
 
 
 def is_known(model_type: str) -> bool:
@@ -32,15 +32,15 @@ def is_known(model_type: str) -> bool:
 
 
 def wants_mask(model_type: str) -> bool:
-    """Whether the family's code takes a mask's being there for granted."""
+    """Whether the family's code requires an attention mask."""
     return model_type == "mpt"
 
 
 def check_family(model: PreTrainedModel) -> str:
-    """The model's type.
+    """Return the model's type.
 
     Raises:
-        ConfigError: the family is not known here, or an option of the model's is not.
+        ConfigError: the family, or an option of the model, is not supported in ragged batches.
     """
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
@@ -60,22 +60,23 @@ def check_family(model: PreTrainedModel) -> str:
 
 
 def _oddity(config: Any) -> str | None:
-    """Why sequences side by side would get other tokens than alone, or than in transformers."""
+    """Return why a batched sequence would get other tokens than alone or in transformers; None if it would not."""
     growing = _rope_types(getattr(config, "rope_parameters", None)) & _GROWING
     if growing:
-        return f"has rotary positions of type {', '.join(sorted(growing))}, which depend on the longest text of a batch"
+        kinds = ", ".join(sorted(growing))
+        return f"has rotary positions of type {kinds}, which depend on the longest sequence of a batch"
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         return "lets tokens see later ones (use_bidirectional_attention, is_causal), which are not there yet"
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        return f"has layers of the kind {', '.join(sorted(kinds))}, and pages know full and sliding attention"
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        return f"has layers of the kind {', '.join(sorted(others))}, and pages know full and sliding attention"
     if getattr(config, "slow_but_exact", False) and getattr(config, "pretraining_tp", 1) > 1:
         return "sums its projections in slices (slow_but_exact), which is not available in ragged batches"
     return None
 
 
 def _rope_types(parameters: object) -> set[str]:
-    """Of a model, or of each kind of its layers."""
+    """Return the rotary types of a model, or of each kind of its layers."""
     if not isinstance(parameters, Mapping):
         return set()
     own = {str(parameters["rope_type"])} if "rope_type" in parameters else set()

@@ -1,4 +1,4 @@
-"""The module tree of a model: given with its weights, or built without them, parameters on the meta device."""
+"""Builds the module tree of a model with parameters on the meta device, or checks one that was passed in."""
 
 import logging
 import os
@@ -32,24 +32,24 @@ _FILLS: Final = frozenset(getattr(torch.ops.aten, name).default for name in ("no
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The model that the checkpoint's config.json describes, in evaluation mode.
+    """Build the model that the checkpoint's config.json describes, in evaluation mode.
 
     Args:
         checkpoint: an opened checkpoint.
         dtype: of parameters; None takes config.json's, else the one that most of the checkpoint's bytes have.
 
     Non-persistent buffers (rotary frequencies) are in no checkpoint, so they are computed here, on the CPU. Python code
-    that a checkpoint brings along is never run.
+    in a checkpoint is never run.
 
     Raises:
-        CheckpointError: config.json describes no model that transformers builds.
+        CheckpointError: transformers cannot build a model from config.json.
     """
     config = _load_config(checkpoint)
     config.dtype = dtype or _checkpoint_dtype(config, checkpoint)
     try:
         with init_empty_weights(include_buffers=False), _SkipInit():
             model: PreTrainedModel = find_class(config)._from_config(config, dtype=config.dtype)
-    except Exception as error:  # a constructor fails in any way over what a file may say
+    except Exception as error:  # a bad file can make a constructor fail in any way
         raise CheckpointError(
             f"{checkpoint.config_path}: transformers {transformers.__version__} builds no model from it: "
             f"{_brief(error)}"
@@ -58,12 +58,12 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -
     if model.can_generate():
         _load_generation_config(model, checkpoint)
     model.name_or_path = str(checkpoint.folder)
-    vars(model.config).pop("quantization_config", None)  # of the files; save_pretrained writes weights in full
+    vars(model.config).pop("quantization_config", None)  # describes the files; save_pretrained writes full weights
     return model.eval().requires_grad_(False)
 
 
 class _SkipInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Skips fills of tensors on the meta device, which change nothing and take longer than all other building."""
+    """Skips fills of meta tensors, which have no effect and take longer than the rest of the build."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -81,12 +81,12 @@ class _SkipInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def compute_buffers(model: nn.Module) -> None:
-    """Replace buffers on the meta device by those that the model's config computes; a checkpoint may not have them.
+    """Replace buffers on the meta device by those computed from the model's config; a checkpoint may lack them.
 
-    Of a module that is not one of transformers' the persistent ones are made room for: they are in its checkpoint.
+    For a module that is not one of transformers', only allocate persistent buffers: they are in its checkpoint.
 
     Raises:
-        ConfigError: another buffer of such a module has no values.
+        ConfigError: a non-persistent buffer of such a module has no values.
     """
     if any(buffer.is_meta for buffer in model.buffers()):
         computed = _computed_buffers(model)
@@ -111,11 +111,11 @@ def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def report_device(model: nn.Module, device: torch.device) -> None:
-    """Let ``model.device`` say where it computes; transformers would name the meta device of a streamed parameter."""
+    """Make ``model.device`` report the compute device; transformers would report a placeholder's meta device."""
     original = type(model)
     if not hasattr(original, "device"):
         return
-    # transformers finds by the class's whole name what a model can record, hidden states for one.
+    # transformers uses the class's qualified name to find which outputs (hidden states etc.) a model can record.
     name = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     model.__class__ = type(original.__name__, (original,), {**name, "device": property(lambda self: device)})
 
@@ -140,14 +140,14 @@ def _load_config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
 
 
 def _vocabulary(config: transformers.PretrainedConfig) -> tuple[int | None, dict[str, object]]:
-    """The size of the vocabulary, if it is stated, and the class's special tokens."""
+    """Return the size of the vocabulary, if stated, and the config class's default special tokens."""
     text = config.get_text_config()
     usual = type(text)()
     return getattr(text, "vocab_size", None), {key: getattr(usual, key, None) for key in TOKEN_KEYS}
 
 
 def _drop_flash_attention(config: transformers.PretrainedConfig) -> None:
-    """Where the package is not there, transformers would fetch a kernel in its place."""
+    """Ignore a flash attention setting: without the package, transformers would download a kernel."""
     for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         named = getattr(each, "_attn_implementation_internal", None)
         if isinstance(named, str) and named.startswith("flash"):
@@ -156,7 +156,7 @@ def _drop_flash_attention(config: transformers.PretrainedConfig) -> None:
 
 
 def _checkpoint_dtype(config: transformers.PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype that config.json states, else the floating-point one that most of the checkpoint's bytes have."""
+    """Return config.json's dtype, else the floating-point dtype of most of the checkpoint's bytes."""
     dtype = cast(torch.dtype | None, config.dtype)
     if dtype is None:
         nbytes: Counter[torch.dtype] = Counter()
@@ -185,7 +185,7 @@ def _load_generation_config(model: PreTrainedModel, checkpoint: Checkpoint) -> N
 
 
 def _brief(error: Exception) -> str:
-    """The kind of an error and the beginning of its text, in one line; transformers lists every family it knows."""
+    """Return an error's type and the start of its text in one line; transformers lists every family it knows."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 400 else f"{text[:400]} ..."
 
@@ -193,12 +193,12 @@ def _brief(error: Exception) -> str:
 def find_model(
     model: str | os.PathLike[str] | nn.Module, settings: Settings
 ) -> tuple[PreTrainedModel, Checkpoint | None]:
-    """The module tree, and the checkpoint that holds its weights unless they are in memory.
+    """Return the module tree, and the checkpoint that holds its weights; None if they are in memory.
 
-    A module that is not one of transformers' is given back as if it were: what it lacks is asked for with care.
+    A module that is not one of transformers' is cast to that type; callers must not rely on its attributes.
 
     Raises:
-        ConfigError: what is given is no model that can be run, or does not say where its weights are.
+        ConfigError: the model cannot be run, or it is not known where its weights are.
         CheckpointError: as `Checkpoint.open`.
     """
     if not isinstance(model, str | os.PathLike | nn.Module):
@@ -226,7 +226,7 @@ def find_model(
 
 
 def _keep_scale(model: PreTrainedModel) -> None:
-    """RWKV's first forward divides its weights in place, for float16's range; those that stream stay as they are."""
+    """Turn off RWKV's rescaling, which divides weights in place at the first forward; streamed weights are constant."""
     base = getattr(model, "base_model", None)
     if getattr(base, "layers_are_rescaled", True) is False:
         model.config.rescale_every = 0
@@ -253,6 +253,6 @@ def _check_module(model: nn.Module, settings: Settings) -> None:
 
 
 def find_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's floating-point parameters, which it computes in: that of the first."""
+    """Return the dtype that a model computes in: that of its first floating-point parameter."""
     own = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
     return model.dtype if isinstance(model, PreTrainedModel) else own

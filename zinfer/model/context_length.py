@@ -1,4 +1,4 @@
-"""Counts the tokens that a model has positions for, and refuses calls that would use more, before any compute."""
+"""Determines how many positions a model has, and refuses calls that would exceed them, before any compute."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -10,18 +10,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 from zinfer.errors import ConfigError, LengthError
 from zinfer.requests.length_limits import LengthLimits
 
-# GenerationMixin's own, where neither max_new_tokens nor max_length is set (transformers, generation/utils.py).
+# GenerationMixin's default if neither max_new_tokens nor max_length is set (transformers, generation/utils.py).
 _DEFAULT_NUM_NEW_TOKENS: Final = 20
 _STRETCHING: Final = frozenset({"linear", "dynamic", "yarn"})
 
 
 def max_positions(model: nn.Module) -> int | None:
-    """Tokens that the model has positions for, an encoder-decoder's decoder; None where no such limit is stated."""
+    """Return the number of positions of the model, or of an encoder-decoder's decoder; None if there is no limit."""
     return _positions(model, "max_decoder_position_embeddings", "max_position_embeddings", "max_target_positions")
 
 
 def encoder_positions(model: nn.Module) -> int | None:
-    """The same of an encoder-decoder's encoder."""
+    """Return the number of positions of an encoder-decoder's encoder; None if there is no limit."""
     return _positions(model, "max_encoder_position_embeddings", "max_position_embeddings")
 
 
@@ -37,10 +37,10 @@ def _positions(model: nn.Module, *names: str) -> int | None:
 
 
 def _stretched(text: PretrainedConfig, stated: int) -> int:
-    """Positions that rotations are scaled to (transformers, modeling_rope_utils.py).
+    """Return the positions after rotary scaling (transformers, modeling_rope_utils.py); 0 if they are not scaled.
 
-    Linear and dynamic scaling stretch those that the config states, yarn the ones from before; where another kind is
-    used the config states what it is scaled to.
+    Linear and dynamic scaling multiply the config's positions, yarn the original ones; with other kinds the config
+    states the scaled number.
     """
     rope = getattr(text, "rope_parameters", None) or {}
     kind, factor = rope.get("rope_type"), rope.get("factor")
@@ -51,7 +51,7 @@ def _stretched(text: PretrainedConfig, stated: int) -> int:
 
 
 def _num_skipped(model: nn.Module) -> int:
-    """Positions that no token has: RoBERTa counts from behind the padding token's id."""
+    """Return the number of positions that are not used: RoBERTa counts from the padding token's id + 1."""
     embeddings = getattr(getattr(model, "base_model", None), "embeddings", None)
     padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
     return 0 if padding is None else int(padding) + 1
@@ -62,7 +62,7 @@ def read_limits(model: nn.Module, max_out_tokens: int | None, *, generates: bool
 
     Args:
         max_out_tokens: the configuration's own limit, or None.
-        generates: whether anything is generated after prompts.
+        generates: whether tokens are generated.
     """
     if not is_encoder_decoder(model):
         positions = max_positions(model)
@@ -75,11 +75,7 @@ def read_limits(model: nn.Module, max_out_tokens: int | None, *, generates: bool
 
 
 def check_min_out_tokens(model: nn.Module, min_out_tokens: int) -> None:
-    """Refuse a model without positions for the tokens that the configuration counts on.
-
-    Raises:
-        ConfigError: names both numbers.
-    """
+    """Raise ConfigError if the model has fewer positions than ``min_out_tokens``."""
     positions = max_positions(model)
     if positions is not None and min_out_tokens > positions:
         raise ConfigError(
@@ -90,7 +86,7 @@ def check_min_out_tokens(model: nn.Module, min_out_tokens: int) -> None:
 def check_forward(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_out_tokens: int | None
 ) -> None:
-    """Refuse a forward call whose longest row, with what the cache holds, exceeds a limit; as `check_generate`."""
+    """Refuse a forward call whose longest row, with cached tokens, exceeds a limit; otherwise as `check_generate`."""
     tokens, cache = _tokens(model, args, kwargs), kwargs.get("past_key_values")
     num_tokens, num_decoded = _width(tokens), 0
     num_cached = 0 if cache is None else cache.get_seq_length()
@@ -112,7 +108,8 @@ def check_generate(
 ) -> None:
     """Refuse a `generate` call whose longest row, padding not counted, has no room for its new tokens.
 
-    An encoder-decoder has positions for input and output each, and padding takes some; ``max_out_tokens`` is of both.
+    An encoder-decoder has separate positions for input and output, and padding takes positions; ``max_out_tokens``
+    limits their sum.
 
     Args:
         model: with transformers' ``config`` and ``generation_config``.
@@ -147,12 +144,12 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def _skips_padding(model: nn.Module) -> bool:
-    """Whether padding takes no positions. `generate` counts without it, and so does RoBERTa."""
+    """Whether padding takes no positions, as in `generate` and in RoBERTa."""
     return bool(_num_skipped(model)) or not isinstance(model, PreTrainedModel) or model.can_generate()
 
 
 def _tokens(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Ids [rows, tokens] or embeddings [rows, tokens, width] of a call; of pictures and sound none."""
+    """Return a call's ids [rows, tokens] or embeddings [rows, tokens, width]; None for images and audio."""
     tokens = _first_tensor(kwargs, "input_ids", "inputs_embeds")
     if tokens is not None or getattr(model, "main_input_name", "input_ids") != "input_ids":
         return tokens
@@ -175,7 +172,7 @@ def _longest_row(tokens: torch.Tensor, attention_mask: Any) -> int:
 
 
 def _num_new_tokens(config: Any, kwargs: Mapping[str, Any], input_width: int) -> int | None:
-    """As transformers counts: `max_new_tokens`, else what `max_length` leaves; None where neither is set."""
+    """Return `max_new_tokens`, else `max_length` minus the input, as transformers does; None if neither is set."""
     new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
     if new is not None:
         return int(new)

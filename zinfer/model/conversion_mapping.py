@@ -1,9 +1,9 @@
-"""Places for checkpoint tensors whose names are not the module's: transformers' own rules, as far as they only place.
+"""Maps checkpoint tensors to a module's names by transformers' conversion rules, if they leave the bytes unchanged.
 
 transformers renames tensors, stacks experts and joins matrices while it loads (`conversion_mapping.py`). Renaming,
-stacking and joining along the first dimension leave every byte as it is, so that blocks go on being read in place. What
-changes bytes (a transposition, a permutation, a split) is refused by name. Quantized matrices are placed likewise, each
-by the name that it would have in full.
+stacking and joining along the first dimension change no bytes, so that blocks are still read in place. Rules that
+change bytes (a transposition, a permutation, a split) are refused by name. Quantized matrices are mapped likewise, each
+by the name of its full-precision weight.
 """
 
 from collections import defaultdict
@@ -17,8 +17,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from zinfer.checkpoint import JoinedTensor, TensorEntry
 from zinfer.quantization.stored import JoinedMatrix, StoredMatrix
 
-# The chains of operations that place tensors one behind the other, as (operation, dimension). Stacked along 0 and then
-# joined along 1, the tensors of one expert are neighbours.
+# The chains of operations that only concatenate tensors, as (operation, dimension). After stacking along 0 and joining
+# along 1, the tensors of one expert are neighbours.
 _STACKED: Final = (("MergeModulelist", 0),)
 _STACKED_AND_JOINED: Final = (("MergeModulelist", 0), ("Concatenate", 1))
 _JOINED: Final = (("Concatenate", 0),)
@@ -27,14 +27,14 @@ _JOINED: Final = (("Concatenate", 0),)
 def convert_names(
     model: PreTrainedModel, entries: Mapping[str, TensorEntry | StoredMatrix], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, TensorEntry | JoinedTensor | StoredMatrix], dict[str, str]]:
-    """Place tensors of a checkpoint where transformers would.
+    """Map tensors of a checkpoint to the module's names as transformers would.
 
     Args:
-        entries: those that have no place under their own names.
-        shapes: of all that the module has, by its names.
+        entries: tensors whose own names are not the module's.
+        shapes: of the module's tensors, by its names.
 
     Returns:
-        a weight for each of the module's names that could be made, and why others could not, by the checkpoint's name.
+        the weights found, by the module's names, and why others were refused, by the checkpoint's names.
     """
     found: dict[str, TensorEntry | JoinedTensor | StoredMatrix] = {}
     refused: dict[str, str] = {}
@@ -65,7 +65,7 @@ def convert_names(
 def _made(
     target: str, shape: tuple[int, ...], lists: Sequence[Sequence[TensorEntry | StoredMatrix]], rule: WeightConverter
 ) -> JoinedTensor | JoinedMatrix | str:
-    """The weight that a rule makes of lists of tensors, one a pattern, or why it cannot be made."""
+    """Return the weight that a rule makes of lists of tensors, one per pattern, or why it cannot be made."""
     chain = tuple((type(each).__name__, getattr(each, "dim", None)) for each in rule.operations)
     if chain not in (_STACKED, _JOINED, _STACKED_AND_JOINED):
         told = ", ".join(f"{name}(dim={dim})" if dim is not None else name for name, dim in chain)
@@ -91,7 +91,7 @@ def _joined(
 
 
 def _reason(pieces: Sequence[TensorEntry | StoredMatrix]) -> str:
-    """Why they were not joined, and what to do."""
+    """Return why tensors were not joined, and what to do."""
     formats = {piece.format if isinstance(piece, StoredMatrix) else None for piece in pieces}
     remedy = "take the checkpoint in full precision and quantize it with `zinfer quantize`"
     if len(formats) > 1:

@@ -1,4 +1,4 @@
-"""Models whose numbers outgrow float16: parts that transformers keeps in float32, and families that are warned of."""
+"""Casts models to a dtype: keeps parts in float32 as transformers does, and warns of float16 overflow."""
 
 import logging
 from typing import Final
@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
-# Trained in bfloat16, whose numbers go 65,536 times as far. T5: transformers pull request 20287; Gemma: the models'
-# own pages.
+# Families trained in bfloat16, which overflow in float16. T5: transformers pull request 20287; Gemma: the model cards.
 _OVERFLOWING: Final = frozenset(
     {"t5", "mt5", "umt5", "longt5", "switch_transformers", "t5gemma"}
     | {"gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "recurrent_gemma", "paligemma"}
@@ -18,10 +17,10 @@ _OVERFLOWING: Final = frozenset(
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the parameters this dtype, except those that transformers keeps in float32 beside it.
+    """Cast the parameters to this dtype, except those that transformers keeps in float32.
 
-    Not `module.to`: buffers of transformers' models, such as rotary frequencies, stay in their own dtype. Those of a
-    plain module are cast as its weights are.
+    Unlike `module.to`, this keeps the dtype of buffers of transformers' models, such as rotary frequencies. Buffers of
+    a plain module are cast like its weights.
     """
     restore_fp32_modules(model, dtype)
     kept = _kept_in_float32(model, dtype)
@@ -35,7 +34,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def restore_fp32_modules(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give float32 to the parameters that transformers keeps in it in a model of this dtype."""
+    """Cast back to float32 the parameters that transformers keeps in float32 in a model of this dtype."""
     kept = _kept_in_float32(model, dtype)
     for name, parameter in model.named_parameters():
         if kept.intersection(name.split(".")):
@@ -43,7 +42,7 @@ def restore_fp32_modules(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def warn_of_overflow(model: nn.Module, dtype: torch.dtype) -> None:
-    """Say in the log that a model of this family overflows in float16, if it is to compute in it."""
+    """Log a warning if the dtype is float16 and the model's family is known to overflow in it."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if dtype == torch.float16 and model_type in _OVERFLOWING:
         log.warning(
@@ -54,7 +53,7 @@ def warn_of_overflow(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _kept_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
-    """Parts of parameters' names, as transformers' models list them: for float16, and for both narrow dtypes."""
+    """Return the name parts of parameters that stay in float32, as transformers' models list them."""
     names: set[str] = set()
     if dtype == torch.float16:
         names.update(getattr(model, "_keep_in_fp32_modules", None) or ())

@@ -1,4 +1,4 @@
-"""The families of models that are tested, and what of zinfer each can use; other families may well run too."""
+"""The model families that are tested, and the features each supports; other families may run too."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -18,11 +18,10 @@ class Family:
     """One family. All of them stream under `zinfer.init_inference`.
 
     Attributes:
-        name: as people know it.
-        model_type: as config.json has it, of the first class.
-        classes: of transformers that `architectures` may name, all tested; the first is an example of the others.
-        fused: what fused kernels compute in its modules, as `InferenceEngine.injected` tells, products of linear layers
-            left out.
+        name: its usual name.
+        model_type: the `model_type` in config.json, of the first class.
+        classes: the tested transformers classes that `architectures` may name.
+        fused: its fused kernels, as in `InferenceEngine.injected`, without the products of linear layers.
         is_tensor_parallel: whether its layers can be split over several devices.
     """
 

@@ -12,21 +12,21 @@ from zinfer.errors import CheckpointError, ConfigError
 
 _KEY: Final = "injection_policy"
 _LISTS: Final = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_CALLED_BY_NOBODY: Final = (nn.ModuleList, nn.ModuleDict)
+_WITHOUT_FORWARD: Final = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[str, nn.Module]:
-    """Layers by name, in the model's order, none inside another.
+    """Return the layers by name, in the model's order, none inside another.
 
-    `_no_split_modules` names a family's layer classes, and embeddings and heads too: layers are those that are in a
-    list. Of a family that names none, they are the members of the outermost lists of modules of one class; of a module
-    that is not one of transformers', those that `find_repeated` finds.
+    `_no_split_modules` names a family's layer classes, but also embeddings and heads: of these modules, the ones in a
+    list are layers. If it names none, layers are the members of the outermost lists of modules of one class; for a
+    module that is not one of transformers', the modules of `find_repeated`.
 
     Args:
-        classes: of modules that are layers wherever they are.
+        classes: of modules that are always layers.
 
     Raises:
-        CheckpointError: nothing in the tree is one.
+        CheckpointError: there are no layers.
     """
     modules = dict(model.named_modules())
     chosen = {name for name, module in modules.items() if any(each.is_class_of(module) for each in classes)}
@@ -50,8 +50,8 @@ def find_layers(model: nn.Module, classes: Sequence[BlockClass] = ()) -> dict[st
 
 
 def find_repeated(model: nn.Module) -> set[str]:
-    """Names of modules with weights, and a forward before which they can be brought in, that share a list or sequence
-    with another one of their class."""
+    """Return the names of modules, with weights and a forward, that share a list or Sequential with another module of
+    their class."""
     found: set[str] = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -59,7 +59,7 @@ def find_repeated(model: nn.Module) -> set[str]:
             found |= {
                 f"{name}.{key}" if name else key
                 for key, member in module._modules.items()
-                if kinds[type(member)] > 1 and not isinstance(member, _CALLED_BY_NOBODY) and _has_weights(member)
+                if kinds[type(member)] > 1 and not isinstance(member, _WITHOUT_FORWARD) and _has_weights(member)
             }
     return found
 
@@ -69,10 +69,10 @@ def _has_weights(module: nn.Module | None) -> bool:
 
 
 def check_classes(model: nn.Module, classes: Sequence[BlockClass]) -> None:
-    """Refuse a policy that was written for another model.
+    """Refuse an injection policy that was written for another model.
 
     Raises:
-        ConfigError: names the class, or the linear layer, that the model has not.
+        ConfigError: names the class, or the linear layer, that the model lacks.
     """
     modules = dict(model.named_modules())
     for each in classes:
@@ -93,8 +93,10 @@ def check_classes(model: nn.Module, classes: Sequence[BlockClass]) -> None:
 
 
 def find_shared(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[nn.Module]:
-    """Modules with weights that more than one layer holds, or a layer and what is outside; none for being a part of
-    another."""
+    """Return modules with weights shared by several layers, or by a layer and the rest of the model.
+
+    Only the outermost modules count: parts of a shared module with the same holders are left out.
+    """
     holders: dict[nn.Module, set[nn.Module | None]] = defaultdict(set)
     for module in _outside(model, set(layers.values())):
         holders[module].add(None)
@@ -114,7 +116,7 @@ def _outside(module: nn.Module, layers: Container[nn.Module]) -> Iterator[nn.Mod
 
 
 def _alike(model: nn.Module) -> set[str]:
-    """Members of lists whose modules are of one class and have parts."""
+    """Return the names of members of lists whose modules are all of one class and have submodules."""
     found: set[str] = set()
     for name, module in model.named_modules():
         members = list(module.children()) if isinstance(module, nn.ModuleList) else []

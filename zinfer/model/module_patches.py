@@ -1,4 +1,4 @@
-"""Replaces methods of single modules, in order, and puts the former ones back."""
+"""Replaces methods of single modules, and restores the former ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,18 +9,18 @@ _ABSENT = object()
 
 
 class ModulePatches:
-    """Methods replaced until `undo`. A patch may call the method that it found, which may be a patch too."""
+    """Methods replaced until `undo`. A patch may call the method that it replaced, which may be a patch too."""
 
     def __init__(self) -> None:
         self._patches: list[tuple[nn.Module, str, Callable[..., Any], object]] = []
 
     def patch(self, module: nn.Module, function: Callable[..., Any], method: str = "forward") -> None:
-        """Let the module call ``function`` by the name of ``method``, without itself as an argument."""
+        """Replace the module's ``method`` by ``function``, which is called without ``self``."""
         self._patches.append((module, method, function, module.__dict__.get(method, _ABSENT)))
         module.__dict__[method] = function
 
     def undo(self) -> None:
-        """Put the former methods back, last patch first; what somebody else has patched since stays. Idempotent."""
+        """Restore the former methods, last patch first, except where others have patched since. Idempotent."""
         while self._patches:
             module, method, function, former = self._patches[-1]
             if module.__dict__.get(method) is function:
@@ -32,5 +32,5 @@ class ModulePatches:
 
 
 def is_patched(module: nn.Module, method: str = "forward") -> bool:
-    """Whether somebody has replaced a module's method."""
+    """Whether a module's method is replaced."""
     return method in module.__dict__

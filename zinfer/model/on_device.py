@@ -1,4 +1,4 @@
-"""`OnDevice`: DeepSpeed's way to build a module without its weights."""
+"""`OnDevice`: DeepSpeed's context manager to build a module without its weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -11,15 +11,15 @@ _MAKERS: Final = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, to
 
 
 class OnDevice(TorchFunctionMode):
-    """While it is entered, modules are built on a device and in a dtype; on the meta device they take no memory.
+    """Context manager that builds modules on a device and in a dtype; on the meta device they take no memory.
 
-    Such a module goes to `zinfer.init_inference` together with ``checkpoint=``.
+    Pass such a module to `zinfer.init_inference` together with ``checkpoint=``.
 
     Args:
-        dtype: of floating-point tensors that are made without a word on theirs; torch's default dtype, which
-            transformers sets to what a config states, does not count as one.
+        dtype: of floating-point tensors made without an explicit dtype; torch's default dtype, which transformers sets
+            to the config's, is overridden.
         device: "meta", or any other.
-        enabled: False changes nothing.
+        enabled: False: do nothing.
     """
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:

@@ -1,7 +1,7 @@
-"""A model as far as a plan needs it: its blocks, widths and limits, from a checkpoint or from config.json alone.
+"""The outline of a model for planning: its blocks, widths and limits, from a checkpoint or from config.json alone.
 
-Where there are no weights yet, their places are made up: every parameter once, end to end in one safetensors file, in
-the model's order. Cutting and planning then run the same code as on a real checkpoint. No weight is read here.
+Without weight files, their layout is made up: every parameter once, end to end in one safetensors file, in the model's
+order. Partitioning and planning then run the same code as on a real checkpoint. No weights are read here.
 """
 
 import json
@@ -32,22 +32,22 @@ from zinfer.quantization.stored import find_stored_scheme
 from zinfer.requests.length_limits import LengthLimits
 
 _MADE_UP_NAME: Final = "model.safetensors"
-# Where a file's weights would begin: past the header's length, and as little aligned to pages as real ones are.
+# Where a file's weights would begin: past the header's length, and not aligned to pages, as in real files.
 _MADE_UP_OFFSET: Final = 8
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What a plan reads of a model.
+    """The facts about a model that planning needs.
 
     Attributes:
         name: the folder, or the hub name as it was given.
-        blocks: all of them, in the model's order.
+        blocks: all blocks, in the model's order.
         spec: its widths.
         dtype: of weights, activations and cache.
-        max_positions: tokens that it has positions for; None without such a limit.
-        files: the checkpoint's; empty where the weights' places are made up.
-        tree, weights: that the blocks are partitions of; nothing changes them.
+        max_positions: number of positions; None without a limit.
+        files: the checkpoint's; empty if the weights' layout is made up.
+        tree, weights: the module tree and weights that were partitioned; never changed.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Outline:
     weights: Mapping[str, Weight] = field(repr=False, compare=False)
 
     def quantized(self, quantization: Quantization) -> "Outline":
-        """The same model with matrices stored quantized, where none is yet.
+        """Return the outline with full-precision matrices stored quantized.
 
         Raises:
             ConfigError: groups do not divide its matrices.
@@ -69,11 +69,11 @@ class Outline:
 
     @property
     def folder(self) -> Path:
-        """Of the model, where a store of it is assumed to be."""
+        """The model's folder, where its packed store is assumed to be."""
         return absolute(self.name)
 
     def limits(self, settings: Settings) -> LengthLimits:
-        """Of a request's lengths, under a configuration."""
+        """Return the limits of a request's lengths under a configuration."""
         return LengthLimits.of_decoder(self.max_positions, settings.max_out_tokens)
 
     @property
@@ -88,7 +88,7 @@ class Outline:
 
     @property
     def nbytes(self) -> int:
-        """Of all slabs."""
+        """Bytes of all slabs."""
         return sum(block.block.nbytes for block in self.blocks)
 
 
@@ -100,11 +100,11 @@ def read_outline(
     Args:
         model: as `zinfer.init_inference` takes it, a folder with config.json alone, or a name in `KNOWN_MODELS`.
         dtype: that the weights are cast to; None takes the checkpoint's own.
-        quantization: which matrices are stored quantized; they are planned for as if a store of them was on disk.
+        quantization: which matrices are stored quantized; they are planned as if a store of them was on disk.
 
     Raises:
-        CheckpointError: no config.json, one that describes no model, states no dtype or asks for quantized weights
-            that a run refuses; a damaged checkpoint.
+        CheckpointError: config.json is missing, describes no model, states no dtype or asks for quantized weights
+            that a run refuses; or the checkpoint is damaged.
         PlanError: the model is no decoder that generates, or keeps a state other than keys and values.
     """
     folder = absolute(model)
@@ -140,7 +140,7 @@ def _partition(
 
 
 def _as_in_store(block: ModelBlock, folder: Path) -> ModelBlock:
-    """The block with what a store would hold of it in place of what is converted while it is loaded."""
+    """Return the block as a packed store would hold it, without conversion at load."""
     if block.block.conversion is None:
         return block
     layout = block.block.layout
@@ -149,7 +149,7 @@ def _as_in_store(block: ModelBlock, folder: Path) -> ModelBlock:
 
 
 def _made_up_tensors(model: PreTrainedModel, file: Path) -> dict[str, TensorEntry]:
-    """A place in ``file`` for all that the model stores, end to end in its order; what is tied has the other's."""
+    """Return a place in ``file`` for each tensor of the model, end to end in its order, without tied ones."""
     tensors: dict[str, TensorEntry] = {}
     offset = _MADE_UP_OFFSET
     for name, value in model.state_dict(keep_vars=True).items():
@@ -165,7 +165,7 @@ def is_known_model(model: str | os.PathLike[str]) -> bool:
 
 
 def holds_config_alone(model: str | os.PathLike[str]) -> bool:
-    """Whether it is a folder with config.json and no weights."""
+    """Whether the model is a folder with config.json and no weights."""
     folder = absolute(model)
     return (folder / CONFIG_NAME).is_file() and not any(
         file.name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for file in folder.iterdir()
@@ -173,7 +173,7 @@ def holds_config_alone(model: str | os.PathLike[str]) -> bool:
 
 
 def _check_config(checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
-    """Without weights only config.json tells how wide they are, and it does not tell which of them are quantized."""
+    """Raise CheckpointError if config.json alone does not tell the dtype of each weight."""
     path = checkpoint.config_path
     config = read_config(path)
     if find_stored_scheme(checkpoint) is not None:

@@ -1,7 +1,7 @@
 """Partitions a module tree into blocks: each transformer layer, and each module that holds weights outside them.
 
-Weights that are tied to each other outside the layers (embedding and head) are one block with several places of use.
-What several layers share is a block of its own, used inside theirs.
+Weights tied to each other outside the layers (embedding and head) are one block with several sites of use. A module
+that several layers share is a block of its own, used while theirs are.
 """
 
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ class ModelBlock:
 
 @dataclass
 class _Piece:
-    """A block in the making: the modules whose forward uses it, and the names of its parameters."""
+    """A block under construction: the modules whose forward uses it, and the names of its parameters."""
 
     name: str
     sites: list[nn.Module]
@@ -66,20 +66,20 @@ def partition_model(
     together: Iterable[Sequence[str]] = (),
     classes: Sequence[BlockClass] = (),
 ) -> list[ModelBlock]:
-    """The blocks of a model in its own order; every parameter is in exactly one.
+    """Partition a model into blocks, in its own order; every parameter is in exactly one.
 
     Args:
         model: a transformers model whose class or parts name `_no_split_modules`, or one with blocks of ``classes``.
-        weights: what the checkpoint holds of each parameter; empty for a model whose weights are in memory.
-        rules: which of those that are stored in full are quantized, and how; None: none.
-        squares: what a calibration finds, asked for when a weight is quantized; None: no columns are scaled.
+        weights: the checkpoint's weight of each parameter; empty for a model whose weights are in memory.
+        rules: which full-precision weights to quantize, and how; None: none.
+        squares: the result of a calibration, used when a weight is quantized; None: no columns are scaled.
         checksums: of files that hold one block each.
-        together: names of parameters that are to follow one another in a slab, where one block has them.
+        together: groups of parameter names to place next to each other in a slab, if in one block.
         classes: of modules that are layers too.
 
     Raises:
-        CheckpointError: the model does not say which of its modules are layers.
-        ConfigError: the rules cannot be kept for a weight; names it.
+        CheckpointError: the model's layers cannot be found.
+        ConfigError: the rules cannot be applied to a weight; names it.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     bytes_of = {name: weights[name] if weights else id(value) for name, value in parameters.items()}
@@ -99,10 +99,10 @@ def _with_checksum(block: ModelBlock, checksums: Mapping[Path, str]) -> ModelBlo
 
 
 def _pieces(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[_Piece]:
-    """Each module with weights of its own; a whole one takes those of its parts too, unless several layers share them.
+    """Yield a piece for each module with weights of its own; a whole module includes its parts, unless they are shared.
 
-    A module that has parameters beside its parts, or that the family names as one, may read its parts' weights itself;
-    it is whole unless it holds layers.
+    A module that has parameters and parts, or that `_no_split_modules` names, may read its parts' weights itself; it is
+    kept whole unless it contains layers.
     """
     shared = find_shared(model, layers)
     classes = set(getattr(model, "_no_split_modules", None) or ())
@@ -127,7 +127,7 @@ def _pieces(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[_Piec
 
 
 def _parts(path: str, module: nn.Module, shared: Container[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """A module and all within it but for what has a block of its own."""
+    """Yield a module and its parts by path, without shared modules, which are blocks of their own."""
     yield path, module
     for name, child in module.named_children():
         if child not in shared:
@@ -135,7 +135,7 @@ def _parts(path: str, module: nn.Module, shared: Container[nn.Module]) -> Iterat
 
 
 def _joined(pieces: Iterable[_Piece], bytes_of: Mapping[str, Hashable]) -> list[_Piece]:
-    """The pieces, those outside the layers joined where they share bytes."""
+    """Return the pieces, joining those outside the layers that share bytes."""
     joined: list[_Piece] = []
     owner: dict[Hashable, _Piece] = {}
     for piece in pieces:
@@ -154,7 +154,7 @@ def _joined(pieces: Iterable[_Piece], bytes_of: Mapping[str, Hashable]) -> list[
 
 @dataclass(frozen=True)
 class _Partitioner:
-    """One partitioning: ``bytes_of`` tells which parameters share their bytes, by equal values."""
+    """Makes blocks of pieces; parameters with equal values in ``bytes_of`` share their bytes."""
 
     model: nn.Module
     parameters: Mapping[str, nn.Parameter]
@@ -190,7 +190,7 @@ class _Partitioner:
         return ModelBlock(block, tuple(piece.sites), bindings, piece.is_layer)
 
     def _packed(self, names: list[str]) -> list[str]:
-        """The names, those of a pack where its first one is."""
+        """Return the names, with those of a pack moved to its first one."""
         followed = (each for name in names for each in self.packs.get(name, (name,)))
         there = set(names)
         return [name for name in dict.fromkeys(followed) if name in there]
@@ -215,12 +215,12 @@ class _Partitioner:
         return replace(stored, quantizes_input=True)
 
     def _converts(self, name: str, tensor: SlabTensor) -> bool:
-        """Whether the parameter's place in the slab takes more than placing what is stored."""
+        """Whether the stored parameter must be converted, not only copied into the slab."""
         weight = self.weights.get(name)
         return isinstance(tensor, SlabMatrix) and not (isinstance(weight, StoredMatrix) and weight.scheme.is_native)
 
     def _extents(self, layout: SlabLayout, names: list[str]) -> Iterator[Extent]:
-        """The bytes of weights that are stored as the slab holds them."""
+        """Yield the extents of weights that are stored in the slab's form."""
         for name, tensor in zip(names, layout.tensors, strict=True):
             weight = self.weights[name]
             if not isinstance(weight, StoredMatrix):
@@ -232,7 +232,7 @@ class _Partitioner:
                     yield from find_extents(entry, part)
 
     def _conversion(self, block: Block, names: list[str]) -> Conversion:
-        """Weights as they are stored, and what makes the block's slab of them."""
+        """Return the conversion of the block's stored weights into its slab."""
         stored: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         entries: list[TensorEntry | JoinedTensor] = []
         matrices: dict[str, StoredMatrix] = {}
@@ -254,7 +254,7 @@ class _Partitioner:
 
 
 def find_extents(weight: TensorEntry | JoinedTensor, tensor: SlabTensor) -> Iterator[Extent]:
-    """Where a parameter's bytes are stored, and where they go; in the slab its pieces follow one another."""
+    """Yield the extents of a parameter; in the slab its pieces follow one another."""
     begin = tensor.offset
     for piece in weight.pieces:
         yield Extent(piece.file, piece.offset, piece.nbytes, piece.dtype, begin, tensor.dtype)

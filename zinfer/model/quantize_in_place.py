@@ -1,4 +1,4 @@
-"""Post-training quantization of a module whose weights are in memory, where they are."""
+"""Post-training quantization, in place, of a module whose weights are in memory."""
 
 from typing import Literal, TypeVar
 
@@ -20,19 +20,20 @@ def quantize_transformer(
     quant_type: Literal["symmetric", "asymmetric"] = "symmetric",
     quant_groups: int | None = None,
 ) -> Model:
-    """Replace the matrices of a model's layers by quantized ones; its forward stays as it is.
+    """Replace the matrices of a model's layers by quantized ones; its forward stays the same.
 
-    Each matrix is freed once its codes are there. Embeddings, norms, heads and routers stay in full precision.
+    Each matrix is freed once it is quantized. Embeddings, norms, heads and routers stay in full precision.
 
     Args:
         model: changed in place, and returned; on any device.
         quant_bits: 4 or 8.
         quant_type: with or without zero points.
-        quant_groups: even parts of each matrix, row after row, with a scale each; None: one an output channel.
+        quant_groups: number of equal groups of each matrix, in row order, with a scale each; None: one group per
+            output channel.
 
     Raises:
-        ConfigError: an argument cannot be used, or a matrix cannot be cut into so many groups.
-        CheckpointError: a weight is infinite or not a number; names it.
+        ConfigError: an argument is invalid, or a matrix cannot be divided into so many groups.
+        CheckpointError: a weight is infinite or NaN; names it.
     """
     if quant_bits not in (4, 8):
         raise ConfigError(f"quant_bits must be 4 or 8, not {quant_bits}")

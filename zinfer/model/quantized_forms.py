@@ -1,4 +1,4 @@
-"""Which of a model's parameters are stored quantized, and how their modules hold them."""
+"""Decides which of a model's parameters are stored quantized, and in what form."""
 
 import logging
 from collections.abc import Callable
@@ -20,21 +20,21 @@ from zinfer.quantization.slab_matrix import SlabMatrix
 log = logging.getLogger(__name__)
 
 Form: TypeAlias = Callable[[str, nn.Module, torch.Tensor], SlabTensor]
-"""Gives a parameter its place in a slab, at offset 0: from its name, the module that holds it, and the parameter."""
+"""Returns a parameter's slab tensor at offset 0, from its name, its module, and the parameter."""
 
 
 def find_form(rules: Quantization | None, *, scales_columns: bool = False) -> Form:
-    """The places that parameters get in their slabs: matrices that the rules name as codes and scales, others in full.
+    """Return the form of parameters in slabs: matrices that match a rule as codes and scales, others in full.
 
-    Matrices are the weights of linear layers (transformers' Conv1D holds them transposed) and those that experts hold
-    one below the other; tables that are looked up and not multiplied with stay as they are, and convolutions.
+    Matrices are the weights of linear layers (transposed in transformers' Conv1D) and the stacked ones of experts.
+    Embeddings and convolutions are never quantized.
 
     Args:
-        rules: None: all stay in full.
-        scales_columns: the weights of linear layers, whose inputs a calibration can see, have scales of columns.
+        rules: None: nothing is quantized.
+        scales_columns: whether weights of linear layers, whose inputs a calibration sees, have column scales.
 
     Returns:
-        the form; it raises ConfigError where a rule names a parameter and its groups do not divide it, or are of rows
+        the form; it raises ConfigError if the groups of a matching rule do not divide a parameter, or would span rows
         of several matrices.
     """
 
@@ -76,17 +76,17 @@ def find_form(rules: Quantization | None, *, scales_columns: bool = False) -> Fo
 
 
 def find_rounding(rules: Quantization | None, squares: Squares | None = None) -> Rounding:
-    """How weights are rounded under these rules."""
+    """Return the rounding of weights under these rules."""
     return Rounding(least_error_range if rules is not None and rules.search == "clip" else full_range, squares)
 
 
 def check_patterns(rules: Quantization | None, model: nn.Module) -> None:
-    """Look for patterns of the rules that occur in no parameter's name and would change nothing, unseen.
+    """Refuse patterns of the rules that match no parameter's name.
 
-    Those of `post_init_quant` are told in the log: DeepSpeed takes one configuration for several families.
+    Patterns of `post_init_quant` are only logged: DeepSpeed uses one configuration for several families.
 
     Raises:
-        ConfigError: one of `include` or `exclude` occurs nowhere.
+        ConfigError: a pattern of `include` or `exclude` matches nothing.
     """
     if rules is None:
         return

@@ -1,7 +1,7 @@
-"""`ModelSpec`: all that memory and seconds follow from, read from a model's transformers config in one place.
+"""`ModelSpec`: the widths that memory and time follow from, read from a model's transformers config.
 
-No module is built and nothing is guessed low: where a config does not say, the widest that its family's habits allow is
-taken.
+No module is built, and sizes are never underestimated: a value that the config does not state is taken as the largest
+usual in its family.
 """
 
 from collections.abc import Iterable
@@ -18,13 +18,13 @@ from zinfer.kernels.kv_pages import KV_CODES
 # Activations that torch computes in one operation; the others are written out in Python, with intermediates.
 _ONE_OPERATION: Final = frozenset({"relu", "silu", "swish", "gelu", "gelu_pytorch_tanh", "tanh", "sigmoid", "relu6"})
 _MLP_WIDTHS: Final = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "d_inner", "hidden_dim")
-_DEFAULT_EXPANSION: Final = 4  # GPT-2, BLOOM and others whose config may leave the width of the MLP out
+_DEFAULT_EXPANSION: Final = 4  # GPT-2, BLOOM and others, whose config may omit the width of the MLP
 _SHARED_LAYER: Final = "DummyLayer"  # a cache layer that holds nothing: another layer's cache is used, or none
-# Families whose attention is told of a window; the configs of others may state one that nothing heeds.
+# Families whose attention uses a window; configs of others may state one that is ignored.
 _WINDOWED: Final = frozenset(
     ("gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "starcoder2")
 )
-_SCALE_BYTES: Final = 4  # of a head's keys, and of its values, where they are codes
+_SCALE_BYTES: Final = 4  # of a head's keys, and of its values, if they are quantized
 _MOST_PAGE_SLOTS: Final = 3  # one computes, one fills, and one is copied back to host memory
 
 
@@ -44,14 +44,14 @@ class Experts:
 
 @dataclass(frozen=True)
 class KVShape:
-    """Keys and values that one token leaves in the pages of each layer.
+    """The shape of one token's keys and values in the pages of each layer.
 
     Attributes:
         num_layers: layers with a cache of their own.
         num_heads: of keys and values.
         key_dim: width of a head's key.
         value_dim: width of a head's value.
-        values_in_keys: values are the first columns of keys, and take no memory of their own.
+        values_in_keys: values are the first columns of keys, without memory of their own.
     """
 
     num_layers: int
@@ -62,11 +62,11 @@ class KVShape:
 
     @property
     def num_page_slots(self) -> int:
-        """Slots on the device, each as large as a layer's pages, that pages in host memory pass through."""
+        """Number of device slots for pages in host memory, each as large as a layer's pages."""
         return min(_MOST_PAGE_SLOTS, self.num_layers)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token in all layers, in a dtype that pages can have."""
+        """Return the bytes of one token in all layers, for a dtype of pages."""
         widths = [self.key_dim] if self.values_in_keys else [self.key_dim, self.value_dim]
         scale_bytes = _SCALE_BYTES if dtype in KV_CODES else 0
         return self.num_layers * self.num_heads * sum(width * dtype.itemsize + scale_bytes for width in widths)
@@ -74,27 +74,26 @@ class KVShape:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Widths of a model, in elements, and what else of its config decides what a forward takes.
+    """Widths of a model, in elements per token, and other facts that decide the cost of a forward.
 
     Attributes:
         model_type: the family, as config.json names it.
-        hidden: of the residual stream.
-        num_heads: of the queries.
-        query: of the queries of all heads, the values' where those are wider.
-        cached: of what one token leaves in one layer of transformers' own cache, keys and values together.
-        expanded: of keys and values as the attention reads them, one for each query head.
-        mlp: of the MLP's middle.
+        hidden: width of the residual stream.
+        num_heads: query heads.
+        query: width of the queries of all heads, or of the values if those are wider.
+        cached: width of one token's keys and values together in one layer of transformers' own cache.
+        expanded: width of keys and values repeated for each query head, as attention reads them.
+        mlp: width inside the MLP.
         mlp_copies: tensors of that width alive at once.
         vocab: number of logits.
-        windows: for each layer with a cache of its own, the tokens that transformers' cache holds at most; None
-            without a limit.
+        windows: for each layer with a cache of its own, the most tokens in transformers' cache; None without a limit.
         is_eager: whether attention computes its scores as tensors, [rows, heads, queries, keys].
         is_uneven: whether keys and values differ in width; torch's sdpa has no fused kernel for that on the CPU.
         experts: None for a dense model.
-        kv: what one token leaves in pages.
-        rotated: of queries and keys that are turned by their positions.
-        has_rms_norms: whether norms are root mean squares, which transformers writes out in Python.
-        is_fused: whether fused kernels replace the norms, rotations and gates that transformers writes out.
+        kv: shape of one token's keys and values in pages.
+        rotated: width of the queries and keys with rotary positions.
+        has_rms_norms: whether norms are RMS norms, which transformers computes by several operations in Python.
+        is_fused: whether fused kernels replace norms, rotations and gates that transformers computes in Python.
     """
 
     model_type: str
@@ -117,7 +116,7 @@ class ModelSpec:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelSpec":
-        """Read the config of a model that generates with a decoder alone.
+        """Read the spec of a decoder-only model that generates.
 
         Raises:
             PlanError: it is another kind of model, or as `read`.
@@ -134,11 +133,11 @@ class ModelSpec:
         """Read the decoder that a config describes.
 
         Args:
-            config: of a built model, so that it says which attention transformers chose (`_attn_implementation`);
-                without that the eager one is counted, which takes the most.
+            config: of a built model, so that it states transformers' attention (`_attn_implementation`); without it
+                eager attention is assumed, which takes the most memory.
 
         Raises:
-            PlanError: the model keeps a state other than keys and values, whose size is not known here.
+            PlanError: the model keeps a state other than keys and values, whose size is not known.
         """
         text = config.get_text_config(decoder=True)
         return _read(text, int(text.vocab_size), _windows(text))
@@ -151,7 +150,7 @@ class ModelSpec:
             config: as for `read`.
 
         Raises:
-            PlanError: it does not say how wide the model is.
+            PlanError: it does not state the model's width.
         """
         text = config.get_text_config(encoder=True)
         if not _widest(text, "hidden_size") or not _widest(text, "num_attention_heads"):
@@ -160,19 +159,20 @@ class ModelSpec:
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
-        """For each layer the positions that a token attends to, its own among them; None: all before it."""
+        """For each layer the positions that a token attends to, its own included; None: all before it."""
         return self.windows if self.model_type in _WINDOWED else (None,) * len(self.windows)
 
     @property
     def common_window(self) -> int | None:
-        """The widest of the layers' attention windows; None where a layer has none."""
+        """The widest of the layers' attention windows; None if a layer has none."""
         windows = self.attention_windows
         return max((window for window in windows if window is not None), default=None) if all(windows) else None
 
     def over_pages(self) -> "ModelSpec":
-        """The same model over pages: attention makes no scores, and latent attention no keys and values of its heads.
+        """Return the spec for paged attention: no score tensors, and in latent attention no keys and values per head.
 
-        There queries and outputs are as wide as latents, which exist twice, plain and joined with the turned part.
+        Queries and outputs of latent attention are then as wide as latents, which exist twice: alone, and joined with
+        the rotated part.
         """
         paged = replace(self, is_eager=False, is_uneven=False)
         if not self.kv.values_in_keys:
@@ -181,7 +181,7 @@ class ModelSpec:
 
 
 def is_generating_decoder(model: PreTrainedModel) -> bool:
-    """Whether it is of the one kind whose memory and seconds beside the weights are known here."""
+    """Whether the model is a decoder-only one that generates, whose memory and time can be planned."""
     return bool(model.can_generate()) and not model.config.is_encoder_decoder
 
 
@@ -199,7 +199,7 @@ def _read(text: PretrainedConfig, vocab: int, windows: tuple[int | None, ...]) -
         cached=cached,
         expanded=expanded,
         mlp=_widest(text, *_MLP_WIDTHS) or _DEFAULT_EXPANSION * hidden,
-        # Gated: activation, gate and product. Written out in Python: an input and four intermediates (NewGELU).
+        # Gated: activation, gate and product. Computed in Python: an input and four intermediates (NewGELU).
         mlp_copies=3 if activation in _ONE_OPERATION else 5,
         vocab=vocab,
         windows=windows,
@@ -222,7 +222,7 @@ def _attention(text: PretrainedConfig, hidden: int, num_heads: int, num_layers: 
     if getattr(text, "multi_query", False) and text.model_type == "gpt_bigcode":
         num_kv_heads = num_paged = 1
     elif text.model_type == "falcon":
-        # Its config states a number for one of three layouts, and transformers' cache may hold a copy for every head.
+        # Its config states the number for one of three layouts; transformers' cache may hold a copy for every head.
         several = int(text.num_kv_heads) if text.new_decoder_architecture else num_heads
         num_paged = 1 if text.multi_query and not text.new_decoder_architecture else several
     kv = KVShape(num_layers, num_paged, head_dim, head_dim)
@@ -230,7 +230,7 @@ def _attention(text: PretrainedConfig, hidden: int, num_heads: int, num_layers: 
 
 
 def _latent_attention(text: PretrainedConfig, hidden: int, num_heads: int, num_layers: int) -> _AttentionWidths:
-    """Multi-head latent attention: one latent for all heads, and behind it the turned part of the keys."""
+    """Multi-head latent attention: one latent for all heads, followed by the rotated part of the keys."""
     key, cached = _latent_key(text), int(text.kv_lora_rank + text.qk_rope_head_dim)
     # Both in one tensor, keys joined with their rotated part, values copied to be contiguous; queries joined too
     # (modeling_deepseek_v3.py).
@@ -244,7 +244,7 @@ def _latent_key(text: PretrainedConfig) -> int:
 
 
 def _windows(text: PretrainedConfig) -> tuple[int | None, ...]:
-    """Tokens that each layer of transformers' own cache holds at most; asked of the cache that `generate` makes."""
+    """Return the most tokens in each layer of transformers' own cache, read from the cache that `generate` makes."""
     layers = DynamicCache(config=text).layers
     kinds = {type(layer) for layer in layers} - {DynamicLayer, DynamicSlidingWindowLayer}
     unknown = sorted(kind.__name__ for kind in kinds if kind.__name__ != _SHARED_LAYER)
@@ -272,7 +272,7 @@ def _first(text: PretrainedConfig, *names: str) -> Any:
 
 
 def _widest(text: PretrainedConfig, *names: str) -> int:
-    """The largest of the values that the config states under these names, one or one a layer; 0 if it states none."""
+    """Return the largest value under these names, each a number or one per layer; 0 if there is none."""
     values = [getattr(text, name, None) for name in names]
     flat = [item for value in values for item in (value if isinstance(value, Iterable) else [value])]
     return max((int(item) for item in flat if item), default=0)

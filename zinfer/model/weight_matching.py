@@ -1,4 +1,4 @@
-"""Finds a checkpoint tensor for every parameter of a module: prefixes, ties, missing, spare and misshapen ones."""
+"""Matches checkpoint tensors to a module's parameters: prefixes, ties, and errors for missing or wrong tensors."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,29 +21,29 @@ from zinfer.quantization.stored import StoredMatrix
 Weight: TypeAlias = TensorEntry | JoinedTensor | StoredMatrix
 """Where the values of a parameter are stored."""
 
-# Older checkpoints hold what is computed today: rotary frequencies, causal masks (transformers drops them likewise).
+# Older checkpoints hold tensors computed today: rotary frequencies, causal masks (transformers drops them too).
 _SPARE_PATTERNS: Final = (
     r"rotary_emb\.inv_freq$",
     r"(^|\.)attn\.(masked_)?bias$",
     r"(^|\.)position_ids$",
-    # What a family was trained with beside the head that config.json names: BERT's poolers and next-sentence heads.
+    # Training heads beside the one that config.json names: BERT's poolers and next-sentence heads.
     r"(^|\.)pooler\.",
     r"^cls\.seq_relationship\.",
 )
 
 
 def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None = None) -> dict[str, Weight]:
-    """What the checkpoint holds of each parameter and persistent buffer, by the module's name for it.
+    """Return the checkpoint's weight of each parameter and persistent buffer, by the module's names.
 
     Args:
         scheme: how quantized parameters are stored, if any are.
 
-    A parameter that the checkpoint lacks takes the tensor of another name that the module has for it, or else of the
-    one that its family ties it to, whichever way round. Where the checkpoint holds both, each takes its own, as
-    transformers does when they differ.
+    A parameter that the checkpoint lacks takes the tensor of its other name in the module, or of the parameter that it
+    is tied to, in either direction. If the checkpoint holds both, each takes its own, as in transformers when they
+    differ.
 
     Raises:
-        CheckpointError: weights are missing, left over, of another shape, or not floating-point where they must be.
+        CheckpointError: weights are missing, left over, of another shape, or unexpectedly (not) floating-point.
     """
     wanted = _wanted(model)
     found: dict[str, Weight] = {}
@@ -84,20 +84,20 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
 
 
 def load_buffers(model: nn.Module, weights: Mapping[str, Weight], device: torch.device) -> None:
-    """Copy the persistent buffers out of the checkpoint, and take all to the device; they are small and stay there."""
+    """Load the persistent buffers from the checkpoint, and move all buffers to the device for good."""
     for name, buffer in model.named_buffers():
         entry = weights.get(name)
         if isinstance(entry, TensorEntry):
             with safe_open(entry.file, framework="pt") as file:
                 buffer.copy_(file.get_tensor(entry.name))
-    moved = {buffer: buffer.to(device) for buffer in model.buffers()}  # one that several modules have stays one
+    moved = {buffer: buffer.to(device) for buffer in model.buffers()}  # a shared buffer stays shared
     for module in model.modules():
         for name, held in module._buffers.items():
             module._buffers[name] = None if held is None else moved[held]
 
 
 def _stored_weights(checkpoint: Checkpoint, scheme: Scheme | None) -> dict[str, TensorEntry | StoredMatrix]:
-    """The checkpoint's tensors by name, those that make up one parameter joined under its name."""
+    """Return the checkpoint's tensors by name, with the parts of a quantized parameter joined under its name."""
     if scheme is None:
         return dict(checkpoint.tensors)
     joined = {
@@ -111,7 +111,7 @@ def _stored_weights(checkpoint: Checkpoint, scheme: Scheme | None) -> dict[str, 
 
 
 def _wanted(model: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """Shape and floating-pointness of all that the checkpoint must hold."""
+    """Return, for each tensor that the checkpoint must hold, its shape and whether it is floating-point."""
     state = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -123,14 +123,14 @@ def _wanted(model: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
 
 
 def _module_name(name: str, wanted: Mapping[str, object], prefix: str) -> str | None:
-    """The module's name for a checkpoint tensor: base models are saved without the prefix, and the other way round."""
+    """Return the module's name for a checkpoint tensor, with or without the base model's prefix."""
     candidates = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")] if prefix else [name]
     return next((candidate for candidate in candidates if candidate in wanted), None)
 
 
 def _share_tied(model: nn.Module, found: dict[str, Weight]) -> None:
     tied = model.all_tied_weights_keys if isinstance(model, PreTrainedModel) else {}
-    ties = [*_other_names(model), *tied.items()]  # what the model shares need not be what its family ties
+    ties = [*_other_names(model), *tied.items()]  # the model may share others than its family ties
     known = -1
     while len(found) != known:  # a further round reaches parameters tied to one that was itself absent
         known = len(found)
@@ -141,7 +141,7 @@ def _share_tied(model: nn.Module, found: dict[str, Weight]) -> None:
 
 
 def _other_names(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of a parameter or buffer beyond its first; a module in several places has as many."""
+    """Yield each further name of a parameter or buffer, with its first one; shared modules have several."""
     first: dict[torch.Tensor, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if first.setdefault(value, name) != name:

@@ -1,4 +1,4 @@
-"""Small copies between host and device that neither of them waits for."""
+"""Small asynchronous copies between host and device."""
 
 import functools
 from collections.abc import Sequence
@@ -7,15 +7,14 @@ import torch
 
 
 def send(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers as a tensor on the device, copied from pinned memory, so that the host need not wait."""
+    """Copy numbers to a tensor on the device, asynchronously from pinned memory."""
     return send_pinned(torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda"), device)
 
 
 def send_pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor in pinned memory to the device, ordered before everything that is launched from now on.
+    """Copy a tensor in pinned memory to the device, before everything launched from now on.
 
-    The copy uses a stream of its own, so that it overlaps what the device still computes, even where it waits behind a
-    slab on the link.
+    The copy uses a stream of its own, so that it overlaps earlier compute, even if it waits behind a slab on the link.
     """
     if device.type != "cuda":
         return host.to(device)
@@ -30,7 +29,7 @@ def send_pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    # torch hands out a few streams of each priority in turn: slabs have theirs of the usual one.
+    # torch reuses a few streams of each priority in turn; slabs use streams of the default priority.
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 

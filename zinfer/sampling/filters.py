@@ -1,10 +1,10 @@
-"""Likelihoods as whole numbers, the filters on them, and the draw; it knows no request and keeps no state.
+"""Token likelihoods as integers, the filters on them, and the draw; stateless and independent of requests.
 
-Running sums of floats on a GPU depend on how many rows are summed together: torch's scan shares its threads out between
-rows and columns, and takes another algorithm for one row alone. Whole numbers have one sum in any order. So a token's
-likelihood is taken relative to the row's most likely token, in float64, and rounded to a 64-bit fixed-point number: a
-row's tokens are then the same in every batch. What that costs: in a vocabulary of 2**17 a token less than 2**-46 as
-likely as the most likely one is never drawn.
+Cumulative sums of floats on a GPU depend on the number of rows: torch's scan divides its threads between rows and
+columns, and uses another algorithm for a single row. Sums of integers do not depend on their order. So a token's
+likelihood relative to the row's most likely token is computed in float64 and rounded to a 64-bit fixed-point number;
+a row's tokens are then the same in every batch. The cost: in a vocabulary of 2**17 a token less than 2**-46 as likely
+as the most likely one is never drawn.
 """
 
 from collections.abc import Sequence
@@ -16,34 +16,34 @@ from zinfer.sampling.async_copy import send
 
 
 def unit_of(vocab_size: int) -> int:
-    """The fixed-point number that stands for 1: `vocab_size` of them sum up to at most 2**62."""
+    """Return the fixed-point number for 1, such that `vocab_size` of them sum to at most 2**62."""
     return int(2 ** (62 - (vocab_size - 1).bit_length()))
 
 
 def ratios_of(logits_RV: torch.Tensor, peak_R: torch.Tensor, temperature_R1: torch.Tensor | float = 1) -> torch.Tensor:
-    """How likely each token is, relative to its row's most likely one: [rows, vocabulary] float64 in [0, 1].
+    """Return each token's likelihood relative to its row's most likely one: [rows, vocabulary] float64 in [0, 1].
 
-    peak_R: the rows' greatest logits, finite. It is taken away first: a small temperature then overflows nothing.
+    peak_R: the rows' maximum logits, finite; subtracted first, so that small temperatures do not overflow.
     """
     return ((logits_RV.double() - peak_R.double()[:, None]) / temperature_R1).exp_()
 
 
 def fixed_point(ratios_RV: torch.Tensor) -> torch.Tensor:
-    """`ratios_of` as int64 in units of `unit_of(vocabulary)`."""
+    """Round `ratios_of` to int64, in units of `unit_of(vocabulary)`."""
     return (ratios_RV * unit_of(ratios_RV.shape[1])).round_().long()
 
 
 def kind_of(params: SamplingParams, vocab_size: int) -> tuple[bool, bool]:
-    """Whether top_k and top_p take anything away; rows of one kind are drawn together."""
+    """Return whether top_k and top_p have an effect; rows of the same kind are drawn together."""
     return 0 < params.top_k < vocab_size, params.top_p < 1
 
 
 def draw(
     logits_RV: torch.Tensor, peak_R: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> torch.Tensor:
-    """Each row's token at the quantile `uniform` of its filtered distribution, in the order of token ids: [rows] int64.
+    """Return each row's token at the quantile `uniform` of its filtered distribution, by token id: [rows] int64.
 
-    logits_RV: [rows, vocabulary], -inf where a token may not come, no NaN. peak_R: their greatest, finite.
+    logits_RV: [rows, vocabulary], -inf for forbidden tokens, no NaN. peak_R: their maximum, finite.
     params: of rows that are not greedy, all of one `kind_of`. uniforms: in [0, 1).
     """
     device, vocab_size = logits_RV.device, logits_RV.shape[1]
@@ -59,19 +59,19 @@ def draw(
     if has_top_p:
         _keep_nucleus(weights_RV, _column([p.top_p for p in params], device))
     running_RV = weights_RV.cumsum(1)
-    # Below the total for every uniform below 1, 1 - 2**-53 included: times that, any float64 is rounded downwards.
+    # Below the total for every uniform below 1: even the product with 1 - 2**-53 is rounded downwards.
     target_R1 = (_column(uniforms, device) * running_RV[:, -1:].double()).long()
     return torch.searchsorted(running_RV, target_R1, right=True)[:, 0]
 
 
 def _least_of_top(logits_RV: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
-    """The logit of each row's `top_k`-th token, [rows, 1]; tokens as likely as that one stay too."""
+    """Return the logit of each row's `top_k`-th token, [rows, 1]; tokens with an equal logit are kept too."""
     places_R1 = send(top_k, torch.int64, logits_RV.device)[:, None] - 1
     return torch.topk(logits_RV, max(top_k)).values.gather(1, places_R1)
 
 
 def _keep_nucleus(weights_RV: torch.Tensor, top_p_R1: torch.Tensor) -> None:
-    """Zeroes, in place, tokens whose more likely ones, with the lower ids among equals, make up `top_p` already."""
+    """Zero, in place, each token whose predecessors by likelihood (ties by id) already sum to `top_p`."""
     ordered_RV, order_RV = torch.sort(weights_RV, dim=1, descending=True, stable=True)
     running_RV = ordered_RV.cumsum(1)
     before_RV = running_RV - ordered_RV

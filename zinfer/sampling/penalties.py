@@ -1,7 +1,7 @@
-"""What changes a row's logits before a token is chosen: biases, tokens that may not come, penalties.
+"""Changes logits before a token is chosen: biases, forbidden tokens, penalties.
 
-Each function changes float32 logits [rows, vocabulary] in place, all rows that ask for it at once, and a row's numbers
-depend on that row alone. Token ids outside the vocabulary are passed over: there is no logit to change.
+Each function changes float32 logits [rows, vocabulary] in place, for all rows that ask for it at once; a row's result
+does not depend on other rows. Token ids outside the vocabulary are ignored.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ from zinfer.sampling.async_copy import send
 
 
 class Penalty(NamedTuple):
-    """A row's penalties, and the tokens that they strike. row: its place in the logits."""
+    """A row's penalties, and the tokens that they apply to. row: its index in the logits."""
 
     row: int
     params: SamplingParams
@@ -24,7 +24,7 @@ class Penalty(NamedTuple):
 
 
 def add_biases(logits_RV: torch.Tensor, biases: Mapping[int, Mapping[int, float]]) -> None:
-    """Adds to each row its biases by token id."""
+    """Add to each row its biases by token id."""
     entries = [
         (row, token_id, bias)
         for row, biases_of_row in biases.items()
@@ -39,7 +39,7 @@ def add_biases(logits_RV: torch.Tensor, biases: Mapping[int, Mapping[int, float]
 
 
 def forbid(logits_RV: torch.Tensor, token_ids: Mapping[int, Collection[int]]) -> None:
-    """Sets the logits of each row's `token_ids` to -inf."""
+    """Set the logits of each row's `token_ids` to -inf."""
     entries = [(row, i) for row, ids in token_ids.items() for i in ids if 0 <= i < logits_RV.shape[1]]
     if not entries:
         return
@@ -48,7 +48,7 @@ def forbid(logits_RV: torch.Tensor, token_ids: Mapping[int, Collection[int]]) ->
 
 
 def keep_only(logits_RV: torch.Tensor, token_ids: Mapping[int, Collection[int]]) -> None:
-    """Sets the logits of these rows to -inf, bar those of each row's `token_ids`."""
+    """Set the logits of these rows to -inf, except those of each row's `token_ids`."""
     if not token_ids:
         return
     entries = [(row, i) for row, ids in token_ids.items() for i in ids if 0 <= i < logits_RV.shape[1]]
@@ -60,25 +60,25 @@ def keep_only(logits_RV: torch.Tensor, token_ids: Mapping[int, Collection[int]])
 
 
 def penalize(logits_RV: torch.Tensor, penalties: Sequence[Penalty]) -> None:
-    """Repetition of prompt and output, as transformers has it; then frequency and presence in the output, as OpenAI."""
+    """Apply repetition penalties like transformers (prompt and output), then frequency and presence like OpenAI."""
     if not penalties:
         return
     rows = _index([penalty.row for penalty in penalties], logits_RV)
     params = [penalty.params for penalty in penalties]
-    struck_RV = logits_RV[rows]
-    counts_RV = _counts([penalty.output_ids for penalty in penalties], struck_RV)
+    penalized_RV = logits_RV[rows]
+    counts_RV = _counts([penalty.output_ids for penalty in penalties], penalized_RV)
     prompts = [penalty.prompt_ids if penalty.params.repetition_penalty != 1 else () for penalty in penalties]
-    repeated_RV = (counts_RV + _counts(prompts, struck_RV)) > 0
-    repetition_R1 = _column([each.repetition_penalty for each in params], struck_RV)
-    lowered_RV = torch.where(struck_RV < 0, struck_RV * repetition_R1, struck_RV / repetition_R1)
-    struck_RV = torch.where(repeated_RV, lowered_RV, struck_RV)
-    struck_RV -= _column([each.frequency_penalty for each in params], struck_RV) * counts_RV
-    struck_RV -= _column([each.presence_penalty for each in params], struck_RV) * (counts_RV > 0)
-    logits_RV[rows] = struck_RV
+    repeated_RV = (counts_RV + _counts(prompts, penalized_RV)) > 0
+    repetition_R1 = _column([each.repetition_penalty for each in params], penalized_RV)
+    lowered_RV = torch.where(penalized_RV < 0, penalized_RV * repetition_R1, penalized_RV / repetition_R1)
+    penalized_RV = torch.where(repeated_RV, lowered_RV, penalized_RV)
+    penalized_RV -= _column([each.frequency_penalty for each in params], penalized_RV) * counts_RV
+    penalized_RV -= _column([each.presence_penalty for each in params], penalized_RV) * (counts_RV > 0)
+    logits_RV[rows] = penalized_RV
 
 
 def _counts(token_ids: Sequence[Sequence[int]], like_RV: torch.Tensor) -> torch.Tensor:
-    """[rows, vocabulary] int32: how often each token occurs in each row's ids. Whole numbers add up in any order."""
+    """Return how often each token occurs in each row's ids: [rows, vocabulary] int32, so sums are exact."""
     num_rows, vocab_size = like_RV.shape
     rows = _index([row for row, ids in enumerate(token_ids) for _ in ids], like_RV)
     columns = _index(list(chain.from_iterable(token_ids)), like_RV)

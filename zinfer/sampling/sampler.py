@@ -1,8 +1,8 @@
 """Chooses the next token of every row of a batch, on the device that holds the logits.
 
-A row's token and log-probabilities depend on the row alone: they are the same, bit for bit, whatever batch it is in.
-No random state is kept; each draw's uniform number is a function of the row's seed and step (`row_uniform`). Nothing
-here ends a row: end tokens and stop strings are the caller's to look for.
+A row's token and log-probabilities depend only on the row: they are bit-identical in every batch. There is no random
+state; each draw's uniform number is a function of the row's seed and step (`row_uniform`). The caller checks for end
+tokens and stop strings.
 """
 
 import hashlib
@@ -20,22 +20,22 @@ from zinfer.sampling.async_copy import DeviceToHostCopy, send
 from zinfer.sampling.filters import draw, fixed_point, kind_of, ratios_of, unit_of
 from zinfer.sampling.penalties import Penalty, add_biases, forbid, keep_only, penalize
 
-# Rows that are not plainly greedy take up to about a hundred bytes a logit while they are sampled (float64 and int64
-# copies, a sort's buffers): they are done in parts of so many logits, at least one row, whatever the batch is.
+# Sampling rows that are not plainly greedy takes up to about a hundred bytes per logit (float64 and int64 copies, a
+# sort's buffers), so a batch is sampled in parts of at most this many logits, or one row.
 _PART_LOGITS: Final = 2**23
 
 _STREAM: Final = b"zinfer draw"
 
 BROKEN: Final = -1
-"""Stands for the token of a row that has none: its logits are not finite."""
+"""The token of a broken row, whose logits are not finite."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """All that a row's next token depends on, besides its logits.
+    """The inputs of a row's next token, besides its logits.
 
-    prompt_ids, output_ids: its tokens so far; the row stays the same while they grow. end_token_ids: the model's.
-    uniform_at: the number in [0, 1) that decides the draw after so many tokens; not called where the row is greedy.
+    prompt_ids, output_ids: its tokens so far; `output_ids` grows while the row is in use. end_token_ids: the model's.
+    uniform_at: returns the number in [0, 1) for the draw after so many tokens; not called for greedy rows.
     bad_word_ids: tokens of each of its bad words.
     """
 
@@ -49,10 +49,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One batch's result, row by row.
+    """The result of one batch, row by row.
 
-    token_ids: `BROKEN` for a broken row. logprobs: None where the row did not ask, or is broken.
-    broken: rows without a token: their logits hold NaN or +inf, or nothing finite before or after biases and penalties.
+    token_ids: `BROKEN` for a broken row. logprobs: None if the row did not ask for them, or is broken.
+    broken: rows whose logits hold NaN or +inf, or nothing finite before or after biases and penalties.
     """
 
     token_ids: list[int]
@@ -61,7 +61,7 @@ class Sampled:
 
 
 def row_uniform(seed: int, step: int) -> float:
-    """The uniform number in [0, 1) of a row's draw number `step`: a multiple of 2**-53, the same on every machine.
+    """Return the uniform number in [0, 1) of a row's draw `step`: a multiple of 2**-53, the same on every machine.
 
     seed, step: from 0 to 2**64 - 1.
     """
@@ -71,7 +71,7 @@ def row_uniform(seed: int, step: int) -> float:
 
 
 class Drawn:
-    """What was drawn for one batch, on the device; on its way to the host.
+    """The tokens drawn for one batch, on the device, while they are copied to the host.
 
     ``token_ids`` is [rows] int64 on the device, `BROKEN` for a broken row.
     """
@@ -79,11 +79,11 @@ class Drawn:
     def __init__(self, token_ids: torch.Tensor, weighed: Sequence["_Weighed"]) -> None:
         self.token_ids = token_ids
         self._weighed = weighed
-        self._delivery = DeviceToHostCopy([token_ids, *(tensor for each in weighed for tensor in each.tensors)])
+        self._copy = DeviceToHostCopy([token_ids, *(tensor for each in weighed for tensor in each.tensors)])
 
     def take(self) -> Sampled:
-        """Blocks until it is on the host."""
-        token_ids, *rest = self._delivery.take()
+        """Wait for the copy and return the result."""
+        token_ids, *rest = self._copy.take()
         ids: list[int] = token_ids.tolist()
         logprobs: list[Logprobs | None] = [None] * len(ids)
         for each in self._weighed:
@@ -102,9 +102,9 @@ class Sampler:
         self.device = torch.device(device)
 
     def draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> Drawn:
-        """logits: [rows, vocab_size or more], float32 or shorter, not changed; columns beyond `vocab_size` are padding.
+        """Draw each row's token without waiting for the device.
 
-        Does not wait for the device.
+        logits: [rows, vocab_size or more], float32 or shorter, not changed; columns beyond `vocab_size` are padding.
         """
         assert logits.device.type == self.device.type
         assert logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -127,12 +127,12 @@ class Sampler:
         return Drawn(torch.cat([nothing, *chosen]), weighed)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
-        """As `draw`; blocks until the tokens are on the host."""
+        """As `draw`, but waits until the tokens are on the host."""
         return self.draw(logits, rows).take()
 
 
 def _choose(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Each row's token, `BROKEN` for a broken one."""
+    """Return each row's token, `BROKEN` for a broken row."""
     peak_R, best_R = raw_RV.max(dim=1)
     usable_R = peak_R.isfinite()
     logits_RV = raw_RV
@@ -147,7 +147,7 @@ def _choose(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     for members in groups.values():
         params = [rows[i].params for i in members]
         places = send(members, torch.int64, raw_RV.device)
-        # Rows that are broken are drawn from as if all tokens were alike; what comes of it is not used.
+        # Broken rows are drawn as if all tokens were equally likely; their result is not used.
         whole_M = usable_R[places]
         logits_MV = torch.where(whole_M[:, None], logits_RV[places], 0)
         peak_M = torch.where(whole_M, peak_R[places], 0)
@@ -157,7 +157,7 @@ def _choose(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def _adjusted(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """A float32 copy with biases, what may not come, and penalties."""
+    """Return a float32 copy with biases, forbidden tokens and penalties applied."""
     logits_RV = raw_RV.to(torch.float32, copy=True)
     add_biases(logits_RV, {i: row.params.logit_bias for i, row in enumerate(rows) if row.params.logit_bias})
     allowed = ((i, row.params.allowed_token_ids) for i, row in enumerate(rows))
@@ -169,18 +169,18 @@ def _adjusted(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def _forbidden(row: Row) -> set[int]:
-    """What may not come next: what completes a bad word, and, before it has its least tokens, what ends the row."""
+    """Return the tokens that would complete a bad word, and end tokens while the row is below its minimum length."""
     ends = (*row.end_token_ids, *row.params.stop_token_ids) if _is_too_short(row) else ()
     return {*ends, *last_ids(row.bad_word_ids, row.output_ids)}
 
 
 @dataclass(frozen=True, eq=False)
 class _Weighed:
-    """What the log-probabilities of some rows are made of on the host; the sums are whole numbers (see filters).
+    """The values from which the host computes log-probabilities of some rows; sums are integers (see filters).
 
-    rows: which rows, and the most likely tokens that each asks for.
-    tensors: on the device, for each row its greatest logit, the sum of likelihoods relative to it, and the logit of
-        the chosen token; then ids [rows, most] and logits of the most likely ones.
+    rows: index of each row, and how many of its most likely tokens it asks for.
+    tensors: on the device, for each row its maximum logit, the sum of likelihoods relative to it, and the logit of the
+        chosen token; then ids [rows, most] and logits of the most likely tokens.
     """
 
     rows: Sequence[tuple[int, int]]
@@ -189,7 +189,7 @@ class _Weighed:
 
     @classmethod
     def of(cls, raw_RV: torch.Tensor, rows: Sequence[Row], token_ids_R: torch.Tensor, first: int) -> "_Weighed":
-        """For the rows that ask, the first of which has the number ``first``."""
+        """Make the values for the rows that ask for logprobs; ``first`` is the index of ``rows[0]`` in the batch."""
         asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         vocab_size = raw_RV.shape[1]
         num_top = [min(rows[i].params.logprobs or 0, vocab_size) for i in asking]
@@ -202,10 +202,10 @@ class _Weighed:
         numbers = [(first + i, num) for i, num in zip(asking, num_top, strict=True)]
         return cls(numbers, vocab_size, (peak_R, totals_R, chosen_R, *top))
 
-    def logprobs(self, delivered: Sequence[torch.Tensor]) -> Iterator[tuple[int, Logprobs | None]]:
-        """By row, from `tensors` as they came to the host; None where the logits are no numbers."""
+    def logprobs(self, on_host: Sequence[torch.Tensor]) -> Iterator[tuple[int, Logprobs | None]]:
+        """Yield log-probabilities by row, from `tensors` on the host; None for rows with non-finite logits."""
         for (row, num), peak, total, chosen, ids, top in zip(
-            self.rows, *(tensor.tolist() for tensor in delivered), strict=True
+            self.rows, *(tensor.tolist() for tensor in on_host), strict=True
         ):
             if not math.isfinite(peak):
                 yield row, None
@@ -215,7 +215,7 @@ class _Weighed:
 
 
 def _most_likely(logits_RV: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and logits of each row's `num` greatest, by a sort: torch.topk leaves open which of equal ones it takes."""
+    """Return ids and logits of each row's `num` largest logits; sorts, because torch.topk breaks ties arbitrarily."""
     if not num:
         return logits_RV[:, :0].long(), logits_RV[:, :0]
     ordered_RV, order_RV = torch.sort(logits_RV, dim=1, descending=True, stable=True)

@@ -1,6 +1,6 @@
-"""Gives the sequences that run their pages: those that hold a sequence's beginning already, and free ones.
+"""Allocates pages to running sequences: pages that already hold the sequence's prefix, and free ones.
 
-Takes what it is told that a sequence may have. Who runs, and who makes room, is the scheduler's to decide.
+The scheduler decides which sequences run or are preempted, and how many pages they may take.
 """
 
 from typing import Final, NamedTuple
@@ -10,14 +10,14 @@ from zinfer.scheduling.page_pool import HOLE, PagePool
 from zinfer.scheduling.sequence import Sequence
 
 _MOST_RESERVED: Final = 1 / 16
-"""Share of the pool that prompts leave to decodes at most: beyond it idle pages cost more than setting a few aside."""
+"""Largest share of the pool that prompts leave to decodes: more idle pages would cost more than a few preemptions."""
 
 
 class Beginning(NamedTuple):
-    """What a sequence that begins to run has pages for.
+    """The first chunk and the pages of a sequence that starts to run.
 
-    begin, end: positions of its first chunk; what comes before was found, or is restored.
-    restored: the pages, in order, into which the last of what was swapped out goes.
+    begin, end: positions of its first chunk; the pages before were found in the prefix cache, or are swapped in.
+    restored: the pages to swap in, in order: the last ones of those that were swapped out.
     """
 
     begin: int
@@ -26,24 +26,24 @@ class Beginning(NamedTuple):
 
 
 def first_needed(position: int, window: int | None) -> int:
-    """The first position that the token at ``position`` attends to.
+    """Return the first position that the token at ``position`` attends to.
 
     Args:
-        window: positions that a token attends to, its own among them; None: all that come before.
+        window: positions that a token attends to, its own included; None: all before it.
     """
     return 0 if window is None else max(position - window + 1, 0)
 
 
 class PageAllocator:
-    """Pages of a pool, for sequences that need those of a window.
+    """Allocates pages of a pool.
 
     Args:
-        pool: all pages that there are; nobody else takes them.
-        window: where every layer of the model slides, as for `first_needed`; pages behind it are given back.
+        pool: all pages; only this allocator takes them.
+        window: if every layer of the model slides, as for `first_needed`; pages before the window are freed.
 
     Attributes:
-        is_short: whether a sequence got fewer pages than were wanted since it was last set to False.
-        most_reserved: pages that prompts leave to decodes at most.
+        is_short: whether a sequence got fewer pages than it wanted since this was last set to False.
+        most_reserved: most pages that prompts leave to decodes.
     """
 
     def __init__(self, pool: PagePool, window: int | None) -> None:
@@ -54,23 +54,19 @@ class PageAllocator:
         self.most_reserved = int(pool.num_pages * _MOST_RESERVED)
 
     def pages_alone(self, num_prompt: int, max_new_tokens: int) -> int:
-        """Pages without which a sequence cannot be completed; the last new token is never computed."""
+        """Return the pages that a sequence needs to be completed; the last new token is never computed."""
         num_pages = self._pool.pages_for(num_prompt + max_new_tokens - 1)
         if self._window is None:
             return num_pages
-        # So many neighbouring positions lie in one page more than they fill, where they begin at a page's last.
+        # One page more than the positions fill, if they begin at the last position of a page.
         return min(num_pages, self._pool.pages_for(self._window - 1) + 1)
 
     def pages_of(self, sequence: Sequence) -> int:
-        """`pages_alone` of a sequence."""
+        """Return `pages_alone` of a sequence."""
         return self.pages_alone(len(sequence.prompt_ids), sequence.max_new_tokens)
 
     def check(self, sequence: Sequence) -> None:
-        """Refuse a sequence that could never be completed.
-
-        Raises:
-            PlanError: the pool could not hold it even alone.
-        """
+        """Raise PlanError if the pool could not hold the sequence even alone."""
         num_pages, pool = self.pages_of(sequence), self._pool
         if num_pages > pool.num_pages:
             raise PlanError(
@@ -80,14 +76,13 @@ class PageAllocator:
             )
 
     def num_free_for_prompts(self, num_others: int) -> int:
-        """Pages that a prompt may take: one is left for each of the others that run, within a share of the pool."""
+        """Return the pages that a prompt may take: all but one for each other running sequence, up to a maximum."""
         return max(self._pool.num_free - min(num_others, self.most_reserved), 0)
 
     def begin(self, sequence: Sequence, most_tokens: int, num_others: int) -> Beginning | None:
-        """Pages for a sequence that waits or is preempted, to compute so many tokens at most; None where they are
-        short.
+        """Allocate pages for a waiting or preempted sequence to compute up to ``most_tokens``.
 
-        It holds none then. Alone it gets one page at least.
+        Returns None if there are too few; the sequence then holds no pages. Alone it gets at least one page.
         """
         pool = self._pool
         if self.num_free_for_prompts(num_others) == 0:
@@ -117,13 +112,13 @@ class PageAllocator:
         )
 
     def extend(self, sequence: Sequence, end: int, most: int) -> int:
-        """Take ``most`` pages at most for a sequence up to position ``end``; says how far they go."""
+        """Allocate up to ``most`` pages for a sequence up to position ``end``; returns the position they reach."""
         num_wanted = self._pool.pages_for(end) - len(sequence.pages)
         self.is_short |= most < num_wanted
         sequence.pages += self._pool.take(min(num_wanted, most))
         return min(end, len(sequence.pages) * self._pool.page_size)
 
     def publish(self, sequence: Sequence, end: int) -> None:
-        """Let others find the pages up to position ``end``, restored ones too, that are whole and have known tokens."""
+        """Add the full pages with known tokens up to position ``end``, swapped-in ones too, to the prefix cache."""
         if sequence.shares:
             self._pool.publish(sequence, min(end, sequence.num_known) // self._pool.page_size)

@@ -1,14 +1,13 @@
-"""The pages of the KV cache by number: who uses them, and which hold the beginning of a new sequence.
+"""The pages of the KV cache by number: their reference counts, and the prefix cache that finds shared pages.
 
-Knows numbers and tokens, not the memory behind them. A page is shared only when it is whole, and a sequence writes only
-behind its whole pages, so a shared page is never written to and nothing has to be copied on write.
+Knows numbers and tokens, not the memory behind them. A page is shared only when it is full, and a sequence writes only
+after its full pages, so a shared page is never written and copy-on-write is not needed.
 
-[Note: names] A whole page is known by the name of all that comes before it and by its own tokens; the two together are
-given a name of their own. Tokens are kept and compared, and names count up and are never given twice, so a page that is
-found holds exactly the tokens that were looked for, whatever hashes collide. When a page is taken for something else
-its name dies, and pages named after it are found no more, not even when the same tokens are computed again, under a new
-name. They count as free all the time and are taken in their turn. That is rare: a sequence gives its pages back last
-one first, so they are taken before those that they follow.
+[Note: names] The key of a full page is the name of the prefix before it and its own tokens; each key gets a name.
+Tokens are stored and compared, and names are never reused, so a page that is found holds exactly the tokens looked for,
+even if hashes collide. When a page is taken for other tokens its name is dropped, and pages named after it are no
+longer found, even if the same tokens are computed again, under a new name. They still count as free and are taken in
+their turn. That is rare: a sequence frees its last pages first, so they are taken before the pages that they follow.
 """
 
 from collections import OrderedDict
@@ -18,20 +17,20 @@ from typing import Final
 from zinfer.scheduling.sequence import Sequence
 
 HOLE: Final = -1
-"""Stands in ``Sequence.pages`` for a page that was dropped."""
+"""Marks a dropped page in ``Sequence.pages``."""
 
 _NOTHING_BEFORE: Final = 0
-"""The name of what comes before a first page."""
+"""The name of the empty prefix."""
 
 _Key = tuple[int, bytes]
 
 
 class PagePool:
-    """Pages with counts of their users.
+    """Pages with reference counts.
 
     Args:
         num_pages: pages, numbered from 0.
-        page_size: tokens a page.
+        page_size: tokens per page.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -50,20 +49,20 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken, those that can still be found among them."""
+        """Number of free pages, including unused ones in the prefix cache."""
         return len(self._blank) + len(self._idle)
 
     @property
     def num_used(self) -> int:
-        """Pages that some sequence holds."""
+        """Number of pages held by sequences."""
         return self._limit - self.num_free
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that so many tokens from a sequence's first on lie in."""
+        """Return the number of pages that hold the first ``num_tokens`` of a sequence."""
         return -(-num_tokens // self.page_size)
 
     def take(self, num_pages: int) -> list[int]:
-        """Pages for one user to write to: those without a name first, then the least recently used."""
+        """Take free pages for one user to write: pages without a name first, then the least recently used."""
         assert num_pages <= self.num_free, f"{num_pages} pages wanted, {self.num_free} free"
         blank, users = self._blank, self._num_users
         first = max(len(blank) - num_pages, 0)
@@ -78,9 +77,9 @@ class PagePool:
         return taken
 
     def find(self, sequence: Sequence) -> None:
-        """Give a sequence that holds no pages those that hold its beginning.
+        """Give a sequence that holds no pages those of the prefix cache that hold its prefix.
 
-        The last token is never among what is found: its logits are wanted, so it has to be computed.
+        They never include the last token, which must be computed for its logits.
         """
         assert not sequence.pages
         for index in range((sequence.num_tokens - 1) // self.page_size):
@@ -96,10 +95,10 @@ class PagePool:
             sequence.pages.append(page)
 
     def publish(self, sequence: Sequence, end: int) -> None:
-        """Let others find the sequence's pages up to number ``end`` (exclusive), all of them whole.
+        """Add the sequence's pages up to number ``end`` (exclusive), all full, to the prefix cache.
 
-        Where the same tokens lie in a page already, that one goes on being found, and what follows here is named after
-        it. What follows a hole that nobody else has filled is found by no one.
+        If another page already holds the same tokens, that page stays the one found, and the pages that follow here
+        are named after it. Pages after a hole are found only if another sequence's page fills the hole.
         """
         begin, prefix = sequence.num_named, sequence.prefix
         key_of, users, names = self._key_of, self._num_users, self._names
@@ -118,7 +117,7 @@ class PagePool:
         sequence.prefix, sequence.num_named = prefix, max(begin, end)
 
     def drop_before(self, sequence: Sequence, position: int) -> None:
-        """Leave holes for the pages that lie wholly before a position; for models whose every layer slides."""
+        """Free the pages entirely before a position and leave holes; for models in which every layer slides."""
         num_dropped = position // self.page_size
         if num_dropped > sequence.num_dropped:
             behind = slice(sequence.num_dropped, num_dropped)
@@ -127,20 +126,20 @@ class PagePool:
             sequence.num_dropped = num_dropped
 
     def release(self, sequence: Sequence) -> None:
-        """Take back all pages of the sequence; it holds none afterwards."""
+        """Free all pages of the sequence."""
         self._give_back(sequence.pages)
         sequence.pages = []
         sequence.num_dropped = sequence.num_named = 0
         sequence.prefix = _NOTHING_BEFORE
 
     def confine(self, num_pages: int) -> dict[int, int]:
-        """Use the first ``num_pages`` alone, until `confine` allows more; what is used may not be more than these.
+        """Use only the first ``num_pages``, until `confine` allows more; they must be enough for the pages in use.
 
         Returns:
-            Pages whose contents are to be copied, with those that take their places, for their users too.
+            The pages to move, mapped to their new places. The caller copies their contents and updates their users.
         """
         assert 0 <= num_pages <= self.num_pages
-        self._blank[:0] = range(num_pages - 1, self._limit - 1, -1)  # those that come back are taken last
+        self._blank[:0] = range(num_pages - 1, self._limit - 1, -1)  # regained pages are taken last
         self._limit = num_pages
         for page in [page for page in self._idle if page >= num_pages]:
             del self._idle[page]
@@ -157,14 +156,14 @@ class PagePool:
         return moved
 
     def forget(self) -> None:
-        """Let nothing be found that was published so far: what lies there may be damaged."""
+        """Drop the prefix cache, whose pages may be damaged."""
         self._blank += self._idle
         self._idle.clear()
         self._found.clear()
         self._key_of = [None] * self.num_pages
 
     def _tokens(self, sequence: Sequence, begin: int, end: int) -> list[bytes]:
-        """The tokens of the pages with these numbers, page by page."""
+        """Return the tokens of the sequence's pages ``begin`` to ``end``, page by page."""
         tokens = sequence.tokens(begin * self.page_size, end * self.page_size)
         packed, width = tokens.tobytes(), tokens.itemsize * self.page_size
         return [packed[at : at + width] for at in range(0, len(packed), width)]

@@ -1,4 +1,4 @@
-"""Where sequences stand: waiting, running or preempted, each kind in its own order."""
+"""The queues of waiting, running and preempted sequences, each in its own order."""
 
 import heapq
 from collections import deque
@@ -11,12 +11,12 @@ Order = Literal["arrival", "longest_first"]
 
 
 class WaitingQueue:
-    """Sequences that were never admitted: by arrival, or by prompt tokens with the longest first and ties by arrival.
+    """Sequences that were never admitted, by arrival, or longest prompt first with ties by arrival.
 
-    So that short prompts do not starve where long ones keep arriving, the longest are sought within a generation: what
-    was added before the first of a generation left the queue belongs to it, what comes later forms the next one. So a
-    sequence is overtaken only by those that were in the queue with it before its generation had its turn. A batch that
-    is added before the first pass is one generation, longest first throughout.
+    Longest first holds within a generation, so that short prompts do not starve while long ones keep arriving.
+    Sequences added before the first one of a generation left the queue belong to that generation, later ones to the
+    next. So a sequence is overtaken only by sequences of its own generation. A batch that is added before the first
+    pass is one generation.
     """
 
     def __init__(self, order: Order) -> None:
@@ -25,18 +25,18 @@ class WaitingQueue:
         self._heap: list[tuple[int, int, int, Sequence]] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Sequences come in the order of their numbers."""
+        """Add a sequence; numbers must increase."""
         length = len(sequence.prompt_ids) if self._order == "longest_first" else 0
         heapq.heappush(self._heap, (self._generation, -length, sequence.number, sequence))
 
     def first(self) -> Sequence | None:
-        """The one to admit next, which stays; None where there is none."""
+        """Return the sequence to admit next, without removing it; None if the queue is empty."""
         while self._heap and self._heap[0][-1].state is not SequenceState.WAITING:
-            heapq.heappop(self._heap)  # aborted here
+            heapq.heappop(self._heap)  # aborted in the queue
         return self._heap[0][-1] if self._heap else None
 
     def remove_first(self) -> None:
-        """Take out what `first` gave."""
+        """Remove the sequence that `first` returned."""
         generation, *_ = heapq.heappop(self._heap)
         if self._order == "longest_first":
             self._generation = generation + 1
@@ -45,7 +45,7 @@ class WaitingQueue:
 class Running:
     """Sequences that hold pages, in the order in which they were admitted.
 
-    Between two passes every one but the last has the last token of its output left to compute, and nothing else.
+    Between two passes, all but the last have exactly one token left to compute: the last of their output.
     """
 
     def __init__(self) -> None:
@@ -59,35 +59,34 @@ class Running:
 
     @property
     def last(self) -> Sequence | None:
-        """The one that was admitted last."""
+        """The sequence admitted last."""
         return next(reversed(self._sequences.values()), None)
 
     @property
     def prompt(self) -> Sequence | None:
-        """The last one, where more of it is left than a token of its output."""
+        """The last sequence, if it has more left to compute than one token of its output."""
         last = self.last
         return last if last and (last.num_tokens - last.num_computed > 1 or not last.output_ids) else None
 
     def decodes(self) -> list[Sequence]:
-        """All but the prompt under way."""
+        """Return all sequences but the prompt under way."""
         sequences = list(self._sequences.values())
         return sequences if self.prompt is None else sequences[:-1]
 
     def add(self, sequence: Sequence) -> None:
-        """One more behind the others."""
+        """Append a sequence."""
         self._sequences[sequence.number] = sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Take one out, if it is here."""
+        """Remove a sequence, if it is here."""
         self._sequences.pop(sequence.number, None)
 
 
 class PreemptedQueue:
-    """Sequences that had to make room; the one that was preempted last comes back first.
+    """Preempted sequences; the last one preempted returns first.
 
     Args:
-        most_swapped_pages: the pages of a sequence are kept as long as there are no more than these; the tokens of
-            others are computed again. None: no limit.
+        most_swapped_pages: most pages that are swapped out; sequences beyond are recomputed. None: no limit.
     """
 
     def __init__(self, most_swapped_pages: int | None) -> None:
@@ -97,11 +96,11 @@ class PreemptedQueue:
         self._swapped: dict[int, int] = {}  # pages by number
 
     def first(self) -> Sequence | None:
-        """The one that comes back next, which stays; None where there is none."""
+        """Return the sequence to resume next, without removing it; None if there is none."""
         return self._sequences[0] if self._sequences else None
 
     def add(self, sequence: Sequence, num_pages: int) -> None:
-        """Put a sequence in front: SWAPPED where its pages are kept, else WAITING with nothing computed."""
+        """Put a sequence in front: SWAPPED if its pages are kept, else WAITING with nothing computed."""
         most = self.most_swapped_pages
         if num_pages > 0 and (most is None or self.num_swapped_pages + num_pages <= most):
             self._swapped[sequence.number] = num_pages
@@ -113,7 +112,7 @@ class PreemptedQueue:
         self._sequences.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, if it is here."""
+        """Remove a sequence, if it is here."""
         if sequence in self._sequences:
             self._sequences.remove(sequence)
             self.num_swapped_pages -= self._swapped.pop(sequence.number, 0)

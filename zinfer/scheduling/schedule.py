@@ -1,4 +1,4 @@
-"""What one pass computes: chunks of sequences, and the pages that are swapped out and in before them."""
+"""The schedule of one pass: the chunks of sequences to compute, and the pages to swap out and in before them."""
 
 from collections import abc
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ from zinfer.scheduling.sequence import Sequence
 class Chunk(NamedTuple):
     """Neighbouring tokens of one sequence.
 
-    begin, end: positions in the sequence's tokens, ``end`` exclusive; what comes before lies in its pages, or is
-        written to them by an earlier chunk of the same pass.
-    samples: whether the chunk reaches the last token, so that the next one is wanted.
+    begin, end: positions in the sequence's tokens, ``end`` exclusive; tokens before are in its pages, or are written
+        there by an earlier chunk of the same pass.
+    samples: whether the chunk contains the last token, so that the next one is sampled.
     """
 
     sequence: Sequence
@@ -22,16 +22,17 @@ class Chunk(NamedTuple):
 
 
 class Chunks(abc.Sequence[Chunk]):
-    """The chunks of a pass, in order, as columns: it has one for every running sequence, and an object for each, or a
-    look at all that each of them needs, is most of what a pass costs the host.
+    """The chunks of a pass, in order, stored as columns.
+
+    A pass has a chunk for every running sequence; an object for each would be most of a pass's cost on the host.
 
     Args:
         chunks: any.
 
     Attributes:
         sequences, begins, ends, samples: the columns.
-        num_decodes: how many of the first are known to be the last token of an output, one each, and to sample; none
-            of those that were given one by one.
+        num_decodes: how many chunks at the front are known to be decodes: one last token of an output, sampled.
+            Chunks that are appended do not count.
     """
 
     def __init__(self, chunks: abc.Iterable[Chunk] = ()) -> None:
@@ -45,7 +46,7 @@ class Chunks(abc.Sequence[Chunk]):
 
     @classmethod
     def of_decodes(cls, sequences: abc.Sequence[Sequence]) -> "Chunks":
-        """One of each: its last token, which is of its output and the only one that is not computed."""
+        """Make a chunk of each sequence's last token, an output token and the only one not computed."""
         chunks = cls()
         chunks.sequences = list(sequences)
         chunks.begins = [sequence.num_computed for sequence in sequences]
@@ -55,7 +56,7 @@ class Chunks(abc.Sequence[Chunk]):
         return chunks
 
     def append(self, chunk: Chunk) -> None:
-        """One more behind the others."""
+        """Append a chunk."""
         self.sequences.append(chunk.sequence)
         self.begins.append(chunk.begin)
         self.ends.append(chunk.end)
@@ -79,13 +80,13 @@ class Chunks(abc.Sequence[Chunk]):
 
 
 class PassSize(NamedTuple):
-    """What one pass carries.
+    """The size of one pass.
 
     num_tokens: tokens that are computed.
     num_samples: sequences that get a next token.
     num_context: tokens that are attended to, over all sequences.
-    num_lent_pages: pages that were to spare, and lent to weights, in the pass before.
-    num_pairs: of a prompt's token and one that it attends to.
+    num_lent_pages: spare pages that were lent to weights in the pass before.
+    num_pairs: pairs of a prompt token and a token that it attends to.
     """
 
     num_tokens: int
@@ -99,16 +100,16 @@ class PassSize(NamedTuple):
 class Pass:
     """One walk over the model.
 
-    First the pages of the preempted sequences are copied off the device, then those of the returning ones back, then
-    all chunks are computed: their pages may be the very ones that were swapped out. Keys and values of a chunk are to
-    be written before the chunks after it attend, because these may share its pages.
+    First the preempted sequences are swapped out, then the returning ones are swapped in, then all chunks are computed:
+    they may use the pages that were swapped out. Keys and values of a chunk must be written before later chunks attend,
+    because these may share its pages.
 
     Attributes:
         num_lent_pages: as in `PassSize`.
-        chunks: at most one of a sequence, in order.
+        chunks: at most one per sequence, in order.
         swapped_out: sequences with the pages to copy out, in token order.
-        swapped_in: sequences with the pages to copy into: the last so many of those that were swapped out. What came
-            before them was found on the device; where all of it was, there are none.
+        swapped_in: sequences with the pages to copy into, for the last pages that were swapped out. The pages before
+            were found on the device, perhaps all of them.
     """
 
     num_lent_pages: int = 0
@@ -120,7 +121,7 @@ class Pass:
     def size(self) -> PassSize:
         chunks = self.chunks
         num_context = sum(chunks.ends)
-        # Chunk by chunk the sum of begin + 1 to end.
+        # For each chunk the sum of begin + 1 to end.
         behind = slice(chunks.num_decodes, None)
         pairs = [
             (end - begin) * (begin + end + 1) // 2

@@ -1,6 +1,6 @@
-"""A prompt on its way to a completion: its tokens, how many of them are computed, and the pages that hold those.
+"""A sequence: its prompt and output tokens, how many of them are computed, and their pages.
 
-Bookkeeping only: nothing here takes a page or decides what is computed next; the scheduler does.
+Bookkeeping only: the scheduler takes pages and decides what is computed next.
 """
 
 from array import array
@@ -10,44 +10,44 @@ from enum import Enum, auto
 from typing import Final
 
 PENDING: Final = -1
-"""Stands in ``Sequence.output_ids`` for the last token where its pass is under way and it is not known yet."""
+"""Marks the last token in ``Sequence.output_ids`` while its pass is under way."""
 
 
 class SequenceState(Enum):
-    """Where a sequence stands, by what it costs in memory."""
+    """The state of a sequence, by its use of memory."""
 
     WAITING = auto()
-    """Holds no pages: not begun, or to be computed again from its first token."""
+    """Holds no pages: not started, or to be recomputed from its first token."""
     RUNNING = auto()
-    """Holds pages on the device for all that is computed."""
+    """Holds pages on the device for all computed tokens."""
     SWAPPED = auto()
-    """Holds no pages; the contents of those it had are kept off the device."""
+    """Holds no pages; their contents are kept off the device."""
     FINISHED = auto()
     """Holds nothing: completed or aborted."""
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One prompt and what has been generated after it.
+    """One prompt and the tokens generated after it.
 
     Args:
-        prompt: its tokens, one at least, each below 2**31.
+        prompt: its tokens, at least one, each below 2**31.
 
     Attributes:
         number: place in the order of arrival, unique in a scheduler.
-        prompt_ids: the prompt's tokens; 4 bytes each, and parts of it are copied as they lie there.
-        max_new_tokens: most tokens to generate, one at least.
+        prompt_ids: the prompt's tokens as 4-byte integers, so that slices are plain copies.
+        max_new_tokens: most tokens to generate, at least one.
         output_ids: the tokens generated so far, the last one perhaps ``PENDING``.
-        num_computed: tokens, from the first on, whose keys and values lie in pages (SWAPPED: off the device).
-        pages: numbers of the pages in token order; ``HOLE`` for those that a sliding window has left behind.
+        num_computed: number of tokens, from the first on, whose keys and values are in pages (SWAPPED: off the device).
+        pages: numbers of the pages in token order; ``HOLE`` for pages before a sliding window.
         num_dropped: holes at the beginning of ``pages``.
-        prefix: the pool's name for all tokens up to the end of the last page that has a name.
-        num_named: pages, from the first on, that ``prefix`` stands for.
-        shares: whether its pages are found by others, and those of others by it.
-        state: where it stands.
+        prefix: the pool's name for all tokens up to the end of the last named page.
+        num_named: number of pages, from the first on, that ``prefix`` covers.
+        shares: whether it shares pages through the prefix cache.
+        state: its state.
 
     Raises:
-        ValueError: an empty prompt, or no token to generate; names the sequence.
+        ValueError: the prompt is empty, or no token is to be generated; names the sequence.
     """
 
     number: int
@@ -72,17 +72,17 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and of what is generated so far."""
+        """Number of tokens of prompt and output so far."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def num_known(self) -> int:
-        """Tokens, from the first on, that are known."""
+        """Number of tokens without the pending one."""
         output_ids = self.output_ids
         return len(self.prompt_ids) + len(output_ids) - (1 if output_ids and output_ids[-1] == PENDING else 0)
 
     def tokens(self, begin: int, end: int) -> "array[int]":
-        """The tokens at positions ``begin`` to ``end`` (exclusive) of prompt and output."""
+        """Return the tokens at positions ``begin`` to ``end`` (exclusive) of prompt and output."""
         num_prompt = len(self.prompt_ids)
         if end <= num_prompt:
             return self.prompt_ids[begin:end]

@@ -1,9 +1,9 @@
-"""What the sequences that are not finished need together, and how fast they had best be begun.
+"""Sums the needs of unfinished sequences, and computes how many tokens a pass should have.
 
-[Note: pace] Where prompts filled all pages at once, sequences would all end at once too, and passes between would carry
-decodes alone: those are over long before streamed weights are there. So passes carry no more than what keeps all pages
-in use for ever: as many prompts as sequences end in a pass, when those that fit the pool are of all ages. Where all
-that wait fit at once, nothing comes after them, and the sooner they begin the fewer passes there are.
+[Note: pace] If prompts filled all pages at once, all sequences would end at the same time too, and the passes between
+would have decodes only, which take far less time than streaming the weights. So a pass has only as many tokens as keep
+all pages in use: as many new prompts as sequences end in a pass, with the running sequences evenly spread in age. If
+all waiting sequences fit at once, no others follow, and starting them at once takes the fewest passes.
 """
 
 from array import array
@@ -13,17 +13,16 @@ from typing import Final
 from zinfer.scheduling.sequence import Sequence
 
 _LEAST_PACE: Final = 8192
-"""Tokens that a pass may always carry: about what a GPU computes while 16-bit weights cross its link."""
+"""Tokens that a pass may always have: about what a GPU computes while 16-bit weights cross its link."""
 
 
 class SharedPrefixCounter:
-    """Counts prompts by the whole pages that they begin with: those are needed once, however many of them run.
+    """Counts the full pages that prompts share as prefixes, which are needed only once.
 
-    Pages are told apart by hashes, tokens are not kept: two pages of different tokens might be taken for one, and what
-    is counted is for planning only.
+    Pages are compared by hash, so a collision may count two different pages as one; the counts are for planning only.
 
     Attributes:
-        num_repeated: pages of prompts that were added and not removed, less one of each that are equal.
+        num_repeated: pages that the prompts save by sharing: all their full pages minus the distinct ones.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -33,7 +32,7 @@ class SharedPrefixCounter:
         self._pages: dict[int, tuple[int, ...]] = {}
 
     def add(self, number: int, prompt_ids: "array[int]") -> None:
-        """Count the prompt of a number that has none."""
+        """Count the prompt of a new sequence number."""
         assert number not in self._pages, f"{number} was added before"
         pages = self._pages[number] = tuple(self._hashes(prompt_ids))
         counts = self._counts
@@ -43,7 +42,7 @@ class SharedPrefixCounter:
             self.num_repeated += count > 0
 
     def remove(self, number: int) -> None:
-        """Count a number's prompt no more, if it has one."""
+        """Stop counting the prompt of a sequence number, if it has one."""
         counts = self._counts
         for page in self._pages.pop(number, ()):
             count = counts.pop(page) - 1
@@ -52,7 +51,7 @@ class SharedPrefixCounter:
                 self.num_repeated -= 1
 
     def _hashes(self, prompt_ids: "array[int]") -> Iterator[int]:
-        """Of each page and all before it; the last token is computed anew whatever is found."""
+        """Yield the hash of each page and its prefix, without the last token, which is always computed."""
         page = 0
         for begin in range(0, len(prompt_ids) - self._page_size, self._page_size):
             page = hash((page, prompt_ids[begin : begin + self._page_size].tobytes()))
@@ -64,7 +63,7 @@ class Workload:
 
     Args:
         page_size: tokens of a page.
-        shares: whether sequences that begin alike hold the same pages; those with ``Sequence.shares`` do.
+        shares: whether sequences with a common prefix share pages; only those with ``Sequence.shares`` do.
     """
 
     def __init__(self, page_size: int, *, shares: bool = True) -> None:
@@ -78,26 +77,26 @@ class Workload:
 
     @property
     def num_pages(self) -> int:
-        """Enough for all of them at once."""
+        """Number of pages for all of them at once."""
         return self._num_own_pages - self._prefixes.num_repeated
 
     def add(self, sequence: Sequence, num_pages: int) -> None:
-        """Count a sequence that needs so many pages when it runs alone."""
+        """Count a sequence that needs ``num_pages`` when it runs alone."""
         self._change(sequence, num_pages, 1)
         if self._shares and sequence.shares:
             self._prefixes.add(sequence.number, sequence.prompt_ids)
 
     def remove(self, sequence: Sequence, num_pages: int) -> None:
-        """Count it no more."""
+        """Stop counting a sequence; arguments as for `add`."""
         self._change(sequence, -num_pages, -1)
         self._prefixes.remove(sequence.number)
 
-    def keep_apart(self, sequence: Sequence) -> None:
-        """Count the pages of a sequence by themselves, because nobody who begins alike will find them."""
+    def stop_sharing(self, sequence: Sequence) -> None:
+        """Count the pages of a sequence as unshared, because its prefix is no longer found."""
         self._prefixes.remove(sequence.number)
 
     def pace(self, num_pages: int, max_sequences: int) -> int:
-        """Tokens of a pass over sequences of all ages, as many as fit ``num_pages``; all where all fit at once.
+        """Return the tokens that a pass should have, for as many sequences as fit ``num_pages``; all if all fit.
 
         See [Note: pace].
         """

@@ -1,4 +1,4 @@
-"""What a calibration has measured, kept beside an unfinished store so that a resumed run rounds alike."""
+"""The result of a calibration, saved with an unfinished store so that a resumed run rounds identically."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,11 +15,11 @@ CALIBRATION_NAME: Final = ".zinfer_calibration"
 
 
 class Calibration:
-    """How large the activations are that each weight is multiplied with.
+    """Mean squares of the inputs of each weight.
 
     Args:
         sha256: of the prompts, in hexadecimal digits.
-        measure: runs the model; mean squares [columns] by the weights' names.
+        measure: runs the model; returns mean squares [columns] by the weights' names.
     """
 
     def __init__(self, sha256: str, measure: Callable[[], Mapping[str, torch.Tensor]]) -> None:
@@ -28,7 +28,7 @@ class Calibration:
         self._squares: Mapping[str, torch.Tensor] | None = None
 
     def open(self, folder: Path) -> None:
-        """Take what a former run has left in the folder, else measure. Raises CheckpointError if that is damaged."""
+        """Load the result of a former run from the folder, else measure; raises CheckpointError if it is damaged."""
         path = folder / CALIBRATION_NAME
         if not path.is_file():
             self._squares = self._measure()
@@ -39,12 +39,12 @@ class Calibration:
             raise CheckpointError(f"{path}: damaged ({error}); delete it, and it is measured again") from error
 
     def keep(self, folder: Path) -> None:
-        """Leave what was measured in the folder. Raises OSError: the disk is full or failed."""
+        """Save the result in the folder; raises OSError if the disk is full or failed."""
         assert self._squares is not None, "open it first"
         if not (folder / CALIBRATION_NAME).is_file():
             place_file(folder / CALIBRATION_NAME, [save(dict(self._squares))])
 
     def squares(self, parameter: str) -> torch.Tensor | None:
-        """Mean squares of what a parameter is multiplied with, [columns]; None: no prompt has reached it."""
+        """Return the mean squares of a parameter's inputs, [columns]; None if no prompt has reached it."""
         assert self._squares is not None, "open it first"
         return self._squares.get(parameter)

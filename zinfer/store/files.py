@@ -1,8 +1,8 @@
-"""The files of a store: one a block in safetensors, and what makes a model's folder of them.
+"""The files of a store: one safetensors file per block, and config, index and tokenizer files.
 
 A block's file has its tensors in the slab's order, end to end, from a multiple of 4096 bytes on. The safetensors
-library sorts tensors by name and width and aligns nothing; the format leaves both open, and permits the spaces at a
-header's end that make the alignment (huggingface/safetensors, README.md, "Format").
+library sorts tensors by name and width and aligns nothing; the format requires neither, and permits trailing spaces in
+the header, which align the weights (huggingface/safetensors, README.md, "Format").
 """
 
 import json
@@ -29,12 +29,12 @@ _DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class BlockFile:
-    """Where the bytes of a block's slab go.
+    """The file of one block.
 
     Attributes:
-        block: as it is cut.
-        file: the name.
-        tensors: by their full names, at their places in the slab; neighbours in the file in this order.
+        block: the block.
+        file: the file's name.
+        tensors: with full names and their offsets in the slab; in this order in the file.
     """
 
     block: Block
@@ -43,13 +43,13 @@ class BlockFile:
 
     @classmethod
     def of(cls, block: ModelBlock, num_files: int) -> "BlockFile":
-        """The file of a block, one of so many."""
+        """Make the file of a block; ``num_files`` is part of its name."""
         file = f"block-{block.block.index + 1:05}-of-{num_files:05}.safetensors"
         return cls(block.block, file, stored_tensors(block.block, name_prefix(block)))
 
     @cached_property
     def header(self) -> bytes:
-        """All bytes before the weights, a multiple of 4096."""
+        """The bytes before the weights, a multiple of 4096."""
         members: dict[str, object] = {"__metadata__": {"format": "pt"}}
         begin = 0
         for tensor in self.tensors:
@@ -73,18 +73,18 @@ class BlockFile:
         return len(self.header) + self.data_bytes
 
     def data(self, slab: memoryview) -> Iterator[memoryview]:
-        """The weights, piece by piece, out of the block's slab."""
+        """Yield the weights, tensor by tensor, from the block's slab."""
         for tensor in self.tensors:
             yield slab[tensor.offset : tensor.end]
 
 
 def name_prefix(block: ModelBlock) -> str:
-    """What the names in a block's slab lack of the model's: the layers of a model have equal slabs."""
+    """Return the prefix that names in a block's slab lack, so that the layers of a model have equal layouts."""
     return f"{block.block.name}." if block.is_layer else ""
 
 
 def stored_tensors(block: Block, prefix: str = "") -> tuple[SlabTensor, ...]:
-    """The tensors of a block's slab as a file has them: a quantized matrix is several."""
+    """Return the tensors of a block's slab as stored in a file, where a quantized matrix is several tensors."""
     return tuple(
         SlabTensor(prefix + part.name, part.dtype, part.shape, part.offset)
         for tensor in block.layout.tensors
@@ -93,10 +93,10 @@ def stored_tensors(block: Block, prefix: str = "") -> tuple[SlabTensor, ...]:
 
 
 def sidecar_files(checkpoint: Checkpoint, dtype: torch.dtype, files: Sequence[BlockFile]) -> dict[str, bytes]:
-    """config.json, the index and the tokenizer's files, by their names.
+    """Return the contents of config.json, the index and the tokenizer's files, by name.
 
-    The config is the source's, but for what says where and how weights are stored. It states the dtype: that of codes,
-    which are floating-point too in some formats, would be taken for it else.
+    The config is the source's, except for keys about the storage of weights. It states the dtype explicitly; otherwise
+    readers could take the codes' dtype for it, which is floating-point in some formats.
 
     Raises:
         OSError: the source cannot be read.

@@ -1,4 +1,4 @@
-"""The folder that a store is written into: new, empty, or the same store's own beginning; locked by one process."""
+"""The folder that a store is written into: new, empty, or with the same store unfinished; locked by one process."""
 
 import errno
 import fcntl
@@ -21,18 +21,18 @@ log = logging.getLogger(__name__)
 
 LOCK_NAME: Final = ".zinfer_store.lock"
 TEMPORARY: Final = ".zinfer_store.*.tmp"
-"""Matches every file that a killed writer may leave half written."""
+"""Matches the temporary files that a killed writer may leave."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """On whose behalf a store is written.
+    """The words of messages for the caller that writes a store.
 
     Attributes:
-        subject: what messages call the folder, before its path.
-        option: what states the folder.
-        on_cpu: how to have the weights converted without a GPU.
-        waits: for another process that writes there, instead of refusing.
+        subject: the name of the folder in messages, before its path.
+        option: the option or key that names the folder.
+        on_cpu: how to convert the weights without a GPU.
+        waits: whether to wait for another process that writes there, instead of refusing.
     """
 
     subject: str
@@ -46,11 +46,11 @@ COMMAND: Final = Caller("output", "--output", "convert with --device cpu", waits
 
 
 def find_manifest(folder: Path, identity: Identity, caller: Caller = COMMAND) -> Manifest | None:
-    """The manifest of the store in a folder, finished or begun; None where nothing was begun. Writes nothing.
+    """Return the manifest of the store in a folder, finished or not; None if there is none. Writes nothing.
 
     Raises:
-        ConfigError: the folder is none, or holds another store or other files.
-        CheckpointError: the manifest is damaged, or does not fit the files of a finished store.
+        ConfigError: the path is not a folder, or holds another store or other files.
+        CheckpointError: the manifest is damaged, or does not match the files of a finished store.
     """
     if folder.is_symlink() and not folder.exists():
         raise ConfigError(
@@ -60,7 +60,7 @@ def find_manifest(folder: Path, identity: Identity, caller: Caller = COMMAND) ->
         return None
     if not folder.is_dir():
         raise ConfigError(f"{caller.subject} {folder} is not a folder; give another {caller.option}")
-    names = os.listdir(folder)  # before the manifest is looked for: another process may begin the store meanwhile
+    names = os.listdir(folder)  # before the check for a manifest: another process may start the store meanwhile
     if not (folder / MANIFEST_NAME).is_file():
         if strangers := sorted(name for name in names if name != LOCK_NAME and not fnmatch(name, TEMPORARY)):
             raise ConfigError(
@@ -82,15 +82,15 @@ def find_manifest(folder: Path, identity: Identity, caller: Caller = COMMAND) ->
 
 
 def place_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """As `whole_file.place_file`, under a temporary name that ``TEMPORARY`` matches."""
+    """As `whole_file.place_file`, with a temporary name that ``TEMPORARY`` matches."""
     whole_file.place_file(path, pieces, path.with_name(TEMPORARY.replace("*", path.name)))
 
 
 @contextmanager
 def locked(folder: Path, caller: Caller = COMMAND) -> Iterator[None]:
-    """Make the folder where it is absent, and hold its lock, which is the kernel's and ends with the process.
+    """Create the folder if needed and hold its lock, which the kernel releases with the process.
 
-    Only the writer that finishes the store removes the lock's file: those that still wait for it find the store then.
+    Only the writer that finishes the store removes the lock file; writers that waited for it then find the store.
 
     Raises:
         ConfigError: another process writes a store there, and the caller does not wait.

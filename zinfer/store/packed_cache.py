@@ -1,5 +1,6 @@
-"""The store that an engine writes for itself under `nvme_path`, when weights stream from the disk and are not there in
-the form that streams. The first start writes it and later ones find it; nothing deletes it.
+"""The store that an engine writes under `nvme_path` if weights stream from the disk but need conversion.
+
+The first start writes it and later starts reuse it; nothing deletes it.
 """
 
 import logging
@@ -29,31 +30,31 @@ KEY: Final = "zero_optimization.offload_param.nvme_path"
 ENGINE: Final = Caller(
     f"{KEY}:", KEY, "write a store with `zinfer quantize --device cpu` and give that as the model", waits=True
 )
-"""An engine that finds no store yet."""
-_NAME_CHARS: Final = 60  # of up to 4 bytes: with the digits within the 255 bytes that file systems give a name
+"""An engine that writes its own store."""
+_NAME_CHARS: Final = 60  # of up to 4 bytes: with the digits within the 255 bytes of a file name
 _NUM_DIGITS: Final = 12
 _NOTHING: Final = Quantization(rules=())
-"""For checkpoints that are quantized already: their matrices are taken over, whatever is in full stays so."""
+"""For quantized checkpoints: quantized matrices are copied, full-precision weights stay in full precision."""
 
 
 def stored_copy(
     checkpoint: Checkpoint, blocks: Sequence[ModelBlock], dtype: torch.dtype, settings: Settings
 ) -> Checkpoint | None:
-    """The store of a checkpoint under `nvme_path`, written now unless it exists; None where none is needed.
+    """Open the store of a checkpoint under `nvme_path`, writing it if it does not exist; None if none is needed.
 
-    Logs when it begins and ends writing. Waits for another process that writes the same store.
+    Logs the start and end of writing. Waits for another process that writes the same store.
 
     Args:
-        checkpoint: the model that the user has named.
+        checkpoint: the user's model.
         blocks: of the partitioned model; a store is needed if one of them must be converted.
         dtype: that products are computed in.
-        settings: as the engine has them.
+        settings: the engine's.
 
     Raises:
-        ConfigError: the folder cannot be used, or the settings cannot be kept by a store.
-        CheckpointError: a weight cannot be quantized, or the store that is there is damaged.
+        ConfigError: the folder cannot be used, or a store cannot have these settings.
+        CheckpointError: a weight cannot be quantized, or the existing store is damaged.
         PlanError: the device has too little memory for converting.
-        OSError: the disk is full or failed. What is finished is kept.
+        OSError: the disk is full or failed. Finished blocks are kept.
     """
     nvme_path, rules = settings.offload.nvme_path, settings.quantization or _NOTHING
     is_convertible = any(block.block.conversion for block in blocks)
@@ -78,7 +79,7 @@ def stored_copy(
 
 
 def _model_name(folder: Path) -> str:
-    """What people call the model in a folder; in a Hugging Face cache that is not the folder's own name."""
+    """Return the name of the model in a folder; in a Hugging Face cache that is the repository's name."""
     folder = folder.resolve()
     repo = folder.parent.parent
     is_cached = folder.parent.name == "snapshots" and repo.name.startswith(CACHED_REPO_PREFIX)

@@ -1,7 +1,7 @@
 """Makes the slabs of a store one by one, and writes each while the next ones are read and converted.
 
-Two slabs in host memory take turns. What is stored as it is read goes into them straight; what is converted passes
-through two slots on the device first. Both kinds go through separately, so that none waits for a slab of the other.
+Two slabs in host memory alternate. Blocks that need no conversion are read into them directly; others pass through two
+slots on the device first. The two kinds are processed separately, so that neither waits for a slab of the other.
 """
 
 from collections import deque
@@ -29,17 +29,17 @@ from zinfer.offload.transfer_lane import TransferLane
 from zinfer.units import human_bytes
 
 _NUM_SLABS: Final = 2
-# As plans have it: 256 MiB outlast any hiccup of a disk that gives 4 GB/s.
+# As in plans: 256 MiB bridge any hiccup of a disk of 4 GB/s.
 _NUM_STAGING: Final = 16
 _STAGING_BYTES: Final = 16 << 20
 
 Keep: TypeAlias = Callable[[Block, memoryview], None]
-"""Writes a block: it and its slab's bytes in. Called by a thread of its own, one block at a time."""
+"""Writes a block, from its slab's bytes. Called in a thread of its own, one block at a time."""
 
 
 @dataclass
 class _Slab:
-    """Host memory that a slab is made in; ``reusable_after`` is done when what it held is written, or fails like it."""
+    """Host memory for a slab; ``reusable_after`` is done, or failed, with the write of its former contents."""
 
     memory: HostBuffer
     reusable_after: "Future[None]"
@@ -58,12 +58,12 @@ def check_device(blocks: Sequence[Block], device: torch.device, what: str, inste
 
 
 class Pipeline:
-    """Threads and buffers that carry blocks from a checkpoint to ``keep``.
+    """Threads and buffers that read and convert a checkpoint's blocks and pass their slabs to ``keep``.
 
     Args:
-        device: where weights are converted.
-        files: of the checkpoint, as they were when it was opened.
-        keep: what becomes of a slab.
+        device: converts the weights.
+        files: identities of the checkpoint's files when it was opened.
+        keep: writes a slab.
     """
 
     def __init__(self, device: torch.device, files: Mapping[Path, FileIdentity], keep: Keep) -> None:
@@ -76,22 +76,22 @@ class Pipeline:
                 staging.add(HostBuffer(_STAGING_BYTES, pin=self._stream.needs_pinned))
             self._slabs: deque[_Slab] = deque()
             owned.callback(self._free_slabs)
-            # On the way out the lane ends first: what waits in the writer's thread for it is let go then.
+            # The lane is closed first, so that the writer's thread does not wait for it forever.
             self._writer = owned.enter_context(closing(Pool(1, "zinfer-write")))
-            owned.callback(drain, self._stream)  # copies from and to memory that is about to be freed
+            owned.callback(drain, self._stream)  # before the memory of copies under way is freed
             self._lane = owned.enter_context(closing(TransferLane("disk", self._stream, staging)))
             self._owned = owned.pop_all()
 
     @property
     def bytes_read(self) -> int:
-        """From the disk so far."""
+        """Bytes read from the disk so far."""
         return self._reader.bytes_read
 
     def run(self, blocks: Sequence[Block]) -> None:
-        """Make all the blocks, and return when the last one is written.
+        """Process all blocks; returns when the last one is written.
 
         Raises:
-            OSError: a read, or what ``keep`` did, failed.
+            OSError: a read or ``keep`` failed.
             CheckpointError: a weight cannot be converted.
         """
         plain = [block for block in blocks if block.conversion is None]
@@ -104,11 +104,11 @@ class Pipeline:
                     slab.reusable_after.result()
 
     def close(self) -> None:
-        """Drop what has not begun, end the threads and free the memory."""
+        """Drop blocks not begun, end the threads and free the memory."""
         self._owned.close()
 
     def _allocate_slabs(self, nbytes: int) -> None:
-        """New slabs in the place of the former, which nothing uses any more."""
+        """Replace the slabs, which must be unused, by new ones of this size."""
         self._free_slabs()
         for _ in range(_NUM_SLABS):
             reusable_after: Future[None] = Future()
@@ -120,7 +120,7 @@ class Pipeline:
             self._slabs.pop().memory.close()
 
     def _take_slab(self) -> tuple[HostBuffer, "Future[None]", "Future[None]"]:
-        """The next memory in turn, the future that tells it is free, and the one to fulfil once it is free again."""
+        """Return the next slab, the future after which it is free, and the future to complete when it is free again."""
         slab = self._slabs[0]
         self._slabs.rotate(-1)
         reusable_after, slab.reusable_after = slab.reusable_after, Future()
@@ -149,10 +149,12 @@ class Pipeline:
             conversions.begin(block, memory.tensor[: block.nbytes], reusable_after)
         conversions.finish()
 
-    def _hand_over(self, block: Block, memory: HostBuffer, written: "Future[None]", arrive: Callable[[], None]) -> None:
+    def _hand_over(
+        self, block: Block, memory: HostBuffer, written: "Future[None]", wait_filled: Callable[[], None]
+    ) -> None:
         def write() -> None:
             try:
-                arrive()
+                wait_filled()
                 self._keep(block, memory.memory[: block.nbytes])
             except BaseException as failure:  # raised again by the next user of the slab
                 written.set_exception(failure)

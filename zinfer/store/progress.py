@@ -1,4 +1,4 @@
-"""What the writing of a store shows: its progress, and at the end a table of what was done."""
+"""The progress display of a store being written, and its final table."""
 
 import time
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from zinfer.units import clock, duration, human_bytes
 
 
 class Meter(Progress):
-    """A store's numbers.
+    """The progress of a store.
 
     Attributes:
-        read_bytes: gives the bytes read by this run; margins of aligned reads may make a little more than the total.
-        total_bytes: that this run reads in all.
-        num_blocks, num_written: blocks of the store, and those that are finished, by former runs too.
+        read_bytes: returns the bytes read by this run; margins of aligned reads may exceed the total a little.
+        total_bytes: bytes that this run reads in all.
+        num_blocks, num_written: blocks of the store, and the finished ones, including those of former runs.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -30,7 +30,7 @@ class Meter(Progress):
         self.started_s = time.monotonic()
 
     def start(self, read_bytes: Callable[[], int], total_bytes: int) -> None:
-        """Start the clock of the rate; reading begins."""
+        """Start the clock of the rate."""
         self.started_s = time.monotonic()
         self.read_bytes, self.total_bytes = read_bytes, total_bytes
 
@@ -52,13 +52,13 @@ class Meter(Progress):
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """A store that is finished.
+    """A finished store.
 
     Attributes:
         output: its folder.
-        num_blocks: in it, ``num_skipped`` of which were there before this run: all of them where it had nothing to do.
-        source_bytes: of the source's weights.
-        packed_bytes: of the store's.
+        num_blocks: blocks in it, of which ``num_skipped`` existed before this run.
+        source_bytes: size of the source's weights.
+        packed_bytes: size of the store's weights.
         read_bytes: read from the disk by this run.
         wall_s: seconds of this run, from the first read to the last file.
     """
@@ -73,7 +73,7 @@ class StoreSummary:
 
 
 def summary_table(summary: StoreSummary) -> Table:
-    """The table that `zinfer quantize` ends with."""
+    """Return the final table of `zinfer quantize`."""
     table = Table(title="zinfer quantize", show_header=False, title_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right", overflow="fold")

@@ -1,4 +1,4 @@
-"""The checkpoint that a store is made of, cut into the blocks that the store will have."""
+"""The checkpoint that a store is made from, partitioned into the store's blocks."""
 
 import os
 from collections.abc import Mapping
@@ -31,11 +31,11 @@ class Source:
 
     Attributes:
         checkpoint: the files and tensors.
-        rules: which of them are to be quantized.
-        dtype: that products are computed in, and what stays in full is stored in.
-        files: of the store, one a block.
-        parameters: those that the store holds quantized.
-        num_taken_over: those among them that the source holds quantized already.
+        rules: which weights to quantize.
+        dtype: that products are computed in, and full-precision weights are stored in.
+        files: of the store, one per block.
+        parameters: the quantized parameters of the store.
+        num_taken_over: number of them that the source holds quantized already.
     """
 
     checkpoint: Checkpoint
@@ -47,19 +47,19 @@ class Source:
 
     @classmethod
     def open(cls, model: str | os.PathLike[str], settings: Settings, squares: Squares | None = None) -> "Source":
-        """Read the headers and cut the model.
+        """Read the headers and partition the model.
 
         Args:
             model: the checkpoint.
-            settings: what is quantized.
-            squares: what a calibration finds, asked for when a weight is quantized; None: no columns are scaled.
+            settings: what to quantize.
+            squares: the result of a calibration, used when a weight is quantized; None: no columns are scaled.
 
         Raises:
             ConfigError: the settings quantize nothing, or cannot be applied to this model.
-            CheckpointError: the checkpoint is incomplete, damaged, a store itself, or of no model that transformers
-                builds.
+            CheckpointError: the checkpoint is incomplete, damaged, a store itself, or of a model that transformers
+                cannot build.
         """
-        _refuse_store(absolute(model))  # also one that is not finished
+        _refuse_store(absolute(model))  # also an unfinished one
         rules = settings.quantization
         if rules is None:
             raise ConfigError("the configuration asks for no quantized weights; state zinfer.quantization.bits in it")
@@ -96,7 +96,7 @@ def _refuse_store(folder: Path) -> None:
 
 
 def _buffers(tree: PreTrainedModel, weights: Mapping[str, Weight], index: int) -> list[ModelBlock]:
-    """The persistent buffers, which are in no block of the model, as one more block."""
+    """Return the persistent buffers, which are in no block of the model, as one more block; [] without any."""
     parameters = dict(tree.named_parameters(remove_duplicate=False))
     entries = {
         name: entry for name, entry in weights.items() if isinstance(entry, TensorEntry) and name not in parameters

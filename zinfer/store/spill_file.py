@@ -1,6 +1,6 @@
-"""The weights of a module given in memory, spilled under `nvme_path` to a nameless file that ends with its engine.
+"""Writes the weights of an in-memory module to an unnamed file under `nvme_path`, deleted with its engine.
 
-They are no checkpoint, so a later start could not tell whose they were.
+Without a checkpoint to identify them, a later start could not reuse them.
 """
 
 import logging
@@ -27,17 +27,17 @@ from zinfer.units import human_bytes
 
 log = logging.getLogger(__name__)
 
-_PLACE_BYTES: Final = 1 << 20  # each slab begins at a multiple in the file
+_PLACE_BYTES: Final = 1 << 20  # each slab begins at a multiple of this in the file
 
 
 @dataclass(frozen=True)
 class ModuleFile:
-    """The slabs of a module's blocks, in the form that streams.
+    """A file with the slabs of a module's blocks, ready to stream.
 
     Attributes:
         scratch: the file.
-        blocks: with the places of their bytes in it.
-        identity: of the file, once it was written.
+        blocks: with extents in the file.
+        identity: of the file after it was written.
     """
 
     scratch: ScratchFile
@@ -46,16 +46,14 @@ class ModuleFile:
 
 
 def module_file(blocks: Sequence[ModelBlock], settings: Settings) -> ModuleFile | None:
-    """A file with the slabs of all blocks, written now: quantized where that is asked for.
-
-    The module keeps its weights.
+    """Write the slabs of all blocks to a file, quantized if asked for. The module keeps its weights.
 
     Args:
-        blocks: cut from it, with its weights in memory.
-        settings: they call for a file where layers are to stay on the disk, and `nvme_path` names a folder there.
+        blocks: of the module, with weights in memory.
+        settings: ask for a file if the offload device is the disk and `nvme_path` names a folder.
 
     Returns:
-        the file; None where none is needed.
+        the file; None if none is needed.
 
     Raises:
         ConfigError: the folder cannot be made.
@@ -76,7 +74,7 @@ def module_file(blocks: Sequence[ModelBlock], settings: Settings) -> ModuleFile 
     )
     make_folder(folder)
     try:
-        with ExitStack() as owned:  # else the traceback of a failure would keep the bytes on the disk
+        with ExitStack() as owned:  # a failure closes the file, although its traceback references it
             file = owned.enter_context(closing(ScratchFile(folder, _PLACE_BYTES)))
             places = iter(file.take(sum(counts)))
             for count, slab in zip(counts, _slabs(blocks, device, max(counts) * _PLACE_BYTES), strict=True):
@@ -92,7 +90,7 @@ def module_file(blocks: Sequence[ModelBlock], settings: Settings) -> ModuleFile 
 
 
 def _slabs(blocks: Sequence[ModelBlock], device: torch.device, num_bytes: int) -> Iterator[memoryview]:
-    """The bytes of one slab after the other, in the same memory of so many; what is behind a slab means nothing."""
+    """Yield each slab in turn in the same buffer of ``num_bytes``; bytes after the slab are undefined."""
     slab = HostBuffer(num_bytes)
     for block in blocks:
         parameters = {binding.tensor: binding.module._parameters[binding.leaf] for binding in block.bindings}
@@ -110,7 +108,7 @@ def _slabs(blocks: Sequence[ModelBlock], device: torch.device, num_bytes: int) -
 
 
 def _placed(block: ModelBlock, file: Path, begin: int) -> ModelBlock:
-    """The block, read from its slab in the file."""
+    """Return the block with extents in the file."""
     extents = tuple(
         Extent(file, begin + part.offset, part.nbytes, torch.uint8, part.offset, torch.uint8)
         for part in sorted(stored_tensors(block.block), key=lambda part: part.offset)

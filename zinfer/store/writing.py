@@ -1,7 +1,7 @@
-"""Writes a store block after block, each file in one step; after a killed process the next one resumes.
+"""Writes a store block by block, each file atomically; after a killed process the next one resumes.
 
-In this order: the manifest, the blocks' files with the manifest replaced after each, the files beside them, and the
-manifest once more, which then says that the store is finished.
+The order: the manifest, the blocks' files with the manifest replaced after each, the sidecar files, and the manifest
+once more, now marked as finished.
 """
 
 import os
@@ -34,7 +34,7 @@ from zinfer.store.progress import Meter, StoreSummary
 from zinfer.store.source import Source
 from zinfer.units import human_bytes
 
-_PIECE_BYTES: Final = 8 << 20  # written at once: a failing disk and the progress show after that much
+_PIECE_BYTES: Final = 8 << 20  # per write: the granularity of progress and of disk errors
 
 
 def write_store(
@@ -49,18 +49,18 @@ def write_store(
     """Quantize a checkpoint into a store, or resume one.
 
     Args:
-        model: the checkpoint, as `zinfer.init_inference` takes it.
-        output: a new or empty folder, or the beginning of the same store.
-        settings: what is quantized and how, the dtype, and the device that converts.
-        calibration: measures what weights are multiplied with; columns are then scaled before they are rounded.
-        console: where progress is shown.
-        caller: on whose behalf: how messages call the output, and whether to wait for another writer.
+        model: the checkpoint, as for `zinfer.init_inference`.
+        output: a new or empty folder, or one with the same store unfinished.
+        settings: what to quantize and how, the dtype, and the device that converts.
+        calibration: measures the inputs of weights; columns are then scaled before they are rounded.
+        console: shows the progress.
+        caller: the words of messages, and whether to wait for another writer.
 
     Raises:
         ConfigError: settings or output cannot be used.
-        CheckpointError: the checkpoint cannot; names the weight.
+        CheckpointError: the checkpoint cannot be used; names the weight.
         PlanError: the device has too little memory.
-        OSError: the disk is full or failed. What is finished is kept.
+        OSError: the disk is full or failed. Finished blocks are kept.
     """
     device = choose_device(settings)
     with shown(Meter(console)) as meter:
@@ -90,7 +90,7 @@ def write_store(
 
 @dataclass
 class _Writing:
-    """One store in a folder that is locked."""
+    """The writing of one store, in a locked folder."""
 
     source: Source
     manifest: Manifest
@@ -101,17 +101,17 @@ class _Writing:
     caller: Caller
 
     def run(self, summary: StoreSummary) -> StoreSummary:
-        """Write what is missing; returns the summary with what this run did."""
+        """Write the missing files; returns the summary with this run's numbers."""
         for path in self.folder.glob(TEMPORARY):
             path.unlink()
         beside = sidecar_files(self.source.checkpoint, self.source.dtype, self.source.files)
         left = [file for file in self.source.files if not self._is_written(file)]
         self._check_room(left, beside)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what calibrating has given back
+            torch.cuda.empty_cache()  # freed by the calibration
         blocks = [file.block for file in left]
         check_device(blocks, self.device, "converting", f", or {self.caller.on_cpu}")
-        self._say_what_is_known(left)
+        self._show_start(left)
         calibration = self.calibration if left else None
         if calibration is not None:
             self._calibrate(calibration)
@@ -121,7 +121,7 @@ class _Writing:
         begin_s = time.perf_counter()
         read_bytes = self._write_blocks(left)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # an engine that plans next counts what is free
+            torch.cuda.empty_cache()  # so that a following plan sees it as free
         for name, data in beside.items():
             (self.folder / name).parent.mkdir(exist_ok=True)
             place_file(self.folder / name, [data])
@@ -147,7 +147,7 @@ class _Writing:
             self.meter.note(f"{what} and are rounded plainly: {listed(unseen)}")
 
     def _is_written(self, file: BlockFile) -> bool:
-        """Whether a former run finished a file; it was synced before the manifest lists it."""
+        """Whether a former run finished a file; files are synced before the manifest lists them."""
         noted = self.manifest.blocks.get(file.file)
         path = self.folder / file.file
         return noted is not None and path.is_file() and noted.num_bytes == file.num_bytes == path.stat().st_size
@@ -162,7 +162,7 @@ class _Writing:
                 f"{self.caller.option}, on another disk"
             )
 
-    def _say_what_is_known(self, left: Sequence[BlockFile]) -> None:
+    def _show_start(self, left: Sequence[BlockFile]) -> None:
         self.meter.num_blocks = len(self.source.files)
         self.meter.num_written = len(self.source.files) - len(left)
         if self.meter.num_written:
@@ -171,7 +171,7 @@ class _Writing:
             self.meter.note(f"{taken_over} matrices are quantized in the model already and keep their own formats.")
 
     def _write_blocks(self, left: Sequence[BlockFile]) -> int:
-        """Returns the bytes that were read."""
+        """Write the blocks; returns the bytes read."""
         if not left:
             return 0
 
@@ -205,5 +205,5 @@ class _Writing:
 
 
 def _stored_bytes(block: Block) -> int:
-    """What a block takes in the source."""
+    """Return the bytes of a block in the source."""
     return sum(extent.nbytes for extent in block.read_extents)
