@@ -87,9 +87,7 @@ class SharedProduct:
     def _compute(self, input: torch.Tensor) -> None:
         """Compute the parts of all layers, if their weights are adjacent in memory."""
         self._forget()
-        if (
-            torch.is_grad_enabled() or input.is_inference()
-        ):  # each weight has its own gradient; inference tensors have no version
+        if torch.is_grad_enabled() or input.is_inference():  # gradients are per weight; no version to compare
             return
         operands = self._joined()
         if operands and _spares_memory(operands[0], input):
