@@ -125,7 +125,7 @@ def decode_attention(
 def _split_of(  # type: ignore[no-untyped-def]
     length, window, SPLIT_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK_KEYS: tl.constexpr
 ):
-    """Return the first key that a segment's query sees, the begin of its first tile, and the number of keys of a split.
+    """Return the first key that a segment's query sees, the start of its first tile, and the number of keys of a split.
 
     Splits are nearly equal, and have about SPLIT_KEYS keys: a few more do not start another split.
     """

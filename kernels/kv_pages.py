@@ -95,7 +95,7 @@ class KVPages:
 class PagedLayout:
     """The layout of a pass's tokens: a series of segments, each of successive tokens of one sequence.
 
-    query_starts:    [segments + 1] int32, the begin of each segment among the queries.
+    query_starts:    [segments + 1] int32, the start of each segment among the queries.
     context_lengths: [segments] int32, tokens of the sequence up to the segment's last one; its n queries are the last n
                      of them.
     page_table:      [segments, most pages] int32, the sequence's pages in the order of its tokens; entries before a

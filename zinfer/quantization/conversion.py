@@ -15,7 +15,7 @@ from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.quantization.stored import StoredMatrix
 
 Squares: TypeAlias = Callable[[str], torch.Tensor | None]
-"""Returns the mean square of each input column of a parameter's product, [columns]; None: it was never computed."""
+"""Returns the mean square of each input column of a parameter's product, [columns]; None: it was never used."""
 
 
 @dataclass(frozen=True)
