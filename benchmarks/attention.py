@@ -1,18 +1,18 @@
-"""Times attention over pages: decodes over what the memory's rate allows, prompts over torch's flash attention.
+"""Times paged attention: decodes relative to memory bandwidth, prompts relative to torch's flash attention.
 
     python benchmarks/attention.py [--models opt-30b,llama-3-70b] [--pages float16,int8,float8_e4m3fn]
                                    [--only decode | prompt] [--tune] [--out F]
 
-A decode's ``of_memory`` is the rate of a device copy's bytes over that of its keys and values (scales counted). A
-prompt's ``of_flash`` is the time of `torch.nn.functional.scaled_dot_product_attention` with its flash kernel over the
-time taken: the same queries and keys, contiguous and of one length, in full 16 bits; behind a context its mask begins
-at the lower right. Times are the device's, from CUDA graphs; pages lie at random places, and passes over few of them
-are made over several sets in turn, so that their bytes come from memory and not from the cache. 16 x 512 @ 4096:
+A decode's ``of_memory`` is the rate at which it reads keys and values (with scales), as a share of a device copy's
+rate. A prompt's ``of_flash`` is the time of `torch.nn.functional.scaled_dot_product_attention` with its flash kernel
+over the time taken: the same queries and keys, contiguous and of one length, in full 16 bits; after a context its mask
+is aligned to the lower right. Times are the device's, from CUDA graphs. Pages are at random places; passes over few
+pages alternate between several sets, so that bytes are read from memory and not from the cache. 16 x 512 @ 4096:
 sixteen chunks of 512 tokens, each the last of 4,096.
 
---tune races tiles against each other instead, and prints the best for each model and kind of pages.
+--tune times tiles instead, and prints the best for each model and kind of pages.
 
-A correctness gate comes first. The last line is JSON.
+Results are checked first. The last line is JSON.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The machine's card: what a figure was measured on."""
+"""The machine's card: the hardware and software that a figure was measured on."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""The ceilings that a streaming figure is a share of, measured beside it."""
+"""Measures the ceilings that streaming figures are shares of, in the same run."""
 
 import time
 from collections import deque

@@ -1,4 +1,4 @@
-"""Times what a GPU does, without the time that Python takes to ask for it, with weights that come from its memory."""
+"""Times GPU work without Python's launch time, with weights that are read from memory and not from the cache."""
 
 import math
 import statistics

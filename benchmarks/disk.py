@@ -1,10 +1,10 @@
-"""Sweeps a disk and prints GB/s, and the rate at which a `Reader` streams a whole file, as a share of the best point.
+"""Sweeps a disk and prints GB/s, and a `Reader`'s rate for a whole file, as a share of the best point.
 
     python benchmarks/disk.py [--folder . --gb 12 --seconds 1.0] [--out FILE]
 
-A file of random bytes is written to the folder and deleted at the end. A correctness gate comes first: the bytes read
-are the bytes written, by their checksum. Sustained is a `Reader` with its default settings, asked for the whole file in
-requests of 16 MiB, 8 of them waiting at any time. The last line is JSON.
+Writes a file of random bytes to the folder and deletes it at the end. First it checks that the bytes read have the
+checksum of the bytes written. "Sustained" is a `Reader` with default settings that reads the whole file in requests of
+16 MiB, 8 of them queued at any time. The last line is JSON.
 """
 
 import argparse

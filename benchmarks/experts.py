@@ -1,20 +1,19 @@
-"""Times the products of experts: over the bytes of the experts that have tokens, and over torch's grouped product.
+"""Times products of experts, relative to the bytes of experts that have tokens, and to torch's grouped product.
 
     python benchmarks/experts.py [--models qwen3,mixtral] [--tokens 1,16,512,1024,4096]
                                  [--formats full,int8,int4-128] [--dtype bfloat16] [--tune] [--out FILE]
 
-``of_copy`` is what has to be read and written (the matrices of those experts that have tokens, once, and what goes in
-and comes out) over the time that our kernel takes, as a share of a copy's rate in the same run; ``tflops`` what is
-multiplied a second; ``over_torch`` the time of torch's grouped product with full bfloat16 weights over ours, whatever
-ours are stored in, its tokens being in the order of experts already; ``over_gathering`` that of torch's with gathering:
-from tokens as they lie to pairs in their places, as ours. The lines of ``torch`` have both times. ``groups`` is the
-time of putting tokens in the order of their experts. Every call has tokens of other experts, so that their bytes come
-from memory.
+``of_copy`` is the rate at which our kernel reads and writes the necessary bytes (matrices of experts that have tokens,
+once, inputs and outputs), as a share of a copy's rate in the same run; ``tflops`` the multiplications per second;
+``over_torch`` the time of torch's grouped product with full bfloat16 weights over ours, whatever format ours have, with
+tokens already in the order of experts; ``over_gathering`` the same with torch's gather and scatter, from tokens in
+their own order to pairs in theirs, like ours. The lines of ``torch`` have both times. ``groups`` is the time of sorting
+tokens by expert. Every call has tokens of other experts, so that their bytes are read from memory.
 
---tune measures the candidates of kernel_tiles.py instead, for the same tokens, and prints the best of those
-whose sums are right.
+--tune measures the candidates of kernel_tiles.py instead, for the same tokens, and prints the best of those with
+correct sums.
 
-A correctness gate comes first. The last line is JSON.
+Results are checked first. The last line is JSON.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Configurations that put a checkpoint's layers into chosen homes as a user would: by offload keys and budgets."""
+"""Configurations that put a checkpoint's layers into chosen homes, by offload keys and budgets."""
 
 from pathlib import Path
 

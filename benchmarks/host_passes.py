@@ -1,10 +1,10 @@
-"""What the host does for each pass of a job, on the CPU alone: a model of next to nothing, whose logits are given.
+"""Times the host's work for each pass of a job, on the CPU alone, with a trivial model whose logits are given.
 
     python benchmarks/host_passes.py [--texts 1000 --prompts 4096 --prompt 512 --new 32] [--out FILE]
 
-``mixed``: prompts begin in every pass of 16,384 tokens, as others end. ``decodes``: all texts begin at once, and passes
-carry a token of each. The figures are `HostWork.figures`: scheduling, the tensors of a pass, drawing, taking tokens.
-Draws from 64 tokens by the CPU itself are among them. The last line is JSON.
+``mixed``: prompts begin in every pass of 16,384 tokens, as other sequences end. ``decodes``: all sequences begin at
+once, and passes have a token of each. The figures are `HostWork.figures`: scheduling, building a pass's tensors,
+sampling, processing tokens. They include sampling from 64 tokens on the CPU itself. The last line is JSON.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the host does for the passes of a job, and how long the device rests between two of them."""
+"""Measures the host's work for the passes of a job, and how long the device idles between two of them."""
 
 import statistics
 import time

@@ -1,19 +1,20 @@
-"""Times the kernels that `replace_with_kernel_inject` puts in: over a device copy's rate, and over torch.compile.
+"""Times the kernels of `replace_with_kernel_inject`, relative to a device copy's rate and to torch.compile.
 
     python benchmarks/injected.py [--tokens 1,128,8192] [--widths 4096,8192] [--dtype float16] [--no-packed]
                                   [--out FILE]
 
-``of_copy`` is what has to be read and written over the time taken, as a share of a copy's rate in the same run;
-``over_compiled`` the time of `torch.compile` of the reference over ours, ``over_eager`` that of the reference as it is.
-Inputs are used in turn, so that large ones come from memory.
+``of_copy`` is the rate at which the necessary bytes are read and written, as a share of a copy's rate in the same run;
+``over_compiled`` the time of the reference under `torch.compile` over ours, ``over_eager`` that of the eager reference.
+Inputs alternate, so that large ones are read from memory.
 
 Then the product of one or two tokens with a square matrix, and with one as wide as a gated MLP: ``of_copy`` as above,
-of the matrix; ``over_torch`` the time of torch's own product over ours. Then products of layers that share their input,
-one for all over each for itself: ``apart_over_packed`` is the device's time of those apart over that of the one,
-``called_apart_over_packed`` the same as Python calls the modules.
+of the matrix; ``over_torch`` the time of torch's own product over ours. Then products of layers that share their input:
+``apart_over_packed`` is the device's time of separate products over that of one joint product,
+``called_apart_over_packed`` the same when Python calls the modules.
 
-A correctness gate comes first: every kernel equals its reference in float64, rounded, and products are those of the
-layers. The last line is JSON.
+First it checks that every kernel equals its rounded float64 reference, and that joint products equal those of the
+layers.
+The last line is JSON.
 """
 
 import argparse

@@ -1,23 +1,24 @@
-"""Completes prompts with `zinfer.LLM`, weights in several homes, in one run: the job's seconds beside each other.
+"""Completes prompts with `zinfer.LLM` for several homes of the weights in one run, and compares the seconds of the
+jobs.
 
     python benchmarks/job.py [--cases fp16,int8,int8-kv8,int4-kv8] [--homes none,cpu,nvme] [--shared 400]
                              [--model opt-30b | llama-3-70b] [--prompts 1024 --prompt 512 --new 32] [--out FILE]
 
-Each case runs once for each home, weights on the device, in host memory or on disk: some layers of a model's shape,
-prompts of random tokens, greedy. A case's name with ``-plain`` behind it is the same without fused kernels.
-``tokens_per_s`` counts new tokens; ``matrix_tflops`` is two operations for each parameter of the layers and token
-computed, ``steady_tflops`` the same in the median of full passes; ``streamed_over_resident`` the resident job's seconds
-over the streamed one's, ``over_predicted`` a job's seconds over what was predicted (as if no two prompts began alike);
-``streamed_gb`` went to the device in the job, and ``kv_gb`` of keys and values that are at home in host memory; compute
-waited ``link_stall_s`` for them. ``of_disk`` is what reading the job's bytes takes at the rate of plain reads, measured
+Each case runs once for each home, with weights on the device, in host memory or on disk: some layers of a model's
+shape, prompts of random tokens, greedy. A case's name with the suffix ``-plain`` runs without fused kernels.
+``tokens_per_s`` counts new tokens; ``matrix_tflops`` is two operations per parameter of the layers and computed token,
+``steady_tflops`` the same in the median of full passes; ``streamed_over_resident`` the resident job's seconds
+over the streamed one's, ``over_predicted`` a job's seconds over the prediction (without shared prefixes);
+``streamed_gb`` was copied to the device in the job, and ``kv_gb`` of KV cache from host memory; compute
+waited ``link_stall_s`` for them. ``of_disk`` is the time to read the job's bytes at the rate of plain reads, measured
 before and after, over the job's seconds; ``link_share`` and ``disk_share`` are the engine's own, of the rates that it
-knows. ``host_ms`` and ``rest_ms`` are what `HostWork.figures` tells. With
-``--shared`` all prompts begin with so many equal tokens, and the last home runs once more with prompts of the same
-lengths that share none; ``shared_over_own`` is its seconds over the others. A small job of the same shapes comes first
-in each engine, as a warm-up; give ``nvme`` last, where the warm-up is shorter, and ``--tokens-per-pass 131072`` with
-it: the first home's pages are the others' too, and must leave room for the passes that pay off from disk.
+knows. ``host_ms`` and ``rest_ms`` are from `HostWork.figures`. With ``--shared`` all prompts begin with that many equal
+tokens, and the last home runs again with prompts of the same lengths without a common prefix; ``shared_over_own`` is
+its seconds over the others. Each engine first runs a small job of the same shapes as a warm-up. Put ``nvme`` last,
+where the warm-up is shorter, with ``--tokens-per-pass 131072``: all homes use the first home's pages, which must leave
+room for the large passes that are worthwhile from disk.
 
-A correctness gate: all homes give the same tokens. The last line is JSON.
+All homes must generate the same tokens. The last line is JSON.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""The systems that complete a whole job from one saved OPT checkpoint in host memory, behind the calls of `System`.
+"""The systems that complete a whole job from one saved OPT checkpoint in host memory, with the interface `System`.
 
-Each completes so many prompts at once as suit it: zinfer's `LLM` all, as passes of its own choice; DeepSpeed one batch
-of `generate` after the other; FlexLLMGen its block schedule (Sheng et al. 2023, arXiv 2303.06865), several batches of
-the device to each load of a layer's weights, keys and values on the device.
+Each batches prompts in its own way: zinfer's `LLM` gets all and chooses its passes; DeepSpeed runs one batch of
+`generate` after another; FlexLLMGen its block schedule (Sheng et al. 2023, arXiv 2303.06865), with several device
+batches for each load of a layer's weights, and the KV cache on the device.
 """
 
 import math

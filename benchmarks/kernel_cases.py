@@ -1,4 +1,4 @@
-"""Matrices and activations that the kernels' tests and benchmarks share, and how far a result may be off."""
+"""Matrices, activations and tolerances that the kernels' tests and benchmarks share."""
 
 from dataclasses import dataclass
 from typing import Final

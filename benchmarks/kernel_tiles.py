@@ -1,4 +1,4 @@
-"""Tiles of the kernels' products that are worth measuring; those that won are in `zinfer.kernels`."""
+"""Candidate tiles of the kernels' products; the fastest are in `zinfer.kernels`."""
 
 from collections.abc import Iterator
 from typing import Final

@@ -1,18 +1,17 @@
-"""Times the kernels for quantized weights: over the fp16 vendor product, and over what the memory's rate allows.
+"""Times the kernels for quantized weights, relative to the fp16 vendor product and to memory bandwidth.
 
     python benchmarks/kernels.py [--shapes 28672x7168,7168x28672] [--tokens 1,16] [--formats int8,int4-128]
                                  [--dtype float16] [--tune] [--out F]
 
-Products of few tokens by both ways (fused, and dequantized for the vendor's product: where one overtakes the other is
+Measures products of few tokens both ways (fused, and dequantized for the vendor's product; the break-even point is
 MOST_FUSED_TOKENS in kernels/quantized_linear.py), INT8 by INT8 products, and `dequantize` itself. ``over_fp16`` is the
 time of `torch.nn.functional.linear` in the full dtype over the time taken, ``over_bound`` the time taken over that of
-moving the bytes at the rate of a device copy, both of this run; ``call_us`` is what a call from Python takes. Matrices
-lie in the order in which a model's would be stored, and are used in turn, so that their bytes come from memory and not
-from the cache.
+moving the bytes at the rate of a device copy, both of this run; ``call_us`` is the time of a call from Python. Matrices
+are in a model's storage order and alternate, so that their bytes are read from memory and not from the cache.
 
 --tune measures the candidates of kernel_tiles.py instead, and prints the best.
 
-A correctness gate comes first. The last line is JSON.
+Results are checked first. The last line is JSON.
 """
 
 import argparse

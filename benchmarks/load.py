@@ -1,12 +1,13 @@
-"""Loads a cold checkpoint into pinned host memory, and onto the device, and runs it up to its first token.
+"""Times loading a cold checkpoint into pinned host memory and onto the device, up to the first token.
 
     python benchmarks/load.py [--layers 12 --hidden 7168] [--out FILE]
 
-``load_share`` is the rate at which the homes fill, as a share of the lesser of the disk's rate (the same files read
-with nothing else to do, before and after) and the rate of touching and registering memory. ``first_token_s`` is the
+``load_share`` is the rate at which the homes fill, as a share of the lesser of the disk's rate (reading the same files
+alone, before and after) and the rate of touching and registering memory. ``first_token_s`` is the
 time from the call of `init_inference` to one prompt's first token, in a process that has torch and a CUDA context.
 
-The gate: the token from every home is the same, and every byte of the checkpoint was read. The last line is JSON.
+Checks that the token from every home is the same, and that every byte of the checkpoint was read. The last line is
+JSON.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The host's time for a block that moves next to nothing: what the hot path costs the thread that runs the model."""
+"""Times the host's work for a block of hardly any bytes: the cost of the hot path in the thread that runs the model."""
 
 import shutil
 import statistics

@@ -1,10 +1,11 @@
-"""Fills docs/benchmarks.md: tables of all figures in benchmarks/results, and the hardware that they were measured on.
+"""Fills docs/benchmarks.md with tables of all figures in benchmarks/results, and the hardware of each.
 
     python benchmarks/page.py [--check]
 
-The page's words are written by hand; what stands between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is written
-here, a table for each result of the benchmark NAME. ``--check`` writes nothing and exits with 1 where the page is not
-the present one. Figures without a label here are left out; a result whose benchmark has no place is an error.
+The page's text is written by hand; the parts between ``<!-- figures: NAME -->`` and ``<!-- end -->`` are generated
+here, a table for each result of the benchmark NAME. ``--check`` writes nothing and exits with 1 if the page is out of
+date.
+Figures without a label here are left out; a result whose benchmark has no place on the page is an error.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Seconds of a pass in the steady state: the stream never rests between the calls that are timed."""
+"""Measures seconds per pass in the steady state, where the stream never idles between timed calls."""
 
 import time
 from dataclasses import dataclass

@@ -1,13 +1,13 @@
-"""Completes one job with zinfer, DeepSpeed and FlexLLMGen, weights in host memory, and prints the factors between them.
+"""Completes one job with zinfer, DeepSpeed and FlexLLMGen, with weights in host memory, and prints the speedups.
 
     python benchmarks/peer_jobs.py [--layers 12 --hidden 7168] [--prompts 1024 --prompt 512 --new 32]
         [--peers deepspeed,flexgen] [--limit 300] [--out FILE]
 
-A saved checkpoint of OPT's shape in 16 bits; prompts of random tokens, greedy. Each system runs in a process of its
-own, with a limit of time; one that is not installed, crashes or takes too long is reported in words and ends nothing.
-``job_s`` are the seconds of all prompts, after a warm-up; ``times_zinfer_s`` the factor.
+A saved checkpoint of OPT's shape in 16 bits; prompts of random tokens, greedy. Each system runs in its own process,
+with a time limit; one that is not installed, crashes or takes too long is reported, and the others continue. ``job_s``
+is the seconds of all prompts, after a warm-up; ``times_zinfer_s`` the factor.
 
-The correctness gate is that of `peers.py`; for a system that computes in half precision half of its tokens have to be
+The correctness check is that of `peers.py`; for a system that computes in half precision, half of its tokens must be
 equal. The last line is JSON.
 """
 

@@ -1,4 +1,4 @@
-"""Runs a command in a process of its own, with a limit of time; says in words how it ended where that was not well."""
+"""Runs a command in its own process with a time limit; describes how it failed."""
 
 import os
 import re

@@ -1,7 +1,7 @@
-"""The systems that run one saved checkpoint from host memory or from disk, each behind the same three calls.
+"""The systems that run one saved checkpoint from host memory or from disk, each with the same three methods.
 
-Each is set up as its own documents say. What lies outside the layers stays on the device, except with DeepSpeed: ZeRO
-offloads every parameter above a threshold, so that it also moves the embedding, and again as the head tied to it.
+Each is set up as its documentation says. Weights outside the layers stay on the device, except with DeepSpeed: ZeRO
+offloads every parameter above a threshold, so it also moves the embedding, and again as the head tied to it.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
-"""Runs one system in this process, for `peers.py` and `peer_jobs.py`: the gate first, then seconds of a decode pass or
-of a whole job, written as JSON.
+"""Runs one system in this process, for `peers.py` and `peer_jobs.py`: checks it first, then measures a decode pass or a
+whole job, and writes JSON.
 
     python benchmarks/peer_worker.py WORK.json
 
-No figure comes out if the tokens of the small model are not transformers' own, or if the layers' weights are not where
-the system was asked to keep them. Whatever goes wrong ends the process, and its last line of error says what.
+There is no figure if the tokens of the small model differ from transformers', or if the layers' weights are not in the
+requested tier. Any error ends the process; its last line on stderr says why.
 """
 
 import gc

@@ -1,15 +1,15 @@
-"""Decodes one saved OPT-shaped checkpoint with zinfer, Accelerate and DeepSpeed, and prints the factor between them.
+"""Decodes one saved OPT-shaped checkpoint with zinfer, Accelerate and DeepSpeed, and prints the speedups.
 
     python benchmarks/peers.py [--layers 12 --hidden 7168 --batch 8 --prompt 128]
         [--peers accelerate,deepspeed-cpu,deepspeed-nvme] [--limit 300] [--out FILE]
 
-Each system runs in a process of its own, with a limit of time; one that is not installed, crashes or takes too long is
-reported in words and ends nothing. All decode the same prompts with the same `generate`. ``gb_per_s`` counts the
-layers' weights alone, whatever else a system moves; ``share`` is of the link (host tier) or of the disk (disk tier),
-both measured in the same run. ``from_disk_gb`` is what the kernel says was read from disks in a pass.
+Each system runs in its own process, with a time limit; one that is not installed, crashes or takes too long is
+reported, and the others continue. All decode the same prompts with the same `generate`. ``gb_per_s`` counts only the
+layers' weights, whatever else a system moves; ``share`` is of the link (host tier) or of the disk (disk tier),
+both measured in the same run. ``from_disk_gb`` is the kernel's count of bytes read from disks in a pass.
 
-A correctness gate comes first in each process: greedy tokens of a small fp32 model equal transformers' own, and the
-layers' weights lie in the tier that was asked for. The last line is JSON.
+Each process first checks that greedy tokens of a small fp32 model equal transformers' own, and that the layers' weights
+are in the requested tier. The last line is JSON.
 """
 
 import argparse

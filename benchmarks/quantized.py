@@ -1,4 +1,4 @@
-"""Streams and runs OPT-shaped layers with quantized weights, beside the same layers in fp16, in one run.
+"""Compares OPT-shaped layers with quantized weights, streamed and resident, with the same layers in fp16.
 
     python benchmarks/quantized.py [--formats fp16,int8,int4,w8a8] [--layers 12 --hidden 7168] [--out FILE]
 
@@ -6,8 +6,8 @@ For each format: a decode pass from host memory as a share of its bytes over the
 are quantized as a share of the disk's rate, and with resident weights a decode pass and a prefill of 4,096 tokens over
 the same in fp16.
 
-A correctness gate comes first: a smaller model's logits are equal to the bit from host memory and resident, and near
-those of fp16. The last line is JSON.
+First it checks that a smaller model's logits are bitwise equal from host memory and resident, and near those of fp16.
+The last line is JSON.
 """
 
 import argparse

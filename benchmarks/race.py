@@ -1,4 +1,4 @@
-"""Tiles of a kernel raced against each other."""
+"""Times candidate tiles of a kernel against each other."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Random models in host memory, of any shape, made quickly: the work that all streaming figures are taken on."""
+"""Makes random models of any shape in host memory, quickly; all streaming figures are measured with them."""
 
 import os
 from pathlib import Path

@@ -1,16 +1,16 @@
-"""Runs resident models with batch 1, under `enable_cuda_graph` and fused kernels, beside transformers in one run.
+"""Times resident models at batch size 1, with `enable_cuda_graph` and fused kernels, and transformers in the same run.
 
     python benchmarks/resident.py [--cases gpt2-1.5b,llama-3-8b,bert-large,t5-3b] [--prompt 128 --new 64] [--small]
                                   [--out FILE]
 
 Models of these shapes with random weights, fp16. ``eager_ms`` and ``ms`` are milliseconds of a token after the first,
 of transformers and of `init_inference` (of a forward over the prompt for bert-large), ``times`` the first over the
-second, ``llm_ms`` the same of `zinfer.LLM`. ``of_memory`` and ``llm_of_memory`` are the rate at which the weights that
-a token meets, and the keys and values before it, are read, over the rate of a device copy in the same run. All are
-medians of several, after a warm-up of the same shape. ``equal_tokens`` begin like transformers' own: in 16 bits texts
-of random weights part sooner or later.
+second, ``llm_ms`` the same of `zinfer.LLM`. ``of_memory`` and ``llm_of_memory`` are the rate at which a token's weights
+and KV cache are read, over the rate of a device copy in the same run. All are medians of several, after a warm-up of
+the same shape. ``equal_tokens`` counts first tokens that equal transformers': in 16 bits, sequences of random weights
+diverge sooner or later.
 
-A correctness gate: logits, or hidden states, are near transformers' own. The last line is JSON. --small is for a try.
+Checks that logits, or hidden states, are near transformers' own. The last line is JSON. --small is for a quick try.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A benchmark's last word: one line of JSON with the machine's card, printed and kept."""
+"""Prints and saves a benchmark's result: one line of JSON with the machine's card."""
 
 import json
 from collections.abc import Mapping

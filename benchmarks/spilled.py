@@ -1,17 +1,17 @@
-"""Runs a model of which a few layers stream by `zinfer.LLM`, batch 1, with replayed passes and without, in one run.
+"""Times `zinfer.LLM` at batch size 1 with a few streamed layers, with and without CUDA graphs, in one run.
 
     python benchmarks/spilled.py [--bits 16,8,4] [--layers 32] [--streamed 3] [--prompt 128 --new 64] [--small]
                                  [--out FILE]
 
-Llama-3-8B's shape with random weights, of which the device holds all but ``--streamed`` layers; three or more, because
-two slots take as much as two layers. They stream from pinned host memory, and no pages are lent to them.
-``resident_ms``, ``launched_ms`` and ``ms`` are milliseconds of a token after the first: with all
-weights on the device, and short of memory without and with `enable_cuda_graph`. ``link_ms`` is what the streamed bytes
-of a pass take at the rate of copies of one layer in the same run; ``of_bound`` the greater of it and ``resident_ms``,
-over ``ms``. All are medians of several, after a warm-up of the same shape.
+Llama-3-8B's shape with random weights. The device holds all but ``--streamed`` layers; three or more, because two slots
+take as much memory as two layers. They stream from pinned host memory, and no pages are lent to them.
+``resident_ms``, ``launched_ms`` and ``ms`` are milliseconds of a token after the first: with all weights on the device,
+with streamed layers without `enable_cuda_graph`, and with it. ``link_ms`` is the time of a pass's streamed bytes at the
+rate of copies of one layer in the same run; ``of_bound`` the greater of it and ``resident_ms``, over ``ms``. All are
+medians of several, after a warm-up of the same shape.
 
-A correctness gate: the tokens of replayed passes are those of resident weights, replayed. The last line is JSON.
---small is for a try.
+Checks that replayed passes generate the same tokens with streamed and with resident weights. The last line is JSON.
+--small is for a quick try.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Streams OPT-shaped layers from every tier and prints seconds per pass as shares of ceilings measured in the same run.
+"""Streams OPT-shaped layers from every tier and prints seconds per pass as shares of ceilings of the same run.
 
     python benchmarks/stream.py [--cases host,disk,half,resident-0,...] [--layers 12 --hidden 7168] [--out FILE]
 
-Cases: all layers on the host; all on disk; every other one on either; 0, 25, 50, 75 % resident, the rest on the host;
-`overhead`, the host's time for a block that moves next to nothing. ``bound_s`` is the longer of bytes over the link and
-bytes over the disk, ``over_predicted`` the time taken over what the plan says with the ceilings of this run. A disk's
-rate drifts by tens of percent within minutes, so the same files are read with nothing else to do before and after each
-two passes, and all figures are medians over such rounds.
+Cases: all layers on the host; all on disk; alternating; 0, 25, 50, 75 % resident, the rest on the host; `overhead`, the
+host's time for a block of hardly any bytes. ``bound_s`` is the longer of the link's and the disk's time for the bytes,
+``over_predicted`` the time taken over the plan's prediction with the ceilings of this run. A disk's rate drifts by tens
+of percent within minutes, so the same files are read alone before and after each two passes, and all figures are
+medians over such rounds.
 
-A correctness gate comes first: a smaller model's logits are equal to the bit from every home. The last line is JSON.
+First it checks that a smaller model's logits are bitwise equal from every home. The last line is JSON.
 """
 
 import argparse

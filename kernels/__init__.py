@@ -1,1 +1,1 @@
-"""Fused operations, each a Triton kernel beside its torch reference. The first ones come with quantized weights."""
+"""Fused operations, each a Triton kernel with its torch reference."""

@@ -1,5 +1,5 @@
 """Activations in one pass over memory: GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415) with erf, tanh or a sigmoid,
-SiLU, ReLU; and the middle of a gated MLP (Shazeer 2020, arXiv 2002.05202), which multiplies them with another product.
+SiLU, ReLU; and the middle of a gated MLP (Shazeer 2020, arXiv 2002.05202), an activation times another product.
 """
 
 import math
@@ -51,7 +51,7 @@ def _wide(x: torch.Tensor, activation: Activation) -> torch.Tensor:
         return x * torch.sigmoid(1.702 * x)
     if activation == "relu":
         return functional.relu(x)
-    # 1 + erf and 1 + tanh would lose all places of a far negative x.
+    # 1 + erf and 1 + tanh would lose all precision for a very negative x.
     if activation == "gelu_tanh":
         return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
     tail: torch.Tensor = torch.special.erfc(-math.sqrt(0.5) * x)
@@ -71,7 +71,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch
     by `gated_ref`.
 
     Args:
-        gate, up: [..., width], rows of both may lie apart.
+        gate, up: [..., width]; rows may be strided.
 
     Returns:
         [..., width], contiguous, in the dtype of gate.
@@ -114,7 +114,7 @@ def gated_kernel(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of float32 numbers in registers."""
+    """Return the activation of float32 numbers in registers."""
     if ACTIVATION == "silu":
         x = x * tl.sigmoid(x)
     elif ACTIVATION == "gelu":
@@ -131,7 +131,7 @@ def activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _erfc(z):  # type: ignore[no-untyped-def]
-    """Of numbers from 0 on, to 1.2e-7 of it (Press et al., Numerical Recipes, 6.2, erfcc)."""
+    """Return erfc(x) for x >= 0, with a relative error of 1.2e-7 (Press et al., Numerical Recipes, 6.2, erfcc)."""
     t = 1 / (1 + 0.5 * z)
     p = -0.82215223 + t * 0.17087277
     p = 1.48851587 + t * p
@@ -162,7 +162,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     launch_dependents(IS_DEPENDENT)
     grid_dependency_wait(IS_DEPENDENT)
-    # Programs that run together read what lies together: across rows it took 5 % longer.
+    # Programs that run together read adjacent memory: across rows it took 5 % longer.
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

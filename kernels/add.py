@@ -1,4 +1,4 @@
-"""Sums of two tensors, as layers add what they computed to what they were given."""
+"""Sums of two tensors, such as the residual additions of layers."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from zinfer.kernels.launching import grid_dependency_wait, launch_dependents, la
 def added_kernel(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """``x + y``, bit for bit as torch's, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter.
 
-    torch's own takes as long, but the kernel after it cannot begin early.
+    torch's own kernel is as fast, but the next kernel cannot start early after it.
 
     Args:
         x, y: of one shape and dtype, contiguous.

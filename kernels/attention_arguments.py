@@ -1,4 +1,4 @@
-"""What both attention kernels are given: a layer's rule; and pages, layout and rule as their arguments."""
+"""Arguments of both attention kernels: a layer's rule, and the kernel arguments for pages, layout and rule."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,14 +15,14 @@ _WORD: Final = 4  # codes
 
 @dataclass(frozen=True, eq=False)
 class AttentionRule:
-    """How a layer weighs keys.
+    """How a layer computes attention weights.
 
     Args:
-        scale: products are multiplied by it; above 0.
-        window: a token sees so many of the last tokens, itself included; None: all.
-        softcap: then ``softcap * tanh(products / softcap)`` (Gemma 2); None: as they are.
-        alibi_slopes: [heads] float32, times the distance to the key, are taken off (Press et al. 2022); None: nothing.
-        sinks: [heads], one more product a query, whose weight goes nowhere (gpt-oss); None: none.
+        scale: factor of the products; above 0.
+        window: each token sees this many of the last tokens, including itself; None: all.
+        softcap: products become ``softcap * tanh(products / softcap)`` (Gemma 2); None: unchanged.
+        alibi_slopes: [heads] float32; slope times distance to the key is subtracted (Press et al. 2022); None: nothing.
+        sinks: [heads], an additional product per query whose weight has no value (gpt-oss); None: none.
     """
 
     scale: float
@@ -33,7 +33,7 @@ class AttentionRule:
 
 
 def words_fit(pages: KVPages, dtype: torch.dtype) -> bool:
-    """Whether pages hold codes that can be taken as words of four, to meet queries of ``dtype`` in tensor cores."""
+    """Return whether codes in pages can be read as words of four, for tensor cores with queries of ``dtype``."""
     parts = (pages.keys, pages.values)
     return (
         pages.keys.dtype in KV_CODES
@@ -48,12 +48,12 @@ def words_fit(pages: KVPages, dtype: torch.dtype) -> bool:
 def tile_arguments(
     query: torch.Tensor, pages: KVPages, layout: PagedLayout, rule: AttentionRule, words: bool
 ) -> dict[str, Any]:
-    """The arguments that both kernels take, by name.
+    """Return the arguments that both kernels take, by name.
 
-    `factor` is what turns products, and with a softcap or slopes finished ones, into powers of two.
+    `factor` converts products (with a softcap or slopes, finished ones) to exponents of two.
 
     Args:
-        words: whether codes are taken as words.
+        words: whether codes are read as words.
     """
     heads, head_dim = query.shape[1:]
     kv_heads, value_dim = pages.values.shape[2:]
@@ -85,7 +85,7 @@ def tile_arguments(
         "factor": _LOG2_E if finished else rule.scale * _LOG2_E,
         "softcap": rule.softcap,
         "window": rule.window,
-        # Constants, so that it is known which of their multiples are whole copies' places.
+        # Constants, so that the compiler knows which of their multiples are aligned for whole copies.
         "KEY_TOKEN": keys.stride(1),
         "KEY_HEAD": keys.stride(2),
         "VALUE_TOKEN": values.stride(1),
@@ -105,5 +105,5 @@ def tile_arguments(
 
 
 def _bits(codes: torch.Tensor) -> torch.Tensor:
-    """E4m3 numbers as their bits, for which a masked load has a zero; others as they are."""
+    """View e4m3 numbers as bits, since a masked load needs a zero of the dtype; return others unchanged."""
     return codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes

@@ -1,13 +1,13 @@
-"""What a program of either attention kernel does: some rows of queries against a range of keys, a tile at a time.
+"""The inner loop of both attention kernels: some rows of queries against a range of keys, a tile at a time.
 
-Rows are the queries of neighbouring tokens times the heads that share a head of keys, so that keys are read once for
-all of them. Softmax is taken as it goes (Milakov and Gimelshein 2018; Dao 2023, "FlashAttention-2"), in powers of two.
-Tiles of keys lie at multiples of their size in the sequence, whatever the pages' size; a key's page is looked up in the
-table. Codes are multiplied bare: the scale of a key goes to its product, that of a value to its weight.
+Rows are the queries of neighbouring tokens times the heads that share a KV head, so that keys are read once for all of
+them. The softmax is computed online (Milakov and Gimelshein 2018; Dao 2023, "FlashAttention-2"), in powers of two.
+Tiles of keys begin at multiples of their size in the sequence, whatever the pages' size; a key's page is looked up in
+the table. Codes are multiplied without their scales: a key's scale multiplies its product, a value's its weight.
 
-Codes may be taken as words of four (WORDS), which is how tensor cores' operands read them quickly: codes of one column
-lie apart in memory, but two words of two keys hold four such pairs. The four codes of a word are then in four operands,
-and queries and sums in four parts that have every fourth column each; all columns below are columns of words.
+Codes may be read as words of four (WORDS), because tensor cores' operands load them faster: codes of one column are
+apart in memory, but two words of two keys hold four such pairs. The four codes of a word go to four operands, and
+queries and sums are split into four parts with every fourth column each; all columns below are columns of words.
 """
 
 import triton
@@ -27,7 +27,7 @@ def _load_part(  # type: ignore[no-untyped-def]
     query, token, head, in_rows, query_token, query_head,
     HEAD_DIM: tl.constexpr, BEGIN: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Queries [rows, COLUMNS], every STEP-th column from BEGIN on; zeros for rows and columns that are none."""
+    """Load queries [rows, COLUMNS], every STEP-th column from BEGIN on; zeros outside of the tensor."""
     pointers = query + (token.to(tl.int64) * query_token + head.to(tl.int64) * query_head)[:, None]
     column = BEGIN + STEP * tl.arange(0, COLUMNS)
     return tl.load(pointers + column[None, :], mask=in_rows[:, None] & (column < HEAD_DIM)[None, :], other=0)
@@ -38,7 +38,7 @@ def load_rows(  # type: ignore[no-untyped-def]
     query, token, head, in_rows, query_token, query_head,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of queries: the first columns and those that are left, or every fourth column from each of four on."""
+    """Load the parts of queries: the first columns and the rest; or, for words, four parts of every fourth column."""
     NUM: tl.constexpr = 4 if WORDS else 1
     parts = ()
     for part in tl.static_range(NUM):
@@ -55,9 +55,9 @@ def first_state(  # type: ignore[no-untyped-def]
     sinks, head, in_rows, factor, counts_sink,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Largest product, sum of weights and sums of weighted values, before any key is seen.
+    """Return the largest product, sum of weights and sums of weighted values before the first key.
 
-    A sink is a product without a value; ``counts_sink`` says whether this program is the one that counts it.
+    A sink is a product without a value; ``counts_sink`` is true in the one program that includes it.
     """
     most = tl.full((ROWS,), _NOTHING, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -73,7 +73,7 @@ def first_state(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def whole_sums(sums, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The parts of sums side by side, in the order of the values' columns."""
+    """Join the parts of sums in the order of the values' columns."""
     if WORDS:
         return tl.interleave(tl.interleave(sums[0], sums[2]), tl.interleave(sums[1], sums[3]))
     else:
@@ -82,7 +82,7 @@ def whole_sums(sums, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load(pointers, seen, inside, MASKED: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Zeros for keys that are not ``seen`` (if MASKED) and columns that are not ``inside`` (if PADDED)."""
+    """Load; zeros for keys that are not ``seen`` (if MASKED) and columns that are not ``inside`` (if PADDED)."""
     if MASKED and PADDED:
         return tl.load(pointers, mask=seen & inside, other=0)
     elif MASKED:
@@ -95,7 +95,7 @@ def _load(pointers, seen, inside, MASKED: tl.constexpr, PADDED: tl.constexpr):  
 
 @triton.jit
 def _numbers(found, dtype: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What pages hold as a tuple of numbers of the query's dtype: bare codes are whole numbers or e4m3, and exact."""
+    """Convert page elements to a tuple in the query's dtype; exact for codes, which are whole numbers or e4m3."""
     if WORDS:
         return widen_words(found, dtype == tl.bfloat16, IS_FLOAT)
     elif found.dtype == tl.int8 or found.dtype == tl.uint8:
@@ -106,7 +106,7 @@ def _numbers(found, dtype: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.const
 
 @triton.jit
 def _multiplied(parts, numbers):  # type: ignore[no-untyped-def]
-    """The sum of the products of the parts of queries and of keys."""
+    """Return the sum of the products of the parts of queries and keys."""
     found = dot(parts[0], numbers[0], None)
     for part in tl.static_range(1, len(numbers)):
         found = dot(parts[part], numbers[part], found)
@@ -115,7 +115,7 @@ def _multiplied(parts, numbers):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weighted(weights, numbers, sums, shrink):  # type: ignore[no-untyped-def]
-    """Sums with the values of a tile, part by part."""
+    """Add a tile's weighted values to the sums, part by part."""
     found = ()
     for part in tl.static_range(len(numbers)):
         found += (dot(weights, numbers[part], sums[part] * shrink[:, None]),)  # type: ignore[assignment]
@@ -124,7 +124,7 @@ def _weighted(weights, numbers, sums, shrink):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _page_of(table, start, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The pages of a tile's keys, one number where tiles lie in one page; for keys from ``end`` on its last page."""
+    """Return the pages of a tile's keys, a number if it is in one page; keys from ``end`` on get the last page."""
     last = tl.maximum(end - 1, 0)
     if PAGE_SIZE % BLOCK_KEYS == 0:
         return tl.load(table + tl.minimum(start, last) // PAGE_SIZE)
@@ -134,9 +134,9 @@ def _page_of(table, start, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexp
 
 @triton.jit
 def _slots(page, start, stride, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a tile's keys lie, pages ``stride`` apart: a number (int64) and what is to be added, key by key.
+    """Return the offsets of a tile's keys, with pages ``stride`` apart: a common offset (int64) and one per key.
 
-    Tiles that lie in one page have most of the address in common.
+    Keys of a tile in one page share most of the address.
     """
     if PAGE_SIZE % BLOCK_KEYS == 0:
         return page.to(tl.int64) * stride + start % PAGE_SIZE, tl.arange(0, BLOCK_KEYS)
@@ -147,7 +147,7 @@ def _slots(page, start, stride, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexp
 
 @triton.jit
 def _level(scale, factor):  # type: ignore[no-untyped-def]
-    """The logarithm of a value's scale, but for a tenth, in units of products: its bits, exponent before mantissa."""
+    """Return the logarithm of a value's scale, to about a tenth, in units of products, from its bits as an integer."""
     bits = tl.maximum(scale, _LEAST_SCALE).to(tl.int32, bitcast=True)
     wide = ((bits >> 8) | 0x4B000000).to(tl.float32, bitcast=True)  # 2**23 + bits / 2**8
     return tl.fma(wide, 2.0**-15 / factor, -(2.0**8 + 127) / factor)
@@ -157,7 +157,7 @@ def _level(scale, factor):  # type: ignore[no-untyped-def]
 def _finish(  # type: ignore[no-untyped-def]
     scores, place, key_place, slope, seen, scale, softcap, window, MASKED: tl.constexpr
 ):
-    """Products with softcap, slopes and mask; not yet scaled where there is neither softcap nor slope."""
+    """Apply softcap, slopes and mask to products; without softcap and slopes they are not scaled yet."""
     if softcap is not None:
         turned = tl.exp2(scores * (scale / softcap * 2.8853900817779268))  # exp(2 x)
         scores = softcap * (1 - 2 / (1 + turned))  # tanh(x)
@@ -185,16 +185,16 @@ def attend(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     MASKED: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The state after the keys from ``begin``, a multiple of BLOCK_KEYS, to ``end``; pointers stand at the head.
+    """Return the state after the keys from ``begin``, a multiple of BLOCK_KEYS, to ``end``; pointers are the head's.
 
     Args:
-        query: the parts that `load_rows` gives.
-        place: [rows], of the queries in the sequence.
-        first: keys before it are not read, nor are their pages looked up.
-        MASKED: whether a row may see only some of the keys; without it every row sees all, whole tiles.
-        LEVELS: the largest product is taken with the logarithm of its value's scale: in float16 weights times scales
-            far below 1 would lose places.
-        total: [rows], or [rows, BLOCK_KEYS] to be summed at the end, where warps would have to wait for each other.
+        query: the parts from `load_rows`.
+        place: [rows], positions of the queries in the sequence.
+        first: earlier keys are not read, and their pages not looked up.
+        MASKED: whether a row may see only some of the keys; otherwise every row sees all keys, in whole tiles.
+        LEVELS: the running maximum includes the logarithm of the value's scale: otherwise float16 weights times scales
+            far below 1 would lose precision.
+        total: [rows]; or [rows, BLOCK_KEYS], summed at the end, if warps would otherwise wait for each other.
     """
     dtype: tl.constexpr = query[0].dtype
     MAIN: tl.constexpr = query[0].shape[1]
@@ -202,7 +202,7 @@ def attend(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr = HEAD_DIM // 4 if WORDS else HEAD_DIM
     NUM_VALUES: tl.constexpr = VALUE_DIM // 4 if WORDS else VALUE_DIM
     column, value_column = tl.arange(0, MAIN)[:, None], tl.arange(0, COLUMNS)[None, :]
-    # Looked up a step ahead: copies of keys and values are begun steps ahead, and could not be with the number to come.
+    # Looked up a step ahead: copies of keys and values start steps ahead, and need the page number by then.
     page = _page_of(table, begin, end, PAGE_SIZE, BLOCK_KEYS)
     for start in tl.range(begin, end, BLOCK_KEYS):
         key_place = start + tl.arange(0, BLOCK_KEYS)

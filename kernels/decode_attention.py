@@ -1,7 +1,7 @@
-"""Attention of segments with one query: the keys of a segment are split over programs, a second kernel combines them.
+"""Attention of segments with one query: a segment's keys are split over programs, and a second kernel combines them.
 
-All heads that share a head of keys are rows of one tile. A segment's splits follow from its own length, and are
-combined in a fixed order: a query's result does not depend on the other segments of the pass.
+All heads that share a KV head are rows of one tile. A segment's splits depend only on its own length, and are combined
+in a fixed order: a query's result does not depend on the other segments of the pass.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from zinfer.kernels.launching import dependent_options, grid_dependency_wait, la
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """A program's tile: keys of a step and, about, of a split, warps, and steps under way."""
+    """A program's tile: keys of a step, approximate keys of a split, warps, and steps in flight."""
 
     keys: int
     split_keys: int
@@ -44,7 +44,7 @@ _MOST_ROWS: Final = 64
 
 
 def decode_tiles_for(head_dim: int, value_dim: int, dtype: torch.dtype, words: bool) -> DecodeTiles:
-    """The tiles chosen for a model's heads and dtype, and for codes that are taken as words."""
+    """Return the tiles for a model's heads and dtype, and for codes that are read as words."""
     if dtype == torch.float32:
         return _WIDE
     by_columns = _WORDS_BY_COLUMNS if words else _BY_COLUMNS
@@ -62,10 +62,10 @@ def decode_attention(
     """Fill the rows of ``out`` that belong to segments of one query, on a GPU or under Triton's interpreter.
 
     Args:
-        query: [tokens, heads, head_dim], columns beside each other.
-        layout: segments from `num_decodes` on are left out; where it is not known, those of several queries.
+        query: [tokens, heads, head_dim], columns contiguous.
+        layout: segments from `num_decodes` on are skipped; if it is None, segments of several queries are.
         out: [tokens, heads, value_dim], contiguous.
-        tiles: others than those of the table.
+        tiles: to use instead of the table's.
     """
     _, heads, value_dim = out.shape
     kv_heads = pages.values.shape[2]
@@ -125,9 +125,9 @@ def decode_attention(
 def _split_of(  # type: ignore[no-untyped-def]
     length, window, SPLIT_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK_KEYS: tl.constexpr
 ):
-    """First key that a segment's query sees, where its first tile begins, and how many keys a split of it has.
+    """Return the first key that a segment's query sees, the start of its first tile, and the number of keys of a split.
 
-    Splits are nearly equal, and about SPLIT_KEYS: a few keys more than that are no reason for a second one.
+    Splits are nearly equal, and have about SPLIT_KEYS keys: a few more do not start another split.
     """
     first = length * 0
     if window is not None:
@@ -151,7 +151,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     SKIP_OTHERS: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One split of a segment's keys for the heads of a tile; heads that share keys' sectors run beside each other."""
+    """Compute a split of a segment's keys for a tile's heads; heads whose keys share memory sectors run together."""
     launch_dependents(IS_DEPENDENT)
     grid_dependency_wait(IS_DEPENDENT)
     head_tiles: tl.constexpr = KV_HEADS * ((SHARED + ROWS - 1) // ROWS)
@@ -213,7 +213,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     SPLIT_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     SKIP_OTHERS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One head of a segment that has several splits: a tile of as many as there may be, so that the order is fixed."""
+    """Combine the splits of one head of a segment, in a tile of the maximum number of splits, so the order is fixed."""
     launch_dependents(IS_DEPENDENT)
     grid_dependency_wait(IS_DEPENDENT)
     head, local = tl.program_id(0), tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Turns a quantized matrix back into one that any product takes."""
+"""Dequantizes a matrix, so that any product can use it."""
 
 from dataclasses import replace
 from typing import Final
@@ -12,13 +12,13 @@ from zinfer.kernels.marlin_layout import in_rows
 from zinfer.kernels.quantized import FRAGMENT_ROWS, SYMMETRIC_INT4_ZERO, QuantizedMatrix
 from zinfer.kernels.widening import widen_bytes, widen_nibbles
 
-_SLICE_ELEMENTS: Final = 4 << 20  # 16 MiB in float32, of which the reference holds at most four at a time
+_SLICE_ELEMENTS: Final = 4 << 20  # 16 MiB in float32; the reference holds at most four slices at a time
 _TILE_ELEMENTS: Final = 4096
 _WARPS: Final = 4
 
 
 def dequantize(matrix: QuantizedMatrix) -> torch.Tensor:
-    """The values of a matrix, [rows, columns] in its own dtype; on the CPU a slice of rows at a time."""
+    """Return a matrix's values, [rows, columns] in its own dtype; the CPU computes a slice of rows at a time."""
     if has_kernels(matrix):
         return dequantize_kernel(matrix)
     out = _empty(matrix)
@@ -105,7 +105,7 @@ def _in_order(values: torch.Tensor, order: torch.Tensor, out: torch.Tensor) -> t
 
 
 def codes_of(matrix: QuantizedMatrix) -> torch.Tensor:
-    """The codes one by one, in stored order [rows, columns]: 8 bits as they are, 4 bits int8, about 0 if symmetric."""
+    """Return unpacked codes in stored order [rows, columns]: 8 bits unchanged, 4 bits as int8, about 0 if symmetric."""
     if matrix.format.bits == 8:
         return matrix.codes
     packed = in_rows(matrix).codes
@@ -115,9 +115,9 @@ def codes_of(matrix: QuantizedMatrix) -> torch.Tensor:
 
 
 def has_kernels(matrix: QuantizedMatrix) -> bool:
-    """Whether Triton compiles for the device and the format; e4m3 needs compute capability 8.9.
+    """Return whether Triton compiles for the device and the format; e4m3 needs compute capability 8.9.
 
-    Where groups have an odd number of 4-bit codes, a byte holds codes of two: that is left to torch.
+    Groups with an odd number of 4-bit codes, where a byte holds codes of two groups, are left to torch.
     """
     format, device = matrix.format, matrix.codes.device
     if device.type != "cuda" or (format.bits == 4 and (format.group_size or 0) % 2):
@@ -126,7 +126,7 @@ def has_kernels(matrix: QuantizedMatrix) -> bool:
 
 
 def kernel_parts(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Codes, scales and zeros for a kernel: e4m3 numbers as their bits, for which a masked load has a zero."""
+    """Return codes, scales and zeros for a kernel: e4m3 as bits, since a masked load needs a zero of the dtype."""
     codes = matrix.codes.contiguous()
     zeros = None if matrix.zeros is None else matrix.zeros.contiguous()
     return codes.view(torch.uint8) if matrix.format.is_float else codes, matrix.scales.contiguous(), zeros
@@ -141,7 +141,7 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
     codes_ptr, scales_ptr, zeros_ptr, out_ptr, num_lines, length, line_bytes,
     FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK_LINES: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A line is what one scale serves; lines are contiguous, in codes as in values."""
+    """Dequantize lines: the elements of one scale, contiguous in both codes and values."""
     lines = tl.program_id(0).to(tl.int64) * BLOCK_LINES + tl.arange(0, BLOCK_LINES)
     in_lines = (lines < num_lines)[:, None]
     begin = tl.program_id(1) * BLOCK_COLUMNS
@@ -170,7 +170,7 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
 def _fragments_kernel(  # type: ignore[no-untyped-def]
     words_ptr, scales_ptr, out_ptr, columns, groups, STEPS_PER_GROUP: tl.constexpr
 ):
-    """64 rows and 64 columns of a matrix in the order of fragments, in words of 4 columns of two rows."""
+    """Dequantize 64 rows and 64 columns in the order of fragments, in words of 4 columns of two rows."""
     block, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.arange(0, 32)[:, None]  # tile and g
     quad = tl.arange(0, 16)[None, :]  # of columns: l, t, m

@@ -1,6 +1,7 @@
-"""Which tokens each expert has: numbers of pairs of a token and an expert, in the order of experts.
+"""Sorts pairs of a token and an expert by expert.
 
-On a GPU one kernel sorts few pairs by comparing all with all, where a sort and what follows take several launches.
+On a GPU one kernel sorts few pairs by comparing all with all; torch's sort and the steps after it take several
+launches.
 """
 
 from dataclasses import dataclass
@@ -14,15 +15,15 @@ import triton.language as tl
 from zinfer.kernels.launching import on_device
 
 _MOST_COMPARED: Final = 8192
-"""Pairs up to which all are compared with all: some 70 million comparisons, still less than a sort takes by itself."""
+"""Most pairs that are compared with all others: some 70 million comparisons still take less time than a sort."""
 _OWN: Final = 32
 _MOST_BLOCK: Final = 256
 _LEAST_BLOCK: Final = 16
 
 
 PairOrder: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""[pairs] int64, numbers of pairs, those of the first expert first, and of each in rising order; and [experts] int32,
-where in them those of each expert end."""
+"""[pairs] int64, pair numbers sorted by expert, ascending within each; and [experts] int32, the end of each expert's
+pairs among them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class Groups:
     """Pairs of a token and an expert, sorted on first use, without waiting for the device.
 
     Attributes:
-        chosen: [pairs] int64: the expert of each, token after token.
+        chosen: [pairs] int64: the expert of each pair, in the order of tokens.
     """
 
     chosen: torch.Tensor
@@ -38,7 +39,7 @@ class Groups:
 
     @classmethod
     def of(cls, chosen: torch.Tensor, num_experts: int) -> "Groups":
-        """For the experts chosen [tokens, of each] int64."""
+        """Make the pairs of the chosen experts, [tokens, experts of each] int64."""
         return cls(chosen.reshape(-1).contiguous(), num_experts)
 
     @property
@@ -60,7 +61,7 @@ class Groups:
 
 
 def pair_order_ref(chosen: torch.Tensor, num_experts: int) -> PairOrder:
-    """The order of pairs for the experts chosen, by torch."""
+    """Return the order of pairs by expert, computed by torch."""
     found, order = torch.sort(chosen.reshape(-1), stable=True)
     every = torch.arange(num_experts, dtype=found.dtype, device=found.device)
     return order, torch.searchsorted(found, every, right=True, out_int32=True)
@@ -90,7 +91,7 @@ def pair_order_kernel(chosen: torch.Tensor, num_experts: int) -> PairOrder:
 
 @triton.jit
 def _load_experts(chosen_ptr, number, pairs):  # type: ignore[no-untyped-def]
-    """Of some pairs; behind the last one a number above all others."""
+    """Load the experts of some pairs; past the last pair, a number above all others."""
     return tl.load(chosen_ptr + number, mask=number < pairs, other=0x7FFFFFFF).to(tl.int32)[None, :]
 
 
@@ -98,7 +99,7 @@ def _load_experts(chosen_ptr, number, pairs):  # type: ignore[no-untyped-def]
 def _order_kernel(  # type: ignore[no-untyped-def]
     chosen_ptr, order_ptr, ends_ptr, pairs, experts, pair_programs, OWN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The places of some pairs, or in the last programs the ends of some experts."""
+    """Compute the positions of some pairs or, in the last programs, the ends of some experts."""
     program = tl.program_id(0)
     other = tl.arange(0, BLOCK)
     count = tl.zeros((OWN,), tl.int32)

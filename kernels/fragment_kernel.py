@@ -1,6 +1,6 @@
-"""What a program of the product in the order of fragments does; `fragment_linear` says why, and launches it.
+"""The kernel of the product in fragment order; `fragment_linear` explains and launches it.
 
-Every tensor has one element a thread. A turn is of 256 columns, its steps are of 64.
+Every tensor has one element per thread. A turn has 256 columns, each of its steps 64.
 """
 
 import triton
@@ -15,7 +15,7 @@ _STAGES = tl.constexpr(2)  # turns of x in shared memory
 
 @triton.jit
 def _load(ptr, is_there):  # type: ignore[no-untyped-def]
-    """Codes of 32 rows and 64 columns: two tiles of 4 words; anything if they are not there."""
+    """Load codes of 32 rows and 64 columns: two tiles of 4 words; undefined if not ``is_there``."""
     WORDS: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
     low = tl.inline_asm_elementwise(ptx.LOAD, "=r,=r,=r,=r,l,r", [ptr, is_there], dtype=WORDS, is_pure=False, pack=1)
     high = tl.inline_asm_elementwise(
@@ -26,7 +26,7 @@ def _load(ptr, is_there):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_scales(ptr, is_there):  # type: ignore[no-untyped-def]
-    """Of each of the two tiles a word, as a tuple of its own; anything if they are not there."""
+    """Load a word of scales for each of the two tiles, as a tuple each; undefined if not ``is_there``."""
     WORDS: tl.constexpr = (tl.int32, tl.int32)
     low, high = tl.inline_asm_elementwise(
         ptx.LOAD_SCALES, "=r,=r,l,r", [ptr, is_there], dtype=WORDS, is_pure=False, pack=1
@@ -47,7 +47,7 @@ def _read(address):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _read_x(address, OCTETS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x of 64 columns: 8 words for each octet of tokens."""
+    """Read x of 64 columns: 8 words for each octet of tokens."""
     words = _read(address) + _read(address + 512)
     if OCTETS == 2:
         words = words + _read(address + 1024) + _read(address + 1536)
@@ -56,11 +56,10 @@ def _read_x(address, OCTETS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _stage(address, ptr, token, tokens, columns, OCTETS: tl.constexpr, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sets out to copy a turn of x, 16 bytes of a thread's token at a time, into the order of fragments.
+    """Start copying a turn of x into fragment order, 16 bytes of a thread's token at a time.
 
-    That is [step][octet][half of a step][8 tokens][4 times 16 bytes]; a thread's first 16 bytes are at ``ptr``. Tokens
-    that are not there are left out: what shared memory happens to hold for them reaches only their sums, which nobody
-    stores.
+    The order is [step][octet][half of a step][8 tokens][4 times 16 bytes]; a thread's first 16 bytes are at ``ptr``.
+    Missing tokens are skipped: stale shared memory reaches only their sums, which are not stored.
     """
     ASM: tl.constexpr = ptx.copy_asm()
     for ahead in tl.static_range(0, _DEPTH * OCTETS, THREADS // 64):  # octets
@@ -82,7 +81,7 @@ def _turn(  # type: ignore[no-untyped-def]
     codes, scales, sums, none, token, next_codes_ptr, next_scales_ptr, has_next, address,
     IS_BFLOAT: tl.constexpr, OCTETS: tl.constexpr, STEPS_PER_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A turn whose codes and scales are in registers; loads those of the next one, if it is there, in their place."""
+    """Compute a turn whose codes and scales are in registers, and load those of the next turn, if any, into them."""
     MULTIPLY: tl.constexpr = ptx.multiply_asm(IS_BFLOAT, OCTETS)
     MULTIPLY_IO: tl.constexpr = ptx.constraints(OCTETS, 4 + 8 * OCTETS, 0)
     SCALE: tl.constexpr = ptx.scale_asm(IS_BFLOAT, OCTETS)
@@ -111,9 +110,9 @@ def _turn(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _exchange(sums, k_warp, own, others, OCTETS: tl.constexpr, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums of two ranges of columns added: the first range has those of its warps' lower tiles, the other the rest.
+    """Add the sums of two ranges of columns: the first range gets those of its warps' lower tiles, the other the rest.
 
-    Each gives the other what that adds, through shared memory of its ``own`` that nobody reads any more.
+    Each passes the other's part through its ``own`` shared memory, which is no longer read.
     """
     FOUR: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
     is_first = k_warp == 0
@@ -139,13 +138,13 @@ def _finish(  # type: ignore[no-untyped-def]
     tile, num_tiles, all_turns, thread, row, first_token, tokens, rows,
     OCTETS: tl.constexpr, COUNT: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Writes each thread's COUNT sums of a tile, those of all its programs added by the one that comes last."""
+    """Write each thread's COUNT sums of a tile; the last program to finish adds the sums of all the tile's programs."""
     programs = tl.num_programs(0)
     first = ((tile * all_turns + 1) * programs - 1) // (num_tiles * all_turns)
     last = ((tile + 1) * all_turns * programs - 1) // (num_tiles * all_turns)
     is_last = True
     if first != last:
-        # A program and the tile after, or the next program and the tile: each step along has a piece of its own.
+        # Number the pieces by program plus tile: the next program or the next tile uses the next piece.
         ptrs = sums_ptr + (tl.program_id(1) * (programs + num_tiles) + tile).to(tl.int64) * (COUNT * THREADS) + thread
         for i in tl.static_range(COUNT):
             tl.store(ptrs + (tl.program_id(0) * COUNT + i) * THREADS, values[i])
@@ -183,9 +182,9 @@ def fragment_kernel(  # type: ignore[no-untyped-def]
     IS_BFLOAT: tl.constexpr, OCTETS: tl.constexpr, STEPS_PER_GROUP: tl.constexpr,
     ROW_WARPS: tl.constexpr, K_WARPS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens and a stripe of the turns of all tiles of rows.
+    """Compute a tile of tokens for a stripe of the turns of all tiles of rows.
 
-    With ``chosen_ptr`` the tile is a pair of one token, which has ``share`` of them, and one of several matrices.
+    With ``chosen_ptr`` the tile is a pair of one token, which has ``share`` pairs, and one of several matrices.
     """
     IS_CHOSEN: tl.constexpr = chosen_ptr is not None
     THREADS: tl.constexpr = ROW_WARPS * 32  # that share x
@@ -204,7 +203,7 @@ def fragment_kernel(  # type: ignore[no-untyped-def]
     block = (row_tile // 4).to(tl.int64)
     first_token = tl.program_id(1) * (8 * OCTETS)
     if IS_CHOSEN:
-        if IS_DEPENDENT:  # what was chosen another kernel may have written
+        if IS_DEPENDENT:  # another kernel may have written the chosen experts
             gdc_wait()
         matrix = tl.load(chosen_ptr + tl.program_id(1)).to(tl.int64)
         block += matrix * (rows // 64)
@@ -229,7 +228,7 @@ def fragment_kernel(  # type: ignore[no-untyped-def]
     token = first_token + place // 64 % OCTETS * 8 + place % 32 // 4
     column = step * 64 + place // (64 * OCTETS) * 64 + place // 32 % 2 * 32 + place % 4 * 8
     x_ptrs = x_ptr.to(tl.pointer_type(tl.int8)) + (token * columns + column) * 2
-    if IS_DEPENDENT:  # nothing that another kernel may read or write is touched before
+    if IS_DEPENDENT:  # before this, touch no memory that another kernel may read or write
         if not IS_CHOSEN:
             gdc_wait()
         gdc_launch_dependents()
@@ -243,7 +242,7 @@ def fragment_kernel(  # type: ignore[no-untyped-def]
     if OCTETS == 2:
         none += none  # type: ignore[assignment]
     sums = (none, none)
-    now, other = 0, K_WARPS * X_BYTES  # where x of this turn is, and that of the next one comes
+    now, other = 0, K_WARPS * X_BYTES  # offsets of x of this turn and of the next
     for turn in range(begin, end):
         k_warp = _with_token(k_warp, ptx.meet_asm(ROW_WARPS, K_WARPS))
         has_next = turn + 1 < end

@@ -1,15 +1,15 @@
-"""Multiplies few tokens with a matrix in the order of fragments, straight from memory into tensor cores.
+"""Multiplies few tokens with a matrix in fragment order, loading codes directly into tensor core operands.
 
-After Marlin (Frantar et al. 2024, arXiv 2408.11743). A warp takes 32 rows; each lane loads the 16 bytes of codes that
-it multiplies with, a turn of 256 columns ahead, and widens them in its registers. The warps share x, which is copied to
-shared memory a turn ahead, in the order of fragments. Whole numbers are multiplied, and the sum over each group is
-scaled. All that is inline PTX: in Triton's own language what tensor cores take passes through shared memory.
+After Marlin (Frantar et al. 2024, arXiv 2408.11743). A warp computes 32 rows; each lane loads the 16 bytes of codes
+that it multiplies, a turn of 256 columns ahead, and widens them in its registers. The warps share x, which is copied to
+shared memory a turn ahead, in fragment order. Codes are multiplied as whole numbers, and the sum over each group is
+scaled. This needs inline PTX: in Triton's own language operands of tensor cores pass through shared memory.
 
-Sums are taken in a fixed order: where programs share rows, the last one adds all their sums, first to last. The same
-arguments give the same bits. Launches are dependent ones (compute capability 9.0): the first codes are loaded while the
-kernel before still runs.
+Sums are added in a fixed order: if programs share rows, the last program adds all their sums, first to last. The same
+arguments give the same bits. Launches are dependent (compute capability 9.0): the first codes are loaded while the
+previous kernel still runs.
 
-From 17 tokens on tiles of 16 run beside each other, and find each other's codes in the cache.
+From 17 tokens on, tiles of 16 tokens run concurrently, and share codes through the cache.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from zinfer.kernels.quantized import FRAGMENT_COLUMNS, QuantizedMatrix
 _TILE_TOKENS: Final = 16
 _WARP_ROWS: Final = 32
 _WARPS_AT_ONCE: Final = 16  # of a multiprocessor
-_MOST_REGISTERS: Final = 128  # of a thread, so that they have room
+_MOST_REGISTERS: Final = 128  # of a thread, so that this many warps fit
 _NUM_COUNTERS: Final = 1 << 14
 _ALIGNMENT: Final = 16  # bytes that are copied at a time
 _LEAST_CAPABILITY: Final = (8, 0)
@@ -34,10 +34,10 @@ _LEAST_CAPABILITY: Final = (8, 0)
 
 @dataclass(frozen=True)
 class FragmentCut:
-    """A product cut into programs: ``num_tiles`` of rows one below the other, of ``turns`` turns each, in a row.
+    """The split of a product into programs: ``num_tiles`` tiles of rows with ``turns`` turns each form one sequence.
 
-    Each of the programs of a tile of tokens takes an equal stripe of that row, and may begin and end inside of tiles.
-    It has ``row_warps`` times ``k_warps`` warps; the latter share a turn's columns.
+    Each of the programs of a tile of tokens computes an equal stripe of that sequence, and may begin and end inside a
+    tile. It has ``row_warps`` times ``k_warps`` warps; the ``k_warps`` share a turn's columns.
     """
 
     row_warps: int
@@ -48,7 +48,7 @@ class FragmentCut:
 
     @classmethod
     def of(cls, token_tiles: int, rows: int, columns: int, processors: int) -> "FragmentCut":
-        """For tiles of tokens on so many multiprocessors: as many programs as run at once, if there are turns."""
+        """Choose the programs for tiles of tokens: as many as run at once on the GPU, if there are turns."""
         row_warps = 4 if rows % (4 * _WARP_ROWS) == 0 else 2
         k_warps = 2 if columns % (2 * FRAGMENT_COLUMNS) == 0 else 1
         turns = columns // (k_warps * FRAGMENT_COLUMNS)
@@ -59,7 +59,7 @@ class FragmentCut:
 
 
 def can_multiply(matrix: QuantizedMatrix) -> bool:
-    """Whether the kernel takes the matrix: in the order of fragments, in half precision, on a GPU that has the PTX."""
+    """Return whether the kernel supports the matrix: fragment order, half precision, a GPU that has the PTX."""
     return (
         matrix.format.in_fragments
         and matrix.dtype in (torch.float16, torch.bfloat16)
@@ -70,14 +70,13 @@ def can_multiply(matrix: QuantizedMatrix) -> bool:
 
 
 def fragment_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32.
+    """Return ``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32.
 
-    The matrix must be nothing that a kernel has just written (`launching.grid_dependency_wait`); a copy engine may
-    have.
+    No kernel may have just written the matrix (`launching.grid_dependency_wait`); a copy engine may have.
 
     Args:
         x: [..., columns], of the matrix's dtype and device.
-        matrix: one that `can_multiply` names.
+        matrix: `can_multiply` is true for it.
         bias: [rows].
     """
     flat = _aligned(x.reshape(-1, matrix.columns))
@@ -93,12 +92,12 @@ def chosen_linear(
     rows: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x @ W.T + bias`` of pairs of a token and a matrix, each read for each of its pairs.
+    """Return ``x @ W.T + bias`` for pairs of a token and a matrix; a matrix is read for each of its pairs.
 
     Args:
-        x: [tokens or pairs, columns]; pairs are numbered token after token.
-        matrices: of ``rows`` each, whole 64s, one below the other; one that `can_multiply` names.
-        chosen: [pairs] int64: the number of each one's matrix; at most `most_pairs`.
+        x: [tokens or pairs, columns]; pairs are in the order of tokens.
+        matrices: stacked, of ``rows`` rows each, a multiple of 64; `can_multiply` is true for the stack.
+        chosen: [pairs] int64: the number of each pair's matrix; at most `most_pairs` pairs.
         bias: [matrices, rows].
 
     Returns:
@@ -111,7 +110,7 @@ def chosen_linear(
 
 
 def most_pairs(rows: int) -> int:
-    """Pairs that `chosen_linear` takes of matrices of so many rows: each has a counter for every tile of them."""
+    """Return the most pairs that `chosen_linear` supports for matrices of ``rows`` rows: each tile needs a counter."""
     return _NUM_COUNTERS // FragmentCut.of(1, rows, FRAGMENT_COLUMNS, 1).num_tiles
 
 
@@ -139,7 +138,7 @@ def _launch(
     token_tiles = -(-tokens // _TILE_TOKENS) if chosen is None else len(chosen)
     cut = FragmentCut.of(token_tiles, rows, matrix.columns, _device_facts(x.device)[1])
     octets = 1 if tokens <= _TILE_TOKENS // 2 else 2
-    # Of each tile that a program shares with others, at most one for each step along the row of tiles.
+    # Partial sums of tiles that programs share: at most one piece for each step along the sequence of tiles.
     pieces = (token_tiles, cut.programs + cut.num_tiles, cut.row_warps * _WARP_ROWS * 8 * octets)
     sums = torch.empty(pieces, dtype=torch.float32, device=x.device)
     counters = _counters(x.device)
@@ -172,8 +171,8 @@ def _launch(
 
 @cache
 def _device_facts(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and multiprocessors."""
-    if device.type != "cuda":  # a caller runs or compiles the kernel otherwise
+    """Return the compute capability and the number of multiprocessors."""
+    if device.type != "cuda":  # the kernel is interpreted, or compiled for another device
         return _LEAST_CAPABILITY, 132
     properties = torch.cuda.get_device_properties(device)
     return (properties.major, properties.minor), properties.multi_processor_count
@@ -183,10 +182,10 @@ _counters_of: dict[tuple[torch.device, int | None], torch.Tensor] = {}
 
 
 def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros that a call uses and leaves as zeros: one set a stream, for concurrent calls must not share them.
+    """Return counters that are zero before and after each call: a set per stream, for concurrent calls cannot share it.
 
-    Captured calls share one more set, so graphs must not run beside each other. The first call that is not captured
-    makes it, because memory of a capture belongs to its graph.
+    Captured calls share another set, so graphs must not run concurrently. The first call that is not captured allocates
+    it, because memory allocated in a capture belongs to its graph.
     """
     is_cuda = device.type == "cuda"
     is_captured = is_cuda and torch.cuda.is_current_stream_capturing()

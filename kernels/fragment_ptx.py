@@ -1,43 +1,43 @@
-"""PTX of the product in the order of fragments: what Triton's language cannot say of single threads.
+"""PTX of the product in fragment order, for per-thread operations that Triton's language cannot express.
 
-Every function gives the text of one `inline_asm_elementwise`, whose tensors have one element a thread; the kernels call
-them while they are compiled. Instructions need compute capability 8.0.
+Every function returns the text of one `inline_asm_elementwise`, whose tensors have one element per thread; kernels call
+them at compile time. Instructions need compute capability 8.0.
 """
 
 import triton
 import triton.language as tl
 
 FENCE = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, $1;")
-"""The assembler moves no load past it: it would bring codes as late as registers allow."""
+"""The assembler moves no load past it; otherwise it would load codes as late as registers allow."""
 LOAD = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
 )
-"""Sixteen bytes of codes at $4. Not marked .nc: the assembler moves such loads past a fence."""
+"""Load sixteen bytes of codes at $4. Not marked .nc: the assembler moves .nc loads past a fence."""
 LOAD_SCALES = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }")
-"""Two words of two scales at $2."""
+"""Load two words of two scales at $2."""
 READ = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
-"""Sixteen bytes of shared memory at $4."""
+"""Load sixteen bytes of shared memory at $4."""
 WRITE = tl.constexpr("st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, $1;")
-"""Sixteen bytes to shared memory at $1."""
+"""Store sixteen bytes to shared memory at $1."""
 
 
 @triton.constexpr_function
 def staging_asm(nbytes: int) -> str:
-    """$0: the address of shared memory of the program's own. Stands once in a kernel, since it declares the memory."""
+    """$0: the address of the program's shared memory. Use it once in a kernel, since it declares the memory."""
     return f".shared .align 16 .b8 staged_x[{nbytes}]; mov.u32 $0, staged_x;"
 
 
 @triton.constexpr_function
 def copy_asm() -> str:
-    """Sixteen bytes at $2 to shared memory at $1, if $3 is not 0; on their way until they are waited for."""
+    """Copy sixteen bytes at $2 to shared memory at $1 if $3 is not 0; asynchronous."""
     return "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.cg.shared.global [$1], [$2], 16; mov.b32 $0, $1; }"
 
 
 @triton.constexpr_function
 def meet_asm(row_warps: int, k_warps: int) -> str:
-    """The copies of all warps of one range of columns ($1: which) are there for each of them.
+    """Wait until the copies of all warps of one range of columns ($1: which) are visible to each of them.
 
-    Ranges meet apart. Triton's own barriers are number 0.
+    Each range has its own barrier. Triton's own barriers are number 0.
     """
     bars = (f"setp.eq.u32 p, $1, {k_warp}; @p bar.sync {k_warp + 1}, {row_warps * 32}; " for k_warp in range(k_warps))
     return "{ .reg .pred p; cp.async.wait_all; " + "".join(bars) + "mov.b32 $0, $1; }"
@@ -45,7 +45,7 @@ def meet_asm(row_warps: int, k_warps: int) -> str:
 
 @triton.constexpr_function
 def meet_all_asm(threads: int, k_warps: int) -> str:
-    """All ranges of columns, so many threads each, are here."""
+    """Wait until all ranges of columns, of ``threads`` threads each, arrive."""
     return f"bar.sync {k_warps + 1}, {threads * k_warps}; mov.b32 $0, $1;"
 
 
@@ -54,7 +54,7 @@ def multiply_asm(is_bfloat: bool, octets: int) -> str:
     """$0 and on: sums, in and out, 4 for each octet of tokens; then 4 words of codes; then 8 words of x for each octet.
 
     A word becomes the four registers of a fragment, pairs of whole numbers: codes are or-ed into the mantissa of a
-    number whose last place is worth 1, or 16 where they lie 4 bits higher, and what that adds is taken off, and 8.
+    number whose last place is worth 1 (16 for codes 4 bits higher); then that number and 8 are subtracted.
     """
     count = 4 * octets
     kind, magic = ("bf16", "0x43004300") if is_bfloat else ("f16", "0x64006400")
@@ -97,7 +97,7 @@ def _widen_to_bf16(word: str, magic: str) -> list[str]:
 
 @triton.constexpr_function
 def scale_asm(is_bfloat: bool, octets: int) -> str:
-    """$0 and on: sums, in and out, 4 for each octet of tokens; a word of two rows' scales; what they scale."""
+    """$0 and on: sums, in and out, 4 for each octet of tokens; a word of two rows' scales; the numbers to scale."""
     count = 4 * octets
     if is_bfloat:
         widen = f"shl.b32 p, ${count}, 16; mov.b32 u, p; and.b32 p, ${count}, 0xffff0000; mov.b32 v, p;"
@@ -109,6 +109,6 @@ def scale_asm(is_bfloat: bool, octets: int) -> str:
 
 @triton.constexpr_function
 def constraints(octets: int, words: int, floats: int) -> str:
-    """Of so many operands, and of sums that come in where they go out."""
+    """Return the constraints for these operands, with sums as both input and output."""
     count = 4 * octets
     return ",".join(["=f"] * count + ["r"] * words + ["f"] * floats + [str(i) for i in range(count)])

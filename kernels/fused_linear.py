@@ -1,7 +1,7 @@
-"""Multiplies few tokens with a quantized matrix in one kernel, so that what is moved are the packed bytes.
+"""Multiplies few tokens with a quantized matrix in one kernel, which reads only the packed bytes.
 
-The kernel reads codes, widens them in registers and multiplies the bare codes, which are whole numbers and exact; the
-sum over each group is scaled. Sums are taken in a fixed order, without atomics: the same arguments give the same bits.
+The kernel reads codes, widens them in registers and multiplies the unscaled codes, which are exact whole numbers; the
+sum over each group is scaled. Sums are added in a fixed order, without atomics: the same arguments give the same bits.
 """
 
 from typing import Final
@@ -22,7 +22,7 @@ _REDUCE_BLOCK: Final = 1024
 
 
 def can_fuse(matrix: QuantizedMatrix) -> bool:
-    """Whether the fused kernel takes the matrix: half precision, and one group a row or groups that steps divide."""
+    """Return whether the kernel supports the matrix: half precision, one group per row or groups that steps divide."""
     assert not matrix.format.in_fragments, "`fragment_linear` has a kernel of its own"
     return (
         matrix.dtype in (torch.float16, torch.bfloat16)
@@ -33,13 +33,13 @@ def can_fuse(matrix: QuantizedMatrix) -> bool:
 def fused_linear(
     x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, tiles: FusedTiles | None = None
 ) -> torch.Tensor:
-    """``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32.
+    """Return ``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32.
 
     Args:
         x: [..., columns], of the matrix's dtype and device: a GPU, or the CPU under Triton's interpreter.
-        matrix: one that `can_fuse` names.
+        matrix: `can_fuse` is true for it.
         bias: [rows].
-        tiles: others than those of the table.
+        tiles: to use instead of the table's.
     """
     assert can_fuse(matrix)
     assert matrix.column_scales is matrix.column_order is None, "x is to be scaled and ordered"
@@ -80,7 +80,7 @@ def fused_linear(
 
 
 def _pairs(x: torch.Tensor) -> torch.Tensor:
-    """Neighbouring columns as one 32-bit word, the first in the low half; an odd last one beside a zero."""
+    """Return pairs of columns as 32-bit words, the first in the low half; an odd last column is paired with a zero."""
     if x.shape[1] % 2:
         x = functional.pad(x, (0, 1))
     elif x.data_ptr() % 4:
@@ -90,7 +90,7 @@ def _pairs(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _accumulate(weights, x, sums, WEIGHTS_LEFT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds the products of weights [rows, columns] and x [tokens, columns] to sums, [rows, tokens] or transposed."""
+    """Add the products of weights [rows, columns] and x [tokens, columns] to sums, [rows, tokens] or transposed."""
     if WEIGHTS_LEFT:
         return dot(weights, tl.trans(x), sums)
     else:
@@ -103,7 +103,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     IS_BFLOAT: tl.constexpr, FOUR_BITS: tl.constexpr, IS_FLOAT: tl.constexpr,
     HAS_ZERO: tl.constexpr, WEIGHTS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Adds a step's products to sums; with 4 bits those of even and of odd columns, x being words that hold both."""
+    """Add a step's products to sums; with 4 bits, of even and of odd columns, as words of x hold both."""
     TYPE: tl.constexpr = tl.bfloat16 if IS_BFLOAT else tl.float16
     if FOUR_BITS:
         low, high = widen_nibbles(codes, IS_BFLOAT)
@@ -126,7 +126,7 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
     STEPS_PER_GROUP: tl.constexpr, EVEN: tl.constexpr, WEIGHTS_LEFT: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of tokens and rows, summed over some steps; tiles of the same rows run beside each other."""
+    """Compute one tile of tokens and rows, summed over some steps; tiles of the same rows run concurrently."""
     HAS_ZERO: tl.constexpr = zeros_ptr is not None
     token_tiles = tl.cdiv(tokens, BLOCK_TOKENS)
     token = tl.program_id(0) % token_tiles * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -137,7 +137,7 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
     codes_ptrs = codes_ptr + stored_row[:, None] * width + unit[None, :]
     first = tl.program_id(1) * steps
     last = tl.minimum(first + steps, tl.cdiv(width, BLOCK))
-    # The scales of a step are loaded one step ahead: no copy to shared memory brings them early.
+    # The scales of a step are loaded one step ahead, since no asynchronous copy loads them early.
     scale_ptrs = scales_ptr + stored_row * groups
     group = 0 if ONE_GROUP else first // STEPS_PER_GROUP
     scale = tl.load(scale_ptrs + group)
@@ -183,7 +183,7 @@ def _fused_kernel(  # type: ignore[no-untyped-def]
 def _sum_kernel(  # type: ignore[no-untyped-def]
     sums_ptr, bias_ptr, out_ptr, numel, rows, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Adds the parts that `_fused_kernel` summed apart, first to last, and the bias."""
+    """Add the partial sums of `_fused_kernel`, first to last, and the bias."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):

@@ -1,7 +1,7 @@
-"""Multiplies one or two tokens with a matrix of 16 bits, as fast as memory is read.
+"""Multiplies one or two tokens with a 16-bit matrix, at the speed of memory.
 
-Each program takes two rows and adds in its own registers. Sums are float32 in a fixed order: the same arguments give
-the same bits. Launches are dependent ones: the first elements are loaded while the kernel before still runs.
+Each program computes two rows and adds in its own registers. Sums are float32 in a fixed order: the same arguments give
+the same bits. Launches are dependent: the first elements are loaded while the previous kernel still runs.
 """
 
 from typing import Final
@@ -21,14 +21,14 @@ from zinfer.kernels.launching import (
 
 MOST_TOKENS: Final = 2
 _DTYPES: Final = (torch.float16, torch.bfloat16)
-# The best, or near it, of those raced on an H200 for the matrices of Llama 3 8B and GPT-2 XL's head.
+# The fastest, or nearly so, of those timed on an H200 for the matrices of Llama 3 8B and GPT-2 XL's head.
 _ROWS: Final = 2
 _COLUMNS: Final = 1024
 _WARPS: Final = 1
 
 
 def can_multiply(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel takes them: few tokens, both of one dtype of 16 bits, on a GPU or under the interpreter."""
+    """Return whether the kernel supports them: few tokens, one 16-bit dtype, on a GPU or under the interpreter."""
     return (
         x.dtype == weight.dtype
         and x.dtype in _DTYPES
@@ -39,12 +39,12 @@ def can_multiply(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias``, sums in float32.
+    """Return ``x @ weight.T + bias``, sums in float32.
 
-    The weight must be nothing that a kernel has just written (`launching.grid_dependency_wait`).
+    No kernel may have just written the weight (`launching.grid_dependency_wait`).
 
     Args:
-        x: [..., columns], few vectors, as `can_multiply` says.
+        x: [..., columns], few vectors (see `can_multiply`).
         weight: [rows, columns], contiguous.
         bias: [rows].
 
@@ -78,7 +78,7 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, out_ptr, rows, columns, x_stride,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Some rows for all tokens; sums are of a step's columns each until the end."""
+    """Compute some rows for all tokens; each column of a step has its own sum until the end."""
     launch_dependents(IS_DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)

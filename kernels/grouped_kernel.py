@@ -9,7 +9,7 @@ from zinfer.kernels.widening import widen_bytes, widen_nibbles, widen_words
 
 @triton.jit
 def _find_tile(ends_ptr, order_ptr, tile, experts, EXPERTS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The expert of a tile of tokens, its pairs, and which of them there are; past the last tile no expert's."""
+    """Return the expert of a tile of tokens, its pairs, and a mask of valid ones; no expert past the last tile."""
     number = tl.arange(0, EXPERTS)
     end = tl.load(ends_ptr + number, mask=number < experts, other=0)
     begin = tl.load(ends_ptr + number - 1, mask=(number > 0) & (number < experts), other=0)
@@ -24,7 +24,7 @@ def _find_tile(ends_ptr, order_ptr, tile, experts, EXPERTS: tl.constexpr, BLOCK_
 
 @triton.jit
 def _accumulate(weights, x, sums):  # type: ignore[no-untyped-def]
-    """Adds the products of weights [rows, columns] and x [tokens, columns] to sums [rows, tokens]."""
+    """Add the products of weights [rows, columns] and x [tokens, columns] to sums [rows, tokens]."""
     return dot(weights.to(x.dtype), tl.trans(x), sums)
 
 
@@ -33,7 +33,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     parts, stored, zero, sums, high_sums,
     FORM: tl.constexpr, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_ZERO: tl.constexpr,
 ):  # fmt: skip
-    """Adds a step's products to sums; of fragments those of the rows in high halves of bytes to sums of their own."""
+    """Add a step's products to sums; in fragment order, rows in the high halves of bytes have their own sums."""
     if FORM == "bytes":
         weights = widen_bytes(stored, IS_BFLOAT, IS_FLOAT)
         if HAS_ZERO:
@@ -62,7 +62,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _find_fragments(stored_ptr, line, unit, expert, rows, width, groups):  # type: ignore[no-untyped-def]
-    """Of lines of an expert in the order of fragments the first rows, where units lie, and the scales of the rows."""
+    """Return the first rows of an expert's lines in fragment order, the pointers of units, and those of scales."""
     tile = expert.to(tl.int64) * (rows // 16) + tl.minimum(line // 8, rows // 16 - 1)
     line_ptrs = stored_ptr + tile // 4 * width * 32 + tile % 4 * 512 + line % 8 * 64
     scale_place = tile // 4 * groups * 64 + line % 8 * 8 + tile % 4 * 2
@@ -71,8 +71,8 @@ def _find_fragments(stored_ptr, line, unit, expert, rows, width, groups):  # typ
 
 @triton.jit
 def _find_rows(stored_ptr, line, unit, expert, rows, expert_stride, stride, groups, TRANSPOSED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As `_find_fragments`, of rows one after the other, or of columns."""
-    # Contiguous rows are masked, not clamped: what is not in order is not loaded 16 bytes at a time.
+    """As `_find_fragments`, for rows or columns in plain order."""
+    # Contiguous rows are masked, not clamped: clamped addresses would not be loaded 16 bytes at a time.
     stored_row = line.to(tl.int64) if TRANSPOSED else tl.minimum(line, rows - 1).to(tl.int64)
     line_ptrs = stored_ptr + expert.to(tl.int64) * expert_stride + stored_row * (1 if TRANSPOSED else stride)
     unit_places = unit * (stride if TRANSPOSED else 1)
@@ -84,7 +84,7 @@ def _load_step(  # type: ignore[no-untyped-def]
     stored_ptrs, x_ptrs, step, step_places, unit, width, inside, row, rows, part,
     BLOCK: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """What is stored of a step's units, and x beside them: as many parts of it as units have columns, four or less."""
+    """Load a step's units and x for them: a part of x for each column of a unit, at most four."""
     step_ptrs = stored_ptrs + step * step_places
     if EVEN:
         is_x = inside[:, None]
@@ -102,7 +102,7 @@ def _load_step(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store(out_ptr, bias_ptr, sums, expert, pair, inside, row, rows):  # type: ignore[no-untyped-def]
-    """Writes sums [rows, tokens] of some rows of an expert's to their pairs' places."""
+    """Write sums [rows, tokens] of some rows of an expert to their pairs' rows of the result."""
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert.to(tl.int64) * rows + row, mask=row < rows, other=0)
         sums += bias[:, None].to(tl.float32)
@@ -119,9 +119,9 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     STEPS_PER_GROUP: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens of one expert and of rows of its matrix; tiles of the same rows run beside each other.
+    """Compute a tile of one expert's tokens and of rows of its matrix; tiles of the same rows run concurrently.
 
-    A line is what one unit of ``width`` after the other is read from: a row, or in the order of fragments two of them.
+    A line is read in ``width`` units: it is a row or, in fragment order, two rows.
     """
     FRAGMENTS: tl.constexpr = FORM == "fragments"
     LINES: tl.constexpr = BLOCK_ROWS // 2 if FRAGMENTS else BLOCK_ROWS
@@ -143,7 +143,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
         )
         step_places = BLOCK * (stride if TRANSPOSED else 1)
     x_ptrs = x_ptr + (pair // share)[:, None].to(tl.int64) * width + unit[None, :]
-    scale = line  # of no use for weights in full
+    scale = line  # unused for full weights
     if HAS_SCALE:
         scale = tl.load(scales_ptr + scale_place)
     high_scale, zero = scale, scale
@@ -161,17 +161,17 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
         if FORM == "full":
             sums = _accumulate(stored, parts[0], sums)
         elif FORM == "words" and ONE_GROUP:
-            # Four products that follow each other are waited for one by one, so they may add to those before.
+            # Four successive products are waited for one by one, so each may add to the previous ones.
             sums, high_sums = _multiply(parts, stored, zero, sums, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO)
         else:
-            # Codes are multiplied out of registers. A product that adds to the one before may still be under way when
-            # the next codes come there: sums were wrong on a GPU, in tiles of 128 tokens. What is scaled is waited for.
+            # Codes are multiplied from registers. A product that adds to the previous one may still run when the next
+            # codes overwrite them: sums were wrong on a GPU, in tiles of 128 tokens. Scaled products are waited for.
             product, high = _multiply(parts, stored, zero, none, none, FORM, IS_BFLOAT, IS_FLOAT, HAS_ZERO)
             sums += product * scale[:, None].to(tl.float32)
             if FRAGMENTS:
                 high_sums += high * high_scale[:, None].to(tl.float32)
             if not ONE_GROUP:
-                # The scales of a step are loaded one step ahead: no copy to shared memory brings them early.
+                # The scales of a step are loaded one step ahead, since no asynchronous copy loads them early.
                 group = tl.minimum((step + 1) // STEPS_PER_GROUP, groups - 1)
                 next_place = scale_place + group * (64 if FRAGMENTS else 1)
                 if FRAGMENTS:

@@ -1,18 +1,18 @@
-"""Multiplies tokens with the matrices of the experts chosen for them: a product with all experts in one launch.
+"""Multiplies tokens with the matrices of their chosen experts: a product with all experts in one launch.
 
-Not tokens are sorted but the numbers of pairs of a token and an expert (`Groups`). A program looks up the expert of its
-tile, reads the tokens' rows in place, and writes each sum to its pair's place: nothing is gathered or put back, the
-host need not know how many tokens an expert has, and a graph can hold it. Matrices of experts without tokens are not
+The numbers of pairs of a token and an expert are sorted, not the tokens (`Groups`). A program looks up the expert of
+its tile, reads the tokens' rows in place, and writes each sum to its pair's row: there is no gather or scatter, the
+host need not know how many tokens an expert has, and a graph can capture it. Matrices of experts without tokens are not
 read.
 
-Few pairs share an expert if there are at most as many as experts: from codes in the order of fragments each then reads
+If there are no more pairs than experts, few pairs share an expert: with codes in fragment order, each pair then reads
 its own matrix (`fragment_linear.chosen_linear`), unsorted. On an H200 that takes 0.2 to 0.9 of the time.
 
-Weights are in full, [experts, rows, columns] with rows or columns beside each other, or quantized, where bare codes are
-multiplied and the sum over each group is scaled (`fused_linear`). Sums are taken in a fixed order, in float32.
+Weights are full, [experts, rows, columns] with contiguous rows or columns; or quantized: then unscaled codes are
+multiplied and the sum over each group is scaled (`fused_linear`). Sums are added in a fixed order, in float32.
 
-Torch's grouped product of full bfloat16 is at most 5 % faster with gathering before it and putting back after
-(`benchmarks/experts.py`), and is not called.
+Torch's grouped product of full bfloat16, with its gather and scatter, is at most 5 % faster (`benchmarks/experts.py`),
+and is not used.
 """
 
 from typing import Final, TypeAlias
@@ -40,7 +40,7 @@ from zinfer.kernels.marlin_layout import columns_in_fragments
 from zinfer.kernels.quantized import QuantizedMatrix
 
 ExpertWeights: TypeAlias = torch.Tensor | QuantizedMatrix
-"""[experts, rows, columns], or a matrix of all experts' rows one below the other."""
+"""[experts, rows, columns], or a quantized matrix of all experts' rows, stacked."""
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 _BLOCK: Final = 1024  # fours of columns
@@ -48,7 +48,7 @@ _WARPS: Final = 4
 
 
 def can_group(weight: ExpertWeights) -> bool:
-    """Whether `grouped_linear` takes the weights: of any form on the CPU, where each expert is multiplied by torch."""
+    """Return whether `grouped_linear` supports the weights: all on the CPU, where torch multiplies expert by expert."""
     if not isinstance(weight, QuantizedMatrix):
         return weight.device.type == "cpu" or (weight.is_cuda and weight.dtype in _DTYPES)
     if weight.codes.device.type == "cpu":
@@ -60,11 +60,11 @@ def can_group(weight: ExpertWeights) -> bool:
 def grouped_linear(
     x: torch.Tensor, weight: ExpertWeights, groups: Groups, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x @ W.T + bias`` of each pair's own expert: by the kernel on a GPU, elsewhere by torch, one expert at a time.
+    """Return ``x @ W.T + bias`` with each pair's expert: by the kernel on a GPU, else by torch, expert by expert.
 
     Args:
         x: [tokens, columns] or [pairs, columns], of the weights' dtype and device.
-        weight: one that `can_group` names.
+        weight: `can_group` is true for it.
         bias: [experts, rows].
 
     Returns:
@@ -82,7 +82,7 @@ def grouped_linear(
 def grouped_linear_ref(
     x: torch.Tensor, weight: ExpertWeights, groups: Groups, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As `grouped_linear`, expert by expert; in float64, values of weights included, where x is so."""
+    """As `grouped_linear`, expert by expert; with float64 x, weights are dequantized to float64 too."""
     columns, rows = x.shape[1], _rows(weight, groups)
     share = groups.num_pairs // max(x.shape[0], 1)
     out = torch.empty((groups.num_pairs, rows), dtype=x.dtype, device=x.device)
@@ -111,7 +111,7 @@ def grouped_linear_kernel(
     """As `grouped_linear`, by the Triton kernel: on a GPU, or on the CPU under Triton's interpreter.
 
     Args:
-        tiles: others than those of the table.
+        tiles: to use instead of the table's.
     """
     pairs, rows = groups.num_pairs, _rows(weight, groups)
     out = torch.empty((pairs, rows), dtype=x.dtype, device=x.device)
@@ -165,7 +165,7 @@ def grouped_linear_kernel(
 
 
 def _form(matrix: QuantizedMatrix, tiles: GroupedTiles) -> str:
-    """How the kernel takes the codes."""
+    """Return the form in which the kernel reads the codes."""
     if matrix.format.in_fragments:
         return "fragments"
     if matrix.format.bits == 4:
@@ -174,7 +174,7 @@ def _form(matrix: QuantizedMatrix, tiles: GroupedTiles) -> str:
 
 
 def _in_order(x: torch.Tensor, form: str) -> torch.Tensor:
-    """x [tokens, columns] in the order of the codes, contiguous: of nibbles even columns, then odd ones."""
+    """Return x [tokens, columns] in the order of the codes, contiguous: for nibbles, even columns, then odd ones."""
     if form == "fragments":
         return columns_in_fragments(x.contiguous())
     if form == "words":
@@ -186,17 +186,17 @@ def _in_order(x: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def _rows(weight: ExpertWeights, groups: Groups) -> int:
-    """Of each expert's matrix."""
+    """Return the number of rows of each expert's matrix."""
     return weight.rows // groups.num_experts if isinstance(weight, QuantizedMatrix) else weight.shape[1]
 
 
 def in_quarters(x: torch.Tensor) -> torch.Tensor:
-    """x [tokens, columns] as [4, tokens, columns / 4]: columns 0, 4, 8 and on, then 1, 5, 9 and on.
+    """Rearrange x [tokens, columns] to [4, tokens, columns / 4]: columns 0, 4, 8 and on, then 1, 5, 9 and on.
 
-    The order in which words of four codes are widened.
+    This is the order in which words of four codes are widened.
 
     Args:
-        x: contiguous, of two bytes an element, with whole fours of columns; on a GPU, or under Triton's interpreter.
+        x: contiguous, 16-bit, with a multiple of four columns; on a GPU, or under Triton's interpreter.
     """
     tokens, columns = x.shape
     out = torch.empty((4, tokens, columns // 4), dtype=x.dtype, device=x.device)
@@ -212,7 +212,7 @@ def in_quarters(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["count"])
 def _quarters_kernel(words_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Some fours of columns, each a word of 64 bits."""
+    """Rearrange some fours of columns, each a 64-bit word."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     words = tl.load(words_ptr + place, mask=inside, other=0)

@@ -1,12 +1,12 @@
-"""How the grouped product of experts is cut into tiles.
+"""Tiles of the grouped product of experts.
 
-Raced on an H200 with the experts of Qwen3-30B-A3B (128 of 1536 x 2048 and 2048 x 768, 8 a token) and of Mixtral-8x7B,
-1 to 4,096 tokens, in full bfloat16, INT8 with a scale a row and in groups of 128, and INT4 in groups of 128
-(`benchmarks/experts.py --tune`): those here won or were within 2 %. With 4,096 tokens Qwen3's come to 468 TFLOP/s in
-full, 354 from INT8, 297 from INT4.
+Timed on an H200 with the experts of Qwen3-30B-A3B (128 of 1536 x 2048 and 2048 x 768, 8 per token) and of Mixtral-8x7B,
+1 to 4,096 tokens, in full bfloat16, INT8 with a scale per row and in groups of 128, and INT4 in groups of 128
+(`benchmarks/experts.py --tune`): those here were fastest or within 2 %. With 4,096 tokens Qwen3's reach 468 TFLOP/s
+with full weights, 354 with INT8, 297 with INT4.
 
-Codes of 8 bits are taken as words: bytes come two a load from shared memory, words eight bytes. In groups of 128 the
-tile of 128 tokens and as many rows would spill 1,140 bytes a thread to memory; that of half as many rows spills none.
+8-bit codes are read as words: a load from shared memory reads two bytes, or eight bytes of words. In groups of 128, a
+tile of 128 tokens and 128 rows would spill 1,140 bytes a thread to memory; one of 64 rows spills none.
 """
 
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ class GroupedTiles(Tiles):
     """A program's share of the product.
 
     Args:
-        in_words: whether codes of 8 bits are read as words of four, each of which meets a quarter of x's columns: for
-            that x is put in order before, where the codes' rows are whole words.
+        in_words: whether 8-bit codes are read as words of four, if rows are whole words; x is rearranged before, since
+            each code of a word is multiplied with a quarter of x's columns.
     """
 
     in_words: bool = False
@@ -36,8 +36,8 @@ _LEAST_ROWS: Final = 32
 _LEAST_STEP: Final = 16  # units of one tensor core instruction
 _PROGRAMS: Final = 264  # two for each multiprocessor of an H200: fewer leave some of the memory's rate unused
 
-# By tokens of a tile: those of 16 wait for memory, those of 128 multiply. With codes of 4 bits none of 128 beat that of
-# 64. In groups the sums over one take registers beside those over all: few rows, or many warps.
+# By tokens of a tile: tiles of 16 are limited by memory, tiles of 128 by compute. With 4-bit codes none of 128 beat
+# that of 64. With groups, a group's sums need registers beside the total sums: few rows, or many warps.
 _FULL: Final = {
     16: GroupedTiles(16, 128, 64, 4, 6),
     32: GroupedTiles(32, 64, 128, 4, 3),
@@ -62,12 +62,12 @@ _NIBBLES: Final = {
     64: GroupedTiles(64, 128, 128, 4, 3),
 }
 TABLES: Final = {"full": _FULL, "bytes": _BYTES, "bytes in groups": _BYTES_IN_GROUPS, "nibbles": _NIBBLES}
-_FEW_BYTES: Final = GroupedTiles(16, _LEAST_ROWS, 128, 4, 6)  # of so few rows words take a quarter longer
+_FEW_BYTES: Final = GroupedTiles(16, _LEAST_ROWS, 128, 4, 6)  # with so few rows, words take a quarter longer
 _FLOAT32: Final = GroupedTiles(16, 32, 64, 4, 2)
 
 
 def grouped_tiles_for(pairs: int, num_experts: int, rows: int, weight: torch.Tensor | QuantizedMatrix) -> GroupedTiles:
-    """Tiles for so many pairs of a token and an expert: about as many tokens as an expert has on the average.
+    """Return tiles for ``pairs`` pairs of a token and an expert: about as many tokens as an expert has on average.
 
     Args:
         rows: of each expert's matrix.
@@ -84,13 +84,13 @@ def grouped_tiles_for(pairs: int, num_experts: int, rows: int, weight: torch.Ten
 
 
 def block_tokens_for(pairs: int, num_experts: int) -> int:
-    """Tokens of a tile: the least power of two that holds what an expert has on the average, between 16 and 128."""
+    """Return a tile's tokens: the least power of two that holds an expert's average tokens, between 16 and 128."""
     mean = -(-pairs // num_experts)
     return min(max(1 << (mean - 1).bit_length(), FEWEST_TOKENS), MOST_TOKENS)
 
 
 def table_of(weight: torch.Tensor | QuantizedMatrix) -> str:
-    """Which tiles a matrix has: "full", "bytes" (codes of 8 bits), "bytes in groups" or "nibbles" (codes of 4)."""
+    """Return a matrix's table of tiles: "full", "bytes" (8-bit codes), "bytes in groups" or "nibbles" (4-bit codes)."""
     if not isinstance(weight, QuantizedMatrix):
         return "full"
     if weight.format.bits == 4:
@@ -99,18 +99,18 @@ def table_of(weight: torch.Tensor | QuantizedMatrix) -> str:
 
 
 def most_token_tiles(pairs: int, num_experts: int, block_tokens: int) -> int:
-    """The most tiles that so many pairs can fill, however they are spread over the experts."""
+    """Return the most tiles that ``pairs`` pairs can fill, however they are distributed over the experts."""
     used = min(pairs, num_experts)
     return used + (pairs - used) // block_tokens
 
 
 def num_programs(pairs: int, num_experts: int, rows: int, tiles: GroupedTiles) -> int:
-    """Programs that are launched: those of tiles that stay empty end at once."""
+    """Return the number of programs to launch; programs of empty tiles exit at once."""
     return most_token_tiles(pairs, num_experts, tiles.block_tokens) * -(-rows // tiles.block_rows)
 
 
 def takes_words(matrix: QuantizedMatrix, tiles: GroupedTiles) -> bool:
-    """Whether codes are taken as words: of 8 bits, for x of 16, where rows are whole words and a step has enough."""
+    """Return whether codes are read as words: 8-bit codes, 16-bit x, rows of whole words, and steps of enough words."""
     if matrix.format.bits != 8 or not tiles.in_words or matrix.dtype == torch.float32:
         return False
     are_whole = matrix.columns % 4 == 0 and matrix.codes.storage_offset() % 4 == 0
@@ -118,10 +118,9 @@ def takes_words(matrix: QuantizedMatrix, tiles: GroupedTiles) -> bool:
 
 
 def step_units(matrix: QuantizedMatrix, tiles: GroupedTiles) -> int:
-    """Units of a row's codes that a step takes: a power of two that divides a group, if a row has several.
+    """Return the units of a row's codes in a step: a power of two that divides a group, if a row has several.
 
-    These are bytes, or words where `takes_words`. In the order of fragments a byte holds codes of two rows: there these
-    are as many columns.
+    Units are bytes, or words if `takes_words`. In fragment order a byte holds codes of two rows, so a unit is a column.
     """
     columns = min(tiles.block_columns, most_columns(matrix))
     if takes_words(matrix, tiles):
@@ -130,5 +129,5 @@ def step_units(matrix: QuantizedMatrix, tiles: GroupedTiles) -> int:
 
 
 def can_step(matrix: QuantizedMatrix) -> bool:
-    """Whether steps of a size that tensor cores take divide the groups of a row, if it has several."""
+    """Return whether steps that tensor cores support divide the groups of a row, if it has several."""
     return step_units(matrix, _FEW_BYTES) >= _LEAST_STEP

@@ -1,7 +1,7 @@
-"""Multiplies activations with a matrix of INT8 codes in INT8 as well: W8A8 (Yao et al. 2022, "ZeroQuant").
+"""Multiplies activations, quantized to INT8, with an INT8 matrix: W8A8 (Yao et al. 2022, "ZeroQuant").
 
-Each token's activations are quantized symmetrically, with a scale of their own; tensor cores multiply codes exactly
-into 32-bit integers, to which both scales and the bias are applied. The price is the rounding of the activations.
+Each token's activations are quantized symmetrically, with their own scale; tensor cores multiply codes exactly into
+32-bit integers, to which both scales and the bias are applied. The only error is the rounding of activations.
 """
 
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from zinfer.kernels.tiles import Tiles
 
 _LAST: Final = 127  # the largest code
 _MOST_COLUMNS: Final = (2**31 - 1) // _LAST**2  # more of them might overflow a sum
-_EXACT_COLUMNS: Final = 2**24 // _LAST**2  # as many products of codes add up exactly in float32
-_LEAST = tl.constexpr(2.0**-100)  # a token with no larger magnitude counts as zeros: 127 over one might overflow
+_EXACT_COLUMNS: Final = 2**24 // _LAST**2  # up to this many products of codes add up exactly in float32
+_LEAST = tl.constexpr(2.0**-100)  # tokens of smaller magnitude count as zeros, since 127 / magnitude may overflow
 _TOKEN_BLOCK: Final = 4096
 _TOKEN_WARPS: Final = 8
 
 
 @dataclass(frozen=True)
 class Int8Tiles(Tiles):
-    """A program's share of the product; ``swizzle`` token tiles go through the rows together."""
+    """A program's share of the product; ``swizzle`` token tiles step through the rows together."""
 
     swizzle: int = 8
 
@@ -38,7 +38,7 @@ _PLAIN: Final = Int8Tiles(64, 64, 64, 4, 2)  # without descriptors, rows may beg
 
 
 def int8_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ W.T + bias`` with x quantized token by token and the values of ``matrix`` for W.
+    """Return ``x @ W.T + bias`` with x quantized token by token and the values of ``matrix`` for W.
 
     Args:
         x: [..., columns], of the matrix's dtype and device.
@@ -49,7 +49,7 @@ def int8_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | N
         [..., rows] in the dtype of x; on the CPU by `int8_linear_ref`.
 
     Raises:
-        ValueError: x does not fit the matrix, or its format is another one.
+        ValueError: x does not fit the matrix, or the matrix has another format.
     """
     check_input(x, matrix)
     if not matrix.format.multiplies_int8:
@@ -64,7 +64,7 @@ def int8_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | N
 
 
 def int8_linear_ref(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `int8_linear` in plain torch: exact sums, by way of float32 products too short to round."""
+    """As `int8_linear` in plain torch: exact sums, from float32 products that are too short to round."""
     codes, scales = quantize_tokens_ref(x.reshape(-1, matrix.columns))
     sums = torch.zeros(codes.shape[0], matrix.rows, dtype=torch.int32, device=x.device)
     for begin in range(0, matrix.columns, _EXACT_COLUMNS):
@@ -85,7 +85,7 @@ def quantize_tokens_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_tokens_kernel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (int8, of x's shape) and scales [tokens] (float32) of x [tokens, columns]; zeros have scale 0."""
+    """Return codes (int8, of x's shape) and scales [tokens] (float32) of x [tokens, columns]; zeros have scale 0."""
     x = x.contiguous()
     codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
@@ -98,7 +98,7 @@ def quantize_tokens_kernel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
             x.shape[1],
             BLOCK=block,
             num_warps=_TOKEN_WARPS,
-            enable_fp_fusion=False,  # a product fused with the sum that rounds it would not be rounded itself
+            enable_fp_fusion=False,  # fusing a product into the addition that rounds would skip its own rounding
         )
     return codes, scales
 
@@ -144,10 +144,10 @@ def int8_linear_kernel(
 
 @triton.jit
 def _quantize_tokens(x_ptr, codes_ptr, scales_ptr, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One token a program: its largest magnitude, then its codes, rounded to even as torch does."""
+    """Quantize one token: its largest magnitude, then its codes, rounded to even like torch."""
     begin = tl.program_id(0).to(tl.int64) * columns
     largest = tl.zeros((BLOCK,), tl.float32)
-    nothing = tl.zeros((BLOCK,), tl.float32)  # but for an infinity or a NaN, which a maximum would lose
+    nothing = tl.zeros((BLOCK,), tl.float32)  # or NaN if the token has an infinity or NaN, which a maximum loses
     for offset in range(0, columns, BLOCK):
         place = offset + tl.arange(0, BLOCK)
         value = tl.load(x_ptr + begin + place, mask=place < columns, other=0).to(tl.float32)
@@ -159,7 +159,7 @@ def _quantize_tokens(x_ptr, codes_ptr, scales_ptr, columns, BLOCK: tl.constexpr)
     for offset in range(0, columns, BLOCK):
         place = offset + tl.arange(0, BLOCK)
         value = tl.load(x_ptr + begin + place, mask=place < columns, other=0).to(tl.float32) * step
-        value = (value + 12582912.0) - 12582912.0  # 1.5 * 2**23: float32 has no places behind the point there
+        value = (value + 12582912.0) - 12582912.0  # 1.5 * 2**23: float32 has no fraction bits there
         value = tl.minimum(tl.maximum(value, -127.0), 127.0)
         tl.store(codes_ptr + begin + place, value.to(tl.int8), mask=place < columns)
 
@@ -170,7 +170,7 @@ def _int8_kernel(  # type: ignore[no-untyped-def]
     BY_DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, SWIZZLE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile [tokens, rows]; SWIZZLE token tiles go through the rows together, and find them in the L2 cache."""
+    """Compute [tokens, rows]; SWIZZLE token tiles step through rows together and share them in the L2 cache."""
     token_tiles = tl.cdiv(tokens, BLOCK_TOKENS)
     group_tiles = SWIZZLE * tl.cdiv(rows, BLOCK_ROWS)
     first = tl.program_id(0) // group_tiles * SWIZZLE

@@ -1,7 +1,7 @@
-"""Keys and values of a layer in pages, and where a pass's sequences are in them.
+"""A layer's KV cache in pages, and the layout of a pass's sequences in them.
 
-A page holds the keys and values of ``page_size`` neighbouring tokens of one sequence, in 16 or 32 bits, or in INT8 or
-FP8 (e4m3) with a scale for each token's head: the largest magnitude over the largest code.
+A page holds the keys and values of ``page_size`` successive tokens of one sequence, in 16 or 32 bits, or in INT8 or FP8
+(e4m3) with a scale for each token and head: the largest magnitude divided by the largest code.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ class KVPages:
 
     keys:   [pages, page_size, kv_heads, head_dim]
     values: [pages, page_size, kv_heads, value_dim]
-    key_scales, value_scales: [pages, kv_heads, page_size] float32 where keys and values are codes, else None; a head's
-            are neighbours, because a program of the attention kernels takes those of one head.
+    key_scales, value_scales: [pages, kv_heads, page_size] float32 if keys and values are codes, else None; a head's
+            scales are contiguous, because a program of the attention kernels reads those of one head.
     values_in_keys: values are the first columns of keys, in the same memory (multi-head latent attention).
     """
 
@@ -44,7 +44,7 @@ class KVPages:
         *,
         values_in_keys: bool = False,
     ) -> "KVPages":
-        """Memory for pages, not filled.
+        """Allocate memory for pages, uninitialized.
 
         Args:
             dtype: a floating-point dtype of 16 or 32 bits, or one of `KV_CODES`.
@@ -60,7 +60,7 @@ class KVPages:
 
     @classmethod
     def _of(cls, parts: Sequence[torch.Tensor], value_dim: int, values_in_keys: bool) -> "KVPages":
-        """As `parts` has them."""
+        """Make pages from the tensors of `parts`."""
         if not values_in_keys:
             return cls(*parts)
         keys, *scales = parts
@@ -68,7 +68,7 @@ class KVPages:
         return cls(keys, keys[..., :value_dim], scale, scale, values_in_keys=True)
 
     def beginning_at(self, page: int) -> "KVPages":
-        """The same memory from a page on."""
+        """Return a view of the pages from ``page`` on."""
         return self._of([part[page:] for part in self.parts()], self.values.shape[3], self.values_in_keys)
 
     @property
@@ -77,7 +77,7 @@ class KVPages:
 
     @property
     def is_flat(self) -> bool:
-        """Whether all tokens of a part are equally far apart, across pages too, as the kernels need."""
+        """Whether the stride between tokens is constant in each part, across pages too, as the kernels require."""
         scales = [part for part in (self.key_scales, self.value_scales) if part is not None]
         return all(part.is_contiguous() for part in scales) and all(
             part.stride(0) == self.page_size * part.stride(1) and part.stride(3) == 1
@@ -85,7 +85,7 @@ class KVPages:
         )
 
     def parts(self) -> list[torch.Tensor]:
-        """The tensors, each with the pages first, and each once."""
+        """Return the tensors, each once, with pages as the first dimension."""
         if self.values_in_keys:
             return [self.keys] if self.key_scales is None else [self.keys, self.key_scales]
         return [part for part in (self.keys, self.values, self.key_scales, self.value_scales) if part is not None]
@@ -93,15 +93,15 @@ class KVPages:
 
 @dataclass(frozen=True, eq=False)
 class PagedLayout:
-    """Where a pass's tokens are: segments of neighbouring tokens of one sequence, one after the other.
+    """The layout of a pass's tokens: a series of segments, each of successive tokens of one sequence.
 
-    query_starts:    [segments + 1] int32, where each segment begins among the queries.
+    query_starts:    [segments + 1] int32, the start of each segment among the queries.
     context_lengths: [segments] int32, tokens of the sequence up to the segment's last one; its n queries are the last n
                      of them.
-    page_table:      [segments, most pages] int32, the sequence's pages in the order of its tokens; what lies behind a
-                     layer's window, or beyond the context, is not read and may be anything.
+    page_table:      [segments, most pages] int32, the sequence's pages in the order of its tokens; entries before a
+                     layer's window or beyond the context are not read and may be arbitrary.
     most_queries, most_context: the largest segment and the longest context.
-    num_decodes: the first so many segments have one query each, and no other one has; None: not known.
+    num_decodes: the number of segments with one query, which come first; None: unknown.
     """
 
     query_starts: torch.Tensor
@@ -113,10 +113,10 @@ class PagedLayout:
 
 
 def takes_kernels(pages: KVPages) -> bool:
-    """Whether the Triton kernels are for these pages: those on a GPU.
+    """Return whether the Triton kernels handle these pages: those on a GPU.
 
     Raises:
-        ValueError: the GPU is older than the codes.
+        ValueError: the GPU does not support the codes.
     """
     if pages.keys.device.type != "cuda":
         return False
@@ -126,12 +126,12 @@ def takes_kernels(pages: KVPages) -> bool:
 
 
 def write_pages_ref(pages: KVPages, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> None:
-    """Put the keys and values of tokens into pages.
+    """Write the keys and values of tokens into pages.
 
     Args:
         keys: [tokens, kv_heads, head_dim], any strides.
-        values: [tokens, kv_heads, value_dim], any strides; not read where they are in the keys.
-        places: [tokens] int64, page * page_size + place in the page; no two equal.
+        values: [tokens, kv_heads, value_dim], any strides; not read if they are part of the keys.
+        places: [tokens] int64, page * page_size + offset in the page; all distinct.
     """
     for target, scales, source in (
         (pages.keys, pages.key_scales, keys),
@@ -146,7 +146,7 @@ def write_pages_ref(pages: KVPages, keys: torch.Tensor, values: torch.Tensor, pl
 
 
 def read_pages_ref(pages: KVPages, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of whole pages in float32, [pages * page_size, kv_heads, dim] each.
+    """Return keys and values of whole pages in float32, [pages * page_size, kv_heads, dim] each.
 
     Args:
         table: [pages] page numbers.
@@ -162,7 +162,7 @@ def read_pages_ref(pages: KVPages, table: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _encode(source: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes as ``source`` in shape, and scales [tokens, kv_heads]; a head of zeros has the scale 0."""
+    """Return codes in the shape of ``source``, and scales [tokens, kv_heads]; a head of zeros has scale 0."""
     wide = source.float()
     scales = wide.abs().amax(dim=-1) / torch.tensor(KV_CODES[dtype], device=wide.device)
     codes = wide / torch.where(scales == 0, torch.ones_like(scales), scales).unsqueeze(-1)

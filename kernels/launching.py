@@ -1,4 +1,4 @@
-"""How kernels are launched: compiled or interpreted, on which device, in what tiles, and when the next may begin."""
+"""Launches kernels: compiled or interpreted, on the tensor's device, with dependent launches (PDL)."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -12,36 +12,36 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
 """Whether Triton's interpreter runs the kernels; fixed when they are decorated."""
 COMPILED = tl.constexpr(not INTERPRETED)
-"""For kernels to ask."""
+"""`INTERPRETED` for use inside kernels."""
 
 _DEPENDENT_CAPABILITY: Final = (9, 0)
 _FEW_ELEMENTS: Final = 1 << 19
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Make the tensor's device the current one, on which Triton launches."""
+    """Return a context in which the tensor's device is current, since Triton launches there."""
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """x as [rows, width] with the elements of a row side by side."""
+    """Return x as [rows, width] with contiguous rows."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def tile_for(count: int) -> tuple[int, int]:
-    """Elements and warps of a program that passes over ``count`` elements: fewer where there are few programs."""
+    """Return elements and warps per program for ``count`` elements: fewer if there would be few programs."""
     return (2048, 4) if count > _FEW_ELEMENTS else (512, 2)
 
 
 @cache
 def is_dependent(device: torch.device) -> bool:
-    """Whether a kernel may begin while the one before it still runs (programmatic dependent launch)."""
+    """Return whether a kernel may start while the previous one still runs (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_CAPABILITY
 
 
 def dependent_options(device: torch.device) -> dict[str, bool]:
-    """Options of a launch whose kernel takes IS_DEPENDENT."""
+    """Return the launch options of a kernel with the argument IS_DEPENDENT."""
     dependent = is_dependent(device)
     return {"IS_DEPENDENT": dependent, "launch_pdl": dependent}
 
@@ -64,7 +64,7 @@ def launch_flat(kernel: Any, out: torch.Tensor, *operands: torch.Tensor, **const
 
 @triton.jit
 def dot(left, right, sums):  # type: ignore[no-untyped-def]
-    """Adds a product of tiles to sums; the interpreter has no arithmetic for bfloat16."""
+    """Add a product of tiles to sums; in float32 under the interpreter, which has no bfloat16 arithmetic."""
     if not COMPILED:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, sums, input_precision="ieee")
@@ -74,7 +74,7 @@ def dot(left, right, sums):  # type: ignore[no-untyped-def]
 def launch_dependents(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Call first: lets the next kernel start once every program reaches this point (PDL).
 
-    That one then loads what no kernel writes, such as a product's matrix, and waits.
+    The next kernel then loads data that no kernel writes, such as a product's matrix, and waits.
     """
     if IS_DEPENDENT:
         gdc_launch_dependents()
@@ -82,11 +82,11 @@ def launch_dependents(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit
 def grid_dependency_wait(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait for the kernels before. Until then a kernel must touch nothing that they may write: those of the unbroken
-    run of such launches that it is in, and the one right before that run. Other launches and copies end a run.
+    """Wait for the previous kernels. Before this, a kernel must touch nothing that they may write.
 
-    Every program of every kernel so launched must call it: a kernel waits for the one before it alone, which must not
-    end while those before that still run.
+    They are the kernels of the current unbroken run of dependent launches, and the one right before that run. Other
+    launches and copies end a run. Every program of every dependent kernel must call this: a kernel only waits for the
+    one before it, which must not end while earlier ones still run.
     """
     if IS_DEPENDENT:
         gdc_wait()

@@ -1,4 +1,4 @@
-"""Codes and scales into the order of fragments, and back: permutations in plain torch, on any device.
+"""Converts codes and scales to fragment order and back: permutations in plain torch, on any device.
 
 `quantized` documents the layouts. Inputs are not changed, results are contiguous.
 """
@@ -13,13 +13,13 @@ from zinfer.kernels.quantized import FRAGMENT_ROWS, QuantizedMatrix
 _TILES: Final = 4  # of 16 rows, in a block
 _STEP: Final = 64  # columns of a tile
 
-# What the bits of a row's and a column's number say: tile, h (the half of a byte), g; l, t, m (which word), p, e.
+# The bit fields of a row's number: tile, h (the half of a byte), g; and of a column's: l, t, m (which word), p, e.
 _ROWS: Final = (_TILES, 2, 8)
 _COLUMNS: Final = (2, 4, 2, 2, 2)
 
 
 def codes_in_fragments(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of whole blocks, [rows, columns / 2] uint8, from the order of rows."""
+    """Convert codes of whole blocks, [rows, columns / 2] uint8, from row order to fragment order."""
     rows, width = codes.shape
     blocks, steps = rows // FRAGMENT_ROWS, 2 * width // _STEP
     nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).view(blocks, *_ROWS, steps, *_COLUMNS)
@@ -29,7 +29,7 @@ def codes_in_fragments(codes: torch.Tensor) -> torch.Tensor:
 
 
 def codes_in_rows(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of whole blocks, [rows, columns / 2] uint8, from the order of fragments."""
+    """Convert codes of whole blocks, [rows, columns / 2] uint8, from fragment order to row order."""
     rows, width = codes.shape
     lanes = codes.reshape(rows // FRAGMENT_ROWS, 2 * width // _STEP, _TILES, 8, 4, 2, 2, 2, 2)
     nibbles = torch.stack((lanes & 15, lanes >> 4), dim=-1)
@@ -38,26 +38,26 @@ def codes_in_rows(codes: torch.Tensor) -> torch.Tensor:
 
 
 def columns_in_fragments(x: torch.Tensor) -> torch.Tensor:
-    """x [tokens, columns] with its columns in the order of the bytes of a row's codes, for products with them."""
+    """Reorder the columns of x [tokens, columns] like the bytes of a row's codes, for products with them."""
     tokens, columns = x.shape
     steps = x.view(tokens, columns // _STEP, *_COLUMNS)
     return steps.permute(0, 1, 3, 2, 4, 6, 5).reshape(tokens, columns)
 
 
 def scales_in_fragments(scales: torch.Tensor) -> torch.Tensor:
-    """Scales of whole blocks, [rows, groups], from the order of rows."""
+    """Convert scales of whole blocks, [rows, groups], from row order to fragment order."""
     rows, groups = scales.shape
     return scales.reshape(rows // FRAGMENT_ROWS, *_ROWS, groups).permute(0, 4, 3, 1, 2).reshape(rows, groups)
 
 
 def scales_in_rows(scales: torch.Tensor) -> torch.Tensor:
-    """Scales of whole blocks, [rows, groups], from the order of fragments."""
+    """Convert scales of whole blocks, [rows, groups], from fragment order to row order."""
     rows, groups = scales.shape
     return scales.reshape(rows // FRAGMENT_ROWS, groups, 8, _TILES, 2).permute(0, 3, 4, 2, 1).reshape(rows, groups)
 
 
 def in_rows(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """The same matrix in the order of rows; itself if it is in that order."""
+    """Return the matrix in row order; the same object if it is in that order."""
     if not matrix.format.in_fragments:
         return matrix
     format = replace(matrix.format, in_fragments=False)
@@ -65,5 +65,5 @@ def in_rows(matrix: QuantizedMatrix) -> QuantizedMatrix:
 
 
 def put_scales(target: QuantizedMatrix, scales: torch.Tensor) -> None:
-    """Fill the scales of a matrix from [rows, groups] in the order of rows, in the matrix's own order."""
+    """Fill a matrix's scales, in its own order, from scales [rows, groups] in row order."""
     target.scales.copy_(scales_in_fragments(scales) if target.format.in_fragments else scales)

@@ -1,7 +1,7 @@
 """Norms of rows in one pass over memory: root mean square (Zhang & Sennrich 2019) and layer norm (Ba et al. 2016).
 
-Everything between reading a row and writing it is float32 and rounded once, where transformers rounds to the row's
-dtype before it multiplies with the weight.
+A row is computed in float32 and rounded once; transformers rounds to the row's dtype before it multiplies with the
+weight.
 """
 
 from dataclasses import dataclass
@@ -16,19 +16,19 @@ from zinfer.kernels.launching import dependent_options, grid_dependency_wait, la
 _MOST_WIDTH: Final = 1 << 15  # of a row, which a program holds in registers
 _TILE_ELEMENTS: Final = 4096
 _ELEMENTS_PER_WARP: Final = 1024
-# Few rows fill no GPU: each then is spread over as many threads as load 16 bytes of it.
+# A few rows do not fill a GPU: each is then spread over threads that load 16 bytes each.
 _FEW_ROWS: Final = 512
 _FEW_ELEMENTS_PER_WARP: Final = 256
 
 
 @dataclass(frozen=True)
 class NormKind:
-    """Which norm.
+    """The kind of norm.
 
     Attributes:
         eps: added to the mean of the squares.
-        offset: 1 in models that store what the weight is more than 1 (Gemma).
-        centred: whether the mean of the row is taken away first, as in layer norm.
+        offset: added to the weight; 1 in models that store the weight minus 1 (Gemma).
+        centred: whether the mean of the row is subtracted first, as in layer norm.
     """
 
     eps: float
@@ -44,7 +44,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, kind: NormKind, bias: torch.Tens
     Args:
         x: [..., width].
         weight, bias: [width].
-        kind: among others whether m is the mean of the row or 0.
+        kind: eps, offset, and whether m is the mean of the row or 0.
 
     Returns:
         [..., width] in the dtype of x.

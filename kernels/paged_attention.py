@@ -1,4 +1,4 @@
-"""Attention of a pass's tokens over keys and values in pages; each token sees its own sequence up to itself."""
+"""Causal attention of a pass's tokens over paged keys and values of their own sequences."""
 
 import torch
 
@@ -23,8 +23,8 @@ def paged_attention_kernel(
 ) -> torch.Tensor:
     """As `paged_attention`, by the Triton kernels: on a GPU, or on the CPU under Triton's interpreter.
 
-    The same arguments give the same bits, and a segment's numbers do not depend on the other segments. No number of
-    the layout's tensors reaches the host.
+    The same arguments give the same bits, and a segment's result does not depend on the other segments. The host reads
+    no value of the layout's tensors.
     """
     if query.stride(2) != 1:
         query = query.contiguous()
@@ -38,11 +38,11 @@ def paged_attention_kernel(
 
 
 def paged_attention_ref(query: torch.Tensor, pages: KVPages, layout: PagedLayout, rule: AttentionRule) -> torch.Tensor:
-    """Attention in plain torch, computed in float32, a segment at a time.
+    """Return attention in plain torch, computed in float32, a segment at a time.
 
     Args:
         query: [tokens, heads, head_dim], any strides; heads are a multiple of kv_heads, neighbours share one.
-        pages: with the keys and values of these tokens written already.
+        pages: the keys and values of these tokens are already written.
 
     Returns:
         [tokens, heads, value_dim] in the query's dtype.
@@ -57,7 +57,7 @@ def paged_attention_ref(query: torch.Tensor, pages: KVPages, layout: PagedLayout
 def _segment(
     query: torch.Tensor, pages: KVPages, table: torch.Tensor, length: int, rule: AttentionRule
 ) -> torch.Tensor:
-    """Attention of one segment, [queries, heads, value_dim] float32."""
+    """Return the attention of one segment, [queries, heads, value_dim] float32."""
     num_queries, heads, _ = query.shape
     first_seen = 0 if rule.window is None else max(0, length - num_queries - rule.window + 1)
     first_page, last_page = first_seen // pages.page_size, -(-length // pages.page_size)
@@ -65,7 +65,7 @@ def _segment(
     seen = slice(first_seen % pages.page_size, length - first_page * pages.page_size)
     keys, values = keys[seen], values[seen]
     shared = heads // keys.shape[1]
-    # [kv_heads, shared * queries, dim] beside [kv_heads, dim, keys]: no key or value is repeated.
+    # [kv_heads, shared * queries, dim] times [kv_heads, dim, keys]: no key or value is repeated.
     grouped = query.float().view(num_queries, -1, shared, query.shape[2]).permute(1, 2, 0, 3).flatten(1, 2)
     scores = (grouped @ keys.permute(1, 2, 0)).mul_(rule.scale).view(heads, num_queries, -1)
     if rule.softcap is not None:

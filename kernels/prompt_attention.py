@@ -1,8 +1,8 @@
-"""Attention of segments with many queries, chunks of prompts: a program takes neighbouring queries and all their keys.
+"""Attention of segments with many queries (prompt chunks): a program computes successive queries with all their keys.
 
-Rows of a tile are queries times the heads that share a head of keys. Tiles of keys that every row sees take no mask;
-those that no row sees are skipped. The kernel searches its segment, so the host needs no number of the layout's
-tensors. A query's result does not depend on how its prompt is cut into chunks of several tokens.
+Rows of a tile are queries times the heads that share a KV head. Tiles of keys that every row sees need no mask; those
+that no row sees are skipped. The kernel searches its segment, so the host reads no value of the layout's tensors. A
+query's result does not depend on how its prompt is split into chunks of several tokens.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from zinfer.kernels.launching import on_device
 
 @dataclass(frozen=True)
 class PromptTiles:
-    """A program's tile: rows, keys of a step, warps, and steps under way."""
+    """A program's tile: rows, keys of a step, warps, and steps in flight."""
 
     rows: int
     keys: int
@@ -28,8 +28,8 @@ class PromptTiles:
     stages: int
 
 
-# By the wider of keys and values, up to so many columns, for 16 bits: each of two groups of four warps holds 64 rows,
-# those of an instruction. Sums stay in registers, keys and values of the steps under way in shared memory.
+# By the wider of keys and values, up to this many columns, for 16 bits: each of two groups of four warps holds the 64
+# rows of an instruction. Sums stay in registers, keys and values of the steps in flight in shared memory.
 _BY_COLUMNS: Final = {
     128: PromptTiles(128, 64, 8, 3),
     256: PromptTiles(128, 32, 8, 3),
@@ -39,7 +39,7 @@ _WIDE: Final = PromptTiles(32, 16, 8, 2)  # float32, without tensor cores
 
 
 def prompt_tiles_for(head_dim: int, value_dim: int, dtype: torch.dtype) -> PromptTiles:
-    """The tiles chosen for a model's heads and dtype."""
+    """Return the tiles for a model's heads and dtype."""
     if dtype == torch.float32:
         return _WIDE
     return _BY_COLUMNS[min(most for most in _BY_COLUMNS if most >= max(head_dim, value_dim))]
@@ -56,10 +56,10 @@ def prompt_attention(
     """Fill the rows of ``out`` that belong to segments of many queries, on a GPU or under Triton's interpreter.
 
     Args:
-        query: [tokens, heads, head_dim], columns beside each other.
-        layout: segments before `num_decodes` are left out; where it is not known, those of one query.
+        query: [tokens, heads, head_dim], columns contiguous.
+        layout: segments before `num_decodes` are skipped; if it is None, segments of one query are.
         out: [tokens, heads, value_dim], contiguous.
-        tiles: others than those of the table.
+        tiles: to use instead of the table's.
     """
     tiles = tiles or prompt_tiles_for(query.shape[2], pages.values.shape[3], query.dtype)
     shared = query.shape[1] // pages.values.shape[2]
@@ -67,7 +67,7 @@ def prompt_attention(
     tile_queries = tiles.rows // tile_heads
     first_segment = layout.num_decodes or 0
     segments = layout.context_lengths.shape[0] - first_segment
-    # No segment begins a tile that another one is in: at most one tile more for each.
+    # Segments do not share tiles: at most one more tile for each.
     num_tiles = (query.shape[0] - first_segment) // tile_queries + segments
     if segments == 0:
         return
@@ -89,7 +89,7 @@ def prompt_attention(
 
 @triton.jit
 def _segment_of(tile, starts, first_segment, segments, TILE_QUERIES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The segment, counted from the first, and the tile's number in it.
+    """Return the segment, counted from the first, and the tile's number in it.
 
     The tiles of segment i, whose first query is s, begin at s // TILE_QUERIES + i.
     """
@@ -114,7 +114,7 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
     TILE_HEADS: tl.constexpr, TILE_QUERIES: tl.constexpr, ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     SKIP_SINGLE: tl.constexpr, IS_FLOAT: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries and heads. The last tiles of a segment see most keys: programs begin with them."""
+    """Compute one tile of queries and heads. The last tiles of a segment see the most keys, so programs start there."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     segment, tile = _segment_of(tile, starts, first_segment, segments, TILE_QUERIES)
     segment += first_segment
@@ -168,6 +168,6 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, COLUMNS)
     heads: tl.constexpr = KV_HEADS * SHARED
     places = ((start + query_index).to(tl.int64) * heads + head)[:, None] * VALUE_DIM + column[None, :]
-    total = tl.where(total == 0, 1.0, total)  # of rows that are no queries
+    total = tl.where(total == 0, 1.0, total)  # rows without a query
     numbers = (whole_sums(sums, WORDS) * (1 / total)[:, None]).to(out.dtype.element_ty)
     tl.store(out + places, numbers, mask=in_rows[:, None] & (column < VALUE_DIM)[None, :])

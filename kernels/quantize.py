@@ -8,38 +8,38 @@ import torch
 from zinfer.kernels.marlin_layout import codes_in_fragments, put_scales
 from zinfer.kernels.quantized import FLOAT8, SYMMETRIC_INT4_ZERO, QuantFormat, QuantizedMatrix
 
-_LEAST_SHARE: Final = 0.5  # of a group's extremes; AWQ's search (Lin et al. 2023) goes as far down
+_LEAST_SHARE: Final = 0.5  # of a group's extremes; AWQ's search (Lin et al. 2023) has the same limit
 _NUM_SHARES: Final = 20
-_SLICE_ELEMENTS: Final = 2 << 20  # 8 MiB in float32: stays in the caches, and is what quantizing takes, a few times
+_SLICE_ELEMENTS: Final = 2 << 20  # 8 MiB in float32, which fits the caches; quantizing allocates a few times this
 
 Bounds: TypeAlias = Callable[[torch.Tensor, QuantFormat, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
-"""The range that each group's codes are to cover: groups [rows, groups, columns of a group] (float32), the format and
-the scales' dtype in; least and largest value out, each [rows, groups] (float32)."""
+"""Returns the range that each group's codes must cover. Arguments: groups [rows, groups, columns of a group] (float32),
+the format and the scales' dtype. Result: least and largest value, each [rows, groups] (float32)."""
 
 
 class CannotQuantize(ValueError):
-    """A matrix holds what no scale covers; says what and where."""
+    """A matrix holds a value that no scale covers; the message says which and where."""
 
 
 def full_range(groups: torch.Tensor, format: QuantFormat, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Least and largest value of each group: nothing is clipped."""
+    """Return the least and largest value of each group, without clipping."""
     return groups.amin(-1), groups.amax(-1)
 
 
 def least_error_range(
     groups: torch.Tensor, format: QuantFormat, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shares of each group's extremes, of 20 between a half and all, that give it the least squared error.
+    """Return the range of each group with the least squared error, of 20 shares of its extremes between 0.5 and 1.
 
     Clipping an outlier leaves the other values finer steps.
 
     Args:
         groups: [rows, groups, columns of a group], float32.
-        format: of the codes; where rows share their scales, the widest range among them counts in the end.
+        format: of the codes; if rows share their scales, the widest range among them is used in the end.
         dtype: of the scales.
 
     Returns:
-        Least and largest value to be covered, each [rows, groups].
+        Least and largest value to cover, each [rows, groups].
     """
     low, high = full_range(groups, format, dtype)
     best = [low, high, _squared_error(groups, low, high, format, dtype)]
@@ -64,20 +64,20 @@ def _squared_error(
 def quantize_into(target: QuantizedMatrix, matrix: torch.Tensor, bounds: Bounds = full_range) -> None:
     """Fill ``target`` with the codes nearest to ``matrix`` [rows, columns] (floating-point, any strides).
 
-    Scales of columns are taken as they are; `scaling.scale_columns_into` chooses them. Columns keep their order.
+    Uses the target's scales of columns, which `scaling.scale_columns_into` chooses. Columns keep their order.
 
-    Scales are rounded up to their dtype first, so that every element within the bounds is off by at most half a step of
-    the stored scale (for floating-point codes: half the distance of the codes around it).
+    Scales are rounded up to their dtype first, so that the error of every element within the bounds is at most half a
+    step of the stored scale (for floating-point codes: half the distance of the neighbouring codes).
 
     Raises:
-        CannotQuantize: an infinity, a NaN, or magnitudes that a scale of the target's dtype does not reach.
+        CannotQuantize: an infinity, a NaN, or magnitudes beyond a scale of the target's dtype.
     """
     assert matrix.shape == (target.rows, target.columns)
     assert target.column_order is None
     slices = list(target.slices(_SLICE_ELEMENTS))
     ranges = [bounds(_grouped(matrix, rows, target), target.format, target.dtype) for rows in slices]
     low, high = (torch.cat(part) for part in zip(*ranges, strict=True))
-    if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):  # what is not finite is an extreme of its group
+    if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):  # a non-finite value is an extreme of its group
         row, column = torch.isfinite(matrix).logical_not_().nonzero()[0].tolist()
         raise CannotQuantize(f"row {row}, column {column} is {matrix[row, column].item()}")
     scales, zeros = fit(
@@ -98,7 +98,7 @@ def quantize_into(target: QuantizedMatrix, matrix: torch.Tensor, bounds: Bounds 
 def quantize(
     matrix: torch.Tensor, format: QuantFormat, dtype: torch.dtype | None = None, bounds: Bounds = full_range
 ) -> QuantizedMatrix:
-    """A matrix in a format, as `quantize_into`; ``dtype`` of scales and products, by default the matrix's own."""
+    """Quantize a matrix as `quantize_into`; ``dtype`` of scales and products, by default the matrix's own."""
     rows, columns = matrix.shape
     target = QuantizedMatrix.empty(format, rows, columns, dtype or matrix.dtype, matrix.device)
     quantize_into(target, matrix, bounds)
@@ -108,7 +108,7 @@ def quantize(
 def fit(
     low: torch.Tensor, high: torch.Tensor, format: QuantFormat, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales in ``dtype`` and zeros (float32, whole numbers) whose codes cover from ``low`` to ``high``, and 0."""
+    """Return scales in ``dtype`` and zeros (float32, whole numbers) whose codes cover ``low`` to ``high`` and 0."""
     first, last = format.code_range
     if format.symmetric:
         return _rounded_up(_divided(torch.maximum(-low, high), last), dtype), None
@@ -118,7 +118,7 @@ def fit(
 
 
 def encode(groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, format: QuantFormat) -> torch.Tensor:
-    """The nearest codes of groups [rows, groups, columns of a group], before they are packed, in the same shape.
+    """Return the nearest codes of groups [rows, groups, columns of a group], unpacked, in the same shape.
 
     Whole numbers are in float32; 0 is the middle of a symmetric format.
     """
@@ -132,7 +132,7 @@ def encode(groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | Non
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
-    """The values (float32) of what `encode` gives."""
+    """Return the values (float32) of codes from `encode`."""
     values = codes.float()
     if zeros is not None:
         values = values - zeros.float().unsqueeze(-1)
@@ -140,7 +140,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
 
 
 def _grouped(matrix: torch.Tensor, rows: slice, target: QuantizedMatrix) -> torch.Tensor:
-    """Rows in float32, [rows, groups, columns of a group]."""
+    """Return rows in float32, [rows, groups, columns of a group]."""
     values = matrix[rows].float()
     if target.column_scales is not None:
         values = values / target.column_scales.float()
@@ -148,7 +148,7 @@ def _grouped(matrix: torch.Tensor, rows: slice, target: QuantizedMatrix) -> torc
 
 
 def _shared(bound: torch.Tensor, target: QuantizedMatrix, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """The bound over all the rows that share their scales, for each of them."""
+    """Reduce the bound over rows that share their scales, and return it for each row."""
     group_rows = target.format.group_rows or target.rows
     if group_rows == 1:
         return bound
@@ -164,9 +164,9 @@ def _packed(codes: torch.Tensor, target: QuantizedMatrix) -> torch.Tensor:
 
 
 def pack_int4(codes: torch.Tensor, *, in_fragments: bool = False) -> torch.Tensor:
-    """Codes 0 to 15 [rows, columns] (uint8), two a byte: [rows, ceil(columns / 2)], the first in the low half.
+    """Pack codes 0 to 15 [rows, columns] (uint8), two a byte: [rows, ceil(columns / 2)], the first in the low half.
 
-    ``in_fragments``: in the order of fragments; rows are of whole blocks.
+    ``in_fragments``: in fragment order; rows must form whole blocks.
     """
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
@@ -175,18 +175,18 @@ def pack_int4(codes: torch.Tensor, *, in_fragments: bool = False) -> torch.Tenso
 
 
 def _in_steps(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Values as multiples of their scales; the scale of a group of zeros is 0. One over a scale may be infinite."""
+    """Divide values by their scales; a group of zeros has scale 0. The inverse of a scale may be infinite."""
     steps = scales.float()
     return values / torch.where(steps > 0, steps, 1)
 
 
 def _divided(values: torch.Tensor, number: float) -> torch.Tensor:
-    """Values over a number, alike on every device: by a plain number torch divides as a product on a GPU."""
+    """Divide values by a number, alike on every device: on a GPU torch multiplies with a Python number's inverse."""
     return values / torch.full_like(values, number)
 
 
 def _rounded_up(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Non-negative float32 numbers in ``dtype``, none smaller than it was."""
+    """Round non-negative float32 numbers up to ``dtype``."""
     rounded = scales.to(dtype)
-    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]  # the next larger float of a kind has the next pattern
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]  # the next larger float has the next bit pattern
     return torch.where(rounded.float() < scales, (rounded.view(bits) + 1).view(dtype), rounded)

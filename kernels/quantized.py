@@ -1,4 +1,4 @@
-"""Quantized matrices: what a format is, and the tensors that a matrix in it consists of.
+"""Quantized matrices: formats, and the tensors that a matrix consists of.
 
 A matrix has shape [rows, columns]: rows are output channels, columns are what a product sums over, as in the weight of
 `nn.Linear`. An element's value is ``(code - zero) * scale``; a scale, and a zero where the format is asymmetric, serve
@@ -7,15 +7,15 @@ A matrix has shape [rows, columns]: rows are output channels, columns are what a
 codes:  [rows, columns] int8 (symmetric 8 bits), uint8 (asymmetric 8 bits) or float8_e4m3fn;
         [rows, ceil(columns / 2)] uint8 (4 bits): column 2j in the low half of byte j, column 2j + 1 in the high half.
 scales: [rows, groups] in the dtype that products are computed in.
-zeros:  [rows, groups] uint8, asymmetric formats only. 4 bits without zeros: 8 stands for nothing.
-column_scales: [columns] in the dtype of scales, formats that scale columns only: each value is multiplied by its
-        column's, which a product does to what it multiplies with (Lin et al. 2023, "AWQ").
-column_order: [columns] int32, formats that order columns only: which column of the matrix is stored as each, so that
-        groups of columns that lie apart (GPTQ's desc_act) are neighbours; scales of columns are in the stored order.
+zeros:  [rows, groups] uint8, asymmetric formats only. In 4-bit formats without zeros, code 8 is zero.
+column_scales: [columns] in the dtype of scales, only in formats that scale columns: each value is multiplied by its
+        column's scale; a product applies them to its input (Lin et al. 2023, "AWQ").
+column_order: [columns] int32, only in formats that order columns: the matrix's column in each stored position, so that
+        scattered groups of columns (GPTQ's desc_act) are contiguous; scales of columns are in the stored order.
 
-Formats in the order of fragments have codes and scales of the same shapes in another order: that in which tensor cores
-take them (after Marlin, Frantar et al. 2024, arXiv 2408.11743), alike on the disk, in slabs and on every device. It is
-one of whole blocks of 64 rows, one below the other, of which `part` takes some.
+Formats in fragment order have codes and scales of the same shapes in another order, that of tensor core operands (after
+Marlin, Frantar et al. 2024, arXiv 2408.11743), the same on disk, in slabs and on every device. The order applies to
+whole blocks of 64 rows, which are stacked; `part` selects some blocks.
 
 codes of a block: [columns / 64][4 tiles of 16 rows][8 rows][4][16 bytes]. Byte ``b`` of [step][tile][g][t] holds the
         codes of two rows, ``16 tile + g`` in its low half and that plus 8 in its high one, in column
@@ -34,11 +34,11 @@ SYMMETRIC_INT4_ZERO: Final = 8
 FLOAT8: Final = torch.float8_e4m3fn
 
 FRAGMENT_ROWS: Final = 64
-"""Rows of a block in the order of fragments."""
+"""Rows of a block in fragment order."""
 FRAGMENT_COLUMNS: Final = 256
-"""What divides the columns of a matrix in the order of fragments: those that a warp takes at a time."""
+"""Columns that a warp computes at a time: a divisor of the columns of a matrix in fragment order."""
 FRAGMENT_GROUPS: Final = (64, 128, 256)
-"""The group sizes that matrices in the order of fragments have."""
+"""The possible group sizes of matrices in fragment order."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class QuantFormat:
         group_size: columns that share a scale, a divisor of the columns; None: a whole row shares one.
         symmetric: without zero points.
         is_float: 8 bits as e4m3 floating point (Micikevicius et al. 2022, "FP8 formats for deep learning").
-        group_rows: neighbouring rows that share their scales, which are then stored once a row all the same; None: all
-            rows, with ``group_size`` None a scale per tensor.
-        scales_columns: each column has a scale of its own, beside those of the groups.
-        orders_columns: columns are stored in an order of their own.
-        in_fragments: codes and scales are in the order of fragments; `arranged` says of which matrices.
+        group_rows: neighbouring rows that share their scales, which are still stored once per row; None: all rows, and
+            with ``group_size`` None a scale per tensor.
+        scales_columns: each column has its own scale, beside those of the groups.
+        orders_columns: columns are stored in another order.
+        in_fragments: codes and scales are in fragment order; `arranged` decides for which matrices.
 
     Raises:
-        ValueError: no such format.
+        ValueError: there is no such format.
     """
 
     bits: Literal[4, 8]
@@ -86,16 +86,16 @@ class QuantFormat:
         return self.bits == 4 and self.symmetric and self.group_size in FRAGMENT_GROUPS
 
     def arranged(self, rows: int, columns: int) -> "QuantFormat":
-        """The format in the order that products of a matrix of this shape take: that of fragments wherever it can be.
+        """Return the format in the order for products with a matrix of this shape: fragment order where possible.
 
-        Of several matrices one below the other, ``rows`` are those of each, so that each is one of whole blocks.
+        For several stacked matrices, ``rows`` are those of each, so that each has whole blocks.
         """
         is_whole = rows % FRAGMENT_ROWS == 0 and columns % FRAGMENT_COLUMNS == 0
         return replace(self, in_fragments=self._may_lie_in_fragments and is_whole)
 
     @property
     def multiplies_int8(self) -> bool:
-        """Whether INT8 tensor cores can multiply the codes, and a row's scale the sums."""
+        """Whether INT8 tensor cores can multiply the codes, with one scale per row."""
         return self.bits == 8 and self.symmetric and not self.is_float and self.group_size is None
 
     @property
@@ -106,7 +106,7 @@ class QuantFormat:
 
     @property
     def code_range(self) -> tuple[float, float]:
-        """The least and the largest code, as a multiple of the scale above the zero; symmetric ones about 0."""
+        """The least and the largest code, in multiples of the scale above the zero; about 0 if symmetric."""
         if self.is_float:
             largest = torch.finfo(FLOAT8).max
             return -largest, largest
@@ -116,7 +116,7 @@ class QuantFormat:
         return 0, 2**self.bits - 1
 
     def check_shape(self, rows: int, columns: int) -> None:
-        """Raise ValueError if a matrix of this shape cannot be stored so."""
+        """Raise ValueError if a matrix of this shape cannot be stored in this format."""
         if self.group_size is not None and columns % self.group_size:
             raise ValueError(f"group_size {self.group_size} does not divide the {columns} columns")
         if self.group_rows is not None and rows % self.group_rows:
@@ -128,11 +128,11 @@ class QuantFormat:
             )
 
     def num_groups(self, columns: int) -> int:
-        """Scales of a row."""
+        """Return the number of scales of a row."""
         return 1 if self.group_size is None else columns // self.group_size
 
     def part_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that a matrix consists of, by their names and in the order in which they are stored."""
+        """Return the shapes of a matrix's tensors, by name and in the order in which they are stored."""
         groups = (rows, self.num_groups(columns))
         optional = {
             "zeros": (not self.symmetric, groups),
@@ -144,13 +144,13 @@ class QuantFormat:
         return {"codes": codes, "scales": groups, **present}
 
     def part_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Of one of those tensors; ``dtype`` is that of scales."""
+        """Return the dtype of one of those tensors; ``dtype`` is that of scales."""
         return {"codes": self.codes_dtype, "zeros": torch.uint8, "column_order": torch.int32}.get(name, dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
-    """A matrix in stored form: tensors on one device as the module's docstring says; ``dtype`` is that of scales."""
+    """A quantized matrix: tensors on one device, as in the module's docstring; ``dtype`` is that of scales."""
 
     format: QuantFormat
     columns: int
@@ -175,17 +175,17 @@ class QuantizedMatrix:
 
     @property
     def plain(self) -> "QuantizedMatrix":
-        """What a product takes once it has ordered and scaled what it multiplies with; shares the memory."""
+        """Return the matrix for a product whose input is already ordered and scaled; shares the memory."""
         return replace(self, column_scales=None, column_order=None)
 
     def part(self, rows: slice) -> "QuantizedMatrix":
-        """Some of the rows, sharing their memory; of fragments whole blocks."""
+        """Return some of the rows, sharing their memory; in fragment order, whole blocks."""
         assert not self.format.in_fragments or all(end % FRAGMENT_ROWS == 0 for end in rows.indices(self.rows)[:2])
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
 
     def slices(self, most_elements: int, unit: int = 1) -> Iterator[slice]:
-        """Rows of about so many elements, first to last: whole ``unit`` rows, of fragments whole blocks."""
+        """Yield slices of about ``most_elements``: multiples of ``unit`` rows or, in fragment order, of blocks."""
         unit = math.lcm(unit, FRAGMENT_ROWS if self.format.in_fragments else 1)
         count = max(1, most_elements // max(self.columns * unit, 1)) * unit
         for begin in range(0, self.rows, count):
@@ -195,7 +195,7 @@ class QuantizedMatrix:
     def empty(
         cls, format: QuantFormat, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str
     ) -> "QuantizedMatrix":
-        """Memory for a matrix, not filled."""
+        """Allocate memory for a matrix, uninitialized."""
         format.check_shape(rows, columns)
         parts = {
             name: torch.empty(shape, dtype=format.part_dtype(name, dtype), device=device)

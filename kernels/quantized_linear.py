@@ -1,7 +1,7 @@
 """Multiplies activations with a quantized matrix: `torch.nn.functional.linear` for a `QuantizedMatrix`.
 
-Few tokens: one kernel that reads the packed bytes, chosen by their order. Many tokens: the matrix is dequantized once,
-its elements rounded, for the vendor's product.
+Few tokens: one kernel that reads the packed bytes, chosen by their order. Many tokens: the matrix is dequantized to
+rounded elements, for the vendor's product.
 """
 
 from typing import Final
@@ -15,13 +15,13 @@ from zinfer.kernels.fused_linear import can_fuse, fused_linear
 from zinfer.kernels.quantized import QuantizedMatrix
 
 MOST_FUSED_TOKENS: Final = 128
-"""The most tokens that the fused kernel serves: 256 were slower on an H200 (benchmarks/kernels.py)."""
+"""The most tokens for the fused kernel: with 256 it was slower on an H200 (benchmarks/kernels.py)."""
 MOST_FRAGMENT_TOKENS: Final = 96
-"""The most tokens that the kernel for fragments serves: six times its 16, which take less than dequantizing."""
+"""The most tokens for the kernel in fragment order: six tiles of 16, which take less time than dequantizing."""
 
 
 def quantized_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32 on a GPU.
+    """Return ``x @ W.T + bias`` with the values of ``matrix`` for W, sums in float32 on a GPU.
 
     Args:
         x: [..., columns], of the matrix's dtype and device.
@@ -42,14 +42,14 @@ def quantized_linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tenso
 
 
 def is_fused(matrix: QuantizedMatrix, tokens: int) -> bool:
-    """Whether so many tokens are multiplied with the codes themselves, without dequantizing the matrix."""
+    """Return whether this many tokens are multiplied with the codes, without dequantizing the matrix."""
     if matrix.format.in_fragments:
         return tokens <= MOST_FRAGMENT_TOKENS and can_multiply(matrix)
     return tokens <= MOST_FUSED_TOKENS and has_kernels(matrix) and can_fuse(matrix)
 
 
 def with_plain_matrix(x: torch.Tensor, matrix: QuantizedMatrix) -> tuple[torch.Tensor, QuantizedMatrix]:
-    """Operands of the same product whose matrix orders and scales no columns: x [..., columns] has it done."""
+    """Return x [..., columns], ordered and scaled, and a plain matrix with the same product."""
     if matrix.column_order is not None:
         x = x.index_select(-1, matrix.column_order)
     if matrix.column_scales is not None:
@@ -58,7 +58,7 @@ def with_plain_matrix(x: torch.Tensor, matrix: QuantizedMatrix) -> tuple[torch.T
 
 
 def check_input(x: torch.Tensor, matrix: QuantizedMatrix) -> None:
-    """Raise ValueError unless x [..., columns] goes with the matrix."""
+    """Raise ValueError unless x [..., columns] fits the matrix."""
     if x.shape[-1:] != (matrix.columns,):
         raise ValueError(
             f"x has shape {tuple(x.shape)}; its last dimension must be the matrix's {matrix.columns} columns"

@@ -1,4 +1,4 @@
-"""Turns queries and keys by their positions (Su et al. 2021, arXiv 2104.09864), both in one pass over memory."""
+"""Rotary position embeddings of queries and keys (Su et al. 2021, arXiv 2104.09864), in one pass over memory."""
 
 from typing import Final
 
@@ -8,23 +8,23 @@ import triton.language as tl
 
 from zinfer.kernels.launching import dependent_options, grid_dependency_wait, launch_dependents, on_device
 
-_HEADS: Final = 64  # of a token, that a program holds at once
+_HEADS: Final = 64  # of a token, in a program
 _WARPS: Final = 4
 
 
 def rotate(
     queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x * cos + turned(x) * sin`` for queries and keys: by the Triton kernel on a GPU, else and in float64 by
+    """Return ``x * cos + turned(x) * sin`` for queries and keys: by the Triton kernel on a GPU, else and in float64 by
     `rotate_ref`.
 
     Args:
-        queries, keys: [batch, heads, tokens, dim] each with heads of its own; dim is even.
+        queries, keys: [batch, heads, tokens, dim]; the number of heads may differ; dim is even.
         cos, sin: [batch or 1, tokens, dim].
         interleaved: neighbouring elements are a pair, (-x1, x0, -x3, x2, ...); otherwise those half a head apart.
 
     Returns:
-        Both, as views in which the heads of a token lie beside each other, in their own dtypes.
+        Both, as views in which the heads of a token are adjacent in memory, in their own dtypes.
     """
     kernel = rotate_kernel if queries.device.type == "cuda" and queries.dtype != torch.float64 else rotate_ref
     return kernel(queries, keys, cos, sin, interleaved=interleaved)
@@ -90,7 +90,7 @@ def _load_pairs(  # type: ignore[no-untyped-def]
     source, head, pair, head_stride, column_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """The first and the second element of each pair, [heads, pairs]; neighbours come as one, and are parted here."""
+    """Load the first and the second element of each pair, [heads, pairs]; splits interleaved pairs."""
     begin = source + head[:, None].to(tl.int64) * head_stride
     if INTERLEAVED:
         column = tl.arange(0, 2 * pair.shape[0])
@@ -109,7 +109,7 @@ def _store_pairs(  # type: ignore[no-untyped-def]
     target, first, second, head, pair,
     HEADS: tl.constexpr, DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """To where `_load_pairs` would find them, in heads beside each other."""
+    """Store pairs in the layout of `_load_pairs`, with adjacent heads."""
     first, second = first.to(target.dtype.element_ty), second.to(target.dtype.element_ty)
     if INTERLEAVED:
         column = tl.arange(0, 2 * pair.shape[0])
@@ -132,7 +132,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program turns some heads of one token. All is loaded before anything is waited for, queries first."""
+    """Rotate some heads of one token. All loads, queries first, are issued before any is waited for."""
     launch_dependents(IS_DEPENDENT)
     grid_dependency_wait(IS_DEPENDENT)
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)

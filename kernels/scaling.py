@@ -1,7 +1,7 @@
-"""Scales columns before rounding, so that those multiplied with large activations are rounded more exactly.
+"""Scales columns before rounding, so that columns with large activations are rounded more exactly.
 
-The search is AWQ's (Lin et al. 2023, "Activation-aware Weight Quantization"): scales are the power of the activations'
-magnitude with the least error, here of the product for activations whose columns are independent of each other.
+The search is AWQ's (Lin et al. 2023, "Activation-aware Weight Quantization"): scales are powers of the activations'
+magnitudes, with the exponent of the least error of the product, assuming that columns of activations are independent.
 """
 
 from typing import Final
@@ -13,23 +13,23 @@ from zinfer.kernels.quantize import Bounds, CannotQuantize, full_range, quantize
 from zinfer.kernels.quantized import QuantizedMatrix
 
 _NUM_POWERS: Final = 20  # between 0 and 1, as AWQ tries
-_LEAST_SHARE: Final = 1e-4  # of the largest magnitude: a column that was never used must not get an infinite scale
+_LEAST_SHARE: Final = 1e-4  # of the largest magnitude: an unused column must not get an infinite scale
 _SLICE_ELEMENTS: Final = 4 << 20
 
 
 def scale_columns_into(
     target: QuantizedMatrix, matrix: torch.Tensor, squares: torch.Tensor, bounds: Bounds = full_range
 ) -> None:
-    """As `quantize_into`, with scales of columns that make the product's error least.
+    """As `quantize_into`, with scales of columns that minimize the product's error.
 
     Args:
         target: its format scales columns.
         matrix: [rows, columns], floating-point.
-        squares: mean square of what each column is multiplied with, [columns].
+        squares: mean square of the activations of each column, [columns].
         bounds: as `quantize_into`.
 
     Raises:
-        CannotQuantize: as there, or ``squares`` are not finite.
+        CannotQuantize: as `quantize_into`, or ``squares`` are not finite.
     """
     assert target.column_scales is not None
     if not bool(torch.isfinite(squares).all()):
@@ -41,7 +41,7 @@ def scale_columns_into(
         target.column_scales.copy_(scales)
         try:
             quantize_into(target, matrix, bounds)
-        except CannotQuantize:  # what is divided by small scales may grow beyond the dtype
+        except CannotQuantize:  # values divided by small scales may overflow the dtype
             if step == 0:
                 raise
             continue
@@ -52,11 +52,11 @@ def scale_columns_into(
 
 
 def weighted_error(quantized: QuantizedMatrix, matrix: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-    """Mean square by which products are off, summed over rows: a float32 scalar.
+    """Return the mean squared error of products, summed over rows: a float32 scalar.
 
     Args:
-        matrix: [rows, columns], what was quantized.
-        squares: mean square of what each column is multiplied with, [columns] float32.
+        matrix: [rows, columns], the full weights.
+        squares: mean square of the activations of each column, [columns] float32.
     """
     total = torch.zeros((), dtype=torch.float32, device=matrix.device)
     for rows in quantized.slices(_SLICE_ELEMENTS):
@@ -66,7 +66,7 @@ def weighted_error(quantized: QuantizedMatrix, matrix: torch.Tensor, squares: to
 
 
 def _scales(squares: torch.Tensor, power: float) -> torch.Tensor:
-    """What values are divided by the inverse of, about 1: small where activations are large."""
+    """Return the scales of columns, about 1: small where activations are large."""
     magnitudes = squares.sqrt()
     magnitudes = (
         magnitudes.clamp(min=float(magnitudes.max()) * _LEAST_SHARE) if bool(magnitudes.any()) else magnitudes + 1

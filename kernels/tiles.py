@@ -1,4 +1,4 @@
-"""How products are cut into tiles, and the fused one of few tokens into programs."""
+"""Tiles of products, and the programs of the fused product of few tokens."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -15,7 +15,7 @@ class Tiles:
         block_rows: rows of the matrix of a tile.
         block_columns: columns of a step; fewer where a group has fewer.
         warps: of a program.
-        stages: steps under way: one is multiplied while the others are loaded.
+        stages: steps in flight: one is multiplied while the others are loaded.
     """
 
     block_tokens: int
@@ -26,7 +26,7 @@ class Tiles:
 
     @property
     def options(self) -> dict[str, int]:
-        """Of a launch; how many columns a step has may depend on the matrix."""
+        """Launch options, without the columns of a step, which may depend on the matrix."""
         return {
             "BLOCK_TOKENS": self.block_tokens,
             "BLOCK_ROWS": self.block_rows,
@@ -40,11 +40,11 @@ class FusedTiles(Tiles):
     """A program's share of the fused product of few tokens.
 
     Args:
-        programs: the columns are split over several programs as long as there are no more than these.
-        weights_left: the matrix is the product's left operand, of 64 or 16 rows to an instruction, and tokens the right
-            one, of 8; otherwise the other way round.
-        unroll: steps between two barriers. Their bytes lie side by side in the rows of the matrix: memory gives 64 of
-            them at a time slowly.
+        programs: the columns are split over several programs up to this number of programs.
+        weights_left: the matrix is the product's left operand, with 64 or 16 rows per instruction, and tokens the right
+            one, with 8; otherwise vice versa.
+        unroll: steps between two barriers. Their bytes are adjacent in the rows of the matrix, because memory is slow
+            in units of 64 bytes.
     """
 
     programs: int
@@ -71,22 +71,21 @@ _CHOSEN: Final = {
 
 
 def tiles_for(bits: int, tokens: int) -> FusedTiles:
-    """The tiles chosen for so many tokens; from 65 on there are several to a program's rows."""
+    """Return the tiles for ``tokens`` tokens; from 65 tokens on, a program's rows have several tiles."""
     return _CHOSEN[bits, block_tokens_for(tokens)]
 
 
 def block_tokens_for(tokens: int) -> int:
-    """Tokens of a tile: the least power of two that holds them, between 8 and 64."""
+    """Return the tokens of a tile: the least power of two that holds all tokens, between 8 and 64."""
     return min(max(1 << (tokens - 1).bit_length(), _FEWEST_TOKENS), _MOST_TOKENS)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A call cut into programs.
+    """The split of a call into programs.
 
-    A row has ``width`` units, bytes of codes and the numbers of x beside each. A step takes ``block`` of them, a
-    program ``steps`` steps, a multiple of what is unrolled, and ``num_parts`` programs share each of ``num_tiles``
-    tiles.
+    A row has ``width`` units: bytes of codes with their numbers of x. A step computes ``block`` units, a program
+    ``steps`` steps (a multiple of the unrolled steps), and ``num_parts`` programs share each of ``num_tiles`` tiles.
     """
 
     width: int
@@ -98,7 +97,7 @@ class Cut:
 
     @classmethod
     def of(cls, tokens: int, matrix: QuantizedMatrix, tiles: FusedTiles) -> "Cut":
-        """For x [tokens, columns]."""
+        """Split the product with x [tokens, columns]."""
         width, groups = matrix.codes.shape[1], matrix.scales.shape[1]
         block = min(tiles.block_columns, most_columns(matrix)) * matrix.format.bits // 8
         num_steps = -(-width // block)
@@ -111,7 +110,7 @@ class Cut:
 
 
 def most_columns(matrix: QuantizedMatrix) -> int:
-    """Most columns of a step: a power of two that divides a group, if a row has several."""
+    """Return the most columns of a step: a power of two that divides a group, if a row has several."""
     groups = matrix.scales.shape[1]
     group = matrix.columns // groups
     return 1 << 30 if groups == 1 else group & -group

@@ -1,9 +1,10 @@
-"""How codes become floating-point numbers in registers, for every kernel that reads codes.
+"""Converts codes to floating-point numbers in registers, for every kernel that reads codes.
 
-A GPU converts 16 integers a clock where it could multiply 128: so codes are or-ed into the mantissa of a number whose
-last place is worth 1 (1024 in float16, 128 in bfloat16), which is then taken off (Kim et al. 2022, "Who says elephants
-can't run"). All of it is exact: the codes come out as whole numbers. Triton's interpreter knows no PTX and has no
-arithmetic for bfloat16: there they come out in float32.
+A GPU converts 16 integers per clock but multiplies 128: so codes are or-ed into the mantissa of a number whose last
+place is worth 1 (1024 in float16, 128 in bfloat16), which is then subtracted (Kim et al. 2022, "Who says elephants
+can't run").
+This is exact: the results are whole numbers. Triton's interpreter has no PTX and no bfloat16 arithmetic: there the
+results are float32.
 """
 
 import triton
@@ -15,14 +16,14 @@ from zinfer.kernels.launching import COMPILED
 def _bytes_asm(bfloat: bool, signed: bool) -> str:
     """PTX: four codes ($2) to four numbers ($0, $1), unsigned codes less 128.
 
-    bfloat16 has 7 bits of mantissa, one too few for 128 + code. But for a signed code of bits s and r its value is
-    r - 128 s, and 128 + 128 s is what the lone bit s makes of 128: it is the last bit of the exponent.
+    bfloat16 has 7 bits of mantissa, one too few for 128 + code. But a signed code with sign bit s and other bits r has
+    the value r - 128 s, and or-ing s into the last bit of 128's exponent makes 128 + 128 s.
     """
     return _spread_asm("$2", "$0", "$1", bfloat, signed)
 
 
 def _words_asm(bfloat: bool, is_float: bool) -> str:
-    """PTX: two words of four codes ($4, $5) to the pairs of their first numbers ($0), of their second ($1), and so on.
+    """PTX: two words of four codes ($4, $5) to the pair of their first numbers ($0), of their second ($1), and so on.
 
     Codes are signed, or the bits of e4m3 numbers.
     """
@@ -34,8 +35,8 @@ def _words_asm(bfloat: bool, is_float: bool) -> str:
 def _floats_asm(codes: str, low: str, high: str, bfloat: bool) -> str:
     """PTX: four e4m3 numbers to two pairs.
 
-    For bfloat16 their exponent and mantissa are put where bfloat16 has the last places of the one and the first of the
-    other; what that leaves out is a power of two.
+    For bfloat16, their exponent and mantissa are placed at the low bits of bfloat16's exponent and the high bits of its
+    mantissa; the remaining factor is a power of two.
     """
     if not bfloat:
         first = f"{{ .reg .b16 a, b; mov.b32 {{a, b}}, {codes}; "
@@ -60,7 +61,7 @@ def _spread_asm(codes: str, low: str, high: str, bfloat: bool, signed: bool = Tr
 
 
 def _nibbles_asm(bfloat: bool) -> str:
-    """PTX: eight codes ($4) less 8: those in the low halves of the bytes ($0, $1), those in the high ones ($2, $3)."""
+    """PTX: eight codes ($4) less 8: from the low halves of the bytes ($0, $1) and from the high halves ($2, $3)."""
     first = "{ .reg .b32 a, b, c, d, m, n; prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; "
     magic = "0x43004300" if bfloat else "0x64006400"
     low = f"lop3.b32 $0, a, 0x000f000f, {magic}, 0xea; lop3.b32 $1, b, 0x000f000f, {magic}, 0xea; "
@@ -89,7 +90,7 @@ _NIBBLES_TO_BF16 = tl.constexpr(_nibbles_asm(bfloat=True))
 
 @triton.jit
 def widen_bytes(codes, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes of 8 bits as float16, or bfloat16: int8, uint8 less 128, or the bits of e4m3 numbers (IS_FLOAT)."""
+    """Convert 8-bit codes to float16 or bfloat16: int8, uint8 less 128, or the bits of e4m3 numbers (IS_FLOAT)."""
     signed: tl.constexpr = codes.dtype == tl.int8
     if IS_FLOAT:
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16 if IS_BFLOAT else tl.float16)
@@ -105,7 +106,7 @@ def widen_bytes(codes, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr):  # type
 
 @triton.jit
 def widen_words(words, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Words of four codes as float16, or bfloat16: the first code of each, the second, and so on.
+    """Convert words of four codes to float16 or bfloat16: the first code of each, the second, and so on.
 
     Codes are int8, or the bits of e4m3 numbers (IS_FLOAT).
     """
@@ -127,7 +128,7 @@ def widen_words(words, IS_BFLOAT: tl.constexpr, IS_FLOAT: tl.constexpr):  # type
 
 @triton.jit
 def widen_nibbles(codes, IS_BFLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes of 4 bits less 8 as float16, or bfloat16: those in the low halves of the bytes, those in the high ones."""
+    """Convert 4-bit codes less 8 to float16 or bfloat16: from the low halves of bytes, and from the high halves."""
     if not COMPILED:
         return (codes & 15).to(tl.float32) - 8, (codes >> 4).to(tl.float32) - 8
     elif IS_BFLOAT:

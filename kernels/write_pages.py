@@ -1,4 +1,4 @@
-"""Puts the keys and values of a pass's tokens into pages, quantizing them where pages hold codes."""
+"""Writes the keys and values of a pass's tokens into pages, quantizing them if pages hold codes."""
 
 from typing import Final
 
@@ -65,9 +65,9 @@ def write_pages_kernel(pages: KVPages, keys: torch.Tensor, values: torch.Tensor,
 
 @triton.jit
 def _rounded_to_e4m3(wide):  # type: ignore[no-untyped-def]
-    """The nearest e4m3 numbers, ties to even, in float32: the interpreter's conversion loses what rounding carries."""
+    """Round to the nearest e4m3 numbers, ties to even, in float32: the interpreter's conversion drops the carry."""
     power = (wide.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    # Of four places to a power of two, the last that float32 has there; below 2**-6 places stay what they are.
+    # Add and subtract a number whose last float32 bit is e4m3's last bit at this magnitude; constant below 2**-6.
     magic = tl.maximum(power, 0.015625) * (1.5 * 2.0**20)
     near = (tl.abs(wide) + magic) - magic
     return tl.where(wide < 0, -near, near)
@@ -79,7 +79,7 @@ def _write(  # type: ignore[no-untyped-def]
     token_stride, head_stride, column_stride, place_stride, place_head,
     KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of some tokens, [rows, columns]."""
+    """Write some heads of some tokens, [rows, columns]."""
     column = tl.arange(0, COLUMNS)
     mask = inside[:, None] & (column < DIM)[None, :]
     begin = token.to(tl.int64) * token_stride + head.to(tl.int64) * head_stride
@@ -96,7 +96,7 @@ def _write(  # type: ignore[no-untyped-def]
         tl.store(scales + of_head + place % PAGE_SIZE, scale, mask=inside)
         codes = tl.div_rn(wide, tl.where(scale == 0, 1.0, scale)[:, None] + tl.zeros_like(wide))
         if is_whole:
-            codes = (codes + 12582912.0) - 12582912.0  # 1.5 * 2**23: float32 has no places behind the point there
+            codes = (codes + 12582912.0) - 12582912.0  # 1.5 * 2**23: float32 has no fraction bits there
         elif not COMPILED:
             codes = _rounded_to_e4m3(codes)
         codes = tl.minimum(tl.maximum(codes, -largest), largest)
@@ -112,7 +112,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     KEY_COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A row is one head of one token."""
+    """Write rows, each one head of one token."""
     launch_dependents(IS_DEPENDENT)
     grid_dependency_wait(IS_DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

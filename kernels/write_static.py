@@ -1,4 +1,4 @@
-"""Puts the keys and values of a pass's tokens into static places, behind those that are there, and counts them."""
+"""Appends the keys and values of a pass's tokens to a static cache, and counts them."""
 
 from typing import Final
 
@@ -20,15 +20,15 @@ def write_static(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
 ) -> None:
-    """Write what comes behind the first `length` places, as far as there are places, and let the length be that of all.
+    """Write new keys and values after the first `length` places, as far as there is room, and update the length.
 
     By the Triton kernel: on a GPU, or on the CPU under Triton's interpreter.
 
     Args:
-        keys: [batch, heads, places, dim], contiguous; values alike, with a dim of its own.
-        length: places taken so far in every row, int64 without dimensions, on the same device.
-        arrivals: a zero, int32 without dimensions, that belongs to these keys and values; it is zero again afterwards.
-        new_keys: [batch, heads, tokens, dim], new_values alike: of any strides, in the dtype of keys and values.
+        keys: [batch, heads, places, dim], contiguous; values likewise, dim may differ.
+        length: used places of every row, int64 scalar, on the same device; becomes that of all tokens.
+        arrivals: int32 scalar, owned by these keys and values; zero before and after the call.
+        new_keys: [batch, heads, tokens, dim], new_values likewise: any strides, in the dtype of keys and values.
     """
     batch, heads, tokens, head_dim = new_keys.shape
     value_dim = new_values.shape[3]
@@ -72,7 +72,7 @@ def _read(  # type: ignore[no-untyped-def]
     source, batch, head, token, inside, batch_stride, head_stride, token_stride, column_stride,
     DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of some tokens, [rows, columns]."""
+    """Read some heads of some tokens, [rows, columns]."""
     column = tl.arange(0, COLUMNS)
     begin = batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride + token.to(tl.int64) * token_stride
     mask = inside[:, None] & (column < DIM)[None, :]
@@ -93,12 +93,13 @@ def _write_static_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """A row is one head of one token.
+    """Write rows, each one head of one token.
 
-    All programs read the length, and one changes it, which none may read. So each says that it has read it, and the one
-    that says so last writes: the barrier puts the reads of all its threads before the word of one, and acquire and
-    release put the words of all programs before the write. A program that is alone has nobody to wait for but its own
-    threads. What else reads the length is another launch on the stream, before this one or behind it.
+    All programs read the length, and one updates it, which no program may read. So each program counts its arrival
+    after
+    reading, and the last one to arrive writes: the barrier orders the reads of all its threads before its arrival, and
+    acquire and release order all arrivals before the write. A single program only waits for its own threads. Other
+    readers of the length are launches before or after this one on the stream.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token, head, batch = row % tokens, row // tokens % HEADS, row // tokens // HEADS
@@ -118,7 +119,7 @@ def _write_static_kernel(  # type: ignore[no-untyped-def]
         tl.store(length, begin + tokens)
         tl.store(arrivals, 0)
     place = begin + token
-    inside = (row < rows) & (place < places)  # behind the last place is other memory
+    inside = (row < rows) & (place < places)  # after the last place is other memory
     target = (batch * HEADS + head).to(tl.int64) * places + place
     _put(keys, key, target, inside, HEAD_DIM, KEY_COLUMNS)
     _put(values, value, target, inside, VALUE_DIM, VALUE_COLUMNS)

@@ -1,4 +1,4 @@
-"""What the tests of placement share: one model, its sizes, and plans for it."""
+"""Shared by tests of placement: one model, its sizes, and plans for it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,7 @@
 """Checkpoints for tests: tiny random models of each family, written by transformers, and single safetensors files.
 
-The weights are loud on purpose (matrices with a standard deviation of 0.3): a quietly initialised model repeats one
-token whatever its layers do, and a parity test on it cannot fail.
+The weights are large on purpose (matrices with a standard deviation of 0.3): a model with small weights repeats one
+token whatever its layers compute, and a parity test on it cannot fail.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
-"""`zinfer` in processes of its own: started cold as people start it, or warm where what is tested is not the start.
+"""Runs `zinfer` in child processes: cold starts, as users run it, or warm ones if a test is not about the start.
 
-A warm process is forked, by multiprocessing's server, from one that has imported what commands import and has done
-nothing else: a process like any other, with its own memory, descriptors, session and signals, that can be killed. What
-it spares is the seconds in which torch and transformers are imported. On a machine with a GPU every start is a cold
-one, because CUDA does not survive a fork.
+A warm process is forked, by multiprocessing's server, from one that has only imported the modules of commands. It has
+its own memory, descriptors, session and signals, and can be killed. It saves the seconds of importing torch and
+transformers.
+On a machine with a GPU every start is cold, because CUDA does not survive a fork.
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""What a configuration comes to, for the tests of its quantization keys."""
+"""Resolves configurations for the tests of quantization keys."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Fixtures that the whole suite shares."""
+"""Fixtures of the whole suite."""
 
 import gc
 import os

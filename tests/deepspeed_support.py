@@ -1,4 +1,4 @@
-"""What examples of DeepSpeed have around them: one GPU, a seed, and tiny models in the place of large ones."""
+"""The environment of DeepSpeed's examples: one GPU, a seed, and tiny models instead of large ones."""
 
 import os
 from pathlib import Path

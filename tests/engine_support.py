@@ -1,4 +1,4 @@
-"""What the engine's tests share: a tiny model, one engine a home over it, and what to ask of them."""
+"""Shared by the engine's tests: a tiny model, an engine for each home, and inputs for them."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Engines for tests, with their blocks forced into chosen homes through the memory budgets, as a user would."""
+"""Engines for tests, whose memory budgets force blocks into chosen homes."""
 
 import os
 from collections.abc import Iterator

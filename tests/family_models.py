@@ -1,4 +1,4 @@
-"""A tiny random model of each class in `zinfer.model.families`, what it is called with, and what a call gives."""
+"""A tiny random model of each class in `zinfer.model.families`, with its inputs and outputs."""
 
 from collections.abc import Mapping
 from typing import Any, Final

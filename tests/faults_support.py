@@ -1,4 +1,4 @@
-"""What the tests of faults share: reads, copies and files that fail on demand, and failures that must come in time."""
+"""Shared by tests of faults: reads, copies and files that fail on demand, and checks that failures arrive in time."""
 
 import errno
 import gc

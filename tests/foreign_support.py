@@ -1,6 +1,6 @@
 """Quantized parameters as other tools store them, packed code by code after the tools' own description.
 
-Nothing here is shared with what is tested. Codes and zeros are whole numbers counted from 0, scales floats:
+This module shares no code with the tested modules. Codes and zeros are unsigned integers, scales floats:
 codes [rows, columns], zeros and scales [rows, groups].
 """
 

@@ -1,9 +1,9 @@
-"""A stand-in for CUDA graphs on the CPU: the operators and kernels that were called, in memory of its own.
+"""A stand-in for CUDA graphs on the CPU: records the called operators and kernels, in its own memory.
 
-What is recorded changes nothing that was there before, as a capture computes nothing, and what it made is spoilt. It is
-computed anew, in the same memory, when it is replayed. As in a graph's pool, memory that the program has let go of is
-taken again by what is recorded after. transformers takes it for a capture, in which it asks tensors for nothing; what
-would wait for the device is refused before it comes here (`zinfer/graphs/no_sync.py`).
+Like a capture, recording changes no existing tensors, and its results are overwritten with invalid values. A replay
+computes them again in the same memory. As in a graph's pool, later recordings reuse memory that the program has freed.
+transformers treats it as a capture, in which it reads no values of tensors; operators that would wait for the device
+are refused before they get here (`zinfer/graphs/no_sync.py`).
 """
 
 from collections.abc import Callable, Iterator

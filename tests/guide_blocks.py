@@ -1,4 +1,4 @@
-"""The code blocks of the guide's pages: fences, comments that say what is to become of the next one, hidden code."""
+"""The code blocks of the guide's pages: fences, comments with instructions for the next block, hidden code."""
 
 import re
 from collections.abc import Iterator

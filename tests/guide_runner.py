@@ -1,12 +1,12 @@
-"""Runs what the guide's pages show, and compares what they say comes out.
+"""Runs the code of the guide's pages, and compares the output with the one on the page.
 
-Python: all blocks of a page in one namespace. `# -> text` beside a statement or below it is what it prints; a block
-without one, and without an assertion, is refused, since it could hardly fail. Console: lines that begin with `$ ` are
-run, `zinfer` in this process, and the lines below are their output; an exit code other than 0 must be asked for by
-`$ echo $?`. In what is expected `...` stands for anything, and spaces for spaces.
+Python: all blocks of a page share a namespace. `# -> text` beside or below a statement is its expected output; a block
+without one and without an assertion is refused, since it could hardly fail. Console: lines that begin with `$ ` are
+run, `zinfer` in this process, and the lines below are the expected output; an exit code other than 0 must be shown by
+`$ echo $?`. In expected output `...` matches anything, and runs of spaces match any number of spaces.
 
-Comments before a block: `file: NAME` writes it to a file for those after it; `deepspeed` has Python compiled and not
-run; `slow` has a console's options checked and nothing run, unless GUIDE_SLOW=1 is in the environment.
+Comments before a block: `file: NAME` writes it to a file for later blocks; `deepspeed` compiles Python without running
+it; `slow` only checks a console's options, unless GUIDE_SLOW=1 is in the environment.
 """
 
 import ast

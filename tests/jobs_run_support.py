@@ -1,4 +1,4 @@
-"""What the tests of whole jobs share: a model, prompts, and engines that fail or must not be made."""
+"""Shared by tests of whole jobs: a model, prompts, and engines that fail or must not be made."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What tests of batch jobs share: a tiny model, a tokenizer of single letters, an engine that streams nothing."""
+"""Shared by tests of batch jobs: a tiny model, a tokenizer of single letters, an engine that streams nothing."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping

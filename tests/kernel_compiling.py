@@ -1,9 +1,10 @@
-"""Compiles the Triton kernels for a GPU that this machine need not have: run as a script, apart from the interpreter,
+"""Compiles the Triton kernels for a GPU that this machine need not have. Run it as a script, without the interpreter,
 with the name of a dtype.
 
-A launch with tensors on the CPU is caught, its arguments described as Triton would describe them, and compiled down to
-machine code by the assembler that comes with Triton. Prints a line for each: kernel, bytes, tensor core instructions,
-what it does with memory before it waits for the kernels before it, and whether products overlap that must not.
+It intercepts launches with tensors on the CPU, describes their arguments as Triton would, and compiles to machine code
+with
+Triton's assembler. Prints a line for each: kernel, bytes, tensor core instructions, memory accesses before it waits for
+previous kernels, and whether products overlap that must not.
 """
 
 import re

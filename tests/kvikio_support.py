@@ -1,4 +1,4 @@
-"""A stand-in for the kvikio package: its files read real bytes, its driver says what a test wants."""
+"""A stand-in for the kvikio package: its files read real bytes, its driver's state is set by tests."""
 
 import ctypes
 import os

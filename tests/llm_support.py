@@ -1,4 +1,4 @@
-"""A tiny model, prompts, and what transformers makes of each by itself: for the tests of `zinfer.LLM`."""
+"""Shared by tests of `zinfer.LLM`: a tiny model, prompts, and transformers' output for each prompt alone."""
 
 import json
 from collections.abc import Iterator

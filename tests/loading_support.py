@@ -1,4 +1,4 @@
-"""What the tests of loading share: checkpoints, changed copies of them, and the logits they must give."""
+"""Shared by tests of loading: checkpoints, modified copies of them, and their expected logits."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Models whose blocks are used otherwise than one after the other, each once a pass."""
+"""Models whose blocks are not used in order and once a pass."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Engines that write a store for themselves, and the store that they have written."""
+"""Engines that write a store under their nvme_path, and the written store."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,6 +1,6 @@
-"""An engine without a model: its next token is a pure function of a sequence's tokens, its pages hold who wrote them.
+"""An engine without a model: the next token is a pure function of a sequence's tokens, and pages record their writers.
 
-Every pass it checks what the scheduler promises; it stops at the first broken promise.
+It checks the scheduler's guarantees in every pass, and stops at the first violation.
 """
 
 from collections import Counter

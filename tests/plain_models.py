@@ -1,4 +1,4 @@
-"""Modules that are none of transformers': a small decoder with a table of positions of its own, and torch's encoder."""
+"""Modules that are not transformers': a small decoder with its own position embeddings, and torch's encoder."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What the tests of plans share: five large families by their published shapes, small outlines, made-up machines."""
+"""Shared by tests of plans: five large families by their published shapes, small outlines, invented machines."""
 
 import json
 from functools import cache

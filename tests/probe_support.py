@@ -1,4 +1,4 @@
-"""Small sizes, and findings of a machine that does not exist, for the tests of `zinfer.probe`."""
+"""Shared by tests of `zinfer.probe`: small sizes, and findings of an invented machine."""
 
 from dataclasses import replace
 from datetime import date

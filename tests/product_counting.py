@@ -1,4 +1,4 @@
-"""Counts the products of linear layers, for tests that say how many there are."""
+"""Counts the products of linear layers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

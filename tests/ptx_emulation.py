@@ -1,8 +1,8 @@
 """Runs inline PTX under Triton's interpreter: the few instructions that `zinfer.kernels.fragment_ptx` writes.
 
-Threads run in lockstep, so a race would not be seen in what they compute; shared memory therefore keeps account of
-which copies are known to whom, and fails where a thread reads or overwrites what it cannot know to be finished. What
-nothing was copied to is NaN. Global memory is read inside the tensors that are named, and nowhere else.
+Threads run in lockstep, so results would not show a race. Shared memory therefore tracks which copies each thread knows
+to be complete, and fails when a thread reads or overwrites others. Memory that was not copied to is NaN. Global memory
+can be read only inside the registered tensors.
 """
 
 import re

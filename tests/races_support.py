@@ -1,5 +1,5 @@
-"""What the tests of races share: copies and reads that come late, and one comparison of a streamed model with its
-resident twin, to the bit and byte by byte."""
+"""Shared by tests of races: delayed copies and reads, and a bitwise comparison of a streamed model with the resident
+one."""
 
 import os
 import queue

@@ -1,4 +1,4 @@
-"""Tiny random causal models, of every family that runs in ragged batches, and prompts computed by them in chunks."""
+"""Tiny random causal models of every family that runs in ragged batches, and prompts that they compute in chunks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final

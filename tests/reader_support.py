@@ -1,4 +1,4 @@
-"""What the reader's tests share: a file in which every page differs, buffers, and an open reader."""
+"""Shared by the reader's tests: a file in which every page differs, buffers, and an open reader."""
 
 import errno
 import mmap

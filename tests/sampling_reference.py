@@ -1,4 +1,4 @@
-"""One row's draw, written plainly, on the CPU in float64: what batches are compared with."""
+"""Reference sampler: draws one row on the CPU in float64, to compare batches with."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What the tests of stores share: stores made in this process, commands that make them in others, folders' bytes."""
+"""Shared by tests of stores: stores made in this process or by commands in child processes, folders' bytes."""
 
 import itertools
 import json

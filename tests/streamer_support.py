@@ -1,4 +1,4 @@
-"""Blocks over a file that differ in every byte, and a streamer for them on any device: for the tests of `Streamer`."""
+"""Shared by tests of `Streamer`: blocks over a file that differ in every byte, and a streamer on any device."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

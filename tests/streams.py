@@ -1,4 +1,4 @@
-"""Copy streams whose copies start late, by random amounts: the races that fast copies would hide."""
+"""Copy streams whose copies start after random delays, to expose races that fast copies would hide."""
 
 import random
 import time

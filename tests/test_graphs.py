@@ -172,7 +172,7 @@ def test_what_one_replay_gave_is_not_changed_by_the_next(engine: zinfer.Inferenc
     plain = [engine(input_ids=ids_of(1)).logits, engine(input_ids=ids_of(2)).logits]
     kept = [engine(input_ids=ids_of(seed)).logits for seed in (1, 2)]
     assert engine.graphs.replayed == 0
-    assert engine.graphs.eager["cannot be captured: it gives a DynamicCache"] == 3, "each call is to have its own"
+    assert engine.graphs.eager["cannot be captured: it returns a DynamicCache"] == 3, "each call is to have its own"
     once = [engine(input_ids=ids_of(seed), use_cache=False).logits for seed in (1, 2, 1, 2)]
     assert (engine.graphs.captured, engine.graphs.replayed) == (1, 3)
     for found, wanted in zip([*kept, *once], plain * 3, strict=True):
@@ -188,7 +188,7 @@ def test_a_layer_that_breaks_in_a_replayed_pass_is_named(engine: zinfer.Inferenc
     engine.module.model.layers[1].mlp.down_proj.weight.data.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match=r"come first from model\.layers\.1"):
         greedy(engine.generate, ids_of(4))
-    assert engine.graphs.eager["its layers are looked at"] == 1
+    assert engine.graphs.eager["its layers are being checked"] == 1
     ids, before = ids_of(4, rows=2), engine.graphs.replayed
     found = engine.find_broken(lambda: greedy(engine.generate_unchecked, ids), len(ids))
     assert found == ["model.layers.1"] * len(ids)

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("stand_in")
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW)
 NUM_TEXTS = 3
 HOST = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
-LINK = "so much streams that forwards wait for the link"
-SETTLING = "streamed blocks come to where they are to stay"
+LINK = "forwards stream so much that they wait for the link"
+SETTLING = "streamed blocks are moving into their cache slots"
 
 
 @pytest.fixture

@@ -216,7 +216,7 @@ def test_what_keeps_its_inside_is_launched_by_python(device: str) -> None:
         for _ in range(3):
             assert torch.allclose(engine(x.to(device)).cpu(), wanted, atol=1e-5)
         assert engine.graphs.captured == engine.graphs.replayed == 0
-        reason = "cannot be captured: something keeps what the streamed block layers.0 computes inside"
+        reason = "cannot be captured: an intermediate result of the streamed block layers.0 is kept"
         assert engine.graphs.eager == {FIRST: 1, reason: 2}
 
 
@@ -283,7 +283,7 @@ def test_pieces_are_bounded(folder: Path, ids: torch.Tensor, device: str, monkey
         monkeypatch.setattr(forward_graphs, "_MOST_PIECES", 20)
         for _ in range(3):
             engine(input_ids=ids[:, :5].to(device), use_cache=False)
-        assert engine.graphs.eager["other forms take the room for its pieces"] == 2
+        assert engine.graphs.eager["too many graphs of other forms"] == 2
         replayed = engine.graphs.replayed
         for rows in (1, 2, 1, 2):
             engine(input_ids=ids[:rows].to(device), use_cache=False)

@@ -1,4 +1,4 @@
-"""What this process holds open, and calls that must end in time or are cut short."""
+"""Lists what this process holds open, and runs calls with a time limit or an interrupt."""
 
 import os
 import signal

@@ -1,6 +1,6 @@
-"""CUDA graphs of whole forwards: what Python launches once is replayed at once (`enable_cuda_graph`).
+"""CUDA graphs of whole forwards, which replay all launches at once (`enable_cuda_graph`).
 
 A forward is captured when input of the same form arrives for the second time. Graphs read fixed addresses: input is
-copied to places that stay, and keys and values are transformers' static ones, kept from call to call. Weights that
-stream arrive in one of several slots: so a forward is split around their blocks, and those are captured for each slot.
+copied to static buffers, and the KV cache is transformers' static one, kept from call to call. Weights that stream may
+be in any of several slots: a forward is split around their blocks, which are captured once for each slot.
 """

@@ -1,4 +1,4 @@
-"""Captures a forward in pieces, in the order in which they are replayed, and watches what its code does meanwhile."""
+"""Captures a forward in pieces, in the order in which they are replayed, and checks its operators meanwhile."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,8 +21,8 @@ _DTYPES: Final = (torch.float16, torch.bfloat16)
 class EscapeDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tracks the memory that torch's operators allocate between `begin` and `end`.
 
-    What a part of a forward computes inside must not be used outside of it, for each of the part's captures computes it
-    elsewhere.
+    Intermediate results of a part of a forward must not be used outside of it, because each of the part's captures
+    computes them at another address.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ def _storages(tree: Any) -> list[StorageWeakRef]:
 
 
 class DependentLaunchAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds small 16-bit tensors of one shape by a kernel that lets the next one begin early."""
+    """Adds small 16-bit tensors of one shape with a kernel that lets the next kernel start early."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and not kwargs and _are_taken(*args):
@@ -76,8 +76,8 @@ class Capture:
     """Steps that together compute a forward: one piece, or several with other work between them.
 
     Args:
-        modes: in which the forward runs; the last one sees its operators first.
-        inside: a further mode around the others, for what is computed within a part of the forward.
+        modes: dispatch modes in which the forward runs; the last one sees its operators first.
+        inside: an outermost mode that tracks intermediate results of a part of the forward.
 
     Attributes:
         steps: to be run in order.
@@ -95,7 +95,7 @@ class Capture:
         self.num_pieces = 0
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """Capture a forward and return its results, whose memory holds nothing yet.
+        """Capture a forward and return its results, whose memory is not computed yet.
 
         Raises:
             RuntimeError, CannotCapture: it cannot be captured.
@@ -113,7 +113,7 @@ class Capture:
         self._capturer.begin()
 
     def end(self) -> Callable[[], None]:
-        """End a piece and return what replays it. No other piece may use the numbers of its masks."""
+        """End a piece and return a function that replays it. No other piece may use its float masks."""
         assert self._forget_masks is not None
         self._forget_masks()
         self.num_pieces += 1

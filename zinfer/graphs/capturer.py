@@ -1,4 +1,4 @@
-"""Captures launches as CUDA graphs, in pieces that are replayed one by one."""
+"""Captures launches as CUDA graphs, in pieces that are replayed one after another."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,50 +9,50 @@ import torch
 
 
 class CudaCapturer:
-    """CUDA graphs that share their memory, since no two run at once: what one gives holds until the next runs.
+    """Captures CUDA graphs that share their memory, since no two run at once: a result is valid until the next replay.
 
-    Within a session memory that is let go of may be taken again by what is captured after. So pieces must be replayed
-    in the order in which they were captured; of several captured one after the other from the same state, one is
-    enough.
+    Within a session, later captures may reuse memory that was freed. So pieces must be replayed in the order in which
+    they were captured; of alternatives captured one after another from the same state, replay one.
 
-    No kernel of a graph begins before what was enqueued ahead of its launch is done, nor is the graph done before all
-    of them are: launches that need not wait for the kernel before (`kernels/launching.py`) depend so on kernels of
-    their own graph alone.
+    No kernel of a graph starts before the work enqueued ahead of its launch is done, and the graph is not done before
+    all its kernels are. So launches that do not wait for the previous kernel (`kernels/launching.py`) depend only on
+    kernels of their own graph.
     """
 
     def __init__(self) -> None:
-        # A pool is gone for good once no graph uses it, and all may be dropped: an empty one keeps it.
+        # A pool is destroyed once no graph uses it, and all graphs may be dropped: an empty graph keeps it alive.
         self._keeper: torch.cuda.CUDAGraph | None = None
         self._open: tuple[torch.cuda.CUDAGraph, torch.cuda.graph] | None = None
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """The context of one capture's pieces; a piece that is open at its end is dropped."""
-        # torch stays on a capture's stream when its end fails, and warns of empty captures, as those between blocks.
+        """Return a context for the pieces of one capture; a piece still open at its end is dropped."""
+        # torch stays on a capture's stream when its end fails, and warns of empty captures, such as those between
+        # blocks.
         with torch.cuda.stream(torch.cuda.current_stream()), warnings.catch_warnings(action="ignore"):
             try:
                 yield
             finally:
                 if self._open is not None:
-                    self._give_up(*self._open)
+                    self._abort(*self._open)
 
     def begin(self) -> None:
-        """Begin a piece: what is launched from here on computes nothing, and leaves memory that holds nothing yet.
+        """Begin a piece: from here on launches are only captured, and their results are not computed.
 
-        Launches of other threads, such as copies of weights, go on meanwhile.
+        Launches of other threads, such as copies of weights, run as usual.
         """
         if self._keeper is None:
             self._keeper = _empty_graph()
         graph = torch.cuda.CUDAGraph()
-        # Open from before its begin until after its end: Ctrl-C may strike between any two lines.
+        # Set before the capture begins and cleared after it ends: Ctrl-C may arrive between any two lines.
         self._open = graph, _capture(graph, self._keeper.pool())
         self._open[1].__enter__()
 
     def end(self) -> Callable[[], None]:
-        """End the piece; what computes it, in the same memory, again and again.
+        """End the piece and return a function that replays it, in the same memory each time.
 
         Raises:
-            RuntimeError: something was done that cannot be captured, such as waiting for the device.
+            RuntimeError: an operation cannot be captured, such as waiting for the device.
         """
         assert self._open is not None
         graph, capture = self._open
@@ -61,41 +61,41 @@ class CudaCapturer:
         return graph.replay
 
     def close(self) -> None:
-        """Free the memory of what was captured, once nothing holds it any more. Idempotent."""
+        """Free the memory of all captures once no graph uses it. Idempotent."""
         self._keeper = None
 
-    def _give_up(self, graph: torch.cuda.CUDAGraph, capture: torch.cuda.graph) -> None:
-        """End a capture that is open still, and see to one that has broken off."""
+    def _abort(self, graph: torch.cuda.CUDAGraph, capture: torch.cuda.graph) -> None:
+        """End a capture that is still open, and clean up after one that has failed."""
         self._open = None
         with torch.cuda.stream(capture.capture_stream):
             try:
                 graph.capture_end()
-            except RuntimeError:  # it has broken off, or ended before; what broke it is on its way to the caller
+            except RuntimeError:  # it failed or ended before; its error is already being raised
                 assert self._keeper is not None
                 if _end_allocation(torch.cuda.current_device(), self._keeper.pool()):
-                    # Torch goes on with the capture also where it keeps the pool's pinned memory. Nothing reaches that
-                    # from here, and nothing can be captured into the pool again.
+                    # Torch also continues the capture in its allocator of pinned memory, which cannot be reached from
+                    # here: nothing can be captured into this pool again.
                     self._keeper = None
-                # Random numbers that are not captured can be drawn again once the end of a capture has succeeded.
+                # Random numbers can be drawn outside captures again only after the end of a capture has succeeded.
                 _empty_graph()
 
 
 def _end_allocation(device: int, pool: Any) -> bool:
-    """Do what torch before 2.12 leaves undone where the end of a capture fails; whether there was anything.
+    """Clean up what torch before 2.12 does not when the end of a capture fails; return whether this was necessary.
 
-    Its allocator goes on with the capture, so that no cached memory of the process is given back any more, and counts
-    it among the users of the pool for ever. Later versions end it themselves, and count as they see fit.
+    Its allocator continues the capture, so that the process never frees cached memory again, and counts the capture
+    among the pool's users forever. Later versions end the capture themselves.
     """
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
-    except RuntimeError:  # nothing is captured into the pool
+    except RuntimeError:  # no capture into the pool is open
         return False
     torch._C._cuda_releasePool(device, pool)
     return True
 
 
 def _empty_graph() -> torch.cuda.CUDAGraph:
-    """One with a memory pool of its own."""
+    """Return an empty graph with its own memory pool."""
     graph = torch.cuda.CUDAGraph()
     with warnings.catch_warnings(action="ignore"), _capture(graph, torch.cuda.graph_pool_handle()):
         pass  # torch warns that it is empty
@@ -103,6 +103,6 @@ def _empty_graph() -> torch.cuda.CUDAGraph:
 
 
 def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> torch.cuda.graph:
-    # A capture may take another way than the run before it (transformers then writes masks out), whose kernels are
-    # loaded only now: that is forbidden in all modes but this one.
+    # A capture may take another code path than the run before it (transformers then materializes masks). Its kernels
+    # are loaded only now, which only this mode allows.
     return torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed")

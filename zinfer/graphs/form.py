@@ -1,4 +1,4 @@
-"""The form of a call: all but the numbers in its tensors. Calls of one form can replay one graph."""
+"""The form of a call: everything except its tensors' values. Calls of one form can replay the same graph."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from zinfer.graphs.static_layer import FusedStaticLayer
 CONSTANTS: Final = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 _MOST_TOKENS: Final = 4096
-"""Beyond it a forward computes for longer than Python takes to launch it, and a graph would keep its activations."""
+"""Above this, a forward computes for longer than Python takes to launch it, and a graph would keep its activations."""
 _KNOWN: Final = (StaticLayer, FusedStaticLayer)
 
 
@@ -24,13 +24,13 @@ class CannotCapture(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A call, taken apart.
+    """A call's arguments, flattened.
 
     Attributes:
-        form: equal for calls that a graph for one of them can replay.
+        form: equal for calls that the same graph can replay.
         leaves: of the arguments, in order.
-        spec: how they are put together again.
-        padding: what is known of it.
+        spec: the pytree spec to unflatten the leaves.
+        padding: what is known about the call's padding.
     """
 
     form: Hashable
@@ -40,10 +40,10 @@ class Call:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> "Call":
-        """Takes a call apart.
+        """Flatten a call's arguments.
 
         Raises:
-            CannotCapture: something among the arguments cannot be there again in the same form.
+            CannotCapture: an argument cannot be replayed, because it cannot have the same form again.
         """
         ids = kwargs.get("input_ids")
         if isinstance(ids, torch.Tensor) and ids.numel() > _MOST_TOKENS:
@@ -55,7 +55,7 @@ class Call:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What a graph must find in its own places."""
+        """The arguments that must be copied to the graph's static buffers."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
 
@@ -72,13 +72,13 @@ def _form(leaf: Any, device: torch.device) -> Hashable:
 
 
 def _addresses(cache: Cache) -> tuple[int, ...]:
-    """Addresses of keys and values, of a cache that keeps their number on the device alone."""
+    """Return the addresses of a cache's keys and values, if it keeps their number only on the device."""
     if isinstance(cache, EncoderDecoderCache):
         both = cache.self_attention_cache, cache.cross_attention_cache
         if not all(cache.is_updated.get(layer) for layer in range(len(both[1].layers))):
             raise CannotCapture("the first pass over an encoder's output")
         return _addresses(both[0]) + _addresses(both[1])
-    # Other kinds of static layers keep more, or count on the host.
+    # Other static layers have more state, or count tokens on the host.
     if not isinstance(cache, StaticCache) or any(type(layer) not in _KNOWN for layer in cache.layers):
         raise CannotCapture(f"keys and values in a {type(cache).__name__} that grows or slides")
     if not all(layer.is_initialized for layer in cache.layers):

@@ -1,4 +1,4 @@
-"""Replays a module's forward."""
+"""Captures and replays a module's forward as CUDA graphs."""
 
 import functools
 import sys
@@ -21,8 +21,8 @@ from zinfer.graphs.splits import GraphSplits
 
 _MOST_GRAPHS: Final = 32
 _MOST_PIECES: Final = 512
-"""Kept in all, unless one form alone has more: a driver keeps some device memory for each."""
-_MOST_FORMS: Final = 1024  # remembered, of which the oldest is forgotten
+"""In total, unless one form alone has more: the driver keeps some device memory for each."""
+_MOST_FORMS: Final = 1024  # remembered; the oldest is forgotten first
 FIRST: Final = "the first of its form"
 
 
@@ -32,10 +32,10 @@ class GraphCounts:
 
     Attributes:
         captured: forwards captured.
-        pieces: graphs that they consist of: one, or where weights stream one for each slot of each streamed block, and
-            those in between.
+        pieces: graphs that they consist of: one; or, where weights stream, one for each slot of each streamed block,
+            and one between two blocks.
         replayed: forwards that were replayed.
-        eager: forwards and calls of `generate` that Python launched, by reason.
+        eager: forwards and calls of `generate` that ran eagerly, by reason.
     """
 
     captured: int = 0
@@ -52,22 +52,23 @@ class ForwardGraphs:
         most_streamed_bytes: as for `GraphSplits`.
 
     Attributes:
-        cuts: where weights stream.
+        cuts: splits at blocks that stream.
+        counts: of captures and replays.
     """
 
     def __init__(self, capturer: CudaCapturer, device: torch.device, most_streamed_bytes: int | None = None) -> None:
         self.cuts = GraphSplits(most_streamed_bytes)
         self._capturer = capturer
         self._device = device
-        # By form, and by the places of streamed blocks.
+        # By form, and by the arrangement of streamed blocks.
         self._graphs: OrderedDict[tuple[Hashable, Hashable], _Graph] = OrderedDict()
-        # Why a form was not captured; "" where it came for the first time.
+        # Why a form was not captured; "" if it was seen for the first time.
         self._seen: OrderedDict[Hashable, str] = OrderedDict()
         self._is_off = self._is_compiled = False
         self.counts = GraphCounts()
 
     def eagerly(self, work: Callable[[], Any]) -> Any:
-        """Run work whose forwards Python launches, so that their hooks are called."""
+        """Run ``work`` without replaying forwards, so that their hooks are called."""
         self._is_off = True
         try:
             return work()
@@ -75,7 +76,7 @@ class ForwardGraphs:
             self._is_off = False
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The same forward, each call of it as `call`."""
+        """Return a function that passes each call of the forward to `call`."""
 
         @functools.wraps(forward)
         def replayed(*args: Any, **kwargs: Any) -> Any:
@@ -87,12 +88,12 @@ class ForwardGraphs:
         """Return the forward's result, by replay where possible.
 
         Args:
-            forward: always the same; its result depends on its arguments and the places of streamed weights alone.
-                Hooks in it see only forwards that are not replayed.
+            forward: always the same; its result depends only on its arguments and the slots of streamed weights. Hooks
+                in it run only in forwards that are not replayed.
         """
         try:
             if self._is_off:
-                raise CannotCapture("its layers are looked at")
+                raise CannotCapture("its layers are being checked")
             call = Call.of(args, kwargs, self._device)
             graph = self._find(call, (call.form, self.cuts.arrangement()), forward)
         except CannotCapture as error:
@@ -104,17 +105,17 @@ class ForwardGraphs:
         return forward(*args, **kwargs)
 
     def forget(self, cache: Cache) -> None:
-        """Drop the graphs that use the cache and keep it alive."""
+        """Drop the graphs that use the cache, which they keep alive."""
         for form in [form for form, graph in self._graphs.items() if any(leaf is cache for leaf in graph.leaves)]:
             del self._graphs[form]
 
     def close(self) -> None:
-        """Free all graphs' memory; later calls are captured anew. Idempotent."""
+        """Free all graphs' memory; later calls are captured again. Idempotent."""
         self._graphs.clear()
         self._capturer.close()
 
     def begin_anew(self) -> None:
-        """Forget all forms: from now on forwards have parts by torch.compile, which runs none of them within the
+        """Forget all forms: from now on forwards have parts compiled by torch.compile, which does not run them in the
         dispatch modes of a capture."""
         self.close()
         self._seen.clear()
@@ -133,15 +134,15 @@ class ForwardGraphs:
         return graph
 
     def _make_room(self, graph: "_Graph", form: tuple[Hashable, Hashable]) -> None:
-        """Drop the least recently replayed graph, and where pieces are many those for other places of blocks.
+        """Drop the least recently replayed graph and, if there are too many pieces, graphs for other arrangements.
 
-        Large forms would push each other out again and again, so the first ones stay.
+        Large forms would evict each other again and again, so the first ones stay.
         """
         if self._has_too_many_with(graph):
             for other in [other for other in self._graphs if other[1] != form[1]]:
                 del self._graphs[other]
         if self._has_too_many_with(graph):
-            self._seen[form] = "other forms take the room for its pieces"
+            self._seen[form] = "too many graphs of other forms"
             raise CannotCapture(self._seen[form])
         if len(self._graphs) == _MOST_GRAPHS:
             self._graphs.popitem(last=False)
@@ -151,7 +152,7 @@ class ForwardGraphs:
         return bool(pieces) and sum(pieces) + graph.num_pieces > _MOST_PIECES
 
     def _capture(self, call: Call, form: Hashable, forward: Callable[..., Any]) -> "_Graph":
-        # A capture computes nothing: where it fails, Python launches the forward, and real errors are raised there.
+        # A capture computes nothing: if it fails, the forward runs eagerly, and real errors are raised there.
         handled = sys.exception()
         modes: list[TorchDispatchMode] = []
         inside = None
@@ -167,7 +168,7 @@ class ForwardGraphs:
             raise CannotCapture(self._seen[form]) from error
 
     def _expect_again(self, form: Hashable) -> None:
-        """Raise CannotCapture unless the form came before, and its capture did not fail."""
+        """Raise CannotCapture unless the form was seen before and its capture did not fail."""
         if form not in self._seen:
             self._seen[form] = ""
             if len(self._seen) > _MOST_FORMS:
@@ -178,21 +179,21 @@ class ForwardGraphs:
 
 
 def _reason(error: BaseException, handled: BaseException | None) -> str:
-    """The first cause in a line: the end of a capture that broke off raises an error that says only that.
+    """Return the first line of the root cause, since the end of a failed capture raises an error without a reason.
 
     Args:
-        handled: what the caller was busy with before, which is no cause.
+        handled: an exception that the caller was handling before, which is not a cause.
     """
     while True:
         before = error.__cause__ if error.__suppress_context__ else error.__context__
         if before is None or before is handled:
-            # The error itself would keep the memory of all that was computed up to it.
+            # Return text: the error itself would keep all tensors of its frames alive.
             return next(iter(str(error).splitlines()), type(error).__name__)
         error = before
 
 
 class _Graph:
-    """A captured forward, the places that it reads and its results."""
+    """A captured forward, its static inputs and its results."""
 
     def __init__(self, forward: Callable[..., Any], capture: Capture, call: Call) -> None:
         self.leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves]
@@ -209,13 +210,13 @@ class _Graph:
         known = [id(leaf) for leaf in self.leaves]
         for leaf in self._given:
             if not isinstance(leaf, (torch.Tensor, *CONSTANTS)) and id(leaf) not in known:
-                raise CannotCapture(f"it gives a {type(leaf).__name__}")
+                raise CannotCapture(f"it returns a {type(leaf).__name__}")
 
     def replay(self, tensors: list[torch.Tensor]) -> Any:
         for place, tensor in zip(self._places, tensors, strict=True):
             place.copy_(tensor)
         for step in self._steps:
             step()
-        # The next graph may compute in the same memory.
+        # The next graph may reuse this memory.
         given = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self._given]
         return pytree.tree_unflatten(given, self._spec)

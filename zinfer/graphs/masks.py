@@ -1,11 +1,11 @@
-"""Spares masks while a graph is captured.
+"""Avoids masks and their conversions while a graph is captured.
 
-Masks that hide nothing: transformers leaves them out, so that an attention kernel without one computes. It looks at the
-mask's numbers for that, and cannot during a capture: it then writes masks out, and several kernels a layer take the
-place of one. So the numbers are looked at before, as part of the form of a call (`padding_of`, `spared`).
+Masks that hide nothing: transformers omits them, so that attention uses a kernel without a mask. To decide this it
+reads the mask's values, which it cannot do during a capture: it then materializes masks, and several kernels per layer
+replace one. So the values are read before, as part of the form of a call (`padding_of`, `spared`).
 
-Masks of one token a row: torch turns boolean ones into numbers to add in every layer. `float_masks` does so once a
-forward.
+Masks of one token a row: torch converts boolean masks to additive ones in every layer. `float_masks` converts them once
+per forward.
 """
 
 import threading
@@ -23,16 +23,16 @@ _DECISIONS: Final = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdp
 _ONE_MASK: Final = frozenset(
     ("input_ids", "attention_mask", "token_type_ids", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 )
-"""Arguments beside which ``attention_mask`` is what all padding masks of a forward are made of."""
+"""With only these arguments, all padding masks of a forward derive from ``attention_mask``."""
 _NAME: Final = "sdpa"
 _HIDDEN: Final = -65504.0
-"""Weights become exactly 0 with it in all dtypes. torch gives -inf to most kernels, and this to cuDNN's: both mean the
-same to a row that sees anything, and a single token sees itself."""
+"""Makes weights exactly 0 in all dtypes. torch passes -inf to most kernels, and this number to cuDNN's: both have the
+same effect in a row with a visible key, and a single token sees itself."""
 _capturing = threading.Lock()
 
 
 class Padding(Enum):
-    """What is known of a call's padding."""
+    """What is known about a call's padding."""
 
     UNKNOWN = "unknown"
     NOT_GIVEN = "not given"
@@ -40,7 +40,7 @@ class Padding(Enum):
 
 
 def padding_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Padding:
-    """What the arguments of a forward say, of whole prompts without earlier keys and values. Waits for the device."""
+    """Return what a forward's arguments say about padding, if it has no KV cache yet. Waits for the device."""
     if len(args) > 1 or kwargs.get("past_key_values") is not None:
         return Padding.UNKNOWN
     given = {name for name, value in kwargs.items() if value is not None}
@@ -54,7 +54,7 @@ def padding_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Padding:
 
 @contextmanager
 def spared(padding: Padding) -> Iterator[None]:
-    """Within it, and in this thread, transformers leaves masks out that hide nothing, as far as that is known."""
+    """Within this context and thread, transformers omits masks that are known to hide nothing."""
     with ExitStack() as stack:
         for name in _DECISIONS if padding is not Padding.UNKNOWN else ():
             decide = _deciding(getattr(masking_utils, name), padding, threading.get_ident())
@@ -76,7 +76,7 @@ def _deciding(decide: Callable[..., bool], padding: Padding, thread: int) -> Cal
 
 @contextmanager
 def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Put back transformers' own afterwards: `_capturing` lets one capture at a time do so."""
+    """Replace a function of transformers' in this context. `_capturing` serializes captures."""
     plain = getattr(masking_utils, name)
     setattr(masking_utils, name, function)
     try:
@@ -87,10 +87,10 @@ def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def float_masks() -> Iterator[Callable[[], None]]:
-    """Within it, attention in this thread reuses the numbers of masks that it has seen; yields what drops them.
+    """Within this context and thread, attention caches its float masks; yields a function that drops the cache.
 
-    transformers looks the function up by the name in a model's config, for which some models ask themselves: so the
-    name stays, and stands for another function.
+    transformers looks the attention function up by the name in a model's config, which some models also compare. So the
+    name is kept, and maps to another function.
     """
     with _capturing:
         local = ALL_ATTENTION_FUNCTIONS._local_mapping
@@ -106,16 +106,16 @@ def float_masks() -> Iterator[Callable[[], None]]:
 
 
 class _Attention:
-    """transformers' own, ``plain``, with masks as numbers."""
+    """transformers' own attention, ``plain``, with float masks."""
 
     def __init__(self, plain: Callable[..., Any]) -> None:
         self._plain = plain
         self._thread = threading.get_ident()
         self._made: MutableMapping[torch.Tensor, tuple[int, torch.Tensor]] = WeakTensorKeyDictionary()
-        """By mask: how often that was changed, and its numbers. A graph's masks and numbers die with its capture."""
+        """By mask: its version, and the float mask. Both are freed when their capture ends."""
 
     def forget(self) -> None:
-        """Drop all numbers."""
+        """Drop all float masks."""
         self._made.clear()
 
     def __call__(
@@ -127,8 +127,8 @@ class _Attention:
         attention_mask: Any,
         **others: Any,
     ) -> Any:
-        # Among several tokens is padding, which sees nothing: that is left to torch. So are masks that transformers
-        # itself makes one with a bias.
+        # Several tokens may include padding, which sees no key: torch converts these masks. It also converts masks that
+        # transformers merges with a bias.
         is_one = query.shape[-2] == 1 and others.get("position_bias") is None
         is_boolean = isinstance(attention_mask, torch.Tensor) and attention_mask.dtype == torch.bool
         if is_one and is_boolean and threading.get_ident() == self._thread:

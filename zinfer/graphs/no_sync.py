@@ -1,4 +1,4 @@
-"""Refuses operators that make the host wait for the device, which nothing may do while a graph is captured."""
+"""Refuses operators that make the host wait for the device, which is not allowed while a graph is captured."""
 
 from types import TracebackType
 from typing import Any, Final
@@ -11,22 +11,22 @@ from zinfer.graphs.form import CannotCapture
 
 _aten: Final = torch.ops.aten
 _ASKING: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-"""Torch's own marks of operators that return numbers to the host, or shapes that depend on numbers."""
+"""Torch's own tags for operators that return values to the host, or whose result shapes depend on values."""
 _READING: Final = (_aten.index, _aten._unsafe_index)
 _WRITING: Final = (_aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put)
 
 
 class NoSyncMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses such operators before they reach the device.
+    """Refuses operators that wait, before they reach the device.
 
-    CUDA refuses them too, but breaks the capture off and leaves torch in disorder. Waits inside operators, and those
-    outside of torch, are not seen here.
+    CUDA refuses them too, but aborts the capture and leaves torch in an inconsistent state. Waits inside operators and
+    outside of torch are not detected here.
 
     Args:
         device: of the captured forward.
 
     Raises:
-        CannotCapture: in the operator, and again at the end if code caught that and took another way than it would.
+        CannotCapture: in the operator; and again on exit if code caught it, since that took another path than usual.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class NoSyncMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled():  # there operators that consist of others come in one piece
+        if torch.is_inference_mode_enabled():  # composite operators are not decomposed in inference mode
             super().__enter__()  # type: ignore[no-untyped-call]
             try:
                 found = func.decompose(*args, **kwargs)
@@ -85,13 +85,13 @@ def _to_copy_waits(
     kind: str, source: torch.Tensor, *, device: torch.device | None = None, non_blocking: bool = False, **others: Any
 ) -> bool:
     target = source.device if device is None else device
-    # Host memory that torch allocates for a non-blocking copy is pinned.
+    # torch pins the host memory that it allocates for a non-blocking copy.
     is_pinned = target.type == "cpu" or source.is_pinned()
     return _are_apart(kind, source.device, target) and not (non_blocking and is_pinned)
 
 
 def _are_apart(kind: str, one: torch.device, other: torch.device) -> bool:
-    """Whether one is the host, and the other the device."""
+    """Return whether one is the host and the other the device."""
     return one.type != other.type and {one.type, other.type} == {"cpu", kind}
 
 
@@ -101,12 +101,12 @@ def _writing_waits(
     masks = _masks(places)
     are_masks_alone = len(masks) == sum(place is not None for place in places) == 1
     if are_masks_alone and values.device.type == "cpu" and values.numel() == 1 and not accumulate:
-        return False  # torch fills where one mask says with one number of the host
+        return False  # torch runs a masked fill with a host number
     return bool(masks) or _are_elsewhere(kind, places) or _are_apart(kind, values.device, target.device)
 
 
 def _are_elsewhere(kind: str, places: Any) -> bool:
-    """Whether some are on the host, from where they are copied within the operator."""
+    """Return whether any index is on the host, from which the operator copies it."""
     return any(place is not None and place.device.type != kind for place in places)
 
 

@@ -1,4 +1,4 @@
-"""Splits captured forwards around blocks whose weights stream, which have to be waited for and released."""
+"""Splits captured forwards around blocks whose weights stream, to wait for and release them."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,11 +22,11 @@ class GraphSplits:
     """The streamed blocks of an engine, as steps of captured forwards.
 
     A block may be in any slot, so it is captured for each; all captures write their results where the first one does.
-    A capture computes nothing, so nothing is streamed for it: it needs the slots' addresses alone. Only a module's
-    results may leave a streamed block.
+    A capture computes nothing, so nothing is streamed for it: it only needs the slots' addresses. Code outside a
+    streamed block may use only its module's results.
 
     Args:
-        most_bytes: streamed in a forward that is worth a capture; None: any number.
+        most_bytes: forwards that stream more are not captured; None: no limit.
     """
 
     def __init__(self, most_bytes: int | None) -> None:
@@ -46,18 +46,18 @@ class GraphSplits:
         return self._streamer is not None
 
     def arrangement(self) -> Hashable:
-        """Return where blocks are; captures for one arrangement serve no other.
+        """Return which blocks are cached; a capture is valid for one arrangement.
 
         Raises:
-            CannotCapture: blocks are moving to where they will stay, or more than ``most_bytes`` stream.
+            CannotCapture: blocks are moving into the slots where they stay, or more than ``most_bytes`` stream.
         """
         if self._streamer is None:
             return ()
         cached = self._streamer.cached()
         if cached is None:
-            raise CannotCapture("streamed blocks come to where they are to stay")
+            raise CannotCapture("streamed blocks are moving into their cache slots")
         if self._most_bytes is not None and self._streamer.passing_bytes > self._most_bytes:
-            raise CannotCapture("so much streams that forwards wait for the link")
+            raise CannotCapture("forwards stream so much that they wait for the link")
         return cached
 
     @contextmanager
@@ -68,18 +68,18 @@ class GraphSplits:
             yield
         finally:
             self._capture = None
-            if self._entered is not None:  # it failed within a block
+            if self._entered is not None:  # the capture failed inside a block
                 self._entered.unbind()
                 self._entered = None
 
     def add(
         self, module: nn.Module, block: Block, streamer: Streamer, bind: Bind, unbind: Callable[[], None]
     ) -> list[RemovableHandle]:
-        """Split at the calls of a module, whose own hooks were added before and do nothing while `is_capturing`.
+        """Split at the calls of a module. Its own hooks were added before and do nothing while `is_capturing`.
 
         Args:
             block: streamed, used by the module.
-            bind, unbind: put tensors of the block into modules, and take them out.
+            bind, unbind: put tensors of the block into modules, and remove them.
         """
         self._streamer = streamer
         site = _Site(module, block, bind, unbind)
@@ -92,7 +92,7 @@ class GraphSplits:
             if self._capture is not None:
                 self._leave(site, self._capture, streamer, (args, kwargs), given)
 
-        # Before all other hooks on the module's result: what those do is captured after the block, once.
+        # Before all other hooks on the module's result, so that those are captured once, after the block.
         return [
             module.register_forward_pre_hook(enter, with_kwargs=True),
             module.register_forward_hook(leave, with_kwargs=True, prepend=True),
@@ -100,7 +100,7 @@ class GraphSplits:
 
     def _enter(self, site: "_Site", capture: Capture, streamer: Streamer) -> None:
         if self._entered is not None:
-            raise CannotCapture(f"the streamed block {site.block.name} lies within {self._entered.block.name}")
+            raise CannotCapture(f"the streamed block {site.block.name} is inside {self._entered.block.name}")
         capture.steps.append(capture.end())
         self._entered = site
         site.bind(streamer.possible_slots(site.block)[0].views(site.block.layout))
@@ -112,7 +112,7 @@ class GraphSplits:
         first, *others = streamer.possible_slots(site.block)
         pieces = {first.address: capture.end()}
         if capture.inside is not None and capture.inside.end(given):
-            raise CannotCapture(f"something keeps what the streamed block {site.block.name} computes inside")
+            raise CannotCapture(f"an intermediate result of the streamed block {site.block.name} is kept")
         args, kwargs = taken
         for slot in others:
             site.bind(slot.views(site.block.layout))
@@ -123,7 +123,7 @@ class GraphSplits:
         self._entered = None
 
         def compute_streamed() -> None:
-            # Between the wait for the block's copy and the mark behind which its slot may be overwritten.
+            # After the wait for the block's copy, and before the event after which its slot may be overwritten.
             streamer.wait(site.block)
             pieces[streamer.slot_of(site.block).address]()
             streamer.release(site.block)
@@ -143,11 +143,11 @@ class _Site:
 
 
 def _put(places: Any, given: Any) -> None:
-    """Copy a block's results to where another capture of it has put its own."""
+    """Copy a block's results to where the first capture of it put its results."""
     (targets, form), (sources, found) = pytree.tree_flatten(places), pytree.tree_flatten(given)
     if form != found:
-        raise CannotCapture("a streamed block gives something else each time")
+        raise CannotCapture("a streamed block returns another structure each time")
     for target, source in zip(targets, sources, strict=True):
-        # The block's inputs, changed or not, are there already.
+        # Inputs of the block, modified or not, are already in place.
         if isinstance(target, torch.Tensor) and target.data_ptr() != source.data_ptr():
             target.copy_(source)

@@ -1,4 +1,4 @@
-"""A layer's keys and values in static places, written by one kernel."""
+"""A layer's static KV cache, written by one kernel."""
 
 from typing import Any
 
@@ -9,29 +9,29 @@ from zinfer.kernels.write_static import write_static
 
 
 class FusedStaticLayer(StaticLayer):  # type: ignore[misc]
-    """transformers' own but for `update` on a GPU, which is five kernels there.
+    """transformers' StaticLayer, with one kernel instead of five in `update` on a GPU.
 
     Attributes:
-        arrivals: what the kernel counts its programs with.
+        arrivals: the kernel's counter of its programs.
     """
 
     arrivals: torch.Tensor
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """As transformers' own."""
+        """Allocate as transformers does, and the counter."""
         super().lazy_initialization(key_states, value_states)
         self.arrivals = torch.zeros((), dtype=torch.int32, device=self.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the tokens' keys and values behind those that are there.
+        """Append the tokens' keys and values.
 
         Args:
-            key_states, value_states: [batch, heads, tokens, dim], each with a dim of its own.
+            key_states, value_states: [batch, heads, tokens, dim]; dim may differ.
 
         Returns:
-            Those of all places, [batch, heads, max_cache_len, dim].
+            All keys and values, [batch, heads, max_cache_len, dim].
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

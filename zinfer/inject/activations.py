@@ -1,4 +1,4 @@
-"""Activations that transformers writes out as several kernels (GPT-2's, BLOOM's), by one; and which a function is."""
+"""Replaces activations of several kernels (GPT-2's, BLOOM's) by one; finds out which activation a function computes."""
 
 from types import MethodType
 from typing import Any, Final
@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zinfer.inject.overlay import Overlay, is_near, num_inputs, own_unless, probe, stand_in
 from zinfer.kernels.activation import ACTIVATIONS, Activation, activated, activated_ref
 
-_LARGE: Final = (7.0, 12.0, 30.0, 100.0, 300.0, 1000.0)  # beyond where activations might be clamped
+_LARGE: Final = (7.0, 12.0, 30.0, 100.0, 300.0, 1000.0)  # larger than any bound that an activation may clamp to
 
 
 def overlay_activation(module: nn.Module) -> Overlay | None:
-    """The kernel for a module that is an activation in several kernels of torch; None for any other."""
+    """Return the kernel for an activation module that launches several torch kernels; None for other modules."""
     if module._parameters or module._buffers or module._modules or num_inputs(module) != 1:
         return None
     forward = MethodType(type(module).forward, stand_in(module))
@@ -23,14 +23,14 @@ def overlay_activation(module: nn.Module) -> Overlay | None:
         return None
 
     def compute(self: Any, x: torch.Tensor) -> Any:
-        # Under autocast the dtype of the result is torch's choice.
+        # Under autocast torch chooses the result's dtype.
         return NotImplemented if torch.is_autocast_enabled(x.device.type) else activated(x, activation)
 
     return Overlay(f"activation, {activation}", own_unless(module, compute))
 
 
 def find_activation(function: Any) -> Activation | None:
-    """Which one a function computes; of a module with hooks None, for the kernel would not call them."""
+    """Return the activation that a function computes; None for modules with hooks, which the kernel would not call."""
     if isinstance(function, nn.Module) and (function._forward_hooks or function._forward_pre_hooks):
         return None
     x = numbers(6, 97)
@@ -39,13 +39,13 @@ def find_activation(function: Any) -> Activation | None:
 
 
 def numbers(end: float, count: int) -> torch.Tensor:
-    """So many about 0, and a few large ones of both signs."""
+    """Return ``count`` numbers from ``-end`` to ``end``, and a few large ones of both signs."""
     large = torch.tensor(_LARGE, dtype=torch.float32, device="cpu")
     return torch.cat((torch.linspace(-end, end, count, dtype=torch.float32, device="cpu"), large, -large))
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what torch is asked to compute."""
+    """Counts calls of torch operators."""
 
     num_calls: int = 0
 

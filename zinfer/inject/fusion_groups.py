@@ -1,8 +1,8 @@
-"""Linear layers of a module that multiply the same numbers: queries, keys and values; gate and up of a gated MLP.
+"""Finds linear layers of a module with the same input: queries, keys and values; gate and up of a gated MLP.
 
-Side by side in a slab, their weights are one matrix. A module's own forward is run with stand-ins that record their
-inputs; it may fail for lack of its other arguments, since the first products come before that. The result decides only
-how a slab is laid out; whether one product serves several layers is checked in each call (`SharedProduct`).
+Adjacent in a slab, their weights form one matrix. A module's own forward is run with stand-ins that record their
+inputs; it may fail because its other arguments are missing, but only after the first products. The result only decides
+the layout of a slab; each call checks whether one product can serve several layers (`SharedProduct`).
 """
 
 import inspect
@@ -22,12 +22,12 @@ from zinfer.quantization.slab_matrix import SlabMatrix, are_rows_of_one
 
 @dataclass(frozen=True)
 class FusionGroup:
-    """Layers whose products can be one.
+    """Layers that one product can compute.
 
     Attributes:
         module: the name of the module that they belong to.
         layers: their names in it, in the order in which it calls them.
-        leaves: what each of them holds: a weight, perhaps a bias.
+        leaves: names of each layer's parameters: "weight", or "weight" and "bias".
     """
 
     module: str
@@ -36,12 +36,12 @@ class FusionGroup:
 
     @property
     def parameters(self) -> list[tuple[str, ...]]:
-        """Names in the model of those that are to be neighbours in a slab."""
+        """Names, in the model, of the parameters that must be adjacent in a slab."""
         return [tuple(f"{self.module}.{layer}.{leaf}" for layer in self.layers) for leaf in self.leaves]
 
 
-class _Noting(nn.Module):
-    """Stands for a linear layer: records its input, and returns a tensor of its output's shape."""
+class _InputRecorder(nn.Module):
+    """Stands in for a linear layer: records its input, and returns a tensor of its output's shape."""
 
     def __init__(self, name: str, width: int, inputs: list[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
@@ -52,20 +52,20 @@ class _Noting(nn.Module):
         return input.new_empty((*input.shape[:-1], self._width))
 
 
-class _Passing(nn.Module):
-    """Stands for a norm, an activation and the like."""
+class _Identity(nn.Module):
+    """Stands in for any other submodule, such as a norm or an activation."""
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return input
 
 
 def find_packs(model: nn.Module) -> list[FusionGroup]:
-    """The groups of all modules that are not patched; parameters may be placeholders."""
+    """Return the groups of all modules that are not patched; parameters may be placeholders."""
     return [pack for name, module in model.named_modules() for pack in _packs_of(name, module)]
 
 
 def packs_in(blocks: Iterable[ModelBlock], packs: Iterable[FusionGroup], model: nn.Module) -> list[FusionGroup]:
-    """The groups whose weights are one matrix in the blocks' slabs, and whose biases are one vector."""
+    """Return the groups whose weights form one matrix in the blocks' slabs, and whose biases form one vector."""
     places: dict[tuple[nn.Module, str], tuple[int, SlabTensor]] = {}
     for block in blocks:
         tensors = {tensor.name: tensor for tensor in block.block.layout.tensors}
@@ -91,13 +91,13 @@ def _packs_of(name: str, module: nn.Module) -> Iterator[FusionGroup]:
     linear = {
         child: part
         for child, part in module._modules.items()
-        if type(part) is nn.Linear and part._parameters.get("weight") is not None  # not made by weight_norm's hook
+        if type(part) is nn.Linear and part._parameters.get("weight") is not None  # not computed by weight_norm's hook
     }
     if not name or len(linear) < 2 or any("forward" in part.__dict__ for part in (module, *linear.values())):
         return
     inputs: list[tuple[str, torch.Tensor]] = []
-    parts: dict[str, nn.Module] = {child: _Passing() for child, part in module._modules.items() if part is not None}
-    parts |= {child: _Noting(child, part.out_features, inputs) for child, part in linear.items()}
+    parts: dict[str, nn.Module] = {child: _Identity() for child, part in module._modules.items() if part is not None}
+    parts |= {child: _InputRecorder(child, part.out_features, inputs) for child, part in linear.items()}
     forward = type(module).forward
     x = torch.empty((1, 2, next(iter(linear.values())).in_features), dtype=torch.float32, device="meta")
     probe(forward, stand_in(module, **parts), x, *[None] * (_num_required(forward) - 2))
@@ -113,7 +113,7 @@ def _packs_of(name: str, module: nn.Module) -> Iterator[FusionGroup]:
 
 
 def _num_required(forward: Any) -> int:
-    """Arguments that have to be given, the module itself among them."""
+    """Return the number of required arguments, including the module itself."""
     parameters = inspect.signature(forward).parameters.values()
     is_named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(each.default is each.empty and each.kind in is_named for each in parameters)

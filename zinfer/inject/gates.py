@@ -1,8 +1,8 @@
-"""Gated MLPs: the activation of one product times the other, by one kernel between three products.
+"""Gated MLPs: one kernel multiplies the activation of one product with the other product.
 
-Of mixtures of experts too: for the experts that transformers keeps in one parameter it chooses torch's grouped product
-(``experts_implementation``, by default "grouped_mm"), and calls a method of the experts between the two. In their eager
-form, which goes expert by expert, nothing is fused.
+Mixtures of experts have gates too: for experts in one parameter transformers uses torch's grouped product
+(``experts_implementation``, by default "grouped_mm"), and calls a method of the experts between the two products. The
+eager implementation, which loops over experts, is not fused.
 """
 
 from types import MethodType
@@ -19,11 +19,11 @@ _APART: Final = ("gate_proj", "up_proj", "down_proj")
 _JOINED: Final = ("gate_up_proj", "down_proj")
 _ACTIVATION_NAMES: Final = ("act_fn", "activation_fn")
 _EXPERTS_METHOD: Final = "_apply_gate"
-_WIDTH: Final = 6  # of what the stand-ins make
+_WIDTH: Final = 6  # of the stand-ins' outputs
 
 
 class _Line(nn.Module):
-    """Stands for a product: several lines through the same numbers, side by side."""
+    """Stands in for a product: concatenates several linear functions of the input."""
 
     def __init__(self, *lines: tuple[float, float]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ _GATE, _UP, _DOWN = (1.3, 0.2), (-0.7, 0.1), (2.0, -0.3)
 
 
 def overlay_gate(module: nn.Module) -> Overlay | None:
-    """The kernel for a module that is ``down(activation(gate(x)) * up(x))``; None for any other."""
+    """Return the kernel for a module that is ``down(activation(gate(x)) * up(x))``; None for other modules."""
     names = next((names for names in (_APART, _JOINED) if all(name in module._modules for name in names)), None)
     function = next((found for name in _ACTIVATION_NAMES if (found := getattr(module, name, None)) is not None), None)
     activation = find_activation(function)
@@ -61,7 +61,7 @@ def overlay_gate(module: nn.Module) -> Overlay | None:
 
 
 def overlay_experts(module: nn.Module) -> Overlay | None:
-    """The kernel for experts whose method is ``activation(gate) * up`` over halves of a row; None for any other."""
+    """Return the kernel for experts whose method is ``activation(gate) * up`` of halves of a row; else None."""
     plain, function = getattr(type(module), _EXPERTS_METHOD, None), getattr(module, "act_fn", None)
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if plain is None or _EXPERTS_METHOD in module.__dict__ or implementation in (None, "eager"):
@@ -74,7 +74,7 @@ def overlay_experts(module: nn.Module) -> Overlay | None:
     if not is_near(probe(plain, stand_in(module), torch.cat((gate, up), dim=-1)), gated_ref(gate, up, activation)):
         return None
 
-    def _apply_gate(self: Any, gate_up: torch.Tensor) -> torch.Tensor:  # by its name a pickled copy finds its own
+    def _apply_gate(self: Any, gate_up: torch.Tensor) -> torch.Tensor:  # this name lets pickled copies find their own
         gate, up = gate_up.chunk(2, dim=-1)
         return gated(gate, up, activation)
 

@@ -1,7 +1,7 @@
 """Mixtures of experts: all experts' products in two launches, without waiting for the device.
 
-Of transformers' own ways one waits for the device in each expert, one copies the weights of every expert chosen, and
-torch's grouped product takes bfloat16 alone on a GPU, and would dequantize all experts.
+Of transformers' own implementations, one waits for the device in each expert, one copies the weights of every chosen
+expert, and torch's grouped product supports only bfloat16 on a GPU, and would dequantize all experts.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from zinfer.quantization.parameter import QuantizedParameter
 
 GROUPED_EXPERTS: Final = "grouped experts"
 
-_TRANSFORMERS_CHOICE: Final = ("grouped_mm", "batched_mm")  # the one by itself, the other while `generate` decodes
+_TRANSFORMERS_CHOICE: Final = ("grouped_mm", "batched_mm")  # the default, and the one while `generate` decodes
 _TRAITS: Final = ("has_gate", "has_bias", "is_transposed", "num_experts", "config")
 _NUM_EXPERTS, _WIDTH, _INNER = 4, 6, 10
 _CHOSEN: Final = ((0, 2), (3, 0), (2, 3), (0, 3), (2, 0))  # not the second
 
 
 def overlay_grouped_experts(module: nn.Module) -> Overlay | None:
-    """The grouped product for experts that hold their matrices in one parameter each; None for any other module."""
+    """Return the grouped product for experts whose matrices are stacked in parameters; None for other modules."""
     if any(not hasattr(module, name) for name in _TRAITS) or getattr(module, "has_post_expert_norm", False):
         return None
     if getattr(module.config, "_experts_implementation", None) not in _TRANSFORMERS_CHOICE:
@@ -45,7 +45,7 @@ def overlay_grouped_experts(module: nn.Module) -> Overlay | None:
 
 
 def _parts(module: Any) -> dict[str, nn.Parameter]:
-    """Few and small experts in the place of the module's parameters."""
+    """Return parameters of a few small experts, to replace the module's."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     shapes = {first: (2 * _INNER if module.has_gate else _INNER, _WIDTH), "down_proj": (_WIDTH, _INNER)}
     parts = {}
@@ -74,7 +74,7 @@ def _overlaid(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_ours(module: Any, x: torch.Tensor) -> bool:
-    """Whether the kernel takes these tokens, and the config names no other implementation."""
+    """Return whether the kernel supports these tokens, and the config names no other implementation."""
     is_left = module.config._experts_implementation not in _TRANSFORMERS_CHOICE
     if is_left or getattr(module, "_is_expert_parallel", False) or torch.is_autocast_enabled(x.device.type):
         return False
@@ -84,9 +84,9 @@ def _is_ours(module: Any, x: torch.Tensor) -> bool:
 
 
 def _computed(module: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The experts' weighted sum for x [tokens, width]; ``chosen`` and ``weights`` are [tokens, experts of each].
+    """Return the experts' weighted sum for x [tokens, width]; ``chosen`` and ``weights`` are [tokens, experts of each].
 
-    Rounds and sums as `grouped_mm_experts_forward` in transformers' integrations/moe.py.
+    Rounds and sums like `grouped_mm_experts_forward` in transformers' integrations/moe.py.
     """
     groups = Groups.of(chosen, module.num_experts)
     first, second = _names(module)
@@ -107,9 +107,9 @@ def _names(module: Any) -> tuple[str, str]:
 
 
 def _stored(parameter: torch.Tensor, is_transposed: bool) -> ExpertWeights | None:
-    """The experts' matrices as the product takes them; None for what it does not.
+    """Return the experts' matrices as the product needs them; None if it does not support them.
 
-    Of quantized ones that the module holds transposed the groups run along the outputs, not along what is summed.
+    Quantized matrices that the module holds transposed have groups along the outputs, not along the summed dimension.
     """
     if isinstance(parameter, QuantizedParameter):
         return None if is_transposed or parameter.dim() != 3 else parameter.matrix

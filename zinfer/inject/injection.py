@@ -1,4 +1,4 @@
-"""Puts fused kernels into every module of a model that is recognised, and takes them out."""
+"""Replaces the forwards of all recognised modules of a model by fused kernels, and restores them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
@@ -26,20 +26,20 @@ _FINDERS: Final = (
     overlay_rotation,
     overlay_activation,
 )
-_FINDERS_REPLAYED: Final = (*_FINDERS, overlay_layer_norm, overlay_product)  # the last pay only without Python
+_FINDERS_REPLAYED: Final = (*_FINDERS, overlay_layer_norm, overlay_product)  # the last two are faster only in graphs
 
-# Of the input's width. A wider product is a gate's; unless a kernel takes it, it lives until the module's end, in more
-# memory than is planned for.
+# In multiples of the input's width. Wider products belong to gated MLPs: unless a kernel consumes such a product, it
+# stays allocated until the module returns, in more memory than planned.
 _MOST_WIDENING: Final = 4
 
 
 class Injection:
-    """Fused kernels in a model until `remove`; modules that are already patched are left alone.
+    """Keeps fused kernels in a model until `remove`; leaves modules alone that are already patched.
 
     Args:
         model: its parameters may be placeholders.
-        packs: layers whose weights are one matrix in memory, so that one product serves them.
-        replayed: whether forwards may be replayed as graphs; then resident weights do not move any more.
+        packs: layers whose weights form one matrix in memory, so that one product computes them all.
+        replayed: whether forwards may be replayed as graphs; resident weights must not move any more then.
     """
 
     def __init__(self, model: nn.Module, packs: Iterable[FusionGroup] = (), *, replayed: bool = False) -> None:
@@ -60,7 +60,7 @@ class Injection:
 
     @property
     def injected(self) -> dict[str, str]:
-        """What is fused in each module, by its name."""
+        """The fused operations of each module, by its name."""
         kinds: dict[str, list[str]] = {}
         for (name, _), (module, overlay) in self._overlaid.items():
             if overlay.kind and module.__dict__.get(overlay.method) is overlay.forward:
@@ -75,7 +75,7 @@ class Injection:
     def _share(
         self, pack: FusionGroup, free: Mapping[str, nn.Module], multiply: Callable[..., torch.Tensor] | None
     ) -> None:
-        """Let the pack's layers share a product within their module's forward, whether that is overlaid or not."""
+        """Make the pack's layers share a product in their module's forward, whether it has an overlay or not."""
         names = [f"{pack.module}.{layer}" for layer in pack.layers]
         layers = [layer for name in names if isinstance(layer := free.get(name), nn.Linear)]
         if pack.module not in free or len(layers) != len(names):

@@ -1,4 +1,4 @@
-"""Norms that transformers writes out in Python, by one kernel each."""
+"""Replaces norms that transformers computes in several operators by one kernel each."""
 
 from types import MethodType
 from typing import Any, Final
@@ -11,11 +11,11 @@ from zinfer.kernels.norm import NormKind, norm, norm_ref
 
 _EPS_NAMES: Final = ("variance_epsilon", "eps", "epsilon")
 _ROWS: Final = 3
-_LARGE: Final = 1000.0  # beyond where values might be clamped
+_LARGE: Final = 1000.0  # larger than any bound that a norm may clamp to
 
 
 def overlay_norm(module: nn.Module) -> Overlay | None:
-    """The kernel for a module that computes a norm with a weight and no bias; None for any other.
+    """Return the kernel for a norm with a weight and no bias; None for other modules.
 
     torch's own `nn.LayerNorm` is one kernel already (`overlay_layer_norm`).
     """
@@ -26,7 +26,7 @@ def overlay_norm(module: nn.Module) -> Overlay | None:
         return None
     generator = torch.Generator().manual_seed(0)
     x = 1 + torch.randn(1, _ROWS, weight.shape[0], generator=generator, dtype=torch.float32, device="cpu")
-    x[..., 1, :] *= eps**0.5  # where it matters what eps is added to
+    x[..., 1, :] *= eps**0.5  # small enough to show what eps is added to
     x[..., 2, :] *= _LARGE
     stood_in = torch.rand(weight.shape[0], generator=generator, dtype=torch.float32, device="cpu")
     given = probe(type(module).forward, stand_in(module, weight=stood_in), x)
@@ -41,9 +41,9 @@ def overlay_norm(module: nn.Module) -> Overlay | None:
 
 
 def overlay_layer_norm(module: nn.Module) -> Overlay | None:
-    """The kernel for torch's own layer norm with a weight; None for any other module.
+    """Return the kernel for torch's own layer norm with a weight; None for other modules.
 
-    torch has one kernel for it, whose few programs take longer for few tokens; Python takes longer to launch ours.
+    torch's kernel is slower for few tokens, because it runs few programs; but ours takes Python longer to launch.
     """
     if type(module) is not nn.LayerNorm or len(module.normalized_shape) != 1 or module.weight is None:
         return None
@@ -53,7 +53,7 @@ def overlay_layer_norm(module: nn.Module) -> Overlay | None:
 def _forward(module: nn.Module, kind: NormKind) -> MethodType:
     def compute(self: Any, x: torch.Tensor) -> Any:
         weight = self.weight
-        # With a weight of another dtype the result of transformers has that one's: not for the kernel to imitate.
+        # With a weight of another dtype, transformers' result has that dtype, which the kernel does not imitate.
         if x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
             return NotImplemented
         return norm(x, weight, kind, self._parameters.get("bias"))

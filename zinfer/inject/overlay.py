@@ -15,8 +15,8 @@ class Overlay:
     """A method that replaces a module's own.
 
     Attributes:
-        kind: what is fused, in words; empty where another module's overlay says it.
-        forward: takes and returns what the module's own does; bound to the module, so that copies get their own.
+        kind: the fused operations, in words; empty if another module's overlay has them.
+        forward: same arguments and result as the module's own; bound to the module, so that copies get their own.
         method: name of the replaced method.
     """
 
@@ -26,12 +26,12 @@ class Overlay:
 
 
 def num_inputs(module: nn.Module) -> int:
-    """Arguments of the module's own forward."""
+    """Return the number of arguments of the module's own forward."""
     return len(inspect.signature(type(module).forward).parameters) - 1
 
 
 def own_unless(module: nn.Module, compute: Callable[[Any, Any], Any]) -> MethodType:
-    """A forward that is ``compute(module, input)``, or the module's own where that returns NotImplemented."""
+    """Return a forward that calls ``compute(module, input)``, and the module's own if that returns NotImplemented."""
     plain = type(module).forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,15 +42,15 @@ def own_unless(module: nn.Module, compute: Callable[[Any, Any], Any]) -> MethodT
 
 
 def probe(function: Callable[..., Any], *numbers: Any) -> Any:
-    """Return the function's result for a few numbers; None where it takes something else."""
+    """Return the function's result for a few numbers; None if it fails."""
     try:
         return function(*numbers)
-    except Exception:  # any family's code may raise anything for foreign arguments
+    except Exception:  # a family's code may raise anything for unexpected arguments
         return None
 
 
 def is_near(given: Any, wanted: torch.Tensor) -> bool:
-    """Whether a function returned the wanted tensor, up to rounding."""
+    """Return whether ``given`` is the wanted tensor, up to rounding."""
     return (
         isinstance(given, torch.Tensor)
         and given.shape == wanted.shape
@@ -61,11 +61,11 @@ def is_near(given: Any, wanted: torch.Tensor) -> bool:
 
 
 def stand_in(module: nn.Module, **parts: Any) -> nn.Module:
-    """A copy of a module that shares all but the named parameters and submodules."""
+    """Return a copy of a module that shares all but the named parameters and submodules."""
     copy = type(module).__new__(type(module))
     parameters = {name: part for name, part in parts.items() if name in module._parameters}
     modules = {name: part for name, part in parts.items() if name in module._modules}
-    assert len(parameters) + len(modules) == len(parts), "a part that the module has not"
+    assert len(parameters) + len(modules) == len(parts), "the module lacks a part"
     copy.__dict__ = {
         **module.__dict__,
         "_parameters": {**module._parameters, **parameters},

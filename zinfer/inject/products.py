@@ -1,4 +1,4 @@
-"""Products of one or two tokens by a kernel that pays only in graphs: Python takes longer to launch it than cuBLAS."""
+"""Products of one or two tokens by a kernel that is faster only in graphs: Python launches cuBLAS faster."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from zinfer.kernels.gemv import can_multiply, gemv
 
 
 def overlay_product(module: nn.Module) -> Overlay | None:
-    """The kernel for a linear layer, be it torch's or GPT-2's; None for any other module."""
+    """Return the kernel for a linear layer of torch or GPT-2; None for other modules."""
     if type(module) not in (nn.Linear, Conv1D):
         return None
     transposed = type(module) is Conv1D
@@ -28,19 +28,19 @@ def overlay_product(module: nn.Module) -> Overlay | None:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias``: by the kernel where it takes them, else as torch does.
+    """Return ``x @ weight.T + bias``, by the kernel if it supports the operands, else by torch.
 
     Args:
-        weight: one that no kernel has just written: of parameters, or several of them as one.
+        weight: one that no kernel has just written: a parameter, or several adjacent ones as one matrix.
     """
     is_plain = type(weight) in (nn.Parameter, torch.Tensor)
     return gemv(x, weight, bias) if is_plain and _takes(x, weight) else functional.linear(x, weight, bias)
 
 
 def make_rows_contiguous(model: nn.Module) -> None:
-    """Transpose the weights of GPT-2's linear layers in their own memory, behind views of the same shape.
+    """Transpose the weights of GPT-2's linear layers in place; the parameters become views of the same shape.
 
-    Nothing may read that memory by its former layout afterwards, such as copies of a slab.
+    Afterwards nothing may read that memory in its old layout, as copies of a slab would.
     """
     layers = (module for module in model.modules() if isinstance(module, Conv1D) and _is_full(module.weight))
     for weight in {id(layer.weight): layer.weight for layer in layers}.values():
@@ -54,5 +54,5 @@ def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _is_full(weight: torch.Tensor) -> bool:
-    """Whether it is a plain parameter: neither codes nor a tensor that a hook has just computed."""
+    """Return whether it is a plain parameter: not quantized, and not computed by a hook."""
     return type(weight) is nn.Parameter

@@ -1,7 +1,7 @@
 """Rotary embeddings by one kernel where transformers launches ten.
 
-transformers rotates in a function of the family's file that the attention's forward calls by name: the overlay is that
-forward's code with other globals, in which the name stands for the kernel.
+transformers rotates in a function of the family's file, which the attention's forward calls by name. The overlay is
+that forward's code with other globals, in which the name refers to the kernel.
 """
 
 import functools
@@ -21,7 +21,7 @@ _KINDS: Final = {"rotation by halves": False, "rotation of neighbours": True}
 
 
 def overlay_rotation(module: nn.Module) -> Overlay | None:
-    """The attention's own forward with a kernel for the rotation; None for a module that calls none that is known."""
+    """Return the attention's own forward with a kernel for the rotation; None if the module calls no known rotation."""
     plain = type(module).forward
     if not isinstance(plain, FunctionType) or _NAME not in plain.__code__.co_names:
         return None
@@ -32,7 +32,7 @@ def overlay_rotation(module: nn.Module) -> Overlay | None:
 
 @functools.cache
 def _kind_of(original: Callable[..., Any]) -> str | None:
-    """What a function computes with (queries, keys, cos, sin)."""
+    """Return the kind of rotation that a function of (queries, keys, cos, sin) computes; None if none is known."""
     if list(inspect.signature(original).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return None
     queries, keys, cos, sin = _numbers()
@@ -48,21 +48,21 @@ def _kind_of(original: Callable[..., Any]) -> str | None:
 
 @functools.cache
 def _keeps_dtype(original: Callable[..., Any]) -> bool:
-    """Whether queries in half precision stay so beside cosines that are not."""
+    """Return whether half-precision queries keep their dtype with float32 cosines."""
     queries, keys, cos, sin = _numbers()
     given = probe(original, queries.half(), keys.half(), cos, sin)
     return isinstance(given, tuple) and all(each.dtype == torch.float16 for each in given)
 
 
 def _numbers() -> tuple[torch.Tensor, ...]:
-    """Queries, keys, cos and sin."""
+    """Return queries, keys, cos and sin to probe with."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8))
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes)
 
 
 def _rewired(plain: FunctionType, original: Callable[..., Any], interleaved: bool) -> FunctionType:
-    """The forward of a class, with the kernel where it calls ``original`` on heads that are turned whole."""
+    """Return a class's forward that calls the kernel instead of ``original`` where whole heads are rotated."""
 
     def turned(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any

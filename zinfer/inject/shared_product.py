@@ -1,7 +1,7 @@
 """One product for several linear layers with the same input.
 
-The layer that a module calls first computes for all; the others return views of its output, within that one call of the
-module and only for the very same input tensor, unchanged. Otherwise each layer computes for itself.
+The layer that a module calls first computes the product for all; the others return views of its output, within that
+call of the module and only for the same, unmodified input tensor. Otherwise each layer computes its own product.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch.nn import functional
 from zinfer.kernels.quantized import QuantizedMatrix
 from zinfer.quantization.parameter import QuantizedParameter
 
-_PARTS: Final = ("codes", "scales", "zeros")  # that have a row for each of the matrix
+_PARTS: Final = ("codes", "scales", "zeros")  # with a row for each row of the matrix
 
 
 class SharedProduct:
@@ -24,8 +24,8 @@ class SharedProduct:
     Args:
         plain: the module's forward.
         layers: in the order in which it calls them.
-        leaves: what each of them holds; read anew at each call.
-        multiply: computes x, weight and perhaps a bias to ``x @ weight.T + bias``; by default torch does.
+        leaves: names of each layer's parameters, which are read at each call.
+        multiply: computes ``x @ weight.T + bias`` from x, weight and perhaps a bias; by default torch's linear.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SharedProduct:
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without views of memory, which would be of neither copy's weights."""
+        """Omit views of memory, which would not belong to the copy's weights."""
         names = ("_plain", "_multiply", "_layers", "_leaves", "_widths")
         return {name: self.__dict__[name] for name in names}
 
@@ -63,20 +63,20 @@ class SharedProduct:
         self._parts: dict[int, torch.Tensor] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, within which its layers share."""
+        """Run the module's own forward; its layers share the product during the call."""
         try:
             self._is_open = True
             return self._plain(*args, **kwargs)
-        finally:  # a part that was not taken must not outlive the weights that it was made of
+        finally:  # an unused part must not outlive the weights that it was computed from
             self._is_open = False
             self._forget()
 
     def layer_forwards(self) -> list[Callable[..., Any]]:
-        """The forward of each layer; copied with the module."""
+        """Return the forward of each layer; copied with the module."""
         return [partial(self.part, index) for index in range(len(self._layers))]
 
     def part(self, index: int, input: torch.Tensor) -> torch.Tensor:
-        """One layer's output: [..., in] -> [..., out]."""
+        """Return one layer's output: [..., in] -> [..., out]."""
         if index == 0 and self._is_open:
             self._compute(input)
         if self._input is input and input._version == self._version and index in self._parts:
@@ -85,9 +85,9 @@ class SharedProduct:
         return self._product(input, layer.weight, layer.bias)
 
     def _compute(self, input: torch.Tensor) -> None:
-        """Make the parts of all layers, if their weights are neighbours in memory."""
+        """Compute the parts of all layers, if their weights are adjacent in memory."""
         self._forget()
-        if torch.is_grad_enabled() or input.is_inference():  # gradients are each weight's own; no versions are counted
+        if torch.is_grad_enabled() or input.is_inference():  # gradients are per weight; no version to compare
             return
         operands = self._joined()
         if operands and _spares_memory(operands[0], input):
@@ -98,10 +98,10 @@ class SharedProduct:
         return (self._multiply or functional.linear)(*operands)  # type: ignore[arg-type]
 
     def _joined(self) -> list[torch.Tensor]:
-        """The layers' weights as one, and their biases; none where they are apart."""
+        """Return the layers' weights as one matrix, and their biases as one; empty if they are not adjacent."""
         parameters = [[layer._parameters[leaf] for layer in self._layers] for leaf in self._leaves]
         places = [_place_of(parameter) for several in parameters for parameter in several]
-        if places != self._places:  # kept operands keep their memory, so nothing else can have these addresses
+        if places != self._places:  # operands hold their memory, so no other tensor can have these addresses
             found = [joined_parameter(several) for several in parameters]
             self._operands = [each for each in found if each is not None]
             self._places = places if len(self._operands) == len(found) else []
@@ -109,13 +109,13 @@ class SharedProduct:
 
 
 def _spares_memory(weight: torch.Tensor, input: torch.Tensor) -> bool:
-    """Whether the product takes no more memory than those of the layers; dequantized, the joined matrix would."""
+    """Return whether the joint product needs no more memory than the layers' own; a dequantized joint matrix would."""
     tokens = input.numel() // max(input.shape[-1], 1)
     return not isinstance(weight, QuantizedParameter) or weight.multiplies_codes(tokens)
 
 
 def joined_parameter(parameters: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Weights or biases as one, [rows of all, ...], if they are neighbours and of one kind; else None."""
+    """Return weights or biases as one, [rows of all, ...], if they are adjacent and of one kind; else None."""
     if all(type(each) is nn.Parameter for each in parameters):
         return joined([each.detach() for each in parameters if each is not None])
     quantized = [each for each in parameters if isinstance(each, QuantizedParameter)]
@@ -136,7 +136,7 @@ def joined_parameter(parameters: Sequence[torch.Tensor | None]) -> torch.Tensor 
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor over the memory of several, [rows of all, ...], where they are neighbours; else None."""
+    """Return one tensor over the memory of several, [rows of all, ...], if they are adjacent; else None."""
     first = tensors[0]
     end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for each in tensors:
@@ -148,7 +148,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _place_of(parameter: torch.Tensor | None) -> object:
-    """The addresses of a parameter's values."""
+    """Return the addresses of a parameter's values."""
     if isinstance(parameter, QuantizedParameter):
         return parameter.matrix.codes.data_ptr(), parameter.matrix.scales.data_ptr()
     return None if parameter is None else parameter.data_ptr()

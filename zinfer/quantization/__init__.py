@@ -1,1 +1,1 @@
-"""Quantized weights: how they are made, how a module holds them, and how other tools store them."""
+"""Quantized weights: making them, holding them in modules, and reading those of other tools."""

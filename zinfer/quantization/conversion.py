@@ -1,4 +1,4 @@
-"""Quantizes a block's weights while they are loaded, or takes over those that the checkpoint holds quantized."""
+"""Quantizes a block's weights while they are loaded, or converts weights that the checkpoint holds quantized."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.quantization.stored import StoredMatrix
 
 Squares: TypeAlias = Callable[[str], torch.Tensor | None]
-"""The mean square of each column of what a parameter is multiplied with, [columns]; None: it was never seen."""
+"""Returns the mean square of each input column of a parameter's product, [columns]; None: it was never used."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Rounding:
 
     Args:
         bounds: the range that the codes of a group cover.
-        squares: what a calibration has seen; only formats that scale columns ask for it. None: nothing.
+        squares: results of a calibration, used only for formats that scale columns; None: no calibration.
     """
 
     bounds: Bounds = full_range
     squares: Squares | None = None
 
     def into(self, target: QuantizedMatrix, matrix: torch.Tensor, parameter: str) -> None:
-        """Fill ``target`` with ``matrix`` [rows, columns] of a parameter, by its name in the model.
+        """Quantize ``matrix`` [rows, columns] into ``target``; ``parameter`` is the parameter's name in the model.
 
         Raises:
             CannotQuantize: as `quantize_into`.
@@ -46,16 +46,16 @@ class Rounding:
 
 
 NEAREST: Final = Rounding()
-"""To nearest, and nothing else."""
+"""Rounds to nearest over the full range, without calibration."""
 
 
 @dataclass(frozen=True)
 class Quantizing:
-    """Fills a block's slab with quantized matrices, and with its other tensors as they are.
+    """Fills a block's slab with quantized matrices, and copies its other tensors.
 
     Args:
         block: its name, for messages.
-        stored: layout of what is read: full weights under their names in ``layout``, and the parts of ``matrices``.
+        stored: layout of the source: full weights under their names in ``layout``, and the parts of ``matrices``.
         layout: of the slab.
         matrices: those that the checkpoint holds quantized, by their names in ``layout``.
         names: of parameters in the model, by their names in ``layout``.
@@ -69,7 +69,7 @@ class Quantizing:
     names: Mapping[str, str]
 
     def __call__(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Fill ``target`` out of ``source``, both uint8 and on one device.
+        """Fill ``target`` from ``source``, both uint8 and on one device.
 
         Raises:
             CheckpointError: a weight cannot be quantized; names it.
@@ -93,5 +93,5 @@ class Quantizing:
         except CannotQuantize as error:
             raise CheckpointError(
                 f"{self.block}: {tensor.name} cannot be quantized: {error}; leave it out "
-                f"(zinfer.quantization.exclude), or mend the checkpoint"
+                f"(zinfer.quantization.exclude), or repair the checkpoint"
             ) from error

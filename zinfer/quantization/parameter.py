@@ -1,7 +1,7 @@
-"""A quantized weight in the place of a full one.
+"""A parameter that holds quantized codes instead of a full weight.
 
-`torch.nn.functional.linear` and its like multiply with its codes; any other use gets the dequantized matrix, so that
-every architecture computes right numbers.
+`torch.nn.functional.linear` and similar functions multiply with the codes; other operators get the dequantized matrix,
+so every architecture computes correct results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +20,13 @@ from zinfer.kernels.quantized_linear import is_fused, quantized_linear
 class QuantizedParameter(nn.Parameter):
     """A parameter that consists of codes and scales.
 
-    Its shape is the module's: [rows, columns], [columns, rows], or of several matrices one below the other [number,
-    rows of each, columns].
+    Its shape is the one that the module expects: [rows, columns], [columns, rows], or for several stacked matrices
+    [number, rows of each, columns].
 
     Attributes:
         matrix: [rows, columns], as stored.
         transposed: the parameter is the matrix's transpose, [columns, rows] (transformers' Conv1D).
-        quantizes_input: products are of INT8 with INT8, as in ZeroQuant.
+        quantizes_input: products quantize their input to INT8 too, as in ZeroQuant.
     """
 
     matrix: QuantizedMatrix
@@ -37,7 +37,7 @@ class QuantizedParameter(nn.Parameter):
     def make(
         matrix: QuantizedMatrix, shape: Sequence[int], *, transposed: bool = False, quantizes_input: bool = False
     ) -> "QuantizedParameter":
-        """A parameter of ``shape`` that shares the matrix's memory."""
+        """Return a parameter of ``shape`` that shares the matrix's memory."""
         made = torch.Tensor._make_wrapper_subclass(
             QuantizedParameter, tuple(shape), dtype=matrix.dtype, device=matrix.codes.device
         )
@@ -46,21 +46,21 @@ class QuantizedParameter(nn.Parameter):
         return made
 
     def multiplied(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``input`` [..., columns] times the transposed matrix, and ``bias``: [..., rows]."""
+        """Return ``input @ matrix.T + bias``, [..., rows], for ``input`` [..., columns]."""
         product = int8_linear if self.quantizes_input else quantized_linear
         return product(input, self.matrix, bias)
 
     def multiplies_codes(self, tokens: int) -> bool:
-        """Whether a product with so many tokens takes no memory for a dequantized matrix."""
+        """Return whether a product with this many tokens needs no memory for a dequantized matrix."""
         return self.quantizes_input or is_fused(self.matrix, tokens)
 
     def dequantized(self) -> torch.Tensor:
-        """The full weight, in a tensor of its own."""
+        """Return the full weight in a new tensor."""
         values = dequantize(self.matrix)
         return values.t() if self.transposed else values.view(self.shape)
 
     def part(self, index: int) -> "QuantizedParameter":
-        """One of several matrices."""
+        """Return one of several stacked matrices."""
         num_matrices, rows, columns = self.shape
         if not -num_matrices <= index < num_matrices:
             raise IndexError(f"index {index} is out of range for {num_matrices} matrices")
@@ -105,7 +105,7 @@ def _linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) 
 
 
 def _addmm(input: torch.Tensor, mat1: torch.Tensor, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    """``input + mat1 @ mat2``, as transformers' Conv1D writes it, the input being the bias."""
+    """Return ``input + mat1 @ mat2`` as transformers' Conv1D calls it, where ``input`` is the bias."""
     is_product = isinstance(mat2, QuantizedParameter) and mat2.transposed and beta == alpha == 1 and input.dim() == 1
     return mat2.multiplied(mat1, input) if is_product else NotImplemented
 
@@ -120,7 +120,7 @@ def _getitem(weight: Any, index: Any) -> Any:
 
 
 def _transposed(weight: Any) -> Any:
-    """The same codes as the transpose: a module may write ``input @ weight.T``."""
+    """Return a transposed parameter over the same codes: a module may compute ``input @ weight.T``."""
     if not isinstance(weight, QuantizedParameter) or weight.dim() != 2:
         return NotImplemented
     shape, transposed = (weight.shape[1], weight.shape[0]), not weight.transposed

@@ -1,4 +1,4 @@
-"""A quantized matrix as one tensor of a slab: its codes, scales and so on side by side, each aligned to 256 bytes."""
+"""A quantized matrix as one tensor of a slab: codes, scales and other parts, each aligned to 256 bytes."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,19 +13,19 @@ from zinfer.quantization.parameter import QuantizedParameter
 
 
 def most_dequantized_bytes(blocks: Iterable[Block]) -> int:
-    """Of the largest quantized matrix in full; 0 if there is none."""
+    """Return the dequantized size of the largest quantized matrix; 0 if there is none."""
     matrices = (tensor for block in blocks for tensor in block.layout.tensors if isinstance(tensor, SlabMatrix))
     return max((matrix.numel * matrix.dtype.itemsize for matrix in matrices), default=0)
 
 
 @dataclass(frozen=True)
 class SlabMatrix(SlabTensor):
-    """The place of a quantized parameter; ``dtype`` and ``shape`` are those that its module sees.
+    """The layout of a quantized parameter in a slab; ``dtype`` and ``shape`` are those that its module sees.
 
     Args:
         transposed: the module holds the matrix's transpose, [columns, rows].
-        quantizes_input: products quantize what they are multiplied with, too.
-        part_offsets: where its parts begin; by default one behind the other from ``offset`` on.
+        quantizes_input: products quantize their input too.
+        part_offsets: where its parts begin; by default one after another from ``offset`` on.
     """
 
     format: QuantFormat = field(kw_only=True)
@@ -51,12 +51,12 @@ class SlabMatrix(SlabTensor):
 
     @property
     def arranged(self) -> "SlabMatrix":
-        """With codes and scales in the order that products take; of several matrices each is multiplied with alone."""
+        """The matrix with codes and scales in the order that products need, stacked matrices one by one."""
         rows = self.rows if self.transposed else self.shape[-2]
         return replace(self, format=self.format.arranged(rows, self.columns))
 
     def matrix(self, slab: torch.Tensor) -> QuantizedMatrix:
-        """The matrix over the slab's bytes (uint8), sharing their memory."""
+        """Return the matrix as views of the slab's bytes (uint8)."""
         views = {part.name.removeprefix(f"{self.name}."): part.view(slab) for part in self.parts()}
         return QuantizedMatrix(self.format, self.columns, **views)
 
@@ -66,7 +66,7 @@ class SlabMatrix(SlabTensor):
         )
 
     def parts(self) -> list[SlabTensor]:
-        """The tensors that the matrix consists of."""
+        """Return the tensors that the matrix consists of."""
         parts: list[SlabTensor] = []
         offset = self.offset
         for index, (name, shape) in enumerate(self.format.part_shapes(self.rows, self.columns).items()):
@@ -78,7 +78,7 @@ class SlabMatrix(SlabTensor):
 
 
 def are_rows_of_one(tensors: Sequence[SlabTensor]) -> bool:
-    """Whether matrices could be rows of a single one, in full or quantized, were they neighbours."""
+    """Return whether matrices, full or quantized, would form one matrix if they were adjacent in memory."""
     first = tensors[0]
     if not isinstance(first, SlabMatrix):
         return all(type(each) is SlabTensor and each.dtype == first.dtype for each in tensors)
@@ -89,13 +89,13 @@ def are_rows_of_one(tensors: Sequence[SlabTensor]) -> bool:
 
 
 def interleave(layout: SlabLayout, packs: Iterable[Sequence[str]]) -> SlabLayout:
-    """The layout, in which neighbouring quantized matrices of a pack have their codes beside each other, and so on."""
+    """Return the layout with the codes of each pack's quantized matrices adjacent, then their scales, and so on."""
     tensors = {tensor.name: tensor for tensor in layout.tensors}
     for names in packs:
         matrices = [tensor for name in names if isinstance(tensor := tensors.get(name), SlabMatrix)]
         if not matrices or len(matrices) < len(names) or not are_rows_of_one(matrices):
             continue
-        assert all(one.end == other.offset for one, other in pairwise(matrices)), "a pack lies together"
+        assert all(one.end == other.offset for one, other in pairwise(matrices)), "a pack is adjacent"
         offset, begins = matrices[0].offset, list[list[int]]()
         for kind in zip(*(matrix.parts() for matrix in matrices), strict=True):
             begins.append([])

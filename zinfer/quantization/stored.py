@@ -1,4 +1,4 @@
-"""A quantized parameter in a checkpoint: several tensors that its scheme converts into one matrix."""
+"""A quantized parameter in a checkpoint: several tensors that a scheme converts into one matrix."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +17,10 @@ from zinfer.quantization.native.scheme import StoreScheme
 
 
 def find_stored_scheme(checkpoint: Checkpoint) -> Scheme | None:
-    """How the checkpoint stores quantized weights; None if it holds them in full, or is a list of files.
+    """Return how the checkpoint stores quantized weights; None if they are not quantized, or if it is a list of files.
 
     Raises:
-        CheckpointError: the way is not supported.
+        CheckpointError: the scheme is not supported.
     """
     if checkpoint.is_listed:
         return None
@@ -51,7 +51,7 @@ class StoredMatrix:
 
     @classmethod
     def of(cls, parameter: str, scheme: Scheme, parts: Mapping[str, TensorEntry]) -> "StoredMatrix":
-        """From a scheme's parts. Raises CheckpointError: their shapes contradict each other."""
+        """Make the matrix from a scheme's parts. Raises CheckpointError if their shapes contradict each other."""
         shapes = {part: entry.shape for part, entry in parts.items()}
         format, rows, columns = scheme.format_of(parameter, shapes)
         return cls(parameter, scheme, tuple(parts.items()), format, rows, columns)
@@ -62,7 +62,7 @@ class StoredMatrix:
 
     @property
     def pieces(self) -> "tuple[StoredMatrix, ...]":
-        """The matrices that make it up: itself."""
+        """The matrices that it consists of: itself."""
         return (self,)
 
     @property
@@ -78,7 +78,7 @@ class StoredMatrix:
         """Fill ``target`` from the parts' values.
 
         Raises:
-            CheckpointError: they hold what the format cannot; names the parameter and its file.
+            CheckpointError: the format cannot represent their values; names the parameter and its file.
         """
         try:
             self.scheme.convert_into(target, parts)
@@ -92,16 +92,16 @@ class StoredMatrix:
 
 @dataclass(frozen=True, eq=False)
 class JoinedMatrix(StoredMatrix):
-    """Matrices quantized one by one, such as the experts of a mixture, one below the other.
+    """A stack of separately quantized matrices, such as the experts of a mixture.
 
-    Names of parts have the matrix's number before them.
+    Names of parts are prefixed with the matrix's number.
     """
 
     matrices: tuple[StoredMatrix, ...]
 
     @classmethod
     def join(cls, name: str, shape: tuple[int, ...], matrices: Sequence[StoredMatrix]) -> "JoinedMatrix | None":
-        """The parameter ``name`` of ``shape``; None if the matrices do not form it."""
+        """Return the parameter ``name`` of ``shape``; None if the matrices do not form it."""
         first = matrices[0]
         is_whole = sum(matrix.rows for matrix in matrices) == prod(shape[:-1])
         if not is_whole or any(matrix.columns != shape[-1] for matrix in matrices):
@@ -109,7 +109,7 @@ class JoinedMatrix(StoredMatrix):
         if any(matrix.format != first.format for matrix in matrices) or first.format.orders_columns:
             return None
         format = first.format
-        if format.group_rows is None:  # a scale per tensor; scales are stored once a row all the same
+        if format.group_rows is None:  # a scale per tensor: each row still stores it
             format = replace(format, group_rows=1)
         parts = tuple(
             (f"{index}.{part}", entry) for index, matrix in enumerate(matrices) for part, entry in matrix.parts

@@ -1,6 +1,7 @@
-"""Checkpoints that other tools quantized, read as they are: which tensors make up a matrix, and how it is filled.
+"""Reads checkpoints that other tools quantized: which tensors form a matrix, and how to fill it from them.
 
-Only config dicts and tensors are known here, no files and no engine; codes and scales are rearranged, never changed.
+This package handles only config dicts and tensors, no files and no engine; it rearranges codes and scales, and never
+changes them.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ _METHODS: Final[Mapping[str, type[Gptq | Awq | CompressedTensors]]] = {
 
 
 def find_scheme(config: Mapping[str, Any]) -> Scheme | None:
-    """The scheme that ``quantization_config`` of config.json describes, None without one.
+    """Return the scheme that ``quantization_config`` of config.json describes; None without one.
 
     Raises:
         CheckpointError: something in it is not supported; names the key and its value, and says what to do.

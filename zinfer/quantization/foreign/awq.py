@@ -3,11 +3,11 @@
 For a linear layer of ``rows`` outputs and ``columns`` inputs
 (AutoAWQ 0.2.9, awq/modules/linear/gemm.py: `WQLinear_GEMM.from_linear`; awq/utils/packing_utils.py: `dequantize_gemm`):
 
-qweight: int32 [columns, rows / 8], the codes of a word being eight successive rows of one column;
+qweight: int32 [columns, rows / 8]; a word holds the codes of eight successive rows of one column;
 qzeros:  int32 [groups, rows / 8], likewise;
 scales:  [groups, rows]; a value is (code - zero) * scale.
 
-From the lowest bits up a word holds its rows in the order 0, 2, 4, 6, 1, 3, 5, 7.
+From the lowest bits up, a word holds its rows in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ _ROW_AT_NIBBLE: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class Awq(ForeignScheme):
-    """Weights that AWQ's tools wrote; with ``zero_point`` false they have no zeros, or every one is 8."""
+    """Weights that AWQ's tools wrote; with ``zero_point`` false they have no zeros, or all zeros are 8."""
 
     marks = ("qweight", "qzeros", "scales")
 
@@ -64,7 +64,7 @@ class Awq(ForeignScheme):
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:
-    """The codes of words [columns, words], [8 * words, columns] uint8."""
+    """Return the codes, [8 * words, columns] uint8, of words [columns, words]."""
     octets = bytes_of(words.t())
     codes = torch.empty(8 * words.shape[1], words.shape[0], dtype=torch.uint8, device=words.device)
     for nibble, row in enumerate(_ROW_AT_NIBBLE):

@@ -1,18 +1,18 @@
-"""compressed-tensors checkpoints: integers of 4 and 8 bits, packed into words or a byte each, and e4m3 floats.
+"""compressed-tensors checkpoints: 4- and 8-bit integers, packed into words or one per byte, and e4m3 floats.
 
 For a linear layer of ``rows`` outputs and ``columns`` inputs (compressed-tensors 0.20, compressors/pack_quantized and
 compressors/naive_quantized):
 
-weight_packed: int32 [rows, columns / codes a word], codes plus 8 or 128, the codes of a word being successive columns;
-weight_shape:  integers [2], rows and columns; or, where nothing is packed,
+weight_packed: int32 [rows, columns / codes a word], codes plus 8 or 128; a word holds successive columns;
+weight_shape:  integers [2], rows and columns; or, if codes are not packed,
 weight:        int8 or float8_e4m3fn [rows, columns];
 weight_scale:  one, [rows, 1], [rows, groups] or [blocks of rows, blocks of columns]; a value is (code - zero) * scale;
-weight_zero_point: as weight_scale, int8; with packed weights and more than one scale packed along the rows, plus 8 or
-    128 too, int32 [rows / codes a word, groups] (int8 as it is before version 0.9);
-weight_g_idx:  int32 [columns], the group of each column, of weights in activation order.
+weight_zero_point: shaped like weight_scale, int8; with packed weights and more than one scale packed along the rows,
+    also plus 8 or 128, int32 [rows / codes a word, groups] (int8, not packed, before version 0.9);
+weight_g_idx:  int32 [columns], the group of each column, for weights in activation order.
 
-Activations are left in full precision. Refused: what changes the computation besides (static activation scales,
-quantized key-value caches, transforms), and sparse layouts.
+Activations stay in full precision. Other changes of the computation (static activation scales, quantized KV caches,
+transforms) and sparse layouts are refused.
 """
 
 import logging
@@ -60,7 +60,7 @@ class CompressedTensors(ForeignScheme):
     @model_validator(mode="before")
     @classmethod
     def _with_formats(cls, members: dict[str, Any]) -> dict[str, Any]:
-        """Each group with the format that is stated for all, unless it states its own."""
+        """Give each group without a format the format of the whole section."""
         groups, default = members.get("config_groups"), members.get("format")
         if not isinstance(groups, dict) or default is None:
             return members
@@ -121,7 +121,7 @@ class CompressedTensors(ForeignScheme):
             fill_codes(target, _unsigned(parts["weight"], target.format.bits, "weight"))
 
     def _group(self, module: str) -> WeightGroup:
-        """Names go before patterns, and these before classes; every module here is a linear layer."""
+        """Return the module's group: names take precedence over patterns, patterns over classes (all are linear)."""
         groups = list(self.config_groups.values())
         if len(groups) == 1:
             return groups[0]
@@ -140,7 +140,7 @@ class CompressedTensors(ForeignScheme):
 
 
 def _extent(parameter: str, shapes: Shapes, group: WeightGroup) -> tuple[int, int]:
-    """Rows and columns; of packed rows with one scale each the columns are those that their words have room for."""
+    """Return rows and columns; for packed rows with one scale each, all columns that fit their words."""
     if not group.packed:
         return matrix_shape(parameter, "weight", shapes)
     rows, words = matrix_shape(parameter, "weight_packed", shapes)
@@ -150,7 +150,7 @@ def _extent(parameter: str, shapes: Shapes, group: WeightGroup) -> tuple[int, in
 
 
 def _grid(format: QuantFormat, rows: int, columns: int) -> tuple[int, int]:
-    """The shape of the scales as they are stored."""
+    """Return the shape of the scales as stored."""
     return (1 if format.group_rows is None else rows // format.group_rows, format.num_groups(columns))
 
 
@@ -183,14 +183,14 @@ def _zeros(target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> torch.
 
 
 def _per_row(values: torch.Tensor, target: QuantizedMatrix) -> torch.Tensor:
-    """Scales or zeros as stored, once a row; [1, 1] stands for all rows."""
+    """Expand stored scales or zeros to one per row; [1, 1] applies to all rows."""
     values = values.reshape(_grid(target.format, target.rows, target.columns))
     group_rows = target.format.group_rows or 1
     return values if group_rows == 1 else values.repeat_interleave(group_rows, dim=0)
 
 
 def _unsigned(codes: torch.Tensor, bits: int, part: str) -> torch.Tensor:
-    """Codes about 0 (int8), counted from 0 (uint8)."""
+    """Shift signed codes (int8) to unsigned ones (uint8)."""
     middle = 1 << (bits - 1)
     if bits == 8:
         return codes.view(torch.uint8) ^ 0x80

@@ -1,4 +1,4 @@
-"""Fills a quantized matrix with other tools' codes, scales and zeros, which are counted from 0.
+"""Fills a quantized matrix with other tools' unsigned codes, scales and zeros.
 
 Words have 32 bits and are little-endian; a row's first code is in the lowest bits.
 """
@@ -12,11 +12,11 @@ from zinfer.kernels.marlin_layout import put_scales
 from zinfer.kernels.quantize import pack_int4
 from zinfer.kernels.quantized import FLOAT8, QuantizedMatrix
 
-SLICE_ELEMENTS: Final = 4 << 20  # beside which a matrix is large
+SLICE_ELEMENTS: Final = 4 << 20  # elements converted at a time
 
 
 def fill_words(target: QuantizedMatrix, words: torch.Tensor) -> None:
-    """Fill the codes from words [rows, words] (int32), as `unpack` takes them, a slice of rows at a time."""
+    """Fill the codes from packed words [rows, words] (int32, see `unpack`), a slice of rows at a time."""
     for rows in target.slices(SLICE_ELEMENTS):
         fill_codes(target.part(rows), unpack(words[rows], target.format.bits, target.columns))
 
@@ -24,7 +24,7 @@ def fill_words(target: QuantizedMatrix, words: torch.Tensor) -> None:
 def fill_codes(target: QuantizedMatrix, codes: torch.Tensor) -> None:
     """Fill the codes from [rows, columns] (uint8, or the bits of e4m3 numbers), in the target's order of columns.
 
-    Symmetric 8-bit codes become signed: less 128 is the same byte with its highest bit inverted.
+    Symmetric 8-bit codes become signed: subtracting 128 inverts the highest bit of the byte.
     """
     if target.column_order is not None:
         codes = codes.index_select(1, target.column_order)
@@ -74,13 +74,13 @@ def fill_zeros(target: QuantizedMatrix, zeros: torch.Tensor | None, part: str) -
 
 
 def fill_order(target: QuantizedMatrix, group_index: torch.Tensor, part: str) -> None:
-    """Fill the order of columns, which `fill_codes` then uses, so that each group's are neighbours.
+    """Fill the order of columns, which `fill_codes` then uses, so that the columns of a group are adjacent.
 
     Args:
         group_index: the group of each column, [columns].
 
     Raises:
-        CheckpointError: groups differ in size; or the target orders no columns, and groups are scattered.
+        CheckpointError: groups differ in size; or groups are scattered, but the target does not order columns.
     """
     size = target.format.group_size or target.columns
     if target.column_order is not None:
@@ -106,13 +106,13 @@ def fill_order(target: QuantizedMatrix, group_index: torch.Tensor, part: str) ->
 
 
 def bytes_of(words: torch.Tensor) -> torch.Tensor:
-    """Words [rows, words] (int32) as bytes, [rows, 4 * words] uint8; a view where the words are contiguous."""
+    """View words [rows, words] (int32) as bytes, [rows, 4 * words] uint8; copies words that are not contiguous."""
     flat = words.contiguous().view(-1)  # a contiguous matrix of one column may have any stride along it
     return flat.view(torch.uint8).view(words.shape[0], 4 * words.shape[1])
 
 
 def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """The first ``count`` codes of each row of words [rows, words] (int32), [rows, count] uint8; bits are 4 or 8."""
+    """Return the first ``count`` codes of each row, [rows, count] uint8, from words [rows, words] int32. Bits: 4, 8."""
     octets = bytes_of(words)
     if bits == 8:
         return octets[:, :count]

@@ -3,8 +3,8 @@
 For a linear layer of ``rows`` outputs and ``columns`` inputs, with 32 / bits codes a word
 (GPTQModel 7.7, nn_modules/qlinear/__init__.py: `pack_original`, `dequantize_weight`):
 
-qweight: int32 [columns / codes a word, rows], the codes of a word being successive columns of one row;
-qzeros:  int32 [groups, rows / codes a word], the codes of a word being successive rows of one group;
+qweight: int32 [columns / codes a word, rows]; a word holds the codes of successive columns of one row;
+qzeros:  int32 [groups, rows / codes a word]; a word holds the zeros of successive rows of one group;
 scales:  [groups, rows]; a value is (code - zero) * scale;
 g_idx:   int32 [columns], the group of each column.
 
@@ -41,9 +41,9 @@ class Gptq(ForeignScheme):
     """Weights that GPTQ's tools wrote.
 
     Attributes:
-        desc_act: columns were quantized in the order of activations, so that the columns of a group may be
-            apart; each product then puts what it multiplies with in their order first.
-        dynamic: rules for single modules, which may leave them alone, but not store them otherwise.
+        desc_act: columns were quantized in the order of activations, so the columns of a group may be scattered; each
+            product then reorders its input first.
+        dynamic: rules for single modules, which may exempt them, but not store them in another way.
     """
 
     marks = (*_REQUIRED, "g_idx")

@@ -19,18 +19,18 @@ INTEGERS: Final = (torch.int32, torch.int64)
 
 
 class ForeignScheme(Section, Scheme):
-    """A scheme that ``quantization_config`` describes: it says what parts there are, which are checked here."""
+    """A scheme that ``quantization_config`` describes: subclasses say which parts exist, this class checks them."""
 
     marks: ClassVar[Collection[str]]
-    """Names of parts that quantized modules alone have."""
+    """Names of parts that only quantized modules have."""
 
     @abstractmethod
     def part_names(self, module: str) -> tuple[Sequence[str], Sequence[str]]:
-        """Parts that the module must have, and parts that it may have."""
+        """Return the required parts and the optional parts of a module."""
 
     @abstractmethod
     def layout(self, parameter: str, shapes: Shapes) -> Layout:
-        """What the config and the shapes of a parameter's parts say together."""
+        """Return a parameter's layout from the config and the shapes of its parts."""
 
     def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         names = set(names)
@@ -67,12 +67,12 @@ class ForeignScheme(Section, Scheme):
 
 
 def group_of(size: int | None, columns: int) -> int | None:
-    """The columns of a group, of a config's ``group_size``: groups as long as rows are whole rows."""
+    """Return the group size for a config's ``group_size``; None if a group is a whole row."""
     return size if size and size < columns else None
 
 
 def matrix_shape(parameter: str, part: str, shapes: Shapes) -> tuple[int, int]:
-    """The shape of a part that has two dimensions, or the error that says it does not."""
+    """Return the shape of a part. Raises CheckpointError if it does not have two dimensions."""
     shape = shapes[part]
     if len(shape) != 2:
         raise _contradiction(parameter, part, shape, "a matrix")
@@ -80,7 +80,7 @@ def matrix_shape(parameter: str, part: str, shapes: Shapes) -> tuple[int, int]:
 
 
 def check_dtypes(parts: Mapping[str, torch.Tensor], expected: Mapping[str, Collection[torch.dtype]]) -> None:
-    """Refuse a part of another dtype than it is stored in."""
+    """Raise CheckpointError for a part of an unexpected dtype."""
     for part, dtypes in expected.items():
         if part in parts and parts[part].dtype not in dtypes:
             wanted = " or ".join(str(dtype) for dtype in dtypes)

@@ -1,4 +1,4 @@
-"""Objects of config.json's ``quantization_config``, checked by type, for strangers wrote them; faults name the key."""
+"""Type-checked objects of config.json's ``quantization_config``, which is untrusted input; errors name the key."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
@@ -15,24 +15,24 @@ _UNSUPPORTED: Final = "unsupported"
 
 
 def unsupported(reason: str) -> PydanticCustomError:
-    """The error to raise in a validator for what is well said but not read here."""
+    """Return the error to raise in a validator for a valid value that is not supported."""
     return PydanticCustomError(_UNSUPPORTED, "{reason}", {"reason": reason})
 
 
 def malformed(reason: str) -> PydanticCustomError:
-    """The error to raise in a validator for what makes no sense."""
+    """Return the error to raise in a validator for an invalid value."""
     return PydanticCustomError("malformed", "{reason}", {"reason": reason})
 
 
 class Section(BaseModel):
-    """An object of the configuration; other members are ignored, and one that is null counts as absent."""
+    """An object of the configuration; unknown members are ignored, and null members count as absent."""
 
     model_config = ConfigDict(strict=True, frozen=True, validate_default=True)
 
     @model_validator(mode="before")
     @classmethod
     def _normalized(cls, members: Any) -> Any:
-        """Texts in lower case: the tools that write these are not of one mind."""
+        """Drop null members and lower-case strings: tools differ in how they write these."""
         if not isinstance(members, Mapping):
             return members
         stated = {key: value for key, value in members.items() if value is not None}
@@ -46,7 +46,7 @@ def _nothing(value: object) -> object:
 
 
 Nothing = Annotated[Any, AfterValidator(_nothing)]
-"""A member that may only ask for nothing."""
+"""A member whose value must be absent, false or empty."""
 
 
 def _group_size(value: int) -> int | None:
@@ -60,7 +60,7 @@ GroupSize = Annotated[int | None, AfterValidator(_group_size)]
 
 
 def refusal(error: ValidationError) -> CheckpointError:
-    """The error to raise for the first fault of a section: names the key, what stands there, and what to do."""
+    """Return the error to raise for the first fault of a section: names the key, its value, and what to do."""
     fault = error.errors()[0]
     kind = fault["type"]
     shown = "missing" if kind == "missing" else repr(fault["input"])

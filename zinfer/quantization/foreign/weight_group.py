@@ -24,7 +24,7 @@ _REORDERED: Final = ("group", "dynamic", "true")
 
 
 class _Weights(Section):
-    """How codes and scales of a group are stored; ``strategy`` says what shares a scale, by default ``group_size``."""
+    """How codes and scales are stored; ``strategy`` is the unit of a scale, by default after ``group_size``."""
 
     type: Literal["int", "float"] = "int"
     num_bits: Literal[4, 8] = 8
@@ -93,7 +93,7 @@ class WeightGroup(Section):
 
     @property
     def format(self) -> QuantFormat:
-        """Of the weights as matrices; ``group_rows`` and ``group_size`` are the rows and columns of a scale."""
+        """The format of the weights; ``group_rows`` and ``group_size`` are the rows and columns of a scale."""
         weights = self.weights
         rows, columns = (None if weights.strategy == "tensor" else 1), None
         if weights.strategy == "group":
@@ -105,22 +105,22 @@ class WeightGroup(Section):
 
     @property
     def packed(self) -> bool:
-        """In words, else one element a code."""
+        """Whether codes are packed into words; otherwise there is one element per code."""
         return self.layout == "pack-quantized"
 
     @property
     def reordered(self) -> bool:
-        """In activation order, with a group for each column."""
+        """Whether columns are in activation order, with a group index for each."""
         return str(self.weights.actorder).lower() in _REORDERED
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The parts that each of its modules has."""
+        """The parts that each module of the group must have."""
         weight = ("weight_packed", "weight_shape") if self.packed else ("weight",)
         zeros = () if self.format.symmetric else ("weight_zero_point",)
         return (*weight, "weight_scale", *zeros, *(("weight_g_idx",) if self.reordered else ()))
 
     def fits(self, module: str) -> bool:
-        """Whether a target's pattern is found where the module's name begins."""
+        """Return whether a target's pattern matches the start of the module's name."""
         patterns = (target.removeprefix(_REGEX) for target in self.targets if target.startswith(_REGEX))
         return any(re.match(pattern, module) for pattern in patterns)

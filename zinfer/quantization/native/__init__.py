@@ -1,1 +1,1 @@
-"""The format that zinfer writes: a manifest, and the scheme that reads its quantized matrices."""
+"""zinfer's own store format: its manifest, and the scheme that reads its quantized matrices."""

@@ -1,7 +1,7 @@
-"""What a store was made of: the source's files and every setting that changes its bytes.
+"""Identifies the source of a store: the source's files and every setting that changes the store's bytes.
 
-The source's files are known by samples and by the times when they were written, for nothing reads all of a checkpoint
-to find its store; its folder may move.
+Source files are identified by samples and modification times, because looking up a store must not read a whole
+checkpoint; the checkpoint's folder may move.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _NAME = "name"
 
 @dataclass(frozen=True)
 class Identity:
-    """Compared: ``settings``, and ``source`` without the folder's name, which only messages show."""
+    """The identity of a store's source; the folder's name in ``source`` is for messages and not compared."""
 
     source: Mapping[str, str]
     settings: Mapping[str, Any]
@@ -32,10 +32,10 @@ class Identity:
     def of(
         cls, checkpoint: Checkpoint, rules: Quantization, dtype: torch.dtype, calibration: str | None = None
     ) -> "Identity":
-        """From an opened source; reads samples of its weights, which tell fine-tunes of one model apart.
+        """Make the identity of an opened source; reads samples of its weights, which distinguish fine-tunes of a model.
 
         Args:
-            calibration: what the prompts of a calibration hash to.
+            calibration: hash of the calibration's prompts.
 
         Raises:
             OSError: a file cannot be read.
@@ -51,13 +51,13 @@ class Identity:
         return cls(source, settings | ({"calibration_sha256": calibration} if calibration else {}))
 
     def digest(self) -> str:
-        """A SHA-256 over what is compared, in hexadecimal digits."""
+        """Return the SHA-256 of all compared values, in hexadecimal digits."""
         source = {name: value for name, value in self.source.items() if name != _NAME}
         members = {"source": source, "settings": dict(self.settings)}
         return hashlib.sha256(json.dumps(members, sort_keys=True).encode()).hexdigest()
 
     def differences(self, now: "Identity") -> list[str]:
-        """One line for each difference, in words for the user; empty for the same store."""
+        """Return one line for each difference, worded for the user; empty for the same store."""
         former, new = dict(self.source), dict(now.source)
         if {**former, _NAME: ""} == {**new, _NAME: ""}:
             former = new
@@ -71,7 +71,7 @@ class Identity:
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """The path and the text of every plain value in a JSON document."""
+    """Yield the path and the JSON text of every scalar in a JSON document."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _leaves(part, f"{path}.{key}")
@@ -83,7 +83,7 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _written(files: Mapping[Path, FileIdentity]) -> str:
-    """When the last of the files was written, and a digest of all their names, sizes and times."""
+    """Return the latest modification time of the files, and a digest of their names, sizes and times."""
     known = sorted((file.name, identity.num_bytes, identity.mtime_ns) for file, identity in files.items())
     last = max(files.values(), key=lambda identity: identity.mtime_ns)
     return f"{last.written_at} ({hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]})"

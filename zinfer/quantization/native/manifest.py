@@ -1,7 +1,7 @@
-"""A store's manifest: what the store was made of, how its parameters are quantized, and which block files it has.
+"""A store's manifest: the store's source, how its parameters are quantized, and which block files it has.
 
-A writer replaces it after each block, and once more with ``finished`` set when everything else is on the disk, so that
-a killed writer resumes and a reader recognises unfinished stores.
+A writer replaces it after each block, and again with ``finished`` set once everything else is on disk, so that a killed
+writer can resume and a reader recognises unfinished stores.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ class _Part(BaseModel):
 
 
 class StoredBlock(_Part):
-    """A block's name in the model, the size of its file, and xxh3_128 of all bytes after the file's header, in hex."""
+    """A block's name in the model, the size of its file, and the xxh3_128 of its bytes after the header, in hex."""
 
     name: str
     num_bytes: NonNegativeInt
@@ -42,7 +42,7 @@ class StoredBlock(_Part):
 
 
 class StoredParameter(_Part):
-    """The matrix that a quantized parameter is; two codes a byte do not tell an odd number of ``columns``."""
+    """A quantized parameter's matrix; ``columns`` is stored because packed 4-bit codes do not show an odd number."""
 
     format: QuantFormat
     columns: NonNegativeInt
@@ -52,9 +52,9 @@ class Manifest(_Part):
     """A store.
 
     Attributes:
-        finished: all files are in the folder; False: ``blocks`` are those that are.
+        finished: whether all files are in the folder; if not, ``blocks`` has those written so far.
         parameters: the quantized ones, by their names in the model.
-        blocks: by their files' names; of a finished store in the model's order.
+        blocks: by file name; in a finished store, in the model's order.
     """
 
     format_version: Literal[3]
@@ -64,16 +64,15 @@ class Manifest(_Part):
     blocks: dict[Annotated[str, AfterValidator(_in_the_folder)], StoredBlock] = {}
 
     def write(self, folder: Path) -> None:
-        """Replace the folder's manifest. Raises OSError: the disk is full or failed; the former one stays."""
+        """Replace the folder's manifest. Raises OSError, keeping the old one, if the disk is full or failed."""
         replace_file(folder / MANIFEST_NAME, self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """The manifest in a folder, of a store that may be unfinished.
+        """Read the manifest of a folder; the store may be unfinished.
 
         Raises:
-            CheckpointError: there is none, or it is of another version or damaged; names the file, the key and the
-                remedy.
+            CheckpointError: it is missing, of another version, or damaged; names the file, the key and the remedy.
         """
         path = folder / MANIFEST_NAME
         try:
@@ -93,7 +92,7 @@ class Manifest(_Part):
             raise CheckpointError(f"{path}: {what}: the manifest is damaged; {_WRITE_AGAIN}") from error
 
     def check_files(self, folder: Path) -> None:
-        """Raise CheckpointError if a block's file is missing or of another size."""
+        """Raise CheckpointError if a block's file is missing or has another size."""
         for file, block in self.blocks.items():
             path = folder / file
             try:
@@ -109,7 +108,7 @@ class Manifest(_Part):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a finished store, its files checked. Raises CheckpointError: unfinished, or as the methods."""
+    """Read a finished store's manifest and check its files. Raises CheckpointError if unfinished, or as the methods."""
     manifest = Manifest.read(folder)
     if not manifest.finished:
         raise CheckpointError(

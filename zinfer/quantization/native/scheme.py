@@ -1,4 +1,4 @@
-"""The scheme of stores, whose files hold parts as slabs do."""
+"""The scheme of stores, whose files hold parts in the layout of slabs."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from zinfer.quantization.native.manifest import MANIFEST_NAME, Manifest, read_ma
 
 
 class StoreScheme(Scheme):
-    """What `zinfer quantize` writes: parts as `QuantizedMatrix` has them, placed without conversion."""
+    """The scheme of `zinfer quantize`: parts are those of `QuantizedMatrix` and need no conversion."""
 
     is_native = True
 
@@ -21,12 +21,12 @@ class StoreScheme(Scheme):
 
     @property
     def checksums(self) -> Mapping[Path, str]:
-        """Of each block's weights, by its file (absolute): xxh3_128 of all bytes after the header, hexadecimal."""
+        """The xxh3_128 of each block file's bytes after the header, in hex, by absolute path."""
         return {self._path.parent / file: block.checksum for file, block in self._manifest.blocks.items()}
 
     @classmethod
     def open(cls, folder: Path) -> "StoreScheme":
-        """From a finished store. Raises CheckpointError as `read_manifest`."""
+        """Open a finished store. Raises CheckpointError as `read_manifest`."""
         return cls(folder.absolute(), read_manifest(folder.absolute()))
 
     def stored(self, names: Collection[str]) -> dict[str, dict[str, str]]:
