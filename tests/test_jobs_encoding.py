@@ -217,8 +217,8 @@ def test_infinite_logits_are_no_certain_labels(tmp_path: Path) -> None:
     ("class_name", "task", "message"),
     [
         ("BertModel", "generate", "a BertModel cannot generate text; use --task embed"),
-        ("BertModel", "classify", r"a BertModel gives no labels; the task classify takes a \*ForSequenceClass"),
-        ("CLIPModel", "embed", "a CLIPModel takes pictures beside text"),
+        ("BertModel", "classify", r"a BertModel has no labels; the task classify needs a \*ForSequenceClass"),
+        ("CLIPModel", "embed", "a CLIPModel takes images too"),
     ],
 )
 def test_a_model_that_has_not_what_the_task_needs(class_name: str, task: str, message: str, tmp_path: Path) -> None:

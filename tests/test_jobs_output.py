@@ -94,7 +94,7 @@ def test_a_torn_last_line_is_dropped(path: Path, index: RowIndex, tail: bytes) -
     [
         (b"\n", "line 4 holds no JSON"),
         (b"[1]\n", "line 4 holds no row with an id"),
-        (b"[" * 100_000 + b"\n", "line 4 holds no JSON (maximum recursion depth exceeded"),
+        (b"[" * 100_000 + b"\n", "line 4 holds invalid JSON (maximum recursion depth exceeded"),
         (b'{"id":"d"}\n', "line 4 holds neither a completion nor an error"),
         (b'{"id":"e","error":""}\n', "line 4 holds the id 'e', which the input does not have"),
         (b'{"id":"a","error":""}\n', "line 4 holds an id that an earlier line has already"),

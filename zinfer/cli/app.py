@@ -45,7 +45,7 @@ def _root(
 
 
 def main() -> NoReturn:
-    """The console script's entry."""
+    """Entry point of the console script."""
     keep_streams()
     app()
     raise AssertionError("typer ends the process itself")
