@@ -175,7 +175,7 @@ def test_numbers_that_are_not_finite_are_an_error_of_the_row(
     damaged = {row["id"]: row for row in encoded(tmp_path, task, zinfer=config, restart=True)}
     error = damaged["zinfer streams"].pop("error")
     assert "not finite numbers" in error
-    assert error.endswith("the first that are not come from what comes before the first layer")
+    assert error.endswith("the first non-finite numbers come from what comes before the first layer")
     rows["zinfer streams"] = {"id": "zinfer streams"}
     assert damaged == rows
 
@@ -202,7 +202,7 @@ def test_the_layer_that_broke_rows_is_named(
     model.get_parameter(weight).data[0] = torch.nan
     model.save_pretrained(tmp_path / "model")
     for row in encoded(tmp_path, task):
-        assert row["error"].endswith(f"the first that are not come from {named}")
+        assert row["error"].endswith(f"the first non-finite numbers come from {named}")
 
 
 def test_infinite_logits_are_no_certain_labels(tmp_path: Path) -> None:

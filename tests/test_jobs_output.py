@@ -92,7 +92,7 @@ def test_a_torn_last_line_is_dropped(path: Path, index: RowIndex, tail: bytes) -
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"\n", "line 4 holds no JSON"),
+        (b"\n", "line 4 holds invalid JSON"),
         (b"[1]\n", "line 4 holds no row with an id"),
         (b"[" * 100_000 + b"\n", "line 4 holds invalid JSON (maximum recursion depth exceeded"),
         (b'{"id":"d"}\n', "line 4 holds neither a completion nor an error"),
