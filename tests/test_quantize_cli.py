@@ -225,4 +225,4 @@ def test_the_report_is_written_and_its_options_are_checked_first(tmp_path: Path)
     result = CliRunner().invoke(app, ["quantize", *arguments, "--report", str(page)])
     assert result.exit_code == 0, result.output
     assert page.read_text().count("<rect") == 2 * 7
-    assert "what quantizing has cost" in result.stdout
+    assert "quantization errors" in result.stdout
