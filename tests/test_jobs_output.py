@@ -97,7 +97,7 @@ def test_a_torn_last_line_is_dropped(path: Path, index: RowIndex, tail: bytes) -
         (b"[" * 100_000 + b"\n", "line 4 holds invalid JSON (maximum recursion depth exceeded"),
         (b'{"id":"d"}\n', "line 4 holds neither a completion nor an error"),
         (b'{"id":"e","error":""}\n', "line 4 holds the id 'e', which the input does not have"),
-        (b'{"id":"a","error":""}\n', "line 4 holds an id that an earlier line has already"),
+        (b'{"id":"a","error":""}\n', "line 4 holds an id that an earlier line already has"),
     ],
 )
 def test_a_line_that_the_job_cannot_have_written_is_refused(

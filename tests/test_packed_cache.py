@@ -137,7 +137,7 @@ def test_a_link_to_nothing_is_refused(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("home", "section", "reason"),
-    [("nvme", None, "read where they lie"), ("cpu", INT4, 'unless zero_optimization.offload_param.device is "nvme"')],
+    [("nvme", None, "read in place"), ("cpu", INT4, 'unless zero_optimization.offload_param.device is "nvme"')],
 )
 def test_where_nothing_is_written_the_key_is_listed(
     model: Path, tmp_path: Path, home: str, section: dict[str, object] | None, reason: str
