@@ -161,9 +161,9 @@ def test_a_store_that_is_given_streams_where_it_lies(model: Path, tmp_path: Path
 
 
 def test_without_the_key_the_refusal_names_it(model: Path) -> None:
-    with pytest.raises(PlanError, match=rf"state {KEY}, .*`zinfer quantize`.*or set the device to \"cpu\""):
+    with pytest.raises(PlanError, match=rf"set {KEY}, .*`zinfer quantize`.*or set the device to \"cpu\""):
         start(model, None, INT4)
-    with pytest.raises(PlanError, match=rf"state {KEY}, .*`zinfer quantize`"):
+    with pytest.raises(PlanError, match=rf"set {KEY}, .*`zinfer quantize`"):
         start(tiny_model("llama", num_layers=2), None, INT4)
 
 

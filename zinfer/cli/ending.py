@@ -38,7 +38,7 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def explained(kept: Callable[[], str] | None = None) -> Iterator[None]:
+def exit_on_error(kept: Callable[[], str] | None = None) -> Iterator[None]:
     """Convert exceptions to a message on stderr and an exit code.
 
     Args:
@@ -55,7 +55,7 @@ def explained(kept: Callable[[], str] | None = None) -> Iterator[None]:
         say(f"error: {error}")
         raise typer.Exit(EXIT_UNUSABLE) from None
     except Interrupted as interruption:
-        assert kept is not None, "only commands that can resume use signals_raise"
+        assert kept is not None, "only commands that can resume use raise_on_signals"
         name = signal.Signals(interruption.signal_number).name
         say(f"{name}: stopped. {kept()}; run the same command again to go on.")
         raise typer.Exit(interruption.exit_code) from None
@@ -75,7 +75,7 @@ def say(text: str) -> None:
     print_text(Console(stderr=True), f"zinfer: {text}")
 
 
-def keep_streams() -> None:
+def protect_streams() -> None:
     """Keep stdout and stderr usable even if their reader is gone.
 
     Closed standard descriptors are reopened on /dev/null. Otherwise the next opened file would get their number, and
@@ -92,7 +92,7 @@ def keep_streams() -> None:
 
 
 @contextmanager
-def signals_raise() -> Iterator[None]:
+def raise_on_signals() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP raise `Interrupted` once; a second SIGINT or SIGTERM kills the process.
 
     Further SIGHUPs are ignored: a closing terminal sends several.

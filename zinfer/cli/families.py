@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import explained, importing
+from zinfer.cli.ending import exit_on_error, importing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +20,7 @@ def families(
     with importing():
         import zinfer.model.families  # noqa: F401
 
-    with explained():
+    with exit_on_error():
         if markdown:
             print(families_markdown(), end="")
         else:

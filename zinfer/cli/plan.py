@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import explained, importing
+from zinfer.cli.ending import exit_on_error, importing
 from zinfer.display import print_text
 from zinfer.errors import ConfigError, PlanError
 
@@ -43,7 +43,7 @@ def plan(
     if machine == "list":
         with importing():
             from zinfer.planning.tables import preset_table
-        with explained():
+        with exit_on_error():
             Console().print(preset_table())
         return
     if model is None:
@@ -54,7 +54,7 @@ def plan(
             "run at once; remove it, or set zinfer.max_sequences in --config",
             param_hint="--batch-size",
         )
-    with explained():
+    with exit_on_error():
         if rows is not None and input is not None:
             raise ConfigError("--rows and --input both set the number of rows; remove one of the two")
         case = _case(model, config, machine, probe)

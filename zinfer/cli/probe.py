@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import Device, explained, importing, say
+from zinfer.cli.ending import Device, exit_on_error, importing, say
 from zinfer.display import print_text
 
 
@@ -28,7 +28,7 @@ def probe(
 
     Exit codes: 0 measured, 2 an unusable path or device, 1 disk error.
     """
-    with explained():
+    with exit_on_error():
         if tune is not None:
             _tune(tune)
         else:

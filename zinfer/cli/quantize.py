@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import Device, explained, importing, say, signals_raise
+from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals, say
 from zinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def quantize(
         "exclude": exclude or None,
         "search": search,
     }
-    with explained(lambda: f"The finished blocks in {output} are kept"), signals_raise():
+    with exit_on_error(lambda: f"The finished blocks in {output} are kept"), raise_on_signals():
         with importing():
             from zinfer.store.progress import summary_table
             from zinfer.store.writing import write_store

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import Device, explained, importing, signals_raise
-from zinfer.jobs.request import Pooling, Task, say_kept
+from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals
+from zinfer.jobs.request import Pooling, Task, kept_message
 
 
 def run(
@@ -40,7 +40,7 @@ def run(
 
     Exit codes: 0 all rows done, 3 some rows failed, 2 unusable input, 1 error, 130 Ctrl-C, 143 SIGTERM.
     """
-    with explained(lambda: say_kept(output)), signals_raise():
+    with exit_on_error(lambda: kept_message(output)), raise_on_signals():
         with importing():
             from zinfer.jobs.job import run_job
             from zinfer.jobs.summary import summary_table

@@ -46,7 +46,7 @@ def resolve_quantization(given: Mapping[str, Given]) -> tuple[Quantization | Non
     by_name = _by_name(stated)
     activations = _activations(stated)
     if activations is not None and not parts and not by_name:
-        if _says_no(given, "quant.weight.enabled"):
+        if _is_false(given, "quant.weight.enabled"):
             why = "activations are quantized beside INT8 weights only; change one of them"
             raise contradiction(activations, given["quant.weight.enabled"], why)
         parts.append((activations, INT8))
@@ -75,15 +75,15 @@ def resolve_quantization(given: Mapping[str, Given]) -> tuple[Quantization | Non
 def _is_off(path: str, given: Mapping[str, Given]) -> bool:
     """Return whether a key is in a section that is switched off."""
     if path.startswith("quant."):
-        if _says_no(given, "quant.enabled"):
+        if _is_false(given, "quant.enabled"):
             return True
         if path.startswith(_ACTIVATION):
-            return path != f"{_ACTIVATION}enabled" and _says_no(given, f"{_ACTIVATION}enabled")
-        return _says_no(given, "quant.weight.enabled")
-    return path.startswith("weight_quantization.") and _says_no(given, "weight_quantization.enabled")
+            return path != f"{_ACTIVATION}enabled" and _is_false(given, f"{_ACTIVATION}enabled")
+        return _is_false(given, "quant.weight.enabled")
+    return path.startswith("weight_quantization.") and _is_false(given, "weight_quantization.enabled")
 
 
-def _says_no(given: Mapping[str, Given], path: str) -> bool:
+def _is_false(given: Mapping[str, Given], path: str) -> bool:
     return path in given and given[path].value is False
 
 

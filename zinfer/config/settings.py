@@ -219,7 +219,7 @@ class Settings:
 
 
 def say_without_effect(settings: Settings, say: Callable[[str], object] = log.warning) -> None:
-    """Report each key without effect, with the reason; does nothing inside `said_before`.
+    """Report each key without effect, with the reason; does nothing inside `mute_key_report`.
 
     Args:
         say: called with each message; by default logs a warning.
@@ -230,7 +230,7 @@ def say_without_effect(settings: Settings, say: Callable[[str], object] = log.wa
 
 
 @contextmanager
-def said_before() -> Iterator[None]:
+def mute_key_report() -> Iterator[None]:
     """Context in which `say_without_effect` does nothing, because the caller has reported the keys already."""
     token = _is_said.set(True)
     try:

@@ -46,7 +46,7 @@ class Completer(ABC):
         """Return the counters of the passes so far. Thread-safe."""
         return self._load
 
-    def rows_together(self, prompts: Sequence[Prompt]) -> int:
+    def choose_batch_size(self, prompts: Sequence[Prompt]) -> int:
         """Return the best batch size, at most ``len(prompts)``; a killed job recomputes at most one batch."""
         return len(prompts)
 
@@ -113,7 +113,7 @@ class RaggedCompleter(Completer):
         text = f"{predicted} for {len(sequences):,} sequences"
         return Forecast(text, predicted.tokens_per_s, predicted.seconds * more, predicted.num_passes * more)
 
-    def rows_together(self, prompts: Sequence[Prompt]) -> int:
+    def choose_batch_size(self, prompts: Sequence[Prompt]) -> int:
         """Halve the batch until it takes ten minutes at most, unless that lowers the throughput."""
         count, forecast = len(prompts), self.forecast(prompts)
         while forecast.seconds > _MOST_BATCH_S and count > 1:

@@ -72,7 +72,7 @@ class EncodingCompleter(Completer):
             found = self._engine.find_broken(lambda: self._compute(again), len(again))
             names = dict(zip(broken, found, strict=True))
         if self._labels:
-            fields = labelled(numbers, self._engine.module.config)
+            fields = label_rows(numbers, self._engine.module.config)
         else:
             fields = [{"embedding": vector} for vector in numbers.tolist()]
         return [
@@ -96,7 +96,7 @@ class EncodingCompleter(Completer):
         return found
 
 
-def reserve_of(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int, *, on_cuda: bool) -> FindReserve:
+def encoder_reserve(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int, *, on_cuda: bool) -> FindReserve:
     """Return a function that computes the memory to reserve for full passes of rows as long as the longest prompt.
 
     Args:
@@ -126,7 +126,7 @@ def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], pooli
     return nn.functional.normalize(pooled_RW, dim=-1)
 
 
-def labelled(logits_RL: torch.Tensor, config: PreTrainedConfig) -> list[dict[str, Any]]:
+def label_rows(logits_RL: torch.Tensor, config: PreTrainedConfig) -> list[dict[str, Any]]:
     """Return each row's most likely label and the scores of all labels, by their names in config.json.
 
     `problem_type` in config.json selects the scores: softmax over the labels, or a sigmoid of each. A model with one

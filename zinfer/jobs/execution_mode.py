@@ -12,17 +12,17 @@ from transformers import PreTrainedModel
 
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
-from zinfer.config.settings import said_before
+from zinfer.config.settings import mute_key_report
 from zinfer.engine.engine import InferenceEngine
 from zinfer.engine.streamed_model import FindReserve
 from zinfer.errors import ConfigError, JobError, PlanError
 from zinfer.jobs.completer import Answer, Completer, RaggedCompleter
-from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter, reserve_of
+from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter, encoder_reserve
 from zinfer.jobs.padded import PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.report import Moment, Timeline
-from zinfer.jobs.request import JobRequest, Task, say_kept
+from zinfer.jobs.request import JobRequest, Task, kept_message
 from zinfer.jobs.summary import weights_line
 from zinfer.jobs.weights import Weights
 from zinfer.model.batching_support import check_family
@@ -89,7 +89,7 @@ class ExecutionMode:
         self.computing_s = 0.0
         self._timeline: Timeline | None = None
 
-    def take_batch_size(self, settings: Mapping[str, str | int]) -> None:
+    def reuse_batch_size(self, settings: Mapping[str, str | int]) -> None:
         """Use the batch size of the job being resumed, unless the caller set one."""
         former = settings.get("batch_size")
         if self.chooses_batch_size and isinstance(former, int) and former > 0:
@@ -126,7 +126,7 @@ class ExecutionMode:
         if self.completer is None:
             meter = self._meter
             meter.begin("loading")
-            with _stopping("loading the model", say_kept(self._request.output)), said_before():
+            with _job_errors("loading the model", kept_message(self._request.output)), mute_key_report():
                 completer = self.completer = self._open(prompts, sizes)
                 self._weights.check_unchanged()
                 meter.note(f"weights: {weights_line(completer.stats(), self.device)}")
@@ -162,9 +162,9 @@ class ExecutionMode:
             )
         rows = f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}"
         kept = f"The rows in {self._request.output} are kept"
-        with _stopping(rows, kept), closing(self.completer.complete(prompts, missing)) as completed:
+        with _job_errors(rows, kept), closing(self.completer.complete(prompts, missing)) as completed:
             for each in completed:
-                self._weights.read_rest()
+                self._weights.hash_unread()
                 yield each
         meter.end_batch()
         self.computing_s += time.monotonic() - begin_s
@@ -205,7 +205,7 @@ class ExecutionMode:
         except PlanError as error:
             self._meter.note(f"no memory is set aside for activations, and weights may take too much: {error}")
             return None
-        return reserve_of(shape, prompts, self._tokens_per_pass, on_cuda=find_limits(settings).on_cuda)
+        return encoder_reserve(shape, prompts, self._tokens_per_pass, on_cuda=find_limits(settings).on_cuda)
 
     @property
     def _tokens_per_pass(self) -> int:
@@ -226,7 +226,7 @@ def _check_task(model: PreTrainedModel, task: Task) -> None:
 
 
 @contextmanager
-def _stopping(what: str, kept: str) -> Iterator[None]:
+def _job_errors(what: str, kept: str) -> Iterator[None]:
     """Convert an engine failure to a JobError that names the running work; the cause stays attached."""
     try:
         yield

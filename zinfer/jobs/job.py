@@ -29,7 +29,7 @@ from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, RowWriter
 from zinfer.jobs.progress import Meter
-from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader, ahead
+from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader, prefetch_iter
 from zinfer.jobs.records import Records
 from zinfer.jobs.report import write_report
 from zinfer.jobs.request import JobRequest, PathLike, Pooling, Task, UnusableInput
@@ -133,7 +133,7 @@ class _Job:
         """Compute the rows missing from the output."""
         meter, mode = self._meter, self._mode
         if out.manifest is not None and not self._request.restart:
-            mode.take_batch_size(out.manifest.settings)
+            mode.reuse_batch_size(out.manifest.settings)
         self._manifest = self._new_manifest()
         states = self._resume(out)
         meter.num_rows = self._index.num_rows
@@ -142,7 +142,7 @@ class _Job:
             self._choose_batch_size()
         responses = OpenAIResponses(self._manifest.began, self._manifest.model_name, self._tokenizer)
         cutter = BatchCutter(self._reader, states, mode.batch_size)
-        with closing(RowWriter(out, meter.add_finished)) as writer, closing(ahead(cutter)) as batches:
+        with closing(RowWriter(out, meter.add_finished)) as writer, closing(prefetch_iter(cutter)) as batches:
             records = Records(responses, writer.put, states)
             for batch in batches:
                 self._finish(batch, out, records)
@@ -151,7 +151,7 @@ class _Job:
             out.begin(self._manifest)
         self._weights.wait()
         self._keep_weights(out)
-        out.refuse_altered()
+        out.check_unaltered()
         summary = self._summary(records)
         self._write_report(summary)
         return summary
@@ -189,10 +189,10 @@ class _Job:
         """
         states, now, former = bytearray(self._index.num_rows), self._manifest, out.manifest
         if self._request.restart:
-            out.refuse_stranger()
+            out.check_ours()
             former = None
         else:
-            out.refuse_unless(now)
+            out.check_same_job(now)
         if former is not None:
             self._weights.adopt(former.weights, self._meter.note)
             if self._weights.files != former.weights:
@@ -209,11 +209,11 @@ class _Job:
         return states
 
     def _choose_batch_size(self) -> None:
-        """Set the batch size that `Completer.rows_together` returns for the first rows."""
+        """Set the batch size that `Completer.choose_batch_size` returns for the first rows."""
         batches = BatchCutter(self._reader, bytearray(self._index.num_rows), self._mode.batch_size)
         prompts = next((batch.prompts for batch in batches if batch.prompts), None)
         if prompts is not None:
-            size = self._mode.batch_size = self._mode.load(prompts, self._manifest.sizes).rows_together(prompts)
+            size = self._mode.batch_size = self._mode.load(prompts, self._manifest.sizes).choose_batch_size(prompts)
             self._manifest = replace(self._manifest, settings={**self._manifest.settings, "batch_size": size})
 
     def _finish(self, batch: Batch, out: OutputFile, records: Records) -> None:
@@ -236,7 +236,7 @@ class _Job:
 
     def _keep_weights(self, out: OutputFile) -> None:
         """Store new checksums in the manifest."""
-        if self._weights.is_news():
+        if self._weights.has_new_checksums():
             assert out.manifest is not None
             out.keep(replace(out.manifest, weights=self._weights.files))
 

@@ -55,10 +55,10 @@ class OutputFile:
             self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
-    def refuse_unless(self, now: Manifest) -> None:
+    def check_same_job(self, now: Manifest) -> None:
         """Raise UnusableInput unless the file is new, empty, or belongs to the job that `now` describes."""
         if self.manifest is None:
-            self.refuse_stranger()
+            self.check_ours()
         elif differences := self.manifest.differences(now):
             listed = "".join(f"\n  {line}" for line in differences)
             raise UnusableInput(
@@ -66,7 +66,7 @@ class OutputFile:
                 "Use the former settings to go on with that job, --restart to discard its rows, or another --output."
             )
 
-    def refuse_stranger(self) -> None:
+    def check_ours(self) -> None:
         """Raise UnusableInput if the file is not empty and has no manifest of a zinfer job."""
         if self.manifest is None and os.fstat(self._descriptor).st_size:
             raise UnusableInput(
@@ -75,8 +75,8 @@ class OutputFile:
             )
 
     def begin(self, manifest: Manifest) -> None:
-        """Empty the file and write its manifest; raises like `refuse_stranger`."""
-        self.refuse_stranger()
+        """Empty the file and write its manifest; raises like `check_ours`."""
+        self.check_ours()
         try:
             self._cut(0)
         except OSError as error:
@@ -129,7 +129,7 @@ class OutputFile:
             JobError: the disk is full or failed, or the file was altered. Whole rows are kept; a partial row is
                 dropped.
         """
-        self.refuse_altered()
+        self.check_unaltered()
         data = memoryview(b"".join(encode_row(row) for row in rows))
         num_written = 0
         try:
@@ -145,7 +145,7 @@ class OutputFile:
             raise self._write_error(error) from error
         self._size_bytes += len(data)
 
-    def refuse_altered(self) -> None:
+    def check_unaltered(self) -> None:
         """Raise JobError if the file was replaced or its size changed since the last append."""
         try:
             found = os.stat(self.path)

@@ -145,7 +145,7 @@ class BatchCutter:
         yield Batch(missing, prompts)
 
 
-def ahead(items: Iterable[_T]) -> Generator[_T, None, None]:
+def prefetch_iter(items: Iterable[_T]) -> Generator[_T, None, None]:
     """Iterate over items; another thread prepares the next one. Its exceptions are raised here.
 
     The thread is a daemon, so an unfinished item does not keep the process from ending.
@@ -163,7 +163,7 @@ def ahead(items: Iterable[_T]) -> Generator[_T, None, None]:
             except BaseException as failure:  # raised in the consumer
                 made.put(failure)
 
-    threading.Thread(target=make, name="zinfer-ahead", daemon=True).start()
+    threading.Thread(target=make, name="zinfer-prefetch-iter", daemon=True).start()
     try:
         asked.put(True)
         while (coming := made.get()) is not None:

@@ -78,7 +78,7 @@ class JobRequest:
             taken[name] = path
 
 
-def say_kept(output: Path) -> str:
+def kept_message(output: Path) -> str:
     """Return a message on whether the output holds rows, for a job that ends early."""
     has_rows = output.is_file() and output.stat().st_size
     return f"The rows in {output} are kept" if has_rows else "No row was written"

@@ -124,13 +124,13 @@ class Weights:
                     f"model {file} was changed while the job ran ({then.difference(now)}); run the same command again"
                 )
 
-    def read_rest(self) -> None:
+    def hash_unread(self) -> None:
         """Start to hash the tensors that no pass reads; does nothing if started already, or if all are known."""
         if self._pool is None and self.checksums is not None:
             self._pool = Pool(1, "zinfer-checksums")
             self._rest = self._pool.submit(self._finish)
 
-    def is_news(self) -> bool:
+    def has_new_checksums(self) -> bool:
         """Return whether new checksums are available, once.
 
         Raises:
@@ -146,7 +146,7 @@ class Weights:
         return True
 
     def wait(self) -> None:
-        """Wait for `read_rest`."""
+        """Wait for `hash_unread`."""
         if self._rest is not None:
             self._rest.exception()
 
