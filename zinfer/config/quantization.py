@@ -47,7 +47,7 @@ def resolve_quantization(given: Mapping[str, Given]) -> tuple[Quantization | Non
     activations = _activations(stated)
     if activations is not None and not parts and not by_name:
         if _is_false(given, "quant.weight.enabled"):
-            why = "activations are quantized beside INT8 weights only; change one of them"
+            why = "activations are quantized only with INT8 weights; change one of them"
             raise contradiction(activations, given["quant.weight.enabled"], why)
         parts.append((activations, INT8))
     if not parts and not by_name:

@@ -186,7 +186,7 @@ QUANTIZATION_KEYS: Final[tuple[Key, ...]] = (
     *_base("quant"),
     section("quant.weight", "quantized weights"),
     *_weights("quant.weight"),
-    section("quant.activation", "INT8 activations beside INT8 weights"),
+    section("quant.activation", "INT8 activations with INT8 weights"),
     *_base("quant.activation"),
     section("quant.qkv", "the projections to queries, keys and values"),
     supported("quant.qkv.enabled", flag, "false: they stay in full precision", default=True),
@@ -209,5 +209,5 @@ QUANTIZATION_KEYS: Final[tuple[Key, ...]] = (
         "clip: narrow ranges to minimize the squared error",
         default="none",
     ),
-    supported("zinfer.quantization.activations", flag, "INT8 activations beside INT8 weights", default=False),
+    supported("zinfer.quantization.activations", flag, "INT8 activations with INT8 weights", default=False),
 )

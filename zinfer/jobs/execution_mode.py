@@ -157,8 +157,8 @@ class ExecutionMode:
         meter.begin_batch(len(missing), num_rows)
         if num_again := num_rows - len(missing):
             meter.note(
-                f"computing {num_again:,} rows again that are in the output already, beside {len(missing):,} that are "
-                "missing: they shared passes, and so every row stays as it would have been"
+                f"recomputing {num_again:,} finished rows with {len(missing):,} missing ones: they share passes, so "
+                "the missing rows get the same bytes as without the interruption"
             )
         rows = f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}"
         kept = f"The rows in {self._request.output} are kept"
@@ -203,7 +203,7 @@ class ExecutionMode:
         try:
             shape = ModelSpec.read_encoder(self._config)
         except PlanError as error:
-            self._meter.note(f"no memory is set aside for activations, and weights may take too much: {error}")
+            self._meter.note(f"no memory is reserved for activations, so weights may take too much: {error}")
             return None
         return encoder_reserve(shape, prompts, self._tokens_per_pass, on_cuda=find_limits(settings).on_cuda)
 

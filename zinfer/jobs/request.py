@@ -59,8 +59,8 @@ class JobRequest:
             self._check_paths()
         except OSError as error:
             raise UnusableInput(
-                f"{error.filename} cannot be looked at: {error.strerror} (errno {error.errno}); give a path whose "
-                "folders may be searched"
+                f"{error.filename} cannot be accessed: {error.strerror} (errno {error.errno}); give a path in "
+                "folders that you may search"
             ) from error
 
     def _check_paths(self) -> None:

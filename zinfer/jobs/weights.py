@@ -118,7 +118,7 @@ class Weights:
             try:
                 now = FileIdentity.of(file)
             except OSError as error:
-                raise JobError(f"model {file} cannot be looked at: {error.strerror} (errno {error.errno})") from error
+                raise JobError(f"model {file} cannot be accessed: {error.strerror} (errno {error.errno})") from error
             if now != then:
                 raise JobError(
                     f"model {file} was changed while the job ran ({then.difference(now)}); run the same command again"
