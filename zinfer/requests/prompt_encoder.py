@@ -72,7 +72,7 @@ class PromptEncoder:
     def encode_texts(self, prompts: Sequence[PromptLike]) -> list[PromptLike]:
         """Replace texts by token ids in one call, which a fast tokenizer spreads over threads.
 
-        If a text is invalid, all texts are returned unchanged, and `encode` reports the error.
+        Empty texts stay unchanged, and all texts if the tokenizer refuses one; `encode` reports the error.
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if self.tokenizer is None or not texts:
@@ -132,7 +132,7 @@ class PromptEncoder:
         try:
             # Not verbose: the tokenizer warns by its own length limit; the model's is checked later.
             token_ids: list[int] = tokenizer(text, add_special_tokens=adds_special, verbose=False).input_ids
-        except (TypeError, ValueError) as error:  # half of a surrogate pair, for one
+        except (TypeError, ValueError) as error:  # for example a lone surrogate
             raise ConfigError(f"the tokenizer refuses the prompt: {error}") from error
         if token_ids:
             return token_ids
