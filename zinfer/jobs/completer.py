@@ -47,7 +47,7 @@ class Completer(ABC):
         return self._load
 
     def choose_batch_size(self, prompts: Sequence[Prompt]) -> int:
-        """Return the best batch size, at most ``len(prompts)``; a killed job recomputes at most one batch."""
+        """Return the best batch size, judged by these first prompts; a killed job recomputes at most one batch."""
         return len(prompts)
 
     @abstractmethod
