@@ -47,7 +47,7 @@ def test_texts_are_those_of_transformers(templates: ChatTemplates) -> None:
         ("{{ 'a' * 10 ** 10 }}", "fails on them: MemoryError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails on them: RecursionError"),
         ("{{ raise_exception('no such role') }}", "refuses them: no such role"),
-        ("{{ 'abc' * 30000000 }}", "refuses them: they come to 90000000 characters, more than 67108864"),
+        ("{{ 'abc' * 30000000 }}", "refuses them: they render to 90000000 characters, more than 67108864"),
     ],
 )
 def test_what_a_template_may_not(templates: ChatTemplates, template: str, message: str) -> None:

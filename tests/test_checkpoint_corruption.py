@@ -21,7 +21,7 @@ from zinfer.errors import CheckpointError
 # What the reference lets pass and zinfer refuses, by the words of the refusal.
 STRICTER = (
     "starts with b",
-    "stands twice in one object",
+    "occurs twice in one object",
     "not an object of exactly dtype, shape and data_offsets",
     "its dtype is not a text",
     "packs elements below a byte",

@@ -155,7 +155,7 @@ def test_a_damaged_shard_names_itself(folder: Path) -> None:
         ("true", "bool instead of an object {...}"),
         ("17", "int instead of an object {...}"),
         ('{"a":' * 100_000, "nested too deeply"),
-        ('{"weight_map": {"a": "x", "a": "y"}}', "the name 'a' stands twice in one object"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "the name 'a' occurs twice in one object"),
         ("{}", "no weight_map of tensor names to file names: download the index again"),
         ('{"weight_map": []}', "no weight_map of tensor names to file names"),
         ('{"weight_map": {}}', "no weight_map of tensor names to file names"),

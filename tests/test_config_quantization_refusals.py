@@ -84,7 +84,7 @@ QUANT4 = {"weight": {"num_bits": 4}}
         (
             {"quant": {"activation": {"enabled": True}, "weight": {"enabled": False}}},
             "quant.activation.enabled = true (config) contradicts quant.weight.enabled = false (config): "
-            "activations are quantized beside INT8 weights only",
+            "activations are quantized only with INT8 weights",
         ),
         (
             {"quant": {"activation": {"enabled": True}, **QUANT4}},

@@ -213,7 +213,7 @@ def test_what_is_not_known_of_other_models_than_decoders_is_said(class_name: str
         read_outline(tmp_path)
     with pytest.raises(ConfigError, match="cannot run in ragged batches"):
         zinfer.LLM(tmp_path, device="cpu")
-    with pytest.raises(ConfigError, match=f"only decoders that generate are measured on prompts, and a {class_name}"):
+    with pytest.raises(ConfigError, match=f"only generating decoders can be measured on prompts, and {class_name}"):
         measure_squares(tmp_path, tmp_path / "prompts.jsonl", resolve_settings({"zinfer": {"device": "cpu"}}))
 
 

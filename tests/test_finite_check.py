@@ -44,7 +44,7 @@ def test_the_layer_that_broke_a_text_is_named(place: int, home: str, folder: Pat
             found = llm.generate(by_ids([[3, 4, 5], [6, 7]]), SamplingParams(max_new_tokens=2))
             assert [each.finish_reason for each in found] == ["error"] * 2
             for each in found:
-                assert str(each.error).endswith(f"the first that are not come from model.layers.{place}")
+                assert str(each.error).endswith(f"the first non-finite numbers come from model.layers.{place}")
             assert num_hooks(llm._model) == hooks, "nobody looks any more"
 
 
@@ -62,7 +62,7 @@ def test_what_comes_after_the_layers_broke_a_text(folder: Path) -> None:
     model.lm_head.weight.data[7] = float("nan")
     with LLM(model, device="cpu", kv_cache_memory="1MB") as llm:
         (bad,) = llm.generate(by_ids([[3, 4, 5]]), SamplingParams(max_new_tokens=2))
-    assert str(bad.error).endswith(f"the first that are not come from {AFTER}")
+    assert str(bad.error).endswith(f"the first non-finite numbers come from {AFTER}")
 
 
 def test_an_engine_names_the_layer_where_it_is_asked_to_look(folder: Path, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_more_than_the_host_has_is_refused(folder: Path) -> None:
         LLM(folder, device="cpu", kv_cache_tier="host", kv_cache_memory="3MB", max_host_memory="2MB")
     model = AutoModelForCausalLM.from_pretrained(folder)
     weights = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
-    message = r"max_host_memory is 2.00 MB; at least .* no file holds, and 1.97 MB of keys and values; lower zinfer\.kv"
+    message = r"max_host_memory is 2.00 MB; at least .* no file holds, and 1.97 MB of KV cache; lower zinfer\.kv"
     with pytest.raises(PlanError, match=message):
         LLM(model, weights, device="cpu", kv_cache_tier="host", kv_cache_memory="1.99MB", max_host_memory="2MB")
 

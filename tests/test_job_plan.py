@@ -245,11 +245,11 @@ def test_the_command_looks_at_the_rows_of_an_input(tmp_path: Path) -> None:
     assert 2495 <= json.loads(result.stdout)["rows"] <= 2505
     refused = zinfer_plan(folder, "--machine", "h200", "--input", str(path), "--rows", "3")
     assert refused.exit_code == 2
-    assert "--rows and --input both say how many rows there are" in refused.stderr
+    assert "--rows and --input both set the number of rows" in refused.stderr
     empty = write_rows(tmp_path / "bad.jsonl", ["{"] * 4)
     refused = zinfer_plan(folder, "--machine", "h200", "--input", str(empty))
     assert refused.exit_code == 2
-    assert "none of 4 rows that were looked at can be used" in refused.stderr
+    assert "none of 4 sampled rows can be used" in refused.stderr
 
 
 def test_rows_that_would_get_an_error_are_left_out_of_the_plan(tmp_path: Path) -> None:
@@ -258,4 +258,4 @@ def test_rows_that_would_get_an_error_are_left_out_of_the_plan(tmp_path: Path) -
     path = write_rows(tmp_path / "in.jsonl", [*rows, {"prompt": "a" * 1000}, {"prompt": "b", "max_new_tokens": 1000}])
     result = zinfer_plan(folder, "--machine", "h200", "--input", str(path), "--new-tokens", "7")
     assert result.exit_code == 0, result.output
-    assert "2 of 5 rows that were looked at get an error, and are left out" in result.stdout
+    assert "2 of 5 sampled rows would fail, and are left out" in result.stdout

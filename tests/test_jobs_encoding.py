@@ -175,7 +175,7 @@ def test_numbers_that_are_not_finite_are_an_error_of_the_row(
     damaged = {row["id"]: row for row in encoded(tmp_path, task, zinfer=config, restart=True)}
     error = damaged["zinfer streams"].pop("error")
     assert "not finite numbers" in error
-    assert error.endswith("the first that are not come from what comes before the first layer")
+    assert error.endswith("the first non-finite numbers come from what comes before the first layer")
     rows["zinfer streams"] = {"id": "zinfer streams"}
     assert damaged == rows
 
@@ -202,7 +202,7 @@ def test_the_layer_that_broke_rows_is_named(
     model.get_parameter(weight).data[0] = torch.nan
     model.save_pretrained(tmp_path / "model")
     for row in encoded(tmp_path, task):
-        assert row["error"].endswith(f"the first that are not come from {named}")
+        assert row["error"].endswith(f"the first non-finite numbers come from {named}")
 
 
 def test_infinite_logits_are_no_certain_labels(tmp_path: Path) -> None:
@@ -217,8 +217,8 @@ def test_infinite_logits_are_no_certain_labels(tmp_path: Path) -> None:
     ("class_name", "task", "message"),
     [
         ("BertModel", "generate", "a BertModel cannot generate text; use --task embed"),
-        ("BertModel", "classify", r"a BertModel gives no labels; the task classify takes a \*ForSequenceClass"),
-        ("CLIPModel", "embed", "a CLIPModel takes pictures beside text"),
+        ("BertModel", "classify", r"a BertModel has no labels; the task classify needs a \*ForSequenceClass"),
+        ("CLIPModel", "embed", "a CLIPModel takes images too"),
     ],
 )
 def test_a_model_that_has_not_what_the_task_needs(class_name: str, task: str, message: str, tmp_path: Path) -> None:

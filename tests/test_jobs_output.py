@@ -66,7 +66,7 @@ def written(path: Path) -> Path:
 
 def states(path: Path, index: RowIndex) -> list[int]:
     with closing(OutputFile(path)) as out:
-        out.refuse_unless(MANIFEST)
+        out.check_same_job(MANIFEST)
         return list(out.resume(index)[0])
 
 
@@ -92,12 +92,12 @@ def test_a_torn_last_line_is_dropped(path: Path, index: RowIndex, tail: bytes) -
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"\n", "line 4 holds no JSON"),
+        (b"\n", "line 4 holds invalid JSON"),
         (b"[1]\n", "line 4 holds no row with an id"),
-        (b"[" * 100_000 + b"\n", "line 4 holds no JSON (maximum recursion depth exceeded"),
+        (b"[" * 100_000 + b"\n", "line 4 holds invalid JSON (maximum recursion depth exceeded"),
         (b'{"id":"d"}\n', "line 4 holds neither a completion nor an error"),
         (b'{"id":"e","error":""}\n', "line 4 holds the id 'e', which the input does not have"),
-        (b'{"id":"a","error":""}\n', "line 4 holds an id that an earlier line has already"),
+        (b'{"id":"a","error":""}\n', "line 4 holds an id that an earlier line already has"),
     ],
 )
 def test_a_line_that_the_job_cannot_have_written_is_refused(
@@ -114,7 +114,7 @@ def test_another_job_is_refused_and_the_differences_are_listed(path: Path) -> No
     written(path)
     now = replace(MANIFEST, model={"fingerprint": "g"}, settings={"batch_size": 8, "dtype": "float32"})
     with pytest.raises(UnusableInput) as caught, closing(OutputFile(path)) as out:
-        out.refuse_unless(now)
+        out.check_same_job(now)
     assert "\n  model.fingerprint: f in the manifest, g now" in str(caught.value)
     assert "\n  settings.batch_size: 4 in the manifest, 8 now" in str(caught.value)
     assert "\n  settings.dtype: absent in the manifest, float32 now" in str(caught.value)
@@ -130,7 +130,7 @@ def test_a_strangers_file_is_never_touched(path: Path) -> None:
     path.write_text("precious\n")
     with closing(OutputFile(path)) as out:
         with pytest.raises(UnusableInput, match="exists and has no manifest"):
-            out.refuse_unless(MANIFEST)
+            out.check_same_job(MANIFEST)
         with pytest.raises(UnusableInput, match=r"left as it is \(with --restart too\)"):
             out.begin(MANIFEST)
     assert path.read_text() == "precious\n"
@@ -297,9 +297,9 @@ def test_an_output_that_is_altered_under_way_is_noticed(path: Path, alter: Calla
     with closing(OutputFile(path)) as out:
         out.begin(MANIFEST)
         out.append(ROWS)
-        out.refuse_altered()
+        out.check_unaltered()
         alter(path)
-        for check in (out.refuse_altered, lambda: out.append(ROWS)):
+        for check in (out.check_unaltered, lambda: out.append(ROWS)):
             with pytest.raises(JobError, match=re.escape(f"output {path} {message}")) as caught:
                 check()
             assert "run the same command again: whole rows are kept and the others computed" in str(caught.value)

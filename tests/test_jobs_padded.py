@@ -155,7 +155,7 @@ def test_logits_that_are_no_numbers_end_their_own_row(engine: ResidentEngine) ->
         embedding.data[10] = kept
     assert (broken.finish_reason, broken.token_ids) == ("error", ())
     assert "logits are not finite numbers" in str(broken.error)
-    assert str(broken.error).endswith("the first that are not come from what comes before the first layer")
+    assert str(broken.error).endswith("the first non-finite numbers come from what comes before the first layer")
     assert whole == run(engine, prompt("ab"))[0]
 
 
@@ -250,7 +250,7 @@ def test_an_empty_prompt_begins_with_bos() -> None:
 def test_a_tokenizer_of_another_model_is_noticed() -> None:
     made = encoded(Row(id=1, prompt="~"), 3, PromptEncoder(TOKENIZER, 50))
     assert isinstance(made, BadRow)
-    assert "the tokenizer gives token 97, but the model's vocabulary ends at 49" in made.message
+    assert "the tokenizer returned token 97, but the model's vocabulary ends at 49" in made.message
 
 
 def test_messages_go_through_the_chat_template() -> None:

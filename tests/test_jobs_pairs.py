@@ -144,7 +144,7 @@ def test_a_row_that_breaks_costs_no_other(
     summary = run_job(tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl", **options, restart=True)
     assert (summary.num_done, summary.num_failed) == (4, 1)
     found = {row["id"]: row for row in read_rows(tmp_path / "out.jsonl")}
-    assert found.pop("bad")["error"].endswith(f"the first that are not come from {named}")
+    assert found.pop("bad")["error"].endswith(f"the first non-finite numbers come from {named}")
     assert found == {name: row for name, row in whole.items() if name != "bad"}
 
 
@@ -164,7 +164,7 @@ def test_the_layer_that_broke_rows_is_named(weight: str, named: str, tmp_path: P
     run_job(tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl", device="cpu", batch_size=3)
     rows = read_rows(tmp_path / "out.jsonl")
     assert len(rows) == 5
-    assert all(row["error"].endswith(f"the first that are not come from {named}") for row in rows)
+    assert all(row["error"].endswith(f"the first non-finite numbers come from {named}") for row in rows)
 
 
 def letter(character: str) -> int:

@@ -112,7 +112,7 @@ def test_an_input_that_changes_under_way_stops_the_job(
         if keeps_time:
             os.utime(prompts, ns=(times.st_atime_ns, times.st_mtime_ns))
 
-    message = f"input {prompts} was changed while the job ran; the rows that were written are those of the input as it"
+    message = f"input {prompts} was changed while the job ran; the rows written so far belong to the former input"
     with pytest.raises(JobError, match=re.escape(message)):
         job(model, prompts, output, engine_factory=meddling(meddle))
     assert [row["id"] for row in read_rows(output)][:4] == [f"row-{number}" for number in range(4)]

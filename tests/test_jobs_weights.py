@@ -70,7 +70,7 @@ def test_a_folder_that_was_copied_goes_on(model: Path, prompts: Path, output: Pa
         os.utime(file, ns=(0, 0))
     summary = job(copy, prompts, output)
     assert summary.num_done + summary.num_skipped >= 22
-    assert any("files of weights have other times" in note for note in summary.notes)
+    assert any("weights files have changed times" in note for note in summary.notes)
     assert {file["mtime_ns"] for file in manifest(output)["weights"].values()} == {0}
     assert not any("other times" in note for note in job(copy, prompts, output).notes)
 

@@ -205,7 +205,7 @@ def test_what_a_call_gives_chat_templates(tmp_path: Path) -> None:
         assert refused.error == "chat_template_kwargs: 'messages' is zinfer's own; leave it out"
         for wrong, message in (
             ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be a mapping of names to values, not [1]"),
-            ({"reasoning_effort": 3}, "reasoning_effort must be a text, 'low' for one, not 3"),
+            ({"reasoning_effort": 3}, "reasoning_effort must be a string such as 'low', not 3"),
         ):
             with pytest.raises(ConfigError) as caught:
                 llm.generate([chat], **wrong)

@@ -137,7 +137,7 @@ def test_a_link_to_nothing_is_refused(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("home", "section", "reason"),
-    [("nvme", None, "read where they lie"), ("cpu", INT4, 'unless zero_optimization.offload_param.device is "nvme"')],
+    [("nvme", None, "read in place"), ("cpu", INT4, 'unless zero_optimization.offload_param.device is "nvme"')],
 )
 def test_where_nothing_is_written_the_key_is_listed(
     model: Path, tmp_path: Path, home: str, section: dict[str, object] | None, reason: str
@@ -161,9 +161,9 @@ def test_a_store_that_is_given_streams_where_it_lies(model: Path, tmp_path: Path
 
 
 def test_without_the_key_the_refusal_names_it(model: Path) -> None:
-    with pytest.raises(PlanError, match=rf"state {KEY}, .*`zinfer quantize`.*or set the device to \"cpu\""):
+    with pytest.raises(PlanError, match=rf"set {KEY}, .*`zinfer quantize`.*or set the device to \"cpu\""):
         start(model, None, INT4)
-    with pytest.raises(PlanError, match=rf"state {KEY}, .*`zinfer quantize`"):
+    with pytest.raises(PlanError, match=rf"set {KEY}, .*`zinfer quantize`"):
         start(tiny_model("llama", num_layers=2), None, INT4)
 
 

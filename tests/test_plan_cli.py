@@ -111,7 +111,7 @@ def test_a_probe_on_file_gives_the_rates(checkpoint: Path, tmp_path: Path) -> No
     of_gpu = str(probe_on_file(tmp_path, "a GPU"))
     check_refused(zinfer_plan(checkpoint, *options, "--probe", of_gpu), "rates of a cuda device")
     both = zinfer_plan(checkpoint, *options, "--probe", of_gpu, "--machine", "h200")
-    check_refused(both, "--machine and --probe both say")
+    check_refused(both, "--machine and --probe both set")
 
 
 def test_presets_are_listed() -> None:

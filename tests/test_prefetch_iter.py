@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from zinfer.jobs.prompts import ahead
+from zinfer.jobs.prompts import prefetch_iter
 
 
 def test_all_items_come_in_order_one_ahead_and_no_more() -> None:
@@ -18,7 +18,7 @@ def test_all_items_come_in_order_one_ahead_and_no_more() -> None:
             made.append(number)
             yield number
 
-    with closing(ahead(items())) as walk:
+    with closing(prefetch_iter(items())) as walk:
         assert next(walk) == 0
         deadline_s = time.monotonic() + 10
         while len(made) < 2 and time.monotonic() < deadline_s:
@@ -33,7 +33,7 @@ def test_a_failure_is_raised_where_its_item_is_taken() -> None:
         yield 1
         raise KeyError("gone")
 
-    walk = ahead(items())
+    walk = prefetch_iter(items())
     assert next(walk) == 1
     with pytest.raises(KeyError, match="gone"):
         next(walk)
@@ -47,9 +47,9 @@ def test_leaving_early_waits_for_nothing_and_ends_the_thread() -> None:
         goes_on.wait(30)
         yield 2
 
-    with closing(ahead(items())) as walk:
+    with closing(prefetch_iter(items())) as walk:
         next(walk)
-        thread = next(each for each in threading.enumerate() if each.name == "zinfer-ahead")
+        thread = next(each for each in threading.enumerate() if each.name == "zinfer-prefetch-iter")
     assert thread.daemon
     assert thread.is_alive()
     goes_on.set()

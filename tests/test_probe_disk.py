@@ -100,13 +100,13 @@ def test_a_wrong_path_is_named_with_a_remedy(tmp_path: Path) -> None:
         disk_number(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="empty: an empty file; give one"):
         measure_disk(random_file(tmp_path / "empty", 0), TINY)
-    with pytest.raises(ConfigError, match="Is a directory; give a file that can be read"):
+    with pytest.raises(ConfigError, match="Is a directory; give a readable file"):
         checked_file(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zinfer.probe.disk.shutil.disk_usage", lambda _: SimpleNamespace(free=4 * TINY.file_bytes))
-    with pytest.raises(ConfigError, match=r"/proc: .*; give a folder that can be written to"):
+    with pytest.raises(ConfigError, match=r"/proc: .*; give a writable folder"):
         measure_disk(Path("/proc"), TINY)
 
 

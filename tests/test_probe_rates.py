@@ -116,8 +116,8 @@ def test_without_files_the_disk_probed_last_counts(measured: list[str]) -> None:
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     for name, words in (
-        ("absent", "No such file or directory; give a file"),
-        ("absent/model.safetensors", "No such file or directory; give a file"),
+        ("absent", "No such file or directory; give a"),
+        ("absent/model.safetensors", "No such file or directory; give a"),
         ("empty", "an empty file; give one"),
     ):
         with pytest.raises(ConfigError, match=f"{tmp_path / name}: {words}"):

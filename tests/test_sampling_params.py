@@ -67,7 +67,7 @@ def test_only_what_may_be_absent_may_be_none(name: str) -> None:
         ({"temperature": -1}, "temperature must be a finite number of at least 0 (0: greedy), not -1"),
         ({"top_p": 0}, "top_p must be a number above 0, up to 1 (1: off), not 0"),
         ({"n": 0, "temperature": 1}, "n must be a whole number from 1 to 1024, not 0"),
-        ({"n": 2}, "n must be 1 where temperature is 0, since greedy outputs are all the same, not 2"),
+        ({"n": 2}, "n must be 1 if temperature is 0, since greedy outputs are all the same, not 2"),
         (
             {"max_new_tokens": 4, "min_new_tokens": 5},
             "min_new_tokens must be at most max_new_tokens, which is 4, not 5",

@@ -74,7 +74,7 @@ def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
         [(name, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise JsonFault(f"the name {shorten(name)} stands twice in one object")
+        raise JsonFault(f"the name {shorten(name)} occurs twice in one object")
     return members
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from zinfer import __version__
-from zinfer.cli.ending import keep_streams
+from zinfer.cli.ending import protect_streams
 from zinfer.cli.families import families
 from zinfer.cli.plan import plan
 from zinfer.cli.probe import probe
@@ -45,7 +45,7 @@ def _root(
 
 
 def main() -> NoReturn:
-    """The console script's entry."""
-    keep_streams()
+    """Entry point of the console script."""
+    protect_streams()
     app()
     raise AssertionError("typer ends the process itself")

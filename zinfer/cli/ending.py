@@ -1,4 +1,4 @@
-"""How a command ends: an exit code, and words on stderr that say what to do next."""
+"""Exit codes, error messages and signals of the commands."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Interrupted(BaseException):
-    """A signal asked the job to end; what it has written is kept. Not an `Exception`, so that nothing swallows it."""
+    """Raised when a signal asks the job to end. Not an `Exception`, so that no handler swallows it."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)
@@ -33,17 +33,17 @@ class Interrupted(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports for a process ended by this signal: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
+        """Exit code that a shell reports for this signal: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
         return 128 + self.signal_number
 
 
 @contextmanager
-def explained(kept: Callable[[], str] | None = None) -> Iterator[None]:
-    """Turns what ends a command early into a message on stderr and an exit code.
+def exit_on_error(kept: Callable[[], str] | None = None) -> Iterator[None]:
+    """Convert exceptions to a message on stderr and an exit code.
 
     Args:
-        kept: says, once all is closed, what the same command can resume from; None: the command's answer
-            goes to stdout, and is an error where that cannot take it, unless its reader has read enough.
+        kept: returns a message on what the same command can resume from; called after everything is closed. None: the
+            command prints its result on stdout. Failing to write there is an error, except for a closed pipe.
     """
     try:
         yield
@@ -55,7 +55,7 @@ def explained(kept: Callable[[], str] | None = None) -> Iterator[None]:
         say(f"error: {error}")
         raise typer.Exit(EXIT_UNUSABLE) from None
     except Interrupted as interruption:
-        assert kept is not None, "signals raise where something is kept"
+        assert kept is not None, "only commands that can resume use raise_on_signals"
         name = signal.Signals(interruption.signal_number).name
         say(f"{name}: stopped. {kept()}; run the same command again to go on.")
         raise typer.Exit(interruption.exit_code) from None
@@ -71,15 +71,15 @@ def explained(kept: Callable[[], str] | None = None) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """A message of the program itself, on stderr."""
+    """Print a message on stderr."""
     print_text(Console(stderr=True), f"zinfer: {text}")
 
 
-def keep_streams() -> None:
-    """Have the process's stdout and stderr last, whatever becomes of who reads them.
+def protect_streams() -> None:
+    """Keep stdout and stderr usable even if their reader is gone.
 
-    One that is closed becomes a descriptor that takes nothing: the next file to be opened would have its number, and
-    get what libraries say.
+    Closed standard descriptors are reopened on /dev/null. Otherwise the next opened file would get their number, and
+    receive the output of libraries.
     """
     for number in range(3):
         try:
@@ -92,10 +92,10 @@ def keep_streams() -> None:
 
 
 @contextmanager
-def signals_raise() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise `Interrupted` once; a second one of the first two ends the process at once.
+def raise_on_signals() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP raise `Interrupted` once; a second SIGINT or SIGTERM kills the process.
 
-    A terminal that is closed sends more than one SIGHUP.
+    Further SIGHUPs are ignored: a closing terminal sends several.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -109,9 +109,9 @@ def signals_raise() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """A signal ends the process at once, for imports that take seconds: nothing is begun yet.
+    """Signals end the process at once. Use for imports that take seconds, before any work begins.
 
-    What is raised inside an import may be swallowed there, or leave half a module that cannot be loaded again.
+    An exception raised inside an import may be swallowed, or leave a partial module that cannot be loaded again.
     """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
@@ -125,7 +125,7 @@ def importing() -> Iterator[None]:
 
 
 def _ending_signals() -> list[signal.Signals]:
-    """Those that ask to end; under nohup a SIGHUP is ignored, and stays so."""
+    """Return the signals that ask to end. SIGHUP stays ignored under nohup."""
     is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if is_deaf else [signal.SIGHUP])]
 

@@ -1,11 +1,11 @@
-"""`zinfer families`: which models are tested, and what each can use."""
+"""`zinfer families`: the tested models, and the features that each supports."""
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import explained, importing
+from zinfer.cli.ending import exit_on_error, importing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,13 +14,13 @@ _COLUMNS = ("family", "classes", "streams", "continuous batching", "fused kernel
 
 
 def families(
-    markdown: Annotated[bool, typer.Option("--markdown", help="As docs/families.md has it.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, as in docs/families.md.")] = False,
 ) -> None:
-    """List the families of models that are tested, and which parts of zinfer each can use."""
+    """List the tested model families, and the features that each supports."""
     with importing():
         import zinfer.model.families  # noqa: F401
 
-    with explained():
+    with exit_on_error():
         if markdown:
             print(families_markdown(), end="")
         else:
@@ -28,7 +28,7 @@ def families(
 
 
 def families_table() -> "Table":
-    """One row a family, a class a line: 80 columns cut no word."""
+    """Return a table with a row per family and a line per class; it fits 80 columns."""
     from rich.table import Table
 
     from zinfer.model.families import FAMILIES
@@ -45,7 +45,7 @@ def families_table() -> "Table":
 
 
 def families_markdown() -> str:
-    """Return the same table in Markdown, as docs/families.md has it."""
+    """Return the table in Markdown, as in docs/families.md."""
     from zinfer.model.families import FAMILIES
 
     rows = [_COLUMNS, ("---",) * len(_COLUMNS)]

@@ -1,4 +1,4 @@
-"""`zinfer plan`: what a run would take and how fast it would be, before there is a GPU or even the weights."""
+"""`zinfer plan`: predict the memory and speed of a run, without a GPU or even the weights."""
 
 import json
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import explained, importing
+from zinfer.cli.ending import exit_on_error, importing
 from zinfer.display import print_text
 from zinfer.errors import CheckpointError, ConfigError, PlanError
 
@@ -24,44 +24,48 @@ def plan(
         Path | None, typer.Option(help="Checkpoint folder, one with config.json alone, or a name from '--model list'.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
-    machine: Annotated[str | None, typer.Option(help="A preset instead of this machine; 'list' shows them.")] = None,
-    probe: Annotated[Path | None, typer.Option(help="Rates that 'zinfer probe --json' printed.")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="Preset to use instead of this machine; 'list' shows all.")
+    ] = None,
+    probe: Annotated[Path | None, typer.Option(help="Output of 'zinfer probe --json'.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompts computed together; 32 if not stated. A job chooses for itself.")
+        int | None, typer.Option(min=1, help="Prompts computed together; default 32. Jobs choose their own.")
     ] = None,
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated after each prompt.")] = 128,
-    rows: Annotated[int | None, typer.Option(min=1, help="Plan a job of so many such rows instead of a batch.")] = None,
-    input: Annotated[Path | None, typer.Option(help="Plan the job of this JSONL; its rows are sampled.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Plan a job of this many rows instead of a batch.")] = None,
+    input: Annotated[
+        Path | None, typer.Option(help="Plan the job of this JSONL file, by a sample of its rows.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
 ) -> None:
-    """Predict memory, speed and the bottleneck of a batch or a job, and say what would make it faster.
+    """Predict memory, speed and the bottleneck of a batch or a job, and suggest how to make it faster.
 
-    Exit codes: 0 planned, 2 unusable input or a batch that does not fit, 1 stopped by an error of the disk.
+    Exit codes: 0 planned, 2 unusable input or a batch that does not fit, 1 disk error.
     """
     if machine == "list":
         with importing():
             from zinfer.planning.tables import preset_table
-        with explained():
+        with exit_on_error():
             Console().print(preset_table())
         return
     if model == Path("list"):
         from zinfer.model.known_models import KNOWN_MODELS
 
-        with explained():
+        with exit_on_error():
             print("\n".join(KNOWN_MODELS))
         return
     if model is None:
-        raise typer.BadParameter("say which model to plan for", param_hint="--model")
+        raise typer.BadParameter("give the model to plan for", param_hint="--model")
     if batch_size is not None and (rows is not None or input is not None):
         raise typer.BadParameter(
-            f"is of a batch, but {'--rows' if input is None else '--input'} plans a job, which chooses how many rows "
-            "run at once; remove it, or state zinfer.max_sequences in --config",
+            f"is for a batch, but {'--rows' if input is None else '--input'} plans a job, which chooses how many rows "
+            "run at once; remove it, or set zinfer.max_sequences in --config",
             param_hint="--batch-size",
         )
-    with explained():
+    with exit_on_error():
         if rows is not None and input is not None:
-            raise ConfigError("--rows and --input both say how many rows there are; remove one of the two")
+            raise ConfigError("--rows and --input both set the number of rows; remove one of the two")
         case = _case(model, config, machine, probe)
         if rows is None and input is None:
             document, table, lines = _plan_batch(case, (batch_size or 32, prompt_len, new_tokens))
@@ -77,7 +81,7 @@ def plan(
 
 
 _Found = tuple[dict[str, Any], "Table", list[str]]
-"""A plan as a document, as a table, and the lines below that."""
+"""A plan as a JSON document, as a table, and the lines printed below the table."""
 
 
 def _plan_batch(case: "Case", lengths: tuple[int, int, int]) -> _Found:
@@ -113,8 +117,7 @@ def _plan_job(
         vocab, limits = case.outline.spec.vocab, case.outline.limits(case.settings)
         job, num_rows, num_unusable = sample_lengths(input, model, vocab, new_tokens, limits)
         if num_unusable:
-            of_all = f"{num_unusable:,} of {num_rows:,} rows"
-            skipped.append(f"{of_all} that were looked at get an error, and are left out")
+            skipped.append(f"{num_unusable:,} of {num_rows:,} sampled rows would fail, and are left out")
     try:
         planned = plan_job(case, job)
     except PlanError as error:
@@ -131,9 +134,9 @@ def _with_changes(error: PlanError, changes: Iterable[str]) -> PlanError:
 
 
 def _case(model: Path, config: Path | None, machine_name: str | None, probe: Path | None) -> "Case":
-    """The model that is planned for, on its machine; a machine that cannot be planned for is refused first."""
+    """Return the model and the machine to plan for. Checks the machine first."""
     if machine_name is not None and probe is not None:
-        raise ConfigError("--machine and --probe both say how fast the machine is; remove one of the two")
+        raise ConfigError("--machine and --probe both set the speed of the machine; remove one of the two")
     if machine_name is not None:
         from zinfer.planning.preset_names import check_preset_name
 

@@ -1,4 +1,4 @@
-"""`zinfer probe`: measures this machine, says what holds it back, and keeps the figures for plans and runs."""
+"""`zinfer probe`: measure this machine, warn of bottlenecks, and keep the figures for plans and runs."""
 
 import json
 from pathlib import Path
@@ -7,26 +7,28 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import Device, explained, importing, say
+from zinfer.cli.ending import Device, exit_on_error, importing, say
 from zinfer.display import print_text
 
 
 def probe(
     path: Annotated[
-        Path, typer.Option(help="A folder on the disk to measure: a checkpoint's is read, another is written to.")
+        Path, typer.Option(help="Folder on the disk to measure: checkpoints are read, others get a temporary file.")
     ] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
     tune: Annotated[
-        Path | None, typer.Option(help="Measure this file's or folder's disk alone; prints an 'aio' section.")
+        Path | None, typer.Option(help="Measure only the disk of this file or folder; prints an 'aio' section.")
     ] = None,
-    device: Annotated[Device, typer.Option(help="cuda measures every GPU, cpu the host alone.")] = "auto",
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep nothing for later plans and runs.")] = False,
+    device: Annotated[Device, typer.Option(help="cuda measures every GPU, cpu only the host.")] = "auto",
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Do not keep the figures for later plans and runs.")
+    ] = False,
 ) -> None:
-    """Measure this machine: the disk, host memory, the link and the device. Takes about half a minute.
+    """Measure this machine: the disk, host memory, PCIe and the device. Takes about half a minute.
 
-    Exit codes: 0 measured, 2 an unusable path or device, 1 stopped by an error of the disk.
+    Exit codes: 0 measured, 2 an unusable path or device, 1 disk error.
     """
-    with explained():
+    with exit_on_error():
         if tune is not None:
             _tune(tune)
         else:

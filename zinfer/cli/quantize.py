@@ -1,4 +1,4 @@
-"""`zinfer quantize`: writes a store of quantized weights. The exit code tells how it ended, stderr what to do next."""
+"""`zinfer quantize`: write a store of quantized weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import Device, explained, importing, say, signals_raise
+from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals, say
 from zinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,34 +17,34 @@ if TYPE_CHECKING:
 
 def quantize(
     model: Annotated[Path, typer.Option(help="Checkpoint folder: fp16, bf16, fp32, GPTQ, AWQ or compressed-tensors.")],
-    output: Annotated[Path, typer.Option(help="A new or empty folder, or one that was begun.")],
-    bits: Annotated[int | None, typer.Option(help="4 or 8; 8 by default.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Columns that share a scale; by default a whole row.")] = None,
-    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="With zero points.")] = False,
+    output: Annotated[Path, typer.Option(help="A new or empty folder, or an unfinished store.")],
+    bits: Annotated[int | None, typer.Option(help="4 or 8; default 8.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Columns that share a scale; default: a whole row.")] = None,
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="Use zero points.")] = False,
     format: Annotated[
-        Literal["int", "fp8"] | None, typer.Option(help="Whole numbers, or 8 bits e4m3; int by default.")
+        Literal["int", "fp8"] | None, typer.Option(help="Integers, or 8-bit e4m3 floats; default int.")
     ] = None,
-    include: Annotated[list[str] | None, typer.Option(help="Only weights in whose names one of these occurs.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Not those in whose names one of these occurs.")] = None,
+    include: Annotated[list[str] | None, typer.Option(help="Only weights whose names contain one of these.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Skip weights whose names contain one of these.")] = None,
     search: Annotated[
-        Literal["none", "clip"] | None, typer.Option(help="clip narrows ranges to the least squared error.")
+        Literal["none", "clip"] | None, typer.Option(help="clip narrows ranges to minimize the squared error.")
     ] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="JSONL of prompts; columns with large activations are rounded more exactly.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write a page of what rounding has cost, in HTML.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML page of the quantization errors.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL of prompts; the report says how likelihoods and greedy tokens changed.")
+        Path | None, typer.Option(help="JSONL of prompts; the report shows how likelihoods and greedy tokens change.")
     ] = None,
     device: Annotated[Device, typer.Option(help="Where the weights are converted.")] = "auto",
     config: Annotated[
-        Path | None, typer.Option(help="DeepSpeed-style JSON whose quantization is taken, instead of the options here.")
+        Path | None, typer.Option(help="DeepSpeed-style JSON with the quantization, instead of the options here.")
     ] = None,
 ) -> None:
-    """Write a store: a checkpoint of quantized weights that streams from the disk as it lies there.
+    """Write a store: a checkpoint of quantized weights that streams from disk without conversion.
 
-    Run again after any interruption, it goes on where it stopped. Exit codes: 0 finished, 2 unusable input, 1 stopped
-    by an error of the disk, 130 by Ctrl-C, 143 by SIGTERM.
+    Run the command again to resume after an interruption. Exit codes: 0 finished, 2 unusable input, 1 disk error, 130
+    Ctrl-C, 143 SIGTERM.
     """
     section: dict[str, object] = {
         "bits": bits,
@@ -55,7 +55,7 @@ def quantize(
         "exclude": exclude or None,
         "search": search,
     }
-    with explained(lambda: f"The finished blocks in {output} are kept"), signals_raise():
+    with exit_on_error(lambda: f"The finished blocks in {output} are kept"), raise_on_signals():
         with importing():
             from zinfer.store.progress import summary_table
             from zinfer.store.writing import write_store
@@ -81,13 +81,13 @@ def _calibration(model: Path, prompts: Path, settings: "Settings") -> "Calibrati
 def _check_paths(
     model: Path, calibrate: Path | None, report: Path | None, prompts: Path | None, settings: "Settings"
 ) -> None:
-    """Said now, not when the store is written."""
+    """Check the paths now, not after the store is written."""
     from zinfer.evaluation.compare import check_prompts
 
     if report is None and prompts is not None:
-        raise ConfigError(f"--prompts {prompts} is for the report; say where to write that: --report FILE.html")
+        raise ConfigError(f"--prompts {prompts} is only for the report; add --report FILE.html")
     if report is not None and not report.absolute().parent.is_dir():
-        raise ConfigError(f"--report {report}: {report.parent} is no folder; make it first")
+        raise ConfigError(f"--report {report}: {report.parent} is not a folder; create it first")
     for option, path in (("--calibrate", calibrate), ("--prompts", prompts)):
         if path is not None and not path.is_file():
             raise ConfigError(f"{option} {path}: no such file")
@@ -110,12 +110,12 @@ def _write_report(model: Path, store: Path, report: Path, prompts: Path | None, 
 
 
 def _settings(config: Path | None, stated: dict[str, object], device: Device) -> "Settings":
-    """What the options say, or the configuration's file."""
+    """Return the settings from the options, or from the configuration file."""
     from zinfer.config import resolve_settings
 
     if config is None:
         return resolve_settings({"zinfer": {"device": device, "quantization": {"bits": 8} | stated}})
     if stated:
         options = ", ".join("--asymmetric" if key == "symmetric" else f"--{key.replace('_', '-')}" for key in stated)
-        raise ConfigError(f"--config says how to quantize, and so does {options}; remove one of the two")
+        raise ConfigError(f"--config and {options} both set the quantization; remove one of the two")
     return resolve_settings(config, {"device": device})

@@ -1,4 +1,4 @@
-"""`zinfer run`: a batch job. Says in its exit code how the job ended, and in words what to do next."""
+"""`zinfer run`: run a batch job."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,43 +6,41 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import Device, explained, importing, signals_raise
-from zinfer.jobs.request import Pooling, Task, say_kept
+from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals
+from zinfer.jobs.request import Pooling, Task, kept_message
 
 
 def run(
     model: Annotated[Path, typer.Option(help="Checkpoint folder, tokenizer included.")],
     input: Annotated[Path, typer.Option(help="JSONL; a row holds 'prompt' or 'messages', or is an OpenAI batch's.")],
-    output: Annotated[Path, typer.Option(help="JSONL that rows are appended to.")],
+    output: Annotated[Path, typer.Option(help="JSONL file to append rows to.")],
     config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
     device: Annotated[Device, typer.Option(help="Where the layers compute.")] = "auto",
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Default for rows; else 128, or what the model's context leaves.")
+        int | None,
+        typer.Option(min=1, help="Default for rows that do not set it; else 128, or what the context leaves."),
     ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Rows that share passes; part of what decides their bytes.")
-    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows that share passes; affects their bytes.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace of reads, copies and computes for ui.perfetto.dev.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML page of what the job did over time.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML page that charts the job over time.")] = None,
     task: Annotated[
-        Task, typer.Option(metavar="<task>", help="What to make of each row: generate, embed or classify.")
+        Task, typer.Option(metavar="<task>", help="Task for each row: generate, embed or classify.")
     ] = Task.GENERATE,
-    pooling: Annotated[Pooling, typer.Option(help="Over tokens, of embeddings.")] = Pooling.MEAN,
+    pooling: Annotated[Pooling, typer.Option(help="Pooling of token vectors for embed.")] = Pooling.MEAN,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of the output's earlier job.")] = False,
 ) -> None:
-    """Complete every row of a JSONL file; run again after any interruption, it goes on where it stopped.
+    """Complete every row of a JSONL file. Run the command again to resume after an interruption.
 
-    With --task embed each row gets a vector of length 1 from an encoder, with classify a label and scores.
+    With --task embed each row gets a unit vector from an encoder, with classify a label and scores.
 
-    Rows with a 'custom_id' are those of an OpenAI batch file, for /v1/chat/completions or /v1/completions, and are
-    answered in that form. Without a temperature they draw at 1; other rows are greedy.
+    Rows with a 'custom_id' have the OpenAI batch format, for /v1/chat/completions or /v1/completions, and so do their
+    output rows. Their default temperature is 1; other rows are greedy by default.
 
-    Exit codes: 0 all rows done, 3 some rows failed, 2 unusable input, 1 stopped by an error, 130 by Ctrl-C, 143 by
-    SIGTERM.
+    Exit codes: 0 all rows done, 3 some rows failed, 2 unusable input, 1 error, 130 Ctrl-C, 143 SIGTERM.
     """
-    with explained(lambda: say_kept(output)), signals_raise():
+    with exit_on_error(lambda: kept_message(output)), raise_on_signals():
         with importing():
             from zinfer.jobs.job import run_job
             from zinfer.jobs.summary import summary_table

@@ -1,4 +1,4 @@
-"""One row of the table of keys."""
+"""The type of a row in the table of configuration keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zinfer.config.values import Parser
 
 
 class Status(Enum):
-    """What becomes of a key that is given."""
+    """How a key in a configuration is treated."""
 
     SUPPORTED = "supported"
     UNSUPPORTED = "unsupported"
@@ -23,14 +23,13 @@ class Key:
     """A key of the configuration, named by its full path.
 
     Attributes:
-        reason: what a supported key does, which feature an unsupported one would need, why an ignored one changes
-            nothing.
+        reason: what a supported key does, which feature an unsupported one needs, or why an ignored one has no effect.
         aliases: other names of the key in its section.
-        parse: reads the value of a supported key; None for sections.
-        default: what the key means where it is not given.
-        field: dotted place in `Settings` that takes the parsed value, if one does.
-        same_as: path of the key of which this one is another spelling.
-        idle: values, beside null, false and empty ones, with which an unsupported key, or a section, asks for nothing.
+        parse: parses the value of a supported key; None for sections.
+        default: value if the key is not given.
+        field: dotted path of the field in `Settings` for the parsed value, if any.
+        same_as: path of the key that this one is another name of.
+        idle: values that request nothing from an unsupported key or a section, besides null, false and empty ones.
     """
 
     path: str
@@ -49,36 +48,36 @@ class Key:
 
     @property
     def parent(self) -> str:
-        """The path of the section that holds the key; empty at the top."""
+        """The path of the key's section; empty at the top."""
         return self.path.rpartition(".")[0]
 
     @property
     def name(self) -> str:
-        """The key's own name, the last part of its path."""
+        """The last part of the key's path."""
         return self.path.rpartition(".")[2]
 
 
 def setting(path: str, parse: Parser, reason: str, *aliases: str, default: object = None) -> Any:
-    """A field of the settings together with the key that states it."""
+    """Define a settings field together with its key."""
     return field(default=default, metadata={"key": Key(path, Status.SUPPORTED, reason, aliases, parse, default)})
 
 
 def supported(path: str, parse: Parser, reason: str, *, default: object = None, same_as: str | None = None) -> Key:
-    """A key whose value is used, but is no field of the settings."""
+    """Define a supported key that is not itself a settings field."""
     return Key(path, Status.SUPPORTED, reason, (), parse, default, same_as=same_as)
 
 
 def section(path: str, reason: str, *aliases: str, idle: tuple[object, ...] = ()) -> Key:
-    """A section that is looked into."""
+    """Define a section whose keys are read."""
     return Key(path, Status.SUPPORTED, reason, aliases, idle=idle)
 
 
 def unsupported(path: str, what: str, *aliases: str, idle: tuple[object, ...] = ()) -> Key:
-    """A key that may ask for nothing only."""
+    """Define a key that is refused unless its value requests nothing."""
     return Key(path, Status.UNSUPPORTED, what, aliases, idle=idle)
 
 
 def ignored(parent: str, reason: str, *names: str) -> Iterable[Key]:
-    """One row a name: keys that are accepted for one reason; "name|alias" gives aliases."""
+    """Define keys that are ignored for one reason; "name|alias" adds aliases."""
     for name, *aliases in (text.split("|") for text in names):
         yield Key(f"{parent}.{name}" if parent else name, Status.IGNORED, reason, tuple(aliases))

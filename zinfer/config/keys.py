@@ -1,7 +1,7 @@
-"""The table of every key that DeepSpeed's inference and ZeRO-Inference know, with what becomes of it here. The reader,
-the error messages and the documentation all follow from it; a key that is not in it is an error.
+"""The table of all keys of DeepSpeed's inference and ZeRO-Inference, and how zinfer treats each. The reader, the error
+messages and the documentation are derived from it; other keys are errors.
 
-Read off DeepSpeed 0.19: `inference/config.py`, `runtime/config.py`, `runtime/zero/config.py`.
+Source: DeepSpeed 0.19, `inference/config.py`, `runtime/config.py`, `runtime/zero/config.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ EXPERT_PARALLEL = "spreading experts over several GPUs"
 EXPERTS = "the model's own config says how many experts it has, and of what kind"
 TRITON = "all fused kernels here are Triton's, with tiles chosen by size; replace_with_kernel_inject asks for them"
 ONE_GPU = "says how several GPUs share or exchange parameters; one GPU runs here"
-TRAINING = "steers training; nothing is trained here"
+TRAINING = "controls training; nothing is trained here"
 GRADIENTS = "concerns gradients; inference has none"
 OPTIMIZER = "concerns the optimizer; inference has none"
 LOSS_SCALE = "concerns the scaling of the loss; inference has none"
 SAVING = "concerns saving trained weights; nothing is saved here"
-REPORTS = "switches a report of DeepSpeed's training engine; the engine's stats() tell what was moved and waited for"
-DATA = "steers the loading of training data; nothing is trained here"
+REPORTS = "switches a report of DeepSpeed's training engine; use the engine's stats() instead"
+DATA = "controls the loading of training data; nothing is trained here"
 MODULES_KEPT = "concerns DeepSpeed's replaced layers; transformers' own modules run here"
 
 
@@ -36,7 +36,7 @@ _OFFLOAD = "zero_optimization.offload_param"
 
 
 def _settings_keys(settings: Any = Settings, prefix: str = "") -> Iterator[Key]:
-    """The keys that are fields of the settings, each with its place in them."""
+    """Yield the keys that are fields of the settings, each with its path there."""
     for each in fields(settings):
         if "key" in each.metadata:
             yield replace(each.metadata["key"], field=f"{prefix}{each.name}")
@@ -46,10 +46,12 @@ def _settings_keys(settings: Any = Settings, prefix: str = "") -> Iterator[Key]:
 
 KEYS: tuple[Key, ...] = (
     *_settings_keys(),
-    supported("base_dir", values.folder_or_empty, "folder that a relative checkpoint, or its files, are joined to"),
+    supported("base_dir", values.folder_or_empty, "base folder of a relative checkpoint, or of its files"),
     section("checkpoint_config", "the checkpoint, as a section", "ckpt_config"),
     supported("checkpoint_config.checkpoint_dir", checkpoint_path, "the same as checkpoint", same_as="checkpoint"),
-    supported("checkpoint_config.base_dir", values.folder_or_empty, "folder that it is joined to", same_as="base_dir"),
+    supported(
+        "checkpoint_config.base_dir", values.folder_or_empty, "base folder of a relative checkpoint", same_as="base_dir"
+    ),
     unsupported("checkpoint_config.save_mp_checkpoint_path", "saving a split checkpoint"),
     unsupported("save_mp_checkpoint_path", "saving a split checkpoint"),
     section("tensor_parallel", "tensor parallelism", "tp"),
@@ -65,7 +67,7 @@ KEYS: tuple[Key, ...] = (
     unsupported("mp_size", SEVERAL_GPUS, idle=(1,)),
     unsupported("training_mp_size", "checkpoints that training has split", idle=(1,)),
     unsupported("mpu", SEVERAL_GPUS),
-    *ignored("", "written by DeepSpeed itself, out of injection_policy", "injection_policy_tuple"),
+    *ignored("", "written by DeepSpeed itself, from injection_policy", "injection_policy_tuple"),
     *ignored("", TRITON, "use_triton", "triton_autotune"),
     section("moe", "mixtures of experts", idle=(True,)),
     *ignored("moe", EXPERTS, "enabled", "moe_experts|num_experts", "type"),
@@ -76,14 +78,14 @@ KEYS: tuple[Key, ...] = (
     unsupported("ep_group", EXPERT_PARALLEL, "expert_group"),
     unsupported("ep_mp_group", EXPERT_PARALLEL, "expert_mp_group"),
     *ignored("", EXPERTS, "moe_experts", "moe_type"),
-    *ignored("", "chose among ways to replace layers of which DeepSpeed kept one", "replace_method"),
+    *ignored("", "selected how layers are replaced; DeepSpeed has only one way left", "replace_method"),
     *ignored("", MODULES_KEPT, "return_tuple", "transposed_mode"),
     *ignored("", "the model's own attention knows its mask", "triangular_masking|tm"),
     *ignored("", "no model is moved to the device as a whole; the homes of its blocks decide", "keep_module_on_host"),
     *ignored("", "modules are always built empty, and their weights stream", "set_empty_params"),
     *ignored("", "the checkpoint's own config.json describes the model", "config|args"),
     section(_ZERO, "ZeRO-Inference", "zero"),
-    supported(f"{_ZERO}.stage", values.count(0, 3), "3 where parameters are offloaded, else any"),
+    supported(f"{_ZERO}.stage", values.count(0, 3), "3 if parameters are offloaded, else any"),
     section(_OFFLOAD, "home of the parameters"),
     supported(
         f"{_ZERO}.cpu_offload_param",
@@ -137,7 +139,7 @@ KEYS: tuple[Key, ...] = (
     ),
     section("aio", "how the disk is read"),
     supported("aio.thread_count", values.count(1), "old spelling", same_as="aio.intra_op_parallelism"),
-    *ignored("aio", "each reading thread has one request under way at a time", "single_submit", "overlap_events"),
+    *ignored("aio", "each reading thread has one request in flight", "single_submit", "overlap_events"),
     section("fp16", "half precision"),
     supported("fp16.enabled", values.flag, "true sets dtype to fp16", default=False),
     *ignored("fp16", LOSS_SCALE, "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
@@ -166,14 +168,14 @@ KEYS: tuple[Key, ...] = (
     *ignored("", TRAINING, "graph_harvesting", "compile"),
     *ignored("", DATA, "data_efficiency", "curriculum_learning", "dataloader_drop_last"),
     *ignored("", SAVING, "nebula", "datastates"),
-    section("zinfer", "zinfer's own keys; as keyword arguments they may also stand alone"),
+    section("zinfer", "zinfer's own keys; keyword arguments may omit the section"),
     *QUANTIZATION_KEYS,
 )
 
 BY_PATH: dict[str, Key] = {key.path: key for key in KEYS}
 
 BY_NAME: dict[str, dict[str, Key]] = {"": {}}
-"""The keys of each section by name and alias; the section is named by its path, the top by nothing."""
+"""The keys of each section by name and alias; sections are named by path, the top by an empty string."""
 for _key in KEYS:
     for _name in (_key.name, *_key.aliases):
         BY_NAME.setdefault(_key.parent, {})[_name] = _key

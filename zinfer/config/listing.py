@@ -20,12 +20,12 @@ _FOLDER: Final = "the path of a folder with config.json and *.safetensors"
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """Files that together hold a model's weights, as they were listed; relative ones go by ``base_dir``.
+    """A list of files with a model's weights.
 
     Attributes:
-        label: what names the list in messages: its file, or the key.
-        files: as they were written, or the one folder that stands in their place.
-        base_dir: None: relative names go by the folder that the process runs in, as in DeepSpeed.
+        label: name of the list in messages: its file, or the key.
+        files: names as written, or a single folder instead.
+        base_dir: folder of relative names; None: the current directory, as in DeepSpeed.
     """
 
     label: str
@@ -34,7 +34,7 @@ class CheckpointListing:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Where the files are."""
+        """Paths of the files."""
         return tuple((self.base_dir or Path()) / file for file in self.files)
 
     @classmethod
@@ -42,8 +42,8 @@ class CheckpointListing:
         """Read the object.
 
         Raises:
-            Unusable: a member is missing, unknown, or not what it should be.
-            NotAvailable: the list is of parts that layers were split into.
+            Unusable: a member is missing, unknown or invalid.
+            NotAvailable: the files hold parts of split layers.
         """
         for name in members:
             if name not in _MEMBERS:
@@ -66,8 +66,8 @@ class CheckpointListing:
 
 
 def checkpoint(value: object) -> Path | CheckpointListing | NoEffect:
-    """The folder of a checkpoint, or a list of its files: an object, or the path of a JSON file that holds one; also
-    the section of the same name with which DeepSpeed steers training."""
+    """Parse `checkpoint`: a folder, a list of files as an object, or the path of a JSON file with such an object. Also
+    accepts DeepSpeed's training section of the same name."""
     if isinstance(value, Mapping):
         if set(value) <= _TRAINING_MEMBERS:
             return NoEffect("says how training checkpoints are written and validated; none is written here")
@@ -76,7 +76,7 @@ def checkpoint(value: object) -> Path | CheckpointListing | NoEffect:
 
 
 def checkpoint_path(value: object) -> Path | CheckpointListing:
-    """As `checkpoint`, of a path."""
+    """Parse a `checkpoint` that is a path."""
     file = path(value)
     if file.suffix != ".json":
         return file

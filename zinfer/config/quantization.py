@@ -1,4 +1,4 @@
-"""Resolves all keys about quantized weights into one `Quantization`."""
+"""Resolve all keys about quantized weights into one `Quantization`."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _SUBJECTS: Final = {
     "group_dim": "along which dimension elements share a scale",
 }
 _INT8_ACTIVATIONS: Final = Part(bits=8, symmetric=True, group_size=None, num_groups=1, mlp_extra_grouping=False)
-"""What may be said of activations: tokens are quantized one by one, so that the whole of one is its one group."""
+"""Allowed settings of activations: each token has one scale, so a token is one group."""
 
 _Asked = tuple[Given, Part]
-"""A key, and what it says of a format."""
+"""A key, and the part of a format that it states."""
 
 
 def resolve_quantization(given: Mapping[str, Given]) -> tuple[Quantization | None, tuple[Ignored, ...]]:
-    """What the keys ask for together, and those that change nothing because no key asks for quantized weights.
+    """Return the quantization that the keys request together, and the keys ignored because none requests it.
 
-    A format is put together of all that any key says: `dtype` int8 beside `q_groups` 64 gives INT8 in 64 groups. What
-    none says is 8 bits, symmetric, whole numbers, a scale an output channel; DeepSpeed's default of one group is read
-    by nothing there, and its INT8 weights have scales for output channels too.
+    The format combines all keys: `dtype` int8 with `q_groups` 64 is INT8 in 64 groups. Defaults are 8 bits, symmetric,
+    integers, and a scale per output channel. (DeepSpeed does not use its default of one group: its INT8 weights have a
+    scale per output channel too.)
 
     Raises:
         ConfigError: two keys contradict each other; names both.
@@ -46,8 +46,8 @@ def resolve_quantization(given: Mapping[str, Given]) -> tuple[Quantization | Non
     by_name = _by_name(stated)
     activations = _activations(stated)
     if activations is not None and not parts and not by_name:
-        if _says_no(given, "quant.weight.enabled"):
-            why = "activations are quantized beside INT8 weights only; change one of them"
+        if _is_false(given, "quant.weight.enabled"):
+            why = "activations are quantized only with INT8 weights; change one of them"
             raise contradiction(activations, given["quant.weight.enabled"], why)
         parts.append((activations, INT8))
     if not parts and not by_name:
@@ -73,22 +73,22 @@ def resolve_quantization(given: Mapping[str, Given]) -> tuple[Quantization | Non
 
 
 def _is_off(path: str, given: Mapping[str, Given]) -> bool:
-    """Whether a key is in a section that is switched off; what the switch itself says is kept."""
+    """Return whether a key is in a section that is switched off."""
     if path.startswith("quant."):
-        if _says_no(given, "quant.enabled"):
+        if _is_false(given, "quant.enabled"):
             return True
         if path.startswith(_ACTIVATION):
-            return path != f"{_ACTIVATION}enabled" and _says_no(given, f"{_ACTIVATION}enabled")
-        return _says_no(given, "quant.weight.enabled")
-    return path.startswith("weight_quantization.") and _says_no(given, "weight_quantization.enabled")
+            return path != f"{_ACTIVATION}enabled" and _is_false(given, f"{_ACTIVATION}enabled")
+        return _is_false(given, "quant.weight.enabled")
+    return path.startswith("weight_quantization.") and _is_false(given, "weight_quantization.enabled")
 
 
-def _says_no(given: Mapping[str, Given], path: str) -> bool:
+def _is_false(given: Mapping[str, Given], path: str) -> bool:
     return path in given and given[path].value is False
 
 
 def _asked(path: str, item: Given) -> Iterator[Part]:
-    """What a key says of the format of all weights, if it says anything; switches ask for quantized weights only."""
+    """Yield the part of the general format that a key states, if any; switches only request quantization."""
     if path.startswith(_ACTIVATION):
         return
     if path == "dtype":
@@ -101,7 +101,7 @@ def _asked(path: str, item: Given) -> Iterator[Part]:
 
 
 def _activations(stated: Mapping[str, Given]) -> Given | None:
-    """The key that asks for quantized activations, if one does."""
+    """Return the key that requests quantized activations, or None."""
     subject = "both say whether activations are quantized; keep one of them"
     own, theirs = stated.get(f"{_OWN}.activations"), stated.get(f"{_ACTIVATION}enabled")
     if own is not None and theirs is not None and own.value != theirs.value:
@@ -120,7 +120,7 @@ def _activations(stated: Mapping[str, Given]) -> Given | None:
 
 
 def _by_name(stated: Mapping[str, Given]) -> dict[str, _Asked]:
-    """The format that each pattern of `post_init_quant` asks for."""
+    """Return the format for each pattern of `post_init_quant`."""
     found: dict[str, _Asked] = {}
     for path in ("weight_quantization.post_init_quant", "quant.weight.post_init_quant"):
         if path in stated:
@@ -133,7 +133,7 @@ def _by_name(stated: Mapping[str, Given]) -> dict[str, _Asked]:
 
 
 def _general_rule(parts: Iterable[_Asked]) -> QuantRule:
-    """The one format that all keys agree on."""
+    """Return the format that all keys agree on."""
     agreed: dict[str, tuple[Given, object]] = {}
     for item, part in parts:
         for name, value in part.items():
@@ -153,7 +153,8 @@ def _rule(part: Mapping[str, Any], origin: str, pattern: str | None = None) -> Q
 
 
 def _check_activations(activations: Given, parts: Iterable[_Asked]) -> None:
-    """INT8 tensor cores multiply signed bytes and add up whole rows, so a row has one scale and no zero."""
+    """Check the weights' format: INT8 tensor cores multiply signed bytes and sum whole rows, so each row needs one
+    scale and no zero point."""
     for item, part in parts:
         is_int8 = part.get("bits") != 4 and part.get("symmetric") is not False and not part.get("is_float")
         if not is_int8 or part.get("group_size") is not None or part.get("group_dim") == 0:

@@ -1,8 +1,8 @@
-"""The keys that speak of quantized weights, part of the table in `zinfer.config.keys`, and the parsers of their values.
+"""The keys of quantized weights, part of the table in `zinfer.config.keys`, and the parsers of their values.
 
-Read off DeepSpeed 0.19.8, where most of them are accepted and read by nothing: `inference/config.py` (`quant`,
-`weight_quantization`), `inference/engine.py` (`quantization_setting`), `inference/quantization/` (what
-`post_init_quant` and `quantized_initialization` hold), `runtime/zero/config.py` (`zero_quantized_*`).
+Source: DeepSpeed 0.19.8, which accepts most of them but does not use them: `inference/config.py` (`quant`,
+`weight_quantization`), `inference/engine.py` (`quantization_setting`), `inference/quantization/` (contents of
+`post_init_quant` and `quantized_initialization`), `runtime/zero/config.py` (`zero_quantized_*`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _SETTING_EXPECTED: Final = "a number of groups, or (mlp_extra_grouping, groups) 
 
 
 class Part(dict[str, Any]):
-    """What one key, or several that agree, say of a format, by fields of `QuantRule`; any asks for quantized weights.
+    """Part of a format, stated by one or more keys, by fields of `QuantRule`; any part requests quantized weights.
 
-    A key that speaks of groups states all three fields about them: ways to group exclude one another.
+    A key about groups sets all three fields about them, since ways to group exclude one another.
     """
 
 
@@ -33,7 +33,7 @@ FP8: Final = Part(bits=8, symmetric=True, is_float=True)
 
 
 def bits(value: object) -> Part:
-    """4 or 8."""
+    """Parse 4 or 8."""
     number = number_of(value)
     if isinstance(number, bool) or number not in (4, 8):
         raise Unusable("4 or 8")
@@ -41,49 +41,49 @@ def bits(value: object) -> Part:
 
 
 def q_type(value: object) -> Part:
-    """DeepSpeed's `QuantTypeEnum`."""
+    """Parse DeepSpeed's `QuantTypeEnum`."""
     return Part(symmetric=choice("symmetric", "asymmetric")(value) == "symmetric")
 
 
 def symmetric(value: object) -> Part:
-    """True or false; DeepSpeed takes false only."""
+    """Parse true or false; DeepSpeed accepts only false."""
     return Part(symmetric=flag(value))
 
 
 def group_size(value: object) -> Part:
-    """Columns that share a scale."""
+    """Parse the number of columns that share a scale."""
     return _grouping(group_size=count(1)(value))
 
 
 def q_groups(value: object) -> Part:
-    """Parts of a matrix, row after row."""
+    """Parse the number of parts of a matrix, row after row."""
     return _grouping(num_groups=count(1)(value))
 
 
 def group_dim(value: object) -> Part:
-    """The dimension of a weight [rows, columns] whose neighbours share a scale: 1, or 0 for rows."""
+    """Parse the dimension of a weight [rows, columns] along which neighbours share a scale: 1, or 0 for rows."""
     return Part(group_dim=count(0, 1)(value))
 
 
 def number_format(value: object) -> Part:
-    """Whole numbers or floating-point ones."""
+    """Parse "int" or "fp8"."""
     return FP8 if choice("int", "fp8")(value) == "fp8" else Part(is_float=False)
 
 
 def int8_if_true(value: object) -> Part | None:
-    """True asks for INT8 weights, false for nothing."""
+    """Parse a switch: true requests INT8 weights, false nothing."""
     return INT8 if flag(value) else None
 
 
 def patterns(value: object) -> tuple[str, ...] | None:
-    """A list of parts of names; an empty one says nothing."""
+    """Parse a list of parts of names; None if empty."""
     if not isinstance(value, (list, tuple)):
         raise Unusable('a list of parts of parameter names, such as ["fc1", "self_attn.q_proj"]')
     return tuple(_pattern(item, str(index)) for index, item in enumerate(value)) or None
 
 
 def post_init_quant(value: object) -> dict[str, Part] | None:
-    """A format for each pattern; an empty object says nothing."""
+    """Parse a format for each pattern; None if empty."""
     if not isinstance(value, Mapping):
         raise Unusable('an object {...} of patterns, such as {"fc1": {"num_bits": 4, "group_size": 64}}')
     found = {}
@@ -96,9 +96,11 @@ def post_init_quant(value: object) -> dict[str, Part] | None:
 
 
 def quantization_setting(value: object) -> Part:
-    """A number of groups, with extra grouping for the MLP or without, as `_init_quantization_setting` of DeepSpeed's
-    `inference/engine.py` unpacks it, or the other way round, as its inference tutorial writes it; also a
-    `QuantizationConfig`."""
+    """Parse a number of groups, optionally with MLP extra grouping, or a `QuantizationConfig`.
+
+    The pair may have the order of `_init_quantization_setting` in DeepSpeed's `inference/engine.py`, or the reverse one
+    of its inference tutorial.
+    """
     if isinstance(value, QuantizationConfig):
         stated = {name: part for name, part in asdict(value).items() if part is not None}
         return _merged("", stated, _OLDER_KEYS)
@@ -120,7 +122,7 @@ _GROUP_KEYS: Final[dict[str, Parser]] = {
     "group_dim": group_dim,
     "symmetric": symmetric,
 }
-"""What `Quantizer` of DeepSpeed's `inference/quantization/utils.py` reads."""
+"""Keys that `Quantizer` in DeepSpeed's `inference/quantization/utils.py` reads."""
 
 _OLDER_KEYS: Final[dict[str, Parser]] = {"q_bits": bits, "q_type": q_type, "q_groups": q_groups}
 
@@ -130,7 +132,7 @@ def _grouping(group_size: object = None, num_groups: object = None, mlp_extra_gr
 
 
 def _merged(prefix: str, keys: Mapping[str, object], known: Mapping[str, Parser]) -> Part:
-    """What keys that say different things say together."""
+    """Parse keys with different meanings and combine their parts."""
     merged = Part()
     for name, value in keys.items():
         if name not in known:
@@ -153,12 +155,12 @@ def _pattern(name: object, inside: str) -> str:
 
 _BITS: Final = "bits of a quantized weight, 4 or 8"
 _SIZE: Final = "columns that share a scale"
-_DIMENSION: Final = "1: groups are of columns; 0: of rows, and such weights are dequantized for each product"
+_DIMENSION: Final = "1: groups of columns; 0: groups of rows, and such weights are dequantized for each product"
 
 
 def _base(parent: str) -> Iterable[Key]:
-    """The keys of `BaseQuantConfig`, with the older guides' spelling."""
-    yield supported(f"{parent}.enabled", flag, "false: the section asks for nothing")
+    """Yield the keys of `BaseQuantConfig`, including the older guides' names."""
+    yield supported(f"{parent}.enabled", flag, "false: ignore the section")
     yield supported(f"{parent}.num_bits", bits, _BITS)
     yield supported(f"{parent}.q_bits", bits, "older spelling of num_bits")
     yield supported(f"{parent}.q_type", q_type, "symmetric, or asymmetric with zero points")
@@ -167,7 +169,7 @@ def _base(parent: str) -> Iterable[Key]:
 
 
 def _weights(parent: str) -> Iterable[Key]:
-    """The keys of `WeightQuantConfig`."""
+    """Yield the keys of `WeightQuantConfig`."""
     yield from _base(parent)
     yield supported(f"{parent}.post_init_quant", post_init_quant, "formats by parts of parameters' names")
     inner = f"{parent}.quantized_initialization"
@@ -184,28 +186,28 @@ QUANTIZATION_KEYS: Final[tuple[Key, ...]] = (
     *_base("quant"),
     section("quant.weight", "quantized weights"),
     *_weights("quant.weight"),
-    section("quant.activation", "INT8 activations beside INT8 weights"),
+    section("quant.activation", "INT8 activations with INT8 weights"),
     *_base("quant.activation"),
     section("quant.qkv", "the projections to queries, keys and values"),
     supported("quant.qkv.enabled", flag, "false: they stay in full precision", default=True),
     section("weight_quantization", "quantized weights"),
     *_weights("weight_quantization"),
     *(
-        supported(f"zero_optimization.{name}", int8_if_true, "INT8 weights, at home and on the way")
+        supported(f"zero_optimization.{name}", int8_if_true, "INT8 weights, in memory and in transfer")
         for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
     ),
     section("zinfer.quantization", "quantized weights"),
     supported("zinfer.quantization.bits", bits, f"{_BITS}; 8 by default", default=8),
     supported("zinfer.quantization.group_size", group_size, f"{_SIZE}; by default a whole row"),
     supported("zinfer.quantization.symmetric", symmetric, "without zero points", default=True),
-    supported("zinfer.quantization.format", number_format, "whole numbers, or 8 bits e4m3", default="int"),
-    supported("zinfer.quantization.include", patterns, "only parameters in whose names one of these occurs"),
-    supported("zinfer.quantization.exclude", patterns, "not those in whose names one of these occurs"),
+    supported("zinfer.quantization.format", number_format, "integers, or 8-bit e4m3 floats", default="int"),
+    supported("zinfer.quantization.include", patterns, "only parameters whose names contain one of these"),
+    supported("zinfer.quantization.exclude", patterns, "skip parameters whose names contain one of these"),
     supported(
         "zinfer.quantization.search",
         choice("none", "clip"),
-        "clip: narrows ranges to the least squared error",
+        "clip: narrow ranges to minimize the squared error",
         default="none",
     ),
-    supported("zinfer.quantization.activations", flag, "INT8 activations beside INT8 weights", default=False),
+    supported("zinfer.quantization.activations", flag, "INT8 activations with INT8 weights", default=False),
 )

@@ -1,15 +1,15 @@
-"""Which weights are quantized, and how: rules over parameter names and shapes. Reads no files and knows no modules.
+"""Rules over parameter names and shapes that decide which weights are quantized, and how. Reads no files or modules.
 
-The meanings are those of DeepSpeed 0.19.8, read there:
+The meanings follow DeepSpeed 0.19.8:
 
-* A pattern is a part of the module's name (`key in module_name`), and a module in which two patterns occur is an error
-  (`inference/quantization/quantization.py`). There every `nn.Linear` and `nn.Embedding` is quantized; here embeddings,
-  heads, norms and routers are not, unless a pattern reaches into their own name.
+* A pattern is a part of the module's name (`key in module_name`), and it is an error if two patterns occur in a name
+  (`inference/quantization/quantization.py`). DeepSpeed quantizes every `nn.Linear` and `nn.Embedding`; zinfer skips
+  embeddings, heads, norms and routers, unless a pattern reaches into their own name.
 * `group_size` neighbours share a scale along `group_dim` (`Quantizer.quantize` in `inference/quantization/utils.py`).
-* A number of groups cuts the whole matrix, row after row, into so many even parts (`inputs.reshape(num_groups, -1)` in
+* A number of groups splits the whole matrix, row after row, into equal parts (`inputs.reshape(num_groups, -1)` in
   `GroupQuantizer`, `module_inject/replace_module.py`; `quantize_data` in `runtime/weight_quantizer.py`). Extra grouping
-  doubles it for matrices four times as long as wide or as wide as long (`is_mlp` there). `GroupQuantizer` without a
-  number gives every output channel a scale of its own, and so do rules without groups.
+  doubles it for matrices with one side four times the other (`is_mlp` there). Without a number, every output channel
+  has its own scale, as in `GroupQuantizer`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _HEAD: Final = (
 )
 _ROUTER: Final = r"router|gate|shared_expert_gate"
 _FULL_PRECISION: Final = re.compile("|".join((_EMBEDDING, _NORM, _HEAD, _ROUTER)))
-"""A component of a parameter's name that keeps everything below it in full precision."""
+"""Matches a component of a parameter's name that keeps everything below it in full precision."""
 
 _QKV: Final = re.compile(
     r"[qkv](_proj|_lin)?|qkv|qkv_proj|query_key_value|query|key|value|c_attn|Wqkv|q_[ab]_proj|kv_[ab]_proj(_with_mqa)?"
 )
-"""The last component of the name of a projection to queries, keys or values."""
+"""Matches the last component of the name of a projection to queries, keys or values."""
 
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """What the older guides of DeepSpeed pass as `quant` or `quantization_setting`; checked where it is passed.
+    """The object that DeepSpeed's older guides pass as `quant` or `quantization_setting`; validated when it is read.
 
     Args:
         q_bits: 4 or 8.
         q_type: "symmetric" or "asymmetric".
-        q_groups: parts that each matrix is cut into, row after row, with a scale each; None: one an output channel.
+        q_groups: equal parts of each matrix, row after row, with a scale each; None: one per output channel.
     """
 
     q_bits: int = 8
@@ -62,12 +62,12 @@ class QuantRule:
         pattern: part of the module's name; None: every matrix that is not kept in full precision.
         bits: 4 or 8.
         group_size: columns that share a scale; None: a whole row.
-        group_dim: 0: rows share a scale instead, so many of them, or a whole column.
+        group_dim: 0: rows share a scale instead: `group_size` of them, or a whole column.
         symmetric: without zero points.
-        is_float: 8 bits as e4m3 floating point.
-        num_groups: instead of `group_size`, even parts of the whole matrix, row after row; 1: a scale per tensor.
-        mlp_extra_grouping: twice `num_groups` for a matrix four times as long as wide, or as wide as long.
-        origin: the key that states the groups, as the user wrote it; for messages.
+        is_float: 8-bit e4m3 floating point.
+        num_groups: instead of `group_size`, equal parts of the whole matrix, row after row; 1: a scale per tensor.
+        mlp_extra_grouping: double `num_groups` for a matrix with one side four times the other.
+        origin: the key about groups as the user wrote it, for messages.
     """
 
     pattern: str | None = None
@@ -84,10 +84,10 @@ class QuantRule:
         assert self.group_size is None or self.num_groups is None
 
     def format_for(self, name: str, rows: int, columns: int) -> QuantFormat:
-        """The format of a matrix that the rule fits, of its transpose where rows share scales.
+        """Return the format of a matrix, or of its transpose if rows share scales.
 
         Raises:
-            ConfigError: it cannot be grouped so.
+            ConfigError: the groups do not fit its shape.
         """
         along = "columns"
         if self.group_dim == 0:
@@ -116,7 +116,7 @@ class QuantRule:
         else:
             raise ConfigError(
                 f"{self.origin}: {name} [{rows}, {columns}] cannot be cut into {num_groups} groups of whole rows, nor "
-                f"of even parts of a row; choose a divisor of the {rows} rows or a multiple that divides the columns, "
+                f"of equal parts of a row; choose a divisor of the {rows} rows or a multiple that divides the columns, "
                 "or leave the parameter out (zinfer.quantization.exclude)"
             )
         return QuantFormat(self.bits, group_size, self.symmetric, self.is_float, group_rows)
@@ -124,15 +124,15 @@ class QuantRule:
 
 @dataclass(frozen=True)
 class Quantization:
-    """All that a configuration says about quantized weights.
+    """All settings of a configuration about quantized weights.
 
     Args:
-        rules: those with patterns come before the one without, if there is one.
-        include: patterns to which the rule without one is limited; empty: it has no limits.
-        exclude: patterns of what stays in full precision, whatever a rule says.
-        qkv: the projections to queries, keys and values are quantized too.
-        search: "clip" narrows each group's range to where the weight's squared error is least.
-        activations: products take INT8 activations, a scale a token, with the INT8 weights.
+        rules: rules with patterns, then at most one without.
+        include: limits the rule without a pattern to names with these patterns; empty: no limit.
+        exclude: patterns of parameters that stay in full precision, whatever the rules.
+        qkv: whether projections to queries, keys and values are quantized too.
+        search: "clip" narrows each group's range to minimize the squared error of the weight.
+        activations: use INT8 activations, with a scale per token, with INT8 weights.
     """
 
     rules: tuple[QuantRule, ...]
@@ -146,13 +146,13 @@ class Quantization:
         assert all(rule.pattern is not None for rule in self.rules[:-1])
 
     def format_for(self, name: str, rows: int, columns: int) -> QuantFormat | None:
-        """The format of the matrix [rows, columns] of a parameter; None: it stays in full precision.
+        """Return the format of a parameter's matrix [rows, columns]; None: it stays in full precision.
 
         `rows` are output channels; stacked matrices in one parameter count as one.
 
         Raises:
-            ConfigError: two patterns with different formats occur in the name, or the shape cannot be grouped as the
-                rule says; names the parameter, its shape and the key.
+            ConfigError: two patterns with different formats occur in the name, or the groups do not fit the shape;
+                names the parameter, its shape and the key.
         """
         if name.endswith(("bias", "bias.weight")) or min(rows, columns) == 1 or self._is_excluded(name):
             return None
@@ -162,31 +162,31 @@ class Quantization:
         format = rule.format_for(name, rows, columns)
         if self.activations and format.group_size is not None:
             raise ConfigError(
-                f"{rule.origin}: {name} [{rows}, {columns}] would have several scales a row, and a product with "
-                "quantized activations takes one; choose a divisor of the rows, or switch the activations off"
+                f"{rule.origin}: {name} [{rows}, {columns}] would have several scales a row, but quantized activations "
+                "need one; choose a divisor of the rows, or switch the activations off"
             )
         return format
 
     def quantizes_input(self, name: str) -> bool:
-        """Whether products with a parameter that is quantized already quantize what it is multiplied with."""
+        """Return whether products with an already quantized parameter quantize their activations."""
         return self.activations and not self._is_excluded(name) and self._rule_for(name) is not None
 
     def groups_rows(self, name: str) -> bool:
-        """Whether rows of a parameter that is quantized share scales, so that its transpose is what is stored."""
+        """Return whether rows of an already quantized parameter share scales, so that its transpose is stored."""
         rule = self._rule_for(name)
         return rule is not None and rule.group_dim == 0
 
     def as_document(self) -> dict[str, Any]:
-        """The rules as JSON, without what only messages need: equal for rules that do the same."""
+        """Return the rules as JSON, without fields for messages; equivalent rules give equal documents."""
         document: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         for rule in document["rules"]:
             del rule["origin"]
-            if rule["group_dim"] == 1:  # as in the documents of stores that were written before there was another
+            if rule["group_dim"] == 1:  # left out as in older stores, which knew no other
                 del rule["group_dim"]
         return document
 
     def patterns_without_a_match(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Patterns that occur in none of the parameters' names: misspelt ones, most likely."""
+        """Return the patterns that occur in no parameter's name; they are probably misspelt."""
         stated = (*(rule.pattern for rule in self.rules if rule.pattern is not None), *self.include, *self.exclude)
         known = tuple(names)
         return tuple(pattern for pattern in stated if not any(_end_of(pattern, name) for name in known))
@@ -217,13 +217,13 @@ class Quantization:
 
 
 def _claims(pattern: str, name: str) -> bool:
-    """Whether a pattern occurs in a name, and reaches into what would keep it in full precision."""
+    """Return whether a pattern occurs in a name, and reaches into any component that keeps it in full precision."""
     kept_from = _kept_from(name) or 0
     return _end_of(pattern, name) > kept_from
 
 
 def _kept_from(name: str) -> int | None:
-    """Where the component begins for which a parameter stays in full precision; None: it does not."""
+    """Return the start of the component that keeps a parameter in full precision; None if there is none."""
     module = _module(name)
     begin = 0
     components = module.split(".")
@@ -231,13 +231,13 @@ def _kept_from(name: str) -> int | None:
         if _FULL_PRECISION.fullmatch(component):
             return begin
         begin += len(component) + 1
-    if name == module and "experts" not in components:  # no module's weight: a state-space model's A_log, say
+    if name == module and "experts" not in components:  # not a module's weight, for example a state-space model's A_log
         return begin - len(components[-1]) - 1
     return None
 
 
 def _end_of(pattern: str, name: str) -> int:
-    """Where the last occurrence of a pattern in a module's name ends; 0: it does not occur."""
+    """Return the end of the last occurrence of a pattern in a module's name; 0 if it does not occur."""
     pattern = _module(pattern)
     begin = _module(name).rfind(pattern)
     return 0 if begin < 0 else begin + len(pattern)

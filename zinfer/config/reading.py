@@ -1,5 +1,5 @@
-"""Reads one source against the table of keys: aliases become the keys they stand for, values are parsed, unknown keys
-and requests for what is unsupported are refused. What the keys mean together is not looked at here."""
+"""Read one source by the table of keys: resolve aliases, parse values, and refuse unknown keys and unsupported
+features. Combinations of keys are checked elsewhere."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MAX_PLACES = 3
 
 @dataclass(frozen=True)
 class Given:
-    """A value that a source states.
+    """A key and its value in a source.
 
     Attributes:
-        written: the key's path as the user spelt it.
-        raw: what was written.
-        value: what it means.
-        label: names what states it, in messages.
-        reason: why it changes nothing, if it does not.
+        written: the key's path as the user wrote it.
+        raw: the value as written.
+        value: the parsed value.
+        label: name of the source in messages.
+        reason: why it has no effect; empty if it has one.
     """
 
     key: Key
@@ -43,19 +43,19 @@ class Given:
 
 
 def contradiction(first: Given, second: Given, why: str) -> ConfigError:
-    """The error of two keys that cannot both be given; `why` ends with the remedy."""
+    """Return the error for two keys that contradict each other; `why` ends with the remedy."""
     return ConfigError(f"{first} ({first.label}) contradicts {second} ({second.label}): {why}")
 
 
 def read(keys: Mapping[str, object], label: str, *, in_file: bool = False, is_kwargs: bool = False) -> dict[str, Given]:
-    """Everything that one source states, by the keys' own paths; also what is ignored.
+    """Read all keys of a source, including ignored ones, by the keys' own paths.
 
     Args:
-        label: names the source in messages; with ``in_file``, messages begin with it.
-        is_kwargs: zinfer's own keys may stand alone.
+        label: name of the source in messages; with ``in_file``, messages begin with it.
+        is_kwargs: allow zinfer's own keys without their section.
 
     Raises:
-        ConfigError: the first key or value that cannot be used.
+        ConfigError: a key or value is invalid; names the first one.
     """
     reader = _Reader(label, is_kwargs)
     try:
@@ -66,14 +66,14 @@ def read(keys: Mapping[str, object], label: str, *, in_file: bool = False, is_kw
 
 
 class _Fault(Exception):
-    """What is wrong with a source, without its name."""
+    """An error in a source, without the source's name."""
 
 
 class _Reader:
     """Reads one source.
 
     Attributes:
-        written: how each key and section was spelt; a second spelling of one is an error.
+        written: each key and section as written; a second name for one is an error.
     """
 
     def __init__(self, label: str, is_kwargs: bool) -> None:
@@ -83,7 +83,7 @@ class _Reader:
         self.written: dict[str, str] = {}
 
     def read(self, keys: Mapping[str, object], path: str, written: str) -> None:
-        """Read the keys of one section; `path` and `written` are its own name and the user's, empty at the top."""
+        """Read the keys of a section; `path` is its own path, `written` the user's, both empty at the top."""
         for name, value in keys.items():
             self._key(*self._known(name, path, written), value)
 
@@ -114,7 +114,7 @@ class _Reader:
             self.given[key.path] = Given(key, written, raw, value, self.label, reason)
 
     def _known(self, name: object, path: str, written: str) -> tuple[Key, str]:
-        """The key that `name` means in a section, and the full path as the user spells it."""
+        """Return the key for `name` in a section, and its full path as the user wrote it."""
         if not isinstance(name, str):
             raise _Fault(f"{_joined(written, show(name))}: keys must be text")
         spelt = _joined(written, name)
@@ -135,10 +135,10 @@ class _Reader:
 
 
 def merge(config: Mapping[str, Given], kwargs: Mapping[str, Given]) -> dict[str, Given]:
-    """What both state together, an old spelling under the key that it means.
+    """Merge both sources; old names are replaced by the keys they mean.
 
     Raises:
-        ConfigError: two values of one key.
+        ConfigError: a key has two different values.
     """
     for path, ours in config.items():
         theirs = kwargs.get(path, ours)
@@ -158,7 +158,7 @@ def merge(config: Mapping[str, Given], kwargs: Mapping[str, Given]) -> dict[str,
 
 
 def _asks(value: object, *, off_is_idle: bool = True) -> bool:
-    """Whether the value of an unsupported key asks for anything; numbers may be off in any spelling."""
+    """Return whether the value of an unsupported key requests anything; a number that means off does not."""
     if _is_unstated(value) or value is False or (off_is_idle and _is_off(value)):
         return False
     if isinstance(value, Mapping):
@@ -167,7 +167,7 @@ def _asks(value: object, *, off_is_idle: bool = True) -> bool:
 
 
 def _is_off(value: object) -> bool:
-    """Whether a value is false, in any spelling that a switch takes."""
+    """Return whether a value is false, in any form that `flag` accepts."""
     try:
         return not flag(value)
     except Unusable:
@@ -183,7 +183,7 @@ def _joined(section: str, name: str) -> str:
 
 
 def _advice(name: str, section: str, section_as_written: str) -> str:
-    """The end of the message on an unknown key `name`: the section that knows it, else the nearest known name."""
+    """Return the advice for an unknown key: the section it belongs in, else the most similar name."""
     by_status = sorted(KEYS, key=lambda key: list(Status).index(key.status))
     places = [key.path for key in by_status if _plain(name) in map(_plain, (key.name, *key.aliases))]
     if places:

@@ -1,4 +1,4 @@
-"""From a configuration to settings: the four patterns of `init_inference`, and what keys may say together."""
+"""Resolve a configuration to settings, for all forms of `init_inference`, and check combinations of keys."""
 
 from __future__ import annotations
 
@@ -35,19 +35,21 @@ def resolve_settings(
     is_module: bool = False,
     swaps: bool = False,
 ) -> Settings:
-    """The settings that `init_inference(model, config, **kwargs)` states. Neither mapping is changed.
+    """Resolve the arguments of `init_inference(model, config, **kwargs)`. Does not change the mappings.
 
-    `config` is a dict, or the path of a JSON file, of DeepSpeed's inference keys, of its training-style sections
-    (`zero_optimization`, `aio`, `fp16` ...) or of both; zinfer's own keys are under "zinfer", and may stand alone among
-    `kwargs`. "auto" and None mean the default. A key in both must have one meaning. What every key becomes is in
-    `zinfer.config.keys.KEYS`; those given without effect are listed in the result.
+    "auto" and None mean the default. A key given in both mappings must have the same value. `zinfer.config.keys.KEYS`
+    documents every key; the result lists the given keys that have no effect.
 
-    `is_module` tells that the model is a module, whose weights are in memory unless a checkpoint is named; `swaps` that
-    an `LLM` runs it, which may keep sequences under `nvme_path` that had to make room.
+    Args:
+        config: a dict or the path of a JSON file, with DeepSpeed's inference keys, its training-style sections
+            (`zero_optimization`, `aio`, `fp16` ...) or both. zinfer's own keys are under "zinfer".
+        kwargs: the same keys; zinfer's own need no section here.
+        is_module: the model is a module, whose weights are in memory unless a checkpoint is given.
+        swaps: an `LLM` runs the model, which may swap preempted sequences to `nvme_path`.
 
     Raises:
-        ConfigError: an unreadable file, an unknown key, an unusable value, a feature that is not available yet, or
-            keys that contradict each other. The message names the key's full path and the remedy.
+        ConfigError: an unreadable file, an unknown key, an invalid value, a feature that is not available yet, or
+            contradicting keys. The message names the key's full path and the remedy.
     """
     in_file = isinstance(config, str | os.PathLike)
     everything = merge(
@@ -91,13 +93,13 @@ def _check_together(given: Mapping[str, Given]) -> None:
     tier, pins = given.get(KV_TIER), given.get(PIN_MEMORY)
     if tier is not None and tier.value == "host" and pins is not None and not pins.value:
         raise ConfigError(
-            f"{tier} contradicts {pins}: keys and values come and go beside the compute from pinned memory only; "
+            f"{tier} contradicts {pins}: copies of the KV cache overlap with compute only from pinned memory; "
             f'remove {pins.written}, or set {tier.written} to "device"'
         )
 
 
 def _dtype(given: Mapping[str, Given]) -> torch.dtype | None:
-    """The one dtype that `dtype`, `fp16.enabled` and `bf16.enabled` agree on; int8 speaks of stored weights only."""
+    """Return the dtype that `dtype`, `fp16.enabled` and `bf16.enabled` agree on; ignores int8, for stored weights."""
     stated: list[tuple[Given, torch.dtype]] = []
     if "dtype" in given and given["dtype"].value.is_floating_point:
         stated.append((given["dtype"], given["dtype"].value))
@@ -123,10 +125,11 @@ def _checkpoint(given: Mapping[str, Given]) -> Path | CheckpointListing | None:
 
 
 def _idle_nvme_path(given: Mapping[str, Given], *, writes: bool) -> str | None:
-    """Why no weights are written to `nvme_path`, as far as the configuration alone can tell; None: some are."""
+    """Return why no weights are written to `nvme_path`, judging by the configuration alone; None: some may be."""
     if OFFLOAD_DEVICE not in given or given[OFFLOAD_DEVICE].value != "nvme":
         return f'no weights are written there unless {OFFLOAD_DEVICE} is "nvme"'
     if not writes:
-        reason = "the checkpoint's files are read where they lie; only weights that other tools quantized are written"
-        return f"{reason} there, in the form that streams"
+        return (
+            "checkpoint files are read in place; only weights quantized by other tools are converted and written there"
+        )
     return None

@@ -1,4 +1,4 @@
-"""What a configuration resolves to: small frozen objects, each field with the key that states it."""
+"""Resolved settings: small frozen objects, each field with its configuration key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _is_said: ContextVar[bool] = ContextVar("zinfer_without_effect_is_said", default
 
 @dataclass(frozen=True)
 class Offload:
-    """Where the parameters live. `device` None means that the configuration does not say."""
+    """Home of the parameters. `device` None: not stated in the configuration."""
 
     device: Literal["none", "cpu", "nvme"] | None = setting(
         f"{_OFFLOAD}.device", choice("none", "cpu", "nvme"), "home of the parameters: device, host memory or disk"
@@ -35,8 +35,8 @@ class Offload:
     nvme_path: Path | None = setting(
         f"{_OFFLOAD}.nvme_path",
         values.folder_or_empty,
-        "folder for weights that are converted for the disk, once, for those of a module that is given in memory, and "
-        "for what preempted sequences of zinfer.LLM leave; weights that stream as they lie are read in place",
+        "folder for weights that are converted for the disk, once, for those of a module given in memory, and for the "
+        "KV cache of preempted sequences of zinfer.LLM; weights that need no conversion are read in place",
     )
     pin_memory: bool = setting(
         f"{_OFFLOAD}.pin_memory", flag, "host memory is page-locked; false: only the staging slots are", default=True
@@ -52,24 +52,24 @@ class Offload:
 
 @dataclass(frozen=True)
 class Aio:
-    """How the disk is read. None means that the reader chooses."""
+    """Settings for reading from disk. None: the reader chooses."""
 
     block_size: int | None = setting("aio.block_size", values.multiple(4096), "bytes of one request")
     queue_depth: int | None = setting(
-        "aio.queue_depth", count(1), "requests in flight, times intra_op_parallelism; each is a thread, 64 at most"
+        "aio.queue_depth", count(1), "requests in flight, times intra_op_parallelism; one thread each, 64 at most"
     )
     intra_op_parallelism: int | None = setting("aio.intra_op_parallelism", count(1), "threads that read one slab")
     use_gds: bool = setting(
         "aio.use_gds",
         flag,
-        "read from disk straight into device memory, where kvikio and the driver allow it",
+        "read from disk directly into device memory, if kvikio and the driver allow it",
         default=False,
     )
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """Hints at the depth of the stream, in elements; None means that the planner chooses."""
+    """Hints for the prefetch depth, in elements. None: the planner chooses."""
 
     prefetch_bucket_size: int | None = setting(
         "zero_optimization.stage3_prefetch_bucket_size",
@@ -87,7 +87,7 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Memory:
-    """Budgets in bytes; None means what the machine has."""
+    """Budgets in bytes. None: by the machine's free memory."""
 
     max_device_memory: int | None = setting(
         "zinfer.max_device_memory", size_bytes, 'most device memory, in bytes or as "24GB"'
@@ -98,7 +98,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the plan leaves room for beside the weights; all three are stated, or none."""
+    """The batch for which the plan reserves memory; all three fields are stated, or none."""
 
     batch_size: int | None = setting("zinfer.batch_size", count(1), f"prompts computed together; {_ROOM}")
     prompt_len: int | None = setting("zinfer.prompt_len", count(1), f"tokens of the longest prompt; {_ROOM}")
@@ -107,7 +107,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batching:
-    """How `zinfer.LLM` batches sequences; None means that it chooses."""
+    """Settings of batching in `zinfer.LLM`. None: it chooses."""
 
     tokens_per_pass: int | None = setting(
         "zinfer.tokens_per_pass", count(1), "most tokens of a ragged batch of zinfer.LLM"
@@ -118,7 +118,7 @@ class Batching:
     kv_cache_memory: int | None = setting(
         "zinfer.kv_cache_memory",
         size_bytes,
-        "memory for the KV cache of zinfer.LLM, of the kind that kv_cache_tier names",
+        "memory for the KV cache of zinfer.LLM, on the device or in host memory, by kv_cache_tier",
     )
     kv_cache_tier: Literal["device", "host"] = setting(
         "zinfer.kv_cache_tier",
@@ -143,7 +143,7 @@ class Batching:
 
 @dataclass(frozen=True)
 class Ignored:
-    """A key that was given and changes nothing here, with the reason."""
+    """A given key without effect, with the reason."""
 
     path: str
     reason: str
@@ -151,7 +151,7 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Settings:
-    """A whole configuration, checked. `dtype` None means the checkpoint's own.
+    """A whole, validated configuration. `dtype` None: the checkpoint's own.
 
     Products with quantized weights are computed in `dtype` too.
     """
@@ -169,9 +169,7 @@ class Settings:
         "min_out_tokens", count(1), "tokens that must at least be possible", "min_tokens", default=1
     )
     num_slots: int | None = setting("zinfer.num_slots", count(1), "device slots that blocks stream through")
-    synchronous: bool = setting(
-        "zinfer.synchronous", flag, "every copy is waited for: slow, for comparison", default=False
-    )
+    synchronous: bool = setting("zinfer.synchronous", flag, "wait for every copy: slow, for comparison", default=False)
     check_finite: bool = setting(
         "zinfer.check_finite",
         flag,
@@ -181,15 +179,15 @@ class Settings:
     kernel_inject: bool | None = setting(
         "replace_with_kernel_inject",
         flag,
-        "norms, rotations, activations and gated MLPs are computed by fused kernels, products of one input as one, and "
-        "those of all experts; by default those of zinfer.LLM on a GPU",
+        "use fused kernels for norms, rotary embeddings, activations, gated MLPs and experts, and merge products with "
+        "one input; default: true for zinfer.LLM on a GPU",
         "kernel_inject",
     )
     cuda_graph: bool | None = setting(
         "enable_cuda_graph",
         flag,
-        "forwards are replayed as CUDA graphs, in pieces where weights stream; by default zinfer.LLM's passes of few "
-        "texts, where little streams",
+        "replay forwards as CUDA graphs, in pieces if weights stream; default: zinfer.LLM's passes of few sequences, "
+        "if little streams",
     )
     device: Literal["auto", "cuda", "cpu"] = setting(
         "zinfer.device", choice("auto", "cuda", "cpu"), "where the model computes", default="auto"
@@ -200,7 +198,7 @@ class Settings:
     block_classes: tuple[BlockClass, ...] = setting(
         "injection_policy",
         block_classes,
-        "classes of modules that are blocks, as {Block: (linear layers whose results GPUs would add up)}",
+        "classes of modules that are blocks, as {Block: (linear layers whose outputs several GPUs would sum)}",
         "injection_dict",
         default=(),
     )
@@ -212,19 +210,19 @@ class Settings:
     batch: Batch = Batch()
     batching: Batching = Batching()
     quantization: Quantization | None = None
-    """Which weights are quantized, and how; None: none."""
+    """Quantization of the weights; None: none."""
     without_effect: tuple[Ignored, ...] = ()
 
     def for_batches(self, *, on_cuda: bool) -> Settings:
-        """These for `LLM`, on a GPU or not: with fused kernels there if nothing is said of them."""
+        """Return the settings for `LLM`: fused kernels default to on with a GPU."""
         return self if self.kernel_inject is not None else replace(self, kernel_inject=on_cuda)
 
 
 def say_without_effect(settings: Settings, say: Callable[[str], object] = log.warning) -> None:
-    """Report each key that changes nothing in a line with the reason; none inside of `said_before`.
+    """Report each key without effect, with the reason; does nothing inside `mute_key_report`.
 
     Args:
-        say: takes a line; by default a warning in the log.
+        say: called with each message; by default logs a warning.
     """
     if not _is_said.get():
         for ignored in settings.without_effect:
@@ -232,8 +230,8 @@ def say_without_effect(settings: Settings, say: Callable[[str], object] = log.wa
 
 
 @contextmanager
-def said_before() -> Iterator[None]:
-    """Inside, engines do not report keys: their caller already has."""
+def mute_key_report() -> Iterator[None]:
+    """Context in which `say_without_effect` does nothing, because the caller has reported the keys already."""
     token = _is_said.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Configurations in JSON files, which are strict: a key twice in one object, NaN and Infinity are refused."""
+"""Read configurations from strict JSON files: repeated keys, NaN and Infinity are refused."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from zinfer.errors import ConfigError
 
 
 class _Object(dict[str, object]):
-    """A JSON object that remembers a key it was given twice: a parser's hook knows no path."""
+    """A JSON object that records a repeated key, since a parser hook does not know the path."""
 
     repeated: str | None = None
 
 
 def config_keys(config: str | os.PathLike[str] | Mapping[str, object] | None) -> Mapping[str, object]:
-    """The keys of `init_inference`'s `config`: none, a mapping's or those in a JSON file.
+    """Return the keys of `config`: those of a mapping or of a JSON file, or none.
 
     Raises:
-        ConfigError: a file cannot be read or is not one JSON object, or it is neither a mapping nor a path.
+        ConfigError: `config` is neither a mapping nor a path, or the file is unreadable or not one JSON object.
     """
     if config is None or isinstance(config, Mapping):
         return config or {}
@@ -32,10 +32,10 @@ def config_keys(config: str | os.PathLike[str] | Mapping[str, object] | None) ->
 
 
 def read_json(file: Path, what: str) -> Mapping[str, object]:
-    """The one object in a strict JSON file; `what` is the argument that names it.
+    """Return the object in a strict JSON file; `what` is the name of the argument, for messages.
 
     Raises:
-        ConfigError: the file cannot be read or holds something else.
+        ConfigError: the file cannot be read, or does not hold one object.
     """
     try:
         document = json.loads(file.read_bytes().decode("utf-8-sig"), object_pairs_hook=_pairs)
@@ -61,7 +61,7 @@ def _pairs(pairs: list[tuple[str, object]]) -> _Object:
 def _faults(value: object, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, _Object):
         if value.repeated is not None:
-            yield f"{path}.{value.repeated}".lstrip("."), "stands twice in one object; remove one"
+            yield f"{path}.{value.repeated}".lstrip("."), "occurs twice in one object; remove one"
         for name, part in value.items():
             yield from _faults(part, f"{path}.{name}".lstrip("."))
     elif isinstance(value, list):

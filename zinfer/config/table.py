@@ -1,5 +1,5 @@
-"""The table of all keys as Markdown, for the guide: `python -m zinfer.config.table docs/guide/configuration.md` writes
-it into the page between two markers, and `--check` only says whether the page has it already."""
+"""Write the table of all keys as Markdown: `python -m zinfer.config.table docs/guide/configuration.md` updates the page
+between two markers; `--check` only reports whether the page is up to date."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TITLES: Final = {
 
 
 def key_table() -> str:
-    """A table for each section at the top, supported keys first."""
+    """Return a table for each top-level section, supported keys first."""
     sections: dict[str, list[Key]] = {"": []}
     for key in sorted(KEYS, key=lambda key: (list(Status).index(key.status), key.path)):
         top = key.path.partition(".")[0]
@@ -33,10 +33,10 @@ def key_table() -> str:
 
 
 def with_table(page: str) -> str:
-    """The page with the present table between its markers.
+    """Return the page with the current table between its markers.
 
     Raises:
-        ValueError: the page does not have both markers, once each and in their order.
+        ValueError: the page does not have both markers in order, once each.
     """
     if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
         raise ValueError(f"the page must have {BEGIN} and then {END}, once each")
@@ -67,7 +67,7 @@ def _reason(key: Key) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0: the page has the present table; 1: it does not, with `--check`; 2: called in another way."""
+    """Return 0 if the page has the current table, 1 if it does not (with `--check`), 2 for wrong arguments."""
     paths = [Path(argument) for argument in arguments if argument != "--check"]
     if len(paths) != 1:
         print("usage: python -m zinfer.config.table [--check] PAGE.md", file=sys.stderr)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     if page == wanted:
         return 0
     if "--check" in arguments:
-        print(f"{path}: the table of keys is not the present one; run python -m zinfer.config.table {path}")
+        print(f"{path}: the table of keys is out of date; run python -m zinfer.config.table {path}")
         return 1
     path.write_text(wanted, encoding="utf-8")
     return 0

@@ -1,5 +1,5 @@
-"""Parsers of single values. Each takes what the user wrote and returns what the settings hold, or raises `Unusable`.
-They know no paths: the reader adds them."""
+"""Parsers of single values. Each converts a user's value to the value in the settings, or raises `Unusable`. The reader
+adds the key's path to errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZE_EXPECTED = 'a positive number of bytes, or one with a unit such as "24GB", 
 
 _BLOCKS_EXPECTED = 'an object like {Block: ("attn.out_proj", "mlp.fc2")}: classes of modules, and linear layers in them'
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?", re.IGNORECASE)
-_MOST_CHARS = 40  # of a number that is written as text
+_MOST_CHARS = 40  # of a number written as text
 
 _DTYPES = {
     **dict.fromkeys(("fp16", "half", "float16"), torch.float16),
@@ -39,11 +39,11 @@ _DTYPES = {
 
 
 class Unusable(ValueError):
-    """The value cannot be read. The text goes on after ``path = value``, and says what is expected.
+    """Raised for an invalid value. The message continues ``path = value`` with what is expected.
 
     Attributes:
-        inside: path of the faulty part within the value; empty: the whole value.
-        value: what the part holds.
+        inside: path of the invalid part within the value; empty: the whole value.
+        value: the invalid part.
     """
 
     def __init__(self, expected: str, inside: str = "", value: object = None) -> None:
@@ -53,7 +53,7 @@ class Unusable(ValueError):
 
 
 class NotAvailable(Unusable):
-    """The value asks for something that is missing; `instead` says what can be written."""
+    """Raised for a value that requests a missing feature; `instead` is an accepted value."""
 
     def __init__(self, what: str, instead: str) -> None:
         ValueError.__init__(self, f" is not available yet: {what}; remove it or set it to {instead}")
@@ -62,17 +62,17 @@ class NotAvailable(Unusable):
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Returned by a parser for a value that is legitimate and changes nothing here."""
+    """Returned by a parser for a valid value without effect."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class BlockClass:
-    """A class of modules, itself or by its name, and the ends of names of linear layers in them.
+    """A class of modules, or its name, and suffixes of names of linear layers in it.
 
-    DeepSpeed adds up over GPUs what comes out of those layers; on one GPU nothing has to be added, and they only tell
-    whether the policy was written for the model.
+    DeepSpeed sums the outputs of those layers over GPUs. On one GPU they only show whether the policy was written for
+    the model.
     """
 
     kind: type[nn.Module] | str
@@ -83,14 +83,14 @@ class BlockClass:
         return self.kind if isinstance(self.kind, str) else self.kind.__name__
 
     def is_class_of(self, module: nn.Module) -> bool:
-        """Whether the module is a block of this kind."""
+        """Return whether the module is a block of this class."""
         if isinstance(self.kind, str):
             return type(module).__name__ == self.kind
         return isinstance(module, self.kind)
 
 
 def flag(value: object) -> bool:
-    """True or false, also as 1 or 0 or as text, which DeepSpeed takes too."""
+    """Parse true or false, also as 1 or 0 or as text, like DeepSpeed."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     number = int(value) if isinstance(value, bool) else _finite(value)
@@ -100,7 +100,7 @@ def flag(value: object) -> bool:
 
 
 def count(minimum: int, maximum: int | None = None) -> Parser:
-    """A parser of whole numbers; 3.0 and "3" are, 3.5 is not."""
+    """Return a parser of whole numbers; accepts 3.0 and "3", but not 3.5."""
     expected = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
 
     def parse(value: object) -> int:
@@ -117,7 +117,7 @@ def count(minimum: int, maximum: int | None = None) -> Parser:
 
 
 def multiple(unit: int) -> Parser:
-    """A parser of whole multiples of `unit`, 0 not among them."""
+    """Return a parser of positive multiples of `unit`."""
 
     def parse(value: object) -> int:
         number = _finite(value)
@@ -129,7 +129,7 @@ def multiple(unit: int) -> Parser:
 
 
 def elements(value: object) -> int:
-    """A number of elements, also as text such as "1e9"; fractions, as in `0.9 * hidden**2`, are rounded down."""
+    """Parse a number of elements, also as text such as "1e9"; rounds fractions down, as in `0.9 * hidden**2`."""
     number = _finite(value)
     if number is None or number < 0:
         raise Unusable("a number of elements, 0 or more")
@@ -137,9 +137,9 @@ def elements(value: object) -> int:
 
 
 def size_bytes(value: object) -> int:
-    """Bytes: a number, or text with a decimal (GB) or binary (GiB) unit; a fraction of a byte is rounded down.
+    """Parse bytes: a number, or text with a decimal (GB) or binary (GiB) unit; rounds fractions down.
 
-    A bare letter ("24G") is refused, for it means both.
+    Refuses a bare letter ("24G"), which is ambiguous.
     """
     if isinstance(value, str):
         match = SIZE.fullmatch(value.strip())
@@ -152,7 +152,7 @@ def size_bytes(value: object) -> int:
 
 
 def path(value: object) -> Path:
-    """A path of the file system, ~ replaced."""
+    """Parse a path; expands ~."""
     if isinstance(value, (str, os.PathLike)) and (text := os.fspath(value)) and isinstance(text, str):
         try:
             return Path(text).expanduser()
@@ -162,12 +162,12 @@ def path(value: object) -> Path:
 
 
 def folder_or_empty(value: object) -> Path | None:
-    """A path; the empty one, which is DeepSpeed's default for some keys, says nothing."""
+    """Parse a path; None for the empty one, DeepSpeed's default for some keys."""
     return None if value == "" else path(value)
 
 
 def choice(*names: str) -> Parser:
-    """A parser of one of the given words."""
+    """Return a parser of one of the given words."""
 
     def parse(value: object) -> str:
         if isinstance(value, str) and value in names:
@@ -178,7 +178,7 @@ def choice(*names: str) -> Parser:
 
 
 def dtype(value: object) -> torch.dtype:
-    """A floating-point torch dtype or its name; also int8, which asks for quantized weights."""
+    """Parse a floating-point torch dtype or its name; also int8, which requests quantized weights."""
     name = str(value).lower().removeprefix("torch.") if isinstance(value, (str, torch.dtype)) else ""
     if name not in _DTYPES:
         raise Unusable('a torch dtype, "fp16", "bf16", "fp32" or "int8"')
@@ -186,7 +186,7 @@ def dtype(value: object) -> torch.dtype:
 
 
 def block_classes(value: object) -> tuple[BlockClass, ...] | None:
-    """The classes that a policy names; None where it names none."""
+    """Parse the classes of an injection policy; None if there are none."""
     if not isinstance(value, Mapping):
         raise Unusable(_BLOCKS_EXPECTED)
     found = []
@@ -202,12 +202,12 @@ def block_classes(value: object) -> tuple[BlockClass, ...] | None:
 
 
 def cpu_if_true(value: object) -> str | None:
-    """The old spelling of `offload_param.device`: true is "cpu", false says nothing."""
+    """Parse the old name of `offload_param.device`: true is "cpu", false states nothing."""
     return "cpu" if flag(value) else None
 
 
 def show(value: object) -> str:
-    """The value as JSON has it where it can be JSON, else its representation, shortened."""
+    """Format a value as JSON if possible, else by its repr, shortened."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -216,7 +216,7 @@ def show(value: object) -> str:
 
 
 def number_of(value: object) -> object:
-    """The number that a text such as "3" or "1e9" stands for; any other value as it is."""
+    """Convert a text such as "3" or "1e9" to a number; return other values unchanged."""
     if not isinstance(value, str) or len(value) > _MOST_CHARS or not _NUMBER.fullmatch(value):
         return value
     return int(value) if value.lstrip("+-").isdecimal() else float(value)

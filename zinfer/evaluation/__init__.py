@@ -1,1 +1,1 @@
-"""What quantizing a model has cost: errors of its matrices, and of what it says."""
+"""Measure the accuracy loss of quantization: errors of the matrices, and of the model's output."""

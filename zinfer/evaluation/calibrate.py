@@ -1,7 +1,7 @@
-"""Runs a model in full precision over prompts and measures what its linear layers multiply with.
+"""Run a model in full precision over prompts and measure the inputs of its linear layers.
 
-What it finds decides which columns of a weight have to come out the most exact (`zinfer.kernels.scaling`). The model
-streams as it does in any job; padding after a shorter prompt is not counted.
+The result decides which columns of a weight need the most precision (`zinfer.kernels.scaling`). The model streams as in
+any job; padding is not counted.
 """
 
 import inspect
@@ -26,24 +26,24 @@ from zinfer.model.build import build_meta_model
 from zinfer.model.quantized_forms import find_form
 from zinfer.quantization.slab_matrix import SlabMatrix
 
-_MOST_TOKENS: Final = 4096  # of a pass: the model streams once for them
+_MOST_TOKENS: Final = 4096  # per pass; the model streams once per pass
 _SLICE_TOKENS: Final = 512  # squared at once
 
 
 def measure_squares(model: Path, prompts: Path, settings: Settings) -> dict[str, torch.Tensor]:
-    """The mean square of each column of the inputs of the layers whose weights the settings quantize.
+    """Return the mean square of each input column of the layers whose weights the settings quantize.
 
     Args:
         model: checkpoint folder with its tokenizer.
-        prompts: JSONL, rows as `zinfer run` takes them.
-        settings: device and budgets, and which weights are to be quantized.
+        prompts: JSONL with rows like those of `zinfer run`.
+        settings: device, budgets, and the weights to quantize.
 
     Returns:
-        [columns] float32 on the CPU, by the weights' names; without layers that no prompt has reached.
+        [columns] float32 on the CPU, by weight name; without layers that no prompt reached.
 
     Raises:
-        ConfigError: a row that is no prompt; names its line.
-        CheckpointError: as `zinfer.init_inference`.
+        ConfigError: a row is invalid; names its line.
+        CheckpointError: like `zinfer.init_inference`.
     """
     tree = build_meta_model(Checkpoint.open(model), settings.dtype)
     batches = by_length(read_token_rows(prompts, model, tree, settings.max_out_tokens), len, _MOST_TOKENS)
@@ -67,7 +67,7 @@ def measure_squares(model: Path, prompts: Path, settings: Settings) -> dict[str,
 
 
 def _layers(model: nn.Module, settings: Settings) -> dict[str, nn.Module]:
-    """Linear layers whose weights get scales of columns, by the weights' names."""
+    """Return the linear layers whose weights get column scales, by weight name."""
     form = find_form(settings.quantization, scales_columns=True)
     found: dict[str, nn.Module] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -88,7 +88,7 @@ class _Squares:
         self._mask, self._num_in_mask = torch.ones(0), 0
 
     def expect(self, mask: torch.Tensor) -> None:
-        """Which positions of the next pass count, [rows, tokens]."""
+        """Set which positions of the next pass count, [rows, tokens]."""
         self._num_in_mask = int(mask.sum())
         self._mask = mask.to(self._device, torch.float32).reshape(-1)
 
@@ -107,7 +107,7 @@ class _Squares:
     def _note(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         flat = args[0].detach().reshape(-1, args[0].shape[-1])
         if len(flat) != len(self._mask):
-            return  # not a row a token: a layer behind a router, which sees no mask
+            return  # rows are not tokens: an expert layer behind a router, where the mask does not apply
         slices = [slice(begin, begin + _SLICE_TOKENS) for begin in range(0, len(flat), _SLICE_TOKENS)]
         total = torch.stack([self._mask[part] @ flat[part].float().square() for part in slices]).sum(0)
         self._sums[name] = self._sums[name] + total if name in self._sums else total

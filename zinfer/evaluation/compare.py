@@ -1,4 +1,4 @@
-"""How much of what a model says is left when its weights are quantized: likelihoods and greedy tokens."""
+"""Compare a model with its quantized version: likelihoods and greedy tokens."""
 
 import math
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ _NUM_NEW_TOKENS: Final = 16
 
 @dataclass(frozen=True)
 class Agreement:
-    """A quantized model beside the full one.
+    """Comparison of a quantized model with the full one.
 
     Attributes:
-        num_prompts: that were read.
-        num_tokens: of the prompts, whose likelihood was taken: all but each one's first.
-        full_log_likelihood, quantized_log_likelihood: mean over those tokens, natural logarithm.
-        num_new_tokens: generated after each prompt, greedily.
-        equal_tokens: share of new tokens that both models chose; after the first that differs their inputs do.
+        num_prompts: number of prompts.
+        num_tokens: prompt tokens whose likelihood was measured: all but the first of each prompt.
+        full_log_likelihood, quantized_log_likelihood: mean natural log-likelihood of those tokens.
+        num_new_tokens: tokens generated greedily after each prompt.
+        equal_tokens: fraction of equal new tokens; after the first difference the models' inputs differ too.
     """
 
     num_prompts: int
@@ -38,36 +38,36 @@ class Agreement:
 
     @property
     def change(self) -> float:
-        """Of the mean log-likelihood a token; below 0 the quantized model gives the prompts a lower likelihood."""
+        """Change of the mean log-likelihood; negative if the quantized model is worse."""
         return self.quantized_log_likelihood - self.full_log_likelihood
 
     @property
     def perplexity_ratio(self) -> float:
-        """Quantized over full."""
+        """Perplexity of the quantized model over that of the full one."""
         return math.exp(-self.change)
 
 
 def check_prompts(source: Path, prompts: Path, settings: Settings) -> None:
-    """Refuse now what `compare_models` would refuse once the store is written.
+    """Check the prompts before the store is written.
 
     Raises:
-        ConfigError, CheckpointError: as `compare_models`.
+        ConfigError, CheckpointError: like `compare_models`.
     """
     tree = build_meta_model(Checkpoint.open(source), settings.dtype)
     read_token_rows(prompts, source, tree, settings.max_out_tokens, _NUM_NEW_TOKENS)
 
 
 def compare_models(source: Path, store: Path, prompts: Path, settings: Settings) -> Agreement:
-    """Run both models over a JSONL of prompts, one model after the other.
+    """Run both models over a JSONL file of prompts, one model after the other.
 
     Args:
         source, store: checkpoint folders; the source has the tokenizer.
-        prompts: rows as `zinfer run` takes them.
-        settings: device and budgets; quantization is left out of it.
+        prompts: JSONL with rows like those of `zinfer run`.
+        settings: device and budgets, without quantization.
 
     Raises:
-        ConfigError: a row that is no prompt, or does not fit the model; names its line.
-        CheckpointError: as `zinfer.init_inference`.
+        ConfigError: a row is invalid or does not fit the model; names its line.
+        CheckpointError: like `zinfer.init_inference`.
     """
     full, num_tokens, full_new = _run(source, source, prompts, settings)
     quantized, _, quantized_new = _run(store, source, prompts, settings)
@@ -83,7 +83,7 @@ def compare_models(source: Path, store: Path, prompts: Path, settings: Settings)
 
 
 def _run(model: Path, tokenizer: Path, prompts: Path, settings: Settings) -> tuple[float, int, list[int]]:
-    """The mean log-likelihood of the prompts' tokens, how many these are, and the new tokens of all prompts."""
+    """Return the prompts' mean log-likelihood, the number of tokens in it, and all new tokens."""
     engine = InferenceEngine(model, settings)
     try:
         rows = read_token_rows(prompts, tokenizer, engine.module, settings.max_out_tokens, _NUM_NEW_TOKENS)
@@ -101,7 +101,7 @@ def _run(model: Path, tokenizer: Path, prompts: Path, settings: Settings) -> tup
 
 
 def _log_likelihood(engine: InferenceEngine, ids: torch.Tensor, mask: torch.Tensor) -> float:
-    """The sum over all tokens but each row's first."""
+    """Return the summed log-likelihood of all tokens but each row's first."""
     logits = engine(input_ids=ids, attention_mask=mask, use_cache=False).logits
     logs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
     chosen = logs.gather(-1, ids[:, 1:].to(logs.device).unsqueeze(-1)).squeeze(-1)

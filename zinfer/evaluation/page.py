@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else, without any script; and its worst rows for a terminal."""
+"""The report as one self-contained HTML page without scripts; and its worst rows for a terminal."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +26,9 @@ svg text { font: 11px ui-monospace, monospace }
 <h1>{{ store }}</h1>
 <p>{{ errors|length }} quantized matrices, {{ full|human_bytes }} in full, {{ packed|human_bytes }} stored
 ({{ "%.2f"|format(full / packed if packed else 1) }} times smaller).
-Errors are relative: the norm of what rounding changed over the norm of the weight.</p>
+Errors are relative: the norm of the rounding error over the norm of the weight.</p>
 {% if agreement %}
-<h2>What the model says</h2>
+<h2>Output of the model</h2>
 <table>
 <tr><th>prompts<th class="n">tokens<th class="n">log-likelihood a token, full
 <th class="n">quantized<th class="n">change<th class="n">perplexity
@@ -41,7 +41,7 @@ Errors are relative: the norm of what rounding changed over the norm of the weig
 <td class="n">{{ "%.1f"|format(100 * agreement.equal_tokens) }} % of {{ agreement.num_new_tokens }} a prompt</tr>
 </table>
 {% endif %}
-<h2>The worst</h2>
+<h2>Largest errors</h2>
 <table>
 <tr><th>matrix<th>format<th class="n">relative error<th class="n">stored</tr>
 {% for each in worst %}<tr><td>{{ each.parameter }}<td>{{ each|format_name }}
@@ -63,13 +63,13 @@ Errors are relative: the norm of what rounding changed over the norm of the weig
 
 
 def write_page(path: Path, store: str, errors: Sequence[MatrixError], agreement: Agreement | None) -> None:
-    """Write the page as a whole.
+    """Write the whole page atomically.
 
     Args:
-        path: of the HTML file.
-        store: what was measured, for the title.
-        errors: of all quantized matrices, in the model's order.
-        agreement: None where no prompts were given.
+        path: path of the HTML file.
+        store: name of the store, for the title.
+        errors: errors of all quantized matrices, in the model's order.
+        agreement: None if no prompts were given.
 
     Raises:
         OSError: it cannot be written.
@@ -90,8 +90,8 @@ def write_page(path: Path, store: str, errors: Sequence[MatrixError], agreement:
 
 
 def error_table(errors: Sequence[MatrixError], agreement: Agreement | None) -> Table:
-    """The worst matrices, and what has changed in the model's texts, for a terminal."""
-    table = Table("matrix", "format", "relative error", title="what quantizing has cost", title_justify="left")
+    """Return a table of the largest errors and of the changes in the model's output, for a terminal."""
+    table = Table("matrix", "format", "relative error", title="quantization errors", title_justify="left")
     for each in worst_first(errors)[:_NUM_WORST]:
         table.add_row(each.parameter, format_name(each), f"{each.relative_error:.5f}")
     if agreement is not None:
@@ -102,12 +102,12 @@ def error_table(errors: Sequence[MatrixError], agreement: Agreement | None) -> T
 
 
 def worst_first(errors: Sequence[MatrixError]) -> list[MatrixError]:
-    """The matrices, those with the largest relative error first."""
+    """Sort the matrices by relative error, largest first."""
     return sorted(errors, key=lambda each: -each.relative_error)
 
 
 def format_name(error: MatrixError) -> str:
-    """A format in words, such as "INT4, groups of 64"."""
+    """Describe a format, such as "INT4, groups of 64"."""
     format = error.format
     kind = "FP8" if format.is_float else f"INT{format.bits}"
     groups = "" if format.group_size is None else f", groups of {format.group_size}"

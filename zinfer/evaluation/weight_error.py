@@ -1,4 +1,4 @@
-"""How far a store's matrices are from the weights that they were made of."""
+"""Measure the difference between a store's matrices and the original weights."""
 
 import re
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ class MatrixError:
     """One quantized parameter.
 
     Attributes:
-        parameter: its name.
-        layer: the number of its layer, None outside the layers.
-        format: in which it is stored.
-        nbytes: stored.
-        full_bytes: before.
+        parameter: name of the parameter.
+        layer: number of its layer; None outside the layers.
+        format: format in the store.
+        nbytes: size in the store.
+        full_bytes: size of the original.
         relative_error: Frobenius norm of the difference over that of the weight.
     """
 
@@ -41,9 +41,9 @@ class MatrixError:
 
 
 def measure_errors(source: Checkpoint, store: Checkpoint) -> Iterator[MatrixError]:
-    """Compare every matrix that the store quantized with the source's weight, one after the other.
+    """Compare each quantized matrix of the store with the source's weight.
 
-    Matrices that the source held quantized already are left out: they were taken over as they were.
+    Skips matrices that are quantized in the source already: the store holds copies of them.
 
     Raises:
         CheckpointError: one of the two cannot be read.

@@ -1,6 +1,6 @@
-"""Batch jobs: a file of prompts in, a file of completions out, whatever happens in between.
+"""Batch jobs: a file of prompts in, a file of completions out, resumable after a crash.
 
-The names are resolved on first use, so that importing the package does not import torch.
+Names are imported on first use, so importing the package does not import torch.
 """
 
 from importlib import import_module

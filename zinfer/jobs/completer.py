@@ -1,4 +1,4 @@
-"""What computes the rows of a job: the base class, and continuous batching through `LLM`."""
+"""Compute the rows of a job: the base class, and continuous batching through `LLM`."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -26,14 +26,14 @@ _SWAPS: Final = "swaps_to_disk"
 
 
 class Completer(ABC):
-    """Completes prompts; what it computes depends on these prompts and on its sizes, never on earlier calls.
+    """Completes prompts. Results depend on these prompts and on `sizes`, never on earlier calls.
 
     Args:
-        stats, close: of the engine.
+        stats, close: methods of the engine.
 
     Attributes:
-        predicted_s: seconds that the plan gives what was completed so far.
-        sizes: of its passes and its cache, kept for a run that resumes the job.
+        predicted_s: predicted seconds for the prompts completed so far.
+        sizes: batch and cache sizes, kept for a run that resumes the job.
     """
 
     def __init__(self, stats: Callable[[], RunStats], close: Callable[[], None]) -> None:
@@ -43,35 +43,35 @@ class Completer(ABC):
         self._load = Load()
 
     def load(self) -> Load:
-        """What passes carried so far, and now; any thread may ask."""
+        """Return the counters of the passes so far. Thread-safe."""
         return self._load
 
-    def rows_together(self, prompts: Sequence[Prompt]) -> int:
-        """How many rows had better share passes, these being the most: what a kill costs is bounded by it."""
+    def choose_batch_size(self, prompts: Sequence[Prompt]) -> int:
+        """Return the best batch size, judged by these first prompts; a killed job recomputes at most one batch."""
         return len(prompts)
 
     @abstractmethod
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
-        """What completing these prompts takes."""
+        """Predict the time and the number of passes for these prompts."""
 
     @abstractmethod
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
     ) -> Generator[tuple[Prompt, Answer], None, None]:
-        """Each prompt's completions as soon as all of them are there, or its encoding.
+        """Yield each prompt with its encoding, or with its completions once all of them are finished.
 
         Args:
-            wanted: identities of the prompts that are needed; others may be left out where that changes nothing.
+            wanted: identities of the prompts that are needed; others may be skipped if that changes no result.
         """
 
 
 class RaggedCompleter(Completer):
-    """An LLM's passes; each call begins with an empty cache, and so with the same passes.
+    """Completes prompts with an `LLM`. Each call starts with an empty prefix cache, so its passes are reproducible.
 
     Args:
-        stated: what the configuration says of the sizes.
-        kept: ``sizes`` of the completer that began the job; what is not stated is taken from them.
-        checksums: taken of weights as they are read.
+        stated: sizes set in the configuration.
+        kept: ``sizes`` of the completer that began the job, used for sizes the configuration does not set.
+        checksums: updated with the weights as they are read.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RaggedCompleter(Completer):
         }
         if request.trace is not None:
             options["trace"] = str(request.trace)
-        # Which sequences are computed again decides what passes carry: not by rates that are measured anew.
+        # Swapping or recomputing preempted sequences changes the passes, so keep the first run's choice.
         swaps = _SWAPS in kept if kept else None
         self._llm = LLM(
             request.model, request.config, device=request.device, swaps_to_disk=swaps, checksums=checksums, **options
@@ -102,7 +102,7 @@ class RaggedCompleter(Completer):
         return Load(llm.num_passes, llm.num_tokens, llm.num_new_tokens, llm.num_running, llm.num_swapped_pages)
 
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
-        """Of the first rows alone: the passes of all of them would take long to simulate."""
+        """Simulate the first rows and extrapolate: simulating all of them would take long."""
         fitting = [each for each in prompts if self._llm.fits(len(each.token_ids), each.max_new_tokens)]
         sequences = [prompt for prompt in fitting[:_MOST_SIMULATED] for _ in range(prompt.params.n)]
         if not sequences:
@@ -113,8 +113,8 @@ class RaggedCompleter(Completer):
         text = f"{predicted} for {len(sequences):,} sequences"
         return Forecast(text, predicted.tokens_per_s, predicted.seconds * more, predicted.num_passes * more)
 
-    def rows_together(self, prompts: Sequence[Prompt]) -> int:
-        """So few that they take ten minutes at most, but not where passes that cost the same would carry fewer rows."""
+    def choose_batch_size(self, prompts: Sequence[Prompt]) -> int:
+        """Halve the batch until it takes ten minutes at most, unless that lowers the throughput."""
         count, forecast = len(prompts), self.forecast(prompts)
         while forecast.seconds > _MOST_BATCH_S and count > 1:
             fewer = self.forecast(prompts[: count // 2])
@@ -126,7 +126,7 @@ class RaggedCompleter(Completer):
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
     ) -> Generator[tuple[Prompt, tuple[Completion, ...]], None, None]:
-        """As `Completer.complete`; all prompts are computed, since they share passes."""
+        """See `Completer.complete`. All prompts are computed, since they share passes."""
         self._llm.reset_prefix_cache()
         found: defaultdict[int, list[Completion]] = defaultdict(list)
         before = self._llm.num_new_tokens

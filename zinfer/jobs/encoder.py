@@ -1,4 +1,4 @@
-"""Encodes the rows of a batch sorted by length, so that little is padded and few passes stream the weights."""
+"""Encode the rows of a batch sorted by length: less padding, and fewer passes over the weights."""
 
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, Final
@@ -27,11 +27,11 @@ _NOT_FINITE: Final = "the model's outputs are not finite numbers; its weights ma
 
 
 class EncodingCompleter(Completer):
-    """An engine's passes.
+    """Embeds or classifies prompts with an engine.
 
     Args:
-        pad_token_id: which token pads; the mask hides it.
-        tokens_per_pass: the most, padding included, unless one row has more.
+        pad_token_id: padding token; the mask hides it.
+        tokens_per_pass: maximum per pass, padding included; a longer row gets a pass of its own.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class EncodingCompleter(Completer):
         self._tokens_per_pass = tokens_per_pass
 
     def forecast(self, prompts: Sequence[Prompt]) -> Forecast:
-        """How many passes; what one takes is not known."""
+        """Return the number of passes; their time is not predicted."""
         num_passes = len(self._parts(prompts))
         return Forecast(f"{num_passes} passes for {len(prompts)} rows", num_passes=num_passes)
 
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
     ) -> Generator[tuple[Prompt, Encoding], None, None]:
-        """As `Completer.complete`."""
+        """See `Completer.complete`."""
         for part in self._parts(prompts):
             if any(id(prompt) in wanted for prompt in part):
                 encodings = self._encode(part)
@@ -63,7 +63,7 @@ class EncodingCompleter(Completer):
         return by_length(prompts, lambda prompt: len(prompt.token_ids), self._tokens_per_pass)
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[Encoding]:
-        """Rows whose numbers broke are computed once more, without the others, to learn which layer broke each."""
+        """Encode one pass. Rows with non-finite outputs are recomputed alone to find the layer at fault."""
         numbers = self._compute(prompts)
         broken = (~numbers.isfinite().all(dim=1)).nonzero().flatten().tolist()
         names: dict[int, str | None] = {}
@@ -72,7 +72,7 @@ class EncodingCompleter(Completer):
             found = self._engine.find_broken(lambda: self._compute(again), len(again))
             names = dict(zip(broken, found, strict=True))
         if self._labels:
-            fields = labelled(numbers, self._engine.module.config)
+            fields = label_rows(numbers, self._engine.module.config)
         else:
             fields = [{"embedding": vector} for vector in numbers.tolist()]
         return [
@@ -81,7 +81,7 @@ class EncodingCompleter(Completer):
         ]
 
     def _compute(self, prompts: Sequence[Prompt]) -> torch.Tensor:
-        """[prompts, numbers of each]."""
+        """Return the embeddings or logits [prompts, width or labels]."""
         ids, mask = padded([prompt.token_ids for prompt in prompts], self._pad_token_id)
         device, module = self._engine.device, self._engine.module
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
@@ -96,11 +96,11 @@ class EncodingCompleter(Completer):
         return found
 
 
-def reserve_of(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int, *, on_cuda: bool) -> FindReserve:
-    """What passes leave no room for weights in: full ones of rows as long as the longest of these.
+def encoder_reserve(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int, *, on_cuda: bool) -> FindReserve:
+    """Return a function that computes the memory to reserve for full passes of rows as long as the longest prompt.
 
     Args:
-        spec: of the encoder.
+        spec: spec of the encoder.
     """
     row_len = max(len(prompt.token_ids) for prompt in prompts)
     num_rows = max(tokens_per_pass // row_len, 1)
@@ -112,9 +112,9 @@ def reserve_of(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int,
 
 
 def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], pooling: Pooling) -> torch.Tensor:
-    """A vector of length 1 for each row of ``input_ids`` [rows, tokens], padded on the right; [rows, width].
+    """Return unit vectors [rows, width] for ``input_ids`` [rows, tokens], which are padded on the right.
 
-    Heads are left out, and of an encoder-decoder its decoder.
+    Runs without the head; an encoder-decoder runs without its decoder.
     """
     encoder: nn.Module = model.get_encoder() if is_encoder_decoder(model) else model.base_model
     hidden_RTW = encoder(**inputs).last_hidden_state.float()
@@ -126,12 +126,14 @@ def embeddings(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], pooli
     return nn.functional.normalize(pooled_RW, dim=-1)
 
 
-def labelled(logits_RL: torch.Tensor, config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The likeliest label of each row of the head's logits [rows, labels], and the scores of all labels by their names
-    in config.json.
+def label_rows(logits_RL: torch.Tensor, config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return each row's most likely label and the scores of all labels, by their names in config.json.
 
-    Scores are probabilities: of all labels together, or of each by itself (`problem_type`). Of a model of one label
-    they are the numbers that it gives.
+    `problem_type` in config.json selects the scores: softmax over the labels, or a sigmoid of each. A model with one
+    label returns its logit.
+
+    Args:
+        logits_RL: logits of the head [rows, labels].
     """
     if config.problem_type == "multi_label_classification":
         scores_RL = logits_RL.sigmoid()

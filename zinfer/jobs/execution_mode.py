@@ -1,5 +1,4 @@
-"""How the rows of a job are computed: by continuous batching where the family of models allows it, else padded; or
-encoded."""
+"""How a job computes its rows: continuous batching if the model supports it, else padded batches; or encoding."""
 
 import json
 import time
@@ -13,17 +12,17 @@ from transformers import PreTrainedModel
 
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import Batch as BatchSettings
-from zinfer.config.settings import said_before
+from zinfer.config.settings import mute_key_report
 from zinfer.engine.engine import InferenceEngine
 from zinfer.engine.streamed_model import FindReserve
 from zinfer.errors import ConfigError, JobError, PlanError
 from zinfer.jobs.completer import Answer, Completer, RaggedCompleter
-from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter, reserve_of
+from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter, encoder_reserve
 from zinfer.jobs.padded import PaddedCompleter, batch_shape
 from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Prompt
 from zinfer.jobs.report import Moment, Timeline
-from zinfer.jobs.request import JobRequest, Task, say_kept
+from zinfer.jobs.request import JobRequest, Task, kept_message
 from zinfer.jobs.summary import weights_line
 from zinfer.jobs.weights import Weights
 from zinfer.model.batching_support import check_family
@@ -39,21 +38,21 @@ _CLASSIFIER: Final = "ForSequenceClassification"
 
 
 class ExecutionMode:
-    """What is decided once for a job; it loads the model when the first batch needs it.
+    """A job's method of computing rows, chosen once. Loads the model for the first batch.
 
     Args:
         model: on the meta device.
-        tokenizer: used by the calling thread alone.
-        limits: of a padded row.
-        meter: told where a family has to be padded.
+        tokenizer: used only by the calling thread.
+        limits: length limits of a padded row.
+        meter: notified if the model needs padded batches.
 
     Raises:
-        ConfigError: the model has not what the task needs.
+        ConfigError: the model does not support the task.
 
     Attributes:
         device: "cuda" or "cpu".
         batch_size: rows that share passes.
-        chooses_batch_size: whether a new job is to take as many as suit it.
+        chooses_batch_size: whether a new job chooses its own batch size.
         completer: None before the first batch.
         computing_s: seconds in passes.
     """
@@ -90,14 +89,14 @@ class ExecutionMode:
         self.computing_s = 0.0
         self._timeline: Timeline | None = None
 
-    def take_batch_size(self, settings: Mapping[str, str | int]) -> None:
-        """Go on with the batch size of the job that an output belongs to, where the caller states none."""
+    def reuse_batch_size(self, settings: Mapping[str, str | int]) -> None:
+        """Use the batch size of the job being resumed, unless the caller set one."""
         former = settings.get("batch_size")
         if self.chooses_batch_size and isinstance(former, int) and former > 0:
             self.batch_size = former
 
     def settings(self) -> dict[str, str | int]:
-        """The settings on which rows' bytes depend."""
+        """Return the settings that affect the rows' bytes."""
         request, settings = self._request, self._settings
         found: dict[str, str | int] = {
             "max_new_tokens": request.max_new_tokens or f"{DEFAULT_NEW_TOKENS}, or what fits",
@@ -118,16 +117,16 @@ class ExecutionMode:
         return found | {"batching": "continuous"} | stated
 
     def load(self, prompts: Sequence[Prompt], sizes: Mapping[str, int]) -> Completer:
-        """Return the completer, loaded with room for these prompts if they are the first.
+        """Return the completer; the first call loads the model and plans memory for these prompts.
 
         Args:
-            prompts: of the first batch; padded ones of that size are planned for.
-            sizes: of the completer that began the job, if this run resumes it.
+            prompts: the first batch; padded batches are planned for its shape.
+            sizes: sizes of the completer that began the job, if this run resumes it.
         """
         if self.completer is None:
             meter = self._meter
             meter.begin("loading")
-            with _stopping("loading the model", say_kept(self._request.output)), said_before():
+            with _job_errors("loading the model", kept_message(self._request.output)), mute_key_report():
                 completer = self.completer = self._open(prompts, sizes)
                 self._weights.check_unchanged()
                 meter.note(f"weights: {weights_line(completer.stats(), self.device)}")
@@ -142,13 +141,13 @@ class ExecutionMode:
     def complete(
         self, prompts: Sequence[Prompt], missing: Collection[int]
     ) -> Generator[tuple[Prompt, Answer], None, None]:
-        """Yield each prompt's answer, as `Completer.complete`; the model is loaded.
+        """Yield each prompt's answer, like `Completer.complete`. Call `load` first.
 
         Args:
             missing: identities of the prompts whose rows the output lacks.
 
         Raises:
-            JobError: the engine failed; says which rows were under way.
+            JobError: the engine failed; names the rows being computed.
         """
         assert self.completer is not None
         begin_s, meter, num_rows = time.monotonic(), self._meter, len(prompts)
@@ -158,24 +157,24 @@ class ExecutionMode:
         meter.begin_batch(len(missing), num_rows)
         if num_again := num_rows - len(missing):
             meter.note(
-                f"computing {num_again:,} rows again that are in the output already, beside {len(missing):,} that are "
-                "missing: they shared passes, and so every row stays as it would have been"
+                f"recomputing {num_again:,} finished rows with {len(missing):,} missing ones: they share passes, so "
+                "the missing rows get the same bytes as without the interruption"
             )
         rows = f"rows {prompts[0].row.id!r} to {prompts[-1].row.id!r}"
         kept = f"The rows in {self._request.output} are kept"
-        with _stopping(rows, kept), closing(self.completer.complete(prompts, missing)) as completed:
+        with _job_errors(rows, kept), closing(self.completer.complete(prompts, missing)) as completed:
             for each in completed:
-                self._weights.read_rest()
+                self._weights.hash_unread()
                 yield each
         meter.end_batch()
         self.computing_s += time.monotonic() - begin_s
 
     def close_timeline(self) -> list[Moment]:
-        """End the timeline and return its moments; none where no report is wanted, or nothing was computed."""
+        """Stop the timeline and return its moments; empty without a report or if nothing was computed."""
         return [] if self._timeline is None else self._timeline.close()
 
     def close(self) -> None:
-        """End threads and give memory back."""
+        """Stop threads and free memory."""
         try:
             self.close_timeline()
         finally:
@@ -200,35 +199,35 @@ class ExecutionMode:
         return EncodingCompleter(engine, request.task, request.pooling, pad_token_id or 0, self._tokens_per_pass)
 
     def _find_reserve(self, prompts: Sequence[Prompt], settings: Settings) -> FindReserve | None:
-        """Of an encoder; None where its config does not say how wide it is."""
+        """Return an encoder's memory reserve; None if its config does not give its width."""
         try:
             shape = ModelSpec.read_encoder(self._config)
         except PlanError as error:
-            self._meter.note(f"no memory is set aside for activations, and weights may take too much: {error}")
+            self._meter.note(f"no memory is reserved for activations, so weights may take too much: {error}")
             return None
-        return reserve_of(shape, prompts, self._tokens_per_pass, on_cuda=find_limits(settings).on_cuda)
+        return encoder_reserve(shape, prompts, self._tokens_per_pass, on_cuda=find_limits(settings).on_cuda)
 
     @property
     def _tokens_per_pass(self) -> int:
-        """Of an encoder."""
+        """Maximum tokens per pass of an encoder."""
         return self._settings.batching.tokens_per_pass or TOKENS_PER_PASS
 
 
 def _check_task(model: PreTrainedModel, task: Task) -> None:
     name = type(model).__name__
     if model.main_input_name != "input_ids":
-        raise ConfigError(f"a {name} takes no text; give a model that does")
+        raise ConfigError(f"a {name} takes no text; use a model that does")
     if task is Task.GENERATE and not model.can_generate():
         raise ConfigError(f"a {name} cannot generate text; use --task embed or classify, or another model")
     if task is Task.CLASSIFY and not name.endswith(_CLASSIFIER):
-        raise ConfigError(f"a {name} gives no labels; the task classify takes a *{_CLASSIFIER}")
+        raise ConfigError(f"a {name} has no labels; the task classify needs a *{_CLASSIFIER}")
     if task is Task.EMBED and getattr(model.config, "vision_config", None) is not None:
-        raise ConfigError(f"a {name} takes pictures beside text; the task embed takes its text tower alone")
+        raise ConfigError(f"a {name} takes images too; for the task embed, use its text tower alone")
 
 
 @contextmanager
-def _stopping(what: str, kept: str) -> Iterator[None]:
-    """Turns a failure of the engine into a JobError that says what was under way; the cause stays attached."""
+def _job_errors(what: str, kept: str) -> Iterator[None]:
+    """Convert an engine failure to a JobError that names the running work; the cause stays attached."""
     try:
         yield
     except (RuntimeError, OSError, MemoryError) as error:

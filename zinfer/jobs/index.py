@@ -1,6 +1,6 @@
-"""The input, looked at once before any compute: its hash, how many rows it holds, and that no two rows share an id.
+"""Scan the input before any compute: hash it, count its rows, and check that their ids are unique.
 
-Ids are kept as 64-bit hashes and lines as 32-bit checksums, so that ten million rows cost 200 MB and not gigabytes.
+Ids are kept as 64-bit hashes and lines as 32-bit checksums: ten million rows take 200 MB, not gigabytes.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ _MAX_DUPLICATES_NAMED = 5
 
 @dataclass(frozen=True)
 class RowIndex:
-    """What the first reading of an input found. A row's ordinal counts rows (lines that are not blank) from 0.
+    """Index of an input file. A row's ordinal counts rows (lines that are not blank) from 0.
 
     keys: [num_rows] hashes of the ids, by ordinal.
     sums: [num_rows] checksums of the lines, by ordinal.
     order: [num_rows] the ordinals sorted by key.
-    renamed: ids of unreadable lines whose line number is another row's own id, by line number.
+    renamed: replacement ids, by line number, of unreadable lines whose line number is another row's own id.
     """
 
     path: Path
@@ -42,15 +42,15 @@ class RowIndex:
 
     @property
     def num_rows(self) -> int:
-        """Return how many rows the input holds, unusable ones included."""
+        """Number of rows in the input, unusable ones included."""
         return len(self.keys)
 
     def id_of(self, parsed: Parsed) -> RowId:
-        """The id under which a row's output is written."""
+        """Return the id of a row in the output."""
         return self.renamed.get(parsed.line, parsed.id)
 
     def ordinal_of(self, row_id: RowId, guess: int) -> int | None:
-        """The ordinal of the row with this id, None if there is none; `guess` is tried first."""
+        """Return the ordinal of the row with this id, or None; `guess` is tried first."""
         key = np.uint64(id_key(row_id))
         if guess < self.num_rows and self.keys[guess] == key:
             return guess
@@ -60,10 +60,10 @@ class RowIndex:
         return int(self.order[place])
 
     def lines(self) -> Iterator[Line]:
-        """Read the rows' lines again, in order, and compare each with what was scanned.
+        """Read the rows' lines again, in order, and check each against the index.
 
         Raises:
-            JobError: the file holds something else from there on.
+            JobError: a line differs from the scanned one.
             OSError: it cannot be read.
         """
         with self.path.open("rb") as file:
@@ -77,17 +77,17 @@ class RowIndex:
 
     def _changed(self) -> JobError:
         return JobError(
-            f"input {self.path} was changed while the job ran; the rows that were written are those of the input as it "
-            "was. Restore it and run the same command again, or use --restart"
+            f"input {self.path} was changed while the job ran; the rows written so far belong to the former input. "
+            "Restore it and run the same command again, or use --restart"
         )
 
 
 def scan_input(path: Path, *, may_be_empty: bool = False) -> RowIndex:
-    """Reads the whole input once.
+    """Read the whole input and return its index.
 
     Raises:
-        UnusableInput: it cannot be read, holds no row, or two rows have the same id (both lines are named).
-        JobError: it was written to between two looks at it.
+        UnusableInput: it cannot be read, holds no row, or two rows have the same id (names both lines).
+        JobError: it changed during the scan.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -131,7 +131,7 @@ def _shared_keys(keys_N: NDArray[np.uint64]) -> set[int]:
 
 
 def _resolved(index: RowIndex, shared: set[int]) -> RowIndex:
-    """Renames unreadable lines that only by their line number share an id; any other sharing is refused."""
+    """Rename unreadable lines whose line number is another row's id; refuse all other duplicates."""
     path, keys_N = index.path, index.keys.copy()
     first: dict[int, Parsed] = {}
     duplicates: list[str] = []

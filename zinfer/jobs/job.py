@@ -1,7 +1,7 @@
-"""The batch job: prompts in a JSONL file, completions in another, crash-safe and resumable, rows byte-identical.
+"""The batch job: prompts in one JSONL file, completions in another; crash-safe and resumable, with identical bytes.
 
-A row's bytes depend on the model, the input, the machine, and the settings and sizes in the manifest; never on when the
-job was ended or how often, nor on the memory budgets of a run that resumes it.
+A row's bytes depend on the model, the input, the machine, and the settings and sizes in the manifest. Interruptions and
+other memory budgets do not change them.
 """
 
 import platform
@@ -29,7 +29,7 @@ from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, RowWriter
 from zinfer.jobs.progress import Meter
-from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader, ahead
+from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader, prefetch_iter
 from zinfer.jobs.records import Records
 from zinfer.jobs.report import write_report
 from zinfer.jobs.request import JobRequest, PathLike, Pooling, Task, UnusableInput
@@ -58,32 +58,32 @@ def run_job(
     pooling: str = "mean",
     console: Console | None = None,
 ) -> JobSummary:
-    """Complete every row of `input` into `output`, from where an earlier run of the same job stopped.
+    """Complete every row of `input` into `output`; resumes an earlier run of the same job.
 
     Args:
         model: a checkpoint folder with its tokenizer.
-        input: JSONL with `prompt`, `messages` or `prompt_token_ids` in each row, and optionally `id` and what
-            `zinfer.SamplingParams` takes. Rows are greedy unless they give a temperature. Rows with a `custom_id` are
-            those of an OpenAI batch, with a temperature of 1 unless they give one.
-        output: JSONL, appended to: rows as they finish, each in its input's form. Its manifest is beside it,
+        input: JSONL with `prompt`, `messages` or `prompt_token_ids` in each row, and optionally `id` and fields of
+            `zinfer.SamplingParams`. Rows are greedy unless they set a temperature. Rows with a `custom_id` have the
+            OpenAI batch format and a default temperature of 1.
+        output: JSONL. Rows are appended as they finish, each in the format of its input row. The manifest is
             `<output>.manifest.json`.
         config: DeepSpeed-style configuration, a dict or the path of a JSON file.
         device: "auto", "cuda" or "cpu".
-        max_new_tokens: default for rows that do not set it; None: 128, or what the model's context leaves.
-        batch_size: rows that share passes; when all of them are complete the next ones begin. Part of what decides
-            the rows' bytes, and the most that is computed again after a crash. By default 4,096 or
-            fewer, for ten minutes at most, or 32 where a family of models has to be padded.
-        restart: discard the rows of an earlier job in `output`, whatever its settings were.
+        max_new_tokens: default for rows that do not set it; None: 128, or fewer if the model's context leaves less.
+        batch_size: rows that share passes; the next batch starts when all of them are complete. It affects the rows'
+            bytes, and bounds what is recomputed after a crash. By default 4,096, or fewer so that a batch takes ten
+            minutes at most; 32 for models that need padded batches.
+        restart: discard the rows of an earlier job in `output`, even one with other settings.
         trace: a file for a Perfetto trace of reads, copies and computes, written when the job ends.
-        report: an HTML page of what the job did over time, written when it ends.
-        task: "generate", or of models that need not generate "embed" (a vector of length 1 a row, from the encoder) or
-            "classify" (a label, and the scores of all). Rows then have a source and an id alone.
-        pooling: of "embed": "mean" over a text's tokens, or "cls", the first one's.
-        console: shows progress there; None shows nothing.
+        report: path of an HTML page that charts the job over time, written when it ends.
+        task: "generate", "embed" (one unit vector per row, from the encoder) or "classify" (a label, and the scores of
+            all labels). For the last two, rows may have only a prompt and an id.
+        pooling: for "embed": "mean" over the tokens, or "cls", the first token.
+        console: where to show progress; None shows nothing.
 
     Raises:
         UnusableInput, ConfigError, CheckpointError, PlanError: no prompt was computed.
-        JobError: the job stopped in the middle; the rows in the output are whole, and the same call resumes it.
+        JobError: the job stopped early; the rows in the output are whole, and the same call resumes it.
     """
     request = JobRequest(
         model=model,
@@ -107,7 +107,7 @@ def run_job(
 
 
 class _Job:
-    """One run of a job: the rows that it reads, its weights, and how it computes."""
+    """One run of a job: its input rows, its weights, and its execution mode."""
 
     def __init__(self, request: JobRequest, meter: Meter) -> None:
         self._request, self._meter = request, meter
@@ -120,7 +120,7 @@ class _Job:
         limits = read_limits(model, settings.max_out_tokens, generates=generates)
         tokenizer = find_tokenizer(self._checkpoint.folder)
         self._encoder = PromptEncoder(tokenizer, model.config.get_text_config().vocab_size, limits)
-        # Rows are encoded by another thread, which must not share its tokenizer.
+        # Another thread encodes the rows, and must not share its tokenizer.
         self._tokenizer = deepcopy(tokenizer)
         self._mode = ExecutionMode(request, settings, model, self._tokenizer, limits, self._weights, meter)
         self._index = scan_input(request.input, may_be_empty=True)
@@ -130,10 +130,10 @@ class _Job:
             raise UnusableInput(f"model {self._checkpoint.folder} has no tokenizer; {NO_TOKENIZER}")
 
     def run(self, out: OutputFile) -> JobSummary:
-        """Compute what the output lacks."""
+        """Compute the rows missing from the output."""
         meter, mode = self._meter, self._mode
         if out.manifest is not None and not self._request.restart:
-            mode.take_batch_size(out.manifest.settings)
+            mode.reuse_batch_size(out.manifest.settings)
         self._manifest = self._new_manifest()
         states = self._resume(out)
         meter.num_rows = self._index.num_rows
@@ -142,7 +142,7 @@ class _Job:
             self._choose_batch_size()
         responses = OpenAIResponses(self._manifest.began, self._manifest.model_name, self._tokenizer)
         cutter = BatchCutter(self._reader, states, mode.batch_size)
-        with closing(RowWriter(out, meter.add_finished)) as writer, closing(ahead(cutter)) as batches:
+        with closing(RowWriter(out, meter.add_finished)) as writer, closing(prefetch_iter(cutter)) as batches:
             records = Records(responses, writer.put, states)
             for batch in batches:
                 self._finish(batch, out, records)
@@ -151,13 +151,13 @@ class _Job:
             out.begin(self._manifest)
         self._weights.wait()
         self._keep_weights(out)
-        out.refuse_altered()
+        out.check_unaltered()
         summary = self._summary(records)
         self._write_report(summary)
         return summary
 
     def close(self) -> None:
-        """End threads and processes and give memory back."""
+        """Stop threads and processes, and free memory."""
         with closing(self._mode), closing(self._weights), closing(self._encoder):
             pass
 
@@ -182,17 +182,17 @@ class _Job:
         )
 
     def _resume(self, out: OutputFile) -> bytearray:
-        """Go on with the job that the output belongs to: with its time, its name of the model and its sizes.
+        """Resume the job of the output, with its start time, model name and sizes.
 
         Returns:
-            [num_rows] RowState by ordinal: what the output holds.
+            [num_rows] RowState by ordinal, read from the output.
         """
         states, now, former = bytearray(self._index.num_rows), self._manifest, out.manifest
         if self._request.restart:
-            out.refuse_stranger()
+            out.check_ours()
             former = None
         else:
-            out.refuse_unless(now)
+            out.check_same_job(now)
         if former is not None:
             self._weights.adopt(former.weights, self._meter.note)
             if self._weights.files != former.weights:
@@ -209,15 +209,15 @@ class _Job:
         return states
 
     def _choose_batch_size(self) -> None:
-        """Let as many rows share passes as `Completer.rows_together` says of the first ones."""
+        """Set the batch size that `Completer.choose_batch_size` returns for the first rows."""
         batches = BatchCutter(self._reader, bytearray(self._index.num_rows), self._mode.batch_size)
         prompts = next((batch.prompts for batch in batches if batch.prompts), None)
         if prompts is not None:
-            size = self._mode.batch_size = self._mode.load(prompts, self._manifest.sizes).rows_together(prompts)
+            size = self._mode.batch_size = self._mode.load(prompts, self._manifest.sizes).choose_batch_size(prompts)
             self._manifest = replace(self._manifest, settings={**self._manifest.settings, "batch_size": size})
 
     def _finish(self, batch: Batch, out: OutputFile, records: Records) -> None:
-        """Compute a batch where that is needed and have its missing rows written."""
+        """Compute a batch if needed, and write its missing rows."""
         completer = self._mode.load(batch.prompts, self._manifest.sizes) if batch.prompts else None
         if not out.is_begun:
             out.begin(self._manifest)
@@ -235,8 +235,8 @@ class _Job:
                     records.write(ordinal, prompt, answer)
 
     def _keep_weights(self, out: OutputFile) -> None:
-        """Put checksums into the manifest that have become known."""
-        if self._weights.is_news():
+        """Store new checksums in the manifest."""
+        if self._weights.has_new_checksums():
             assert out.manifest is not None
             out.keep(replace(out.manifest, weights=self._weights.files))
 

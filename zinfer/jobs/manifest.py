@@ -1,7 +1,7 @@
-"""What an output belongs to: the model, the input and every setting that changes results, in a file beside the output.
+"""The manifest beside an output: its model, its input and every setting that changes results.
 
-Memory budgets are no part of it: a job may be resumed with others. Sizes of passes are, but those that were chosen and
-not stated are taken over and not compared.
+It leaves out memory budgets, so a job can be resumed with others. A resumed job reuses the batch sizes that zinfer
+chose; those set by the user are compared.
 """
 
 from dataclasses import field
@@ -23,10 +23,14 @@ VERSION: Final = 2
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
 class Manifest:
-    """Compared: `model`, `input` and `settings`. Kept: `versions` of the software that began the job, the local time
-    when it `began`, which stays "now" for chat templates that write the date, the `sizes` of passes and cache that
-    were chosen when the first row was computed, for a run that resumes: empty before that, and the `model_name` of
-    OpenAI rows that name none. `weights`, by the names of files, are compared by `jobs.weights`.
+    """Identity of a job. `model`, `input` and `settings` must match for a run to resume it.
+
+    Attributes:
+        versions: software that began the job.
+        began: local start time, which stays "now" for chat templates that write the date.
+        sizes: batch and cache sizes chosen at the first row; empty before that.
+        model_name: model name in OpenAI rows that name none.
+        weights: by file name; `jobs.weights` compares them.
     """
 
     kind: Literal["zinfer batch job"] = KIND
@@ -41,7 +45,7 @@ class Manifest:
     weights: dict[str, WeightsFile] = field(default_factory=dict)
 
     def differences(self, now: "Manifest") -> list[str]:
-        """One line for each thing that is not as it was, in words for the user."""
+        """Return one message for each value that differs."""
         pairs = {part: (getattr(self, part), getattr(now, part)) for part in ("model", "input", "settings")}
         return [
             f"{part}.{name}: {old.get(name, 'absent')} in the manifest, {new.get(name, 'absent')} now"
@@ -55,7 +59,7 @@ _MANIFEST: Final = TypeAdapter(Manifest)
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The manifest, None if there is no such file.
+    """Return the manifest, or None if the file does not exist.
 
     Raises:
         JobError: the file is not a manifest of this version.
@@ -81,10 +85,10 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Replaces the file in one step: a reader finds the old one or the whole new one, after a crash too.
+    """Replace the file atomically: even after a crash, readers find the old file or the whole new one.
 
     Raises:
-        JobError: it cannot be written; nothing is left behind.
+        JobError: it cannot be written; no partial file remains.
     """
     try:
         place_file(path, [_MANIFEST.dump_json(manifest, indent=2), b"\n"])

@@ -1,7 +1,7 @@
-"""The OpenAI form of a row: a line of a batch file for `/v1/chat/completions` or `/v1/completions`.
+"""Read rows in the OpenAI format: lines of a batch file for `/v1/chat/completions` or `/v1/completions`.
 
-Defaults are the job's own but for one: without a temperature a row draws at 1, as at OpenAI, and is not greedy. A
-negative seed stands for its 64 bits without a sign. What OpenAI would honour and nothing here does is refused.
+Defaults are the job's own, except the temperature, which is 1 as at OpenAI. A negative seed is reinterpreted as an
+unsigned 64-bit number. OpenAI fields that zinfer does not support are refused.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _NAMES: Final = {
     **{name: name for name in FIELDS if name not in ("max_new_tokens", "min_new_tokens")},
     **{"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"},
 }
-"""Fields of a body that `SamplingParams` validates, vLLM's own among them; `logprobs` is read by each url."""
+"""Body fields that `SamplingParams` validates, including vLLM's extensions; each url reads `logprobs` itself."""
 
 _NOT_SUPPORTED: Final = frozenset(
     {
@@ -27,19 +27,19 @@ _NOT_SUPPORTED: Final = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
     }
 )
-"""OpenAI's fields that would do nothing here; null asks for nothing."""
+"""OpenAI fields that are refused unless null."""
 
 
 @dataclass(frozen=True)
 class OpenAIForm:
-    """What a row's output repeats of its body. `model`: None where it names none."""
+    """The fields of a body that its output row repeats. `model`: None if the body names none."""
 
     is_chat: bool
     model: str | None
 
 
 class _Line(BaseModel):
-    """The fields around a body; `custom_id` was checked when the line was parsed."""
+    """The fields around a body; `custom_id` is checked when the line is parsed."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -57,7 +57,7 @@ class _TextFormat(BaseModel):
 
 
 class _Body(BaseModel):
-    """What both urls take besides what `SamplingParams` validates. Null means not given.
+    """Body fields of both urls, besides those that `SamplingParams` validates. Null means not given.
 
     `user`, `metadata`, `store` and `service_tier` have no effect.
     """
@@ -103,13 +103,13 @@ class _CompletionBody(_Body):
 
 
 def read_request(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
-    """Return the fields of `Row` that a line with a ``custom_id`` asks for, its id left out.
+    """Convert a line with a ``custom_id`` to the fields of a `Row`, without its id.
 
     Args:
-        max_new_tokens: where the line does not say.
+        max_new_tokens: default if the line does not set it.
 
     Raises:
-        ConfigError: names the field that cannot be used.
+        ConfigError: names the invalid field.
     """
     kind: type[_Line | _ChatBody | _CompletionBody] = _Line
     try:

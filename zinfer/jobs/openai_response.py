@@ -1,4 +1,4 @@
-"""The OpenAI form of an output row: a line of the file that a batch of theirs ends with."""
+"""Write rows in the OpenAI format: lines of a batch output file."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -11,17 +11,17 @@ from zinfer.jobs.rows import RowId, id_key
 from zinfer.requests.completion import Completion
 from zinfer.requests.logprobs import Logprobs
 
-_LEAST_LOGPROB: Final = -9999.0  # what OpenAI writes for tokens that cannot come; JSON has no infinity
+_LEAST_LOGPROB: Final = -9999.0  # OpenAI's value for impossible tokens; JSON has no infinity
 _REPLACEMENT: Final = "\ufffd"
 
 
 class OpenAIResponses:
-    """Makes the rows of one job.
+    """Builds the output rows of one job.
 
     Args:
-        began: when the job did, which is ``created`` in every row, so that a resumed job writes the same bytes.
-        model_name: of rows that name no model.
-        tokenizer: used by the calling thread alone.
+        began: start of the job, ``created`` in every row, so that a resumed job writes the same bytes.
+        model_name: default for rows that name no model.
+        tokenizer: used only by the calling thread.
     """
 
     def __init__(self, began: datetime, model_name: str, tokenizer: Any) -> None:
@@ -32,7 +32,7 @@ class OpenAIResponses:
         self._texts: dict[int, str] = {}  # of single tokens
 
     def completed(self, prompt: Prompt, form: OpenAIForm, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The row of a prompt whose completions are all there."""
+        """Return the output row of a prompt with all its completions."""
         num_prompt, num_new = len(prompt.token_ids), sum(len(each.token_ids) for each in completions)
         body = {
             "id": f"{'chatcmpl' if form.is_chat else 'cmpl'}-{_hash(prompt.row.id)}",
@@ -72,7 +72,7 @@ class OpenAIResponses:
         return {**self._chat_token(token_id, each.chosen), "top_logprobs": tops}
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        """`bytes` is null for a token that holds a part of a character."""
+        """Return a token with its logprob; `bytes` is null for a token that holds part of a character."""
         text = self._text(token_id)
         raw = None if _REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": raw}
@@ -80,9 +80,10 @@ class OpenAIResponses:
     def _text_logprobs(
         self, text: str, pairs: Sequence[tuple[int, Logprobs]], *, skips_special: bool
     ) -> dict[str, Any]:
-        """Offsets are in the choice's own text, where special tokens that are skipped take no place, and end with it.
+        """Return the logprobs of a choice in the format of `/v1/completions`.
 
-        They are sums of the lengths of single tokens: a character made of several tokens counts once for each.
+        Offsets index the choice's text and are at most its length; skipped special tokens have no length. They sum the
+        lengths of single tokens, so a character made of several tokens counts once for each.
         """
         lengths = [
             0
@@ -99,14 +100,14 @@ class OpenAIResponses:
         }
 
     def _by_text(self, token_id: int, each: Logprobs) -> dict[str, float]:
-        """The most likely tokens and the chosen one; of several with the same text the likeliest counts."""
+        """Map the text of the top tokens and the chosen one to logprobs; the highest wins for equal texts."""
         found: dict[str, float] = {}
         for other_id, logprob in (*zip(each.top_ids, each.top, strict=True), (token_id, each.chosen)):
             found.setdefault(self._text(other_id), max(logprob, _LEAST_LOGPROB))
         return found
 
     def _text(self, token_id: int) -> str:
-        """A token's text after another token, since some tokenizers drop the leading space of the first."""
+        """Decode a token as it reads after another token: some tokenizers drop the first token's leading space."""
         if token_id not in self._texts:
             alone, twice = self._decode([token_id]), self._decode([token_id, token_id])
             self._texts[token_id] = twice[len(alone) :] if twice.startswith(alone) else alone
@@ -118,16 +119,16 @@ class OpenAIResponses:
 
 
 def error_response(row_id: RowId, status: int, message: str) -> dict[str, Any]:
-    """The row of a request that cannot be used (status 400), or that the model is to blame for (500)."""
+    """Return the row of an invalid request (status 400), or of one on which the model failed (500)."""
     kind = "invalid_request_error" if status == 400 else "server_error"
     return _row(row_id, status, {"error": {"message": message, "type": kind, "param": None, "code": None}})
 
 
 def read_response(record: Mapping[str, Any]) -> tuple[str, bool]:
-    """A written row's `custom_id`, and whether the row says what went wrong.
+    """Return the `custom_id` of an output row, and whether it is an error row.
 
     Raises:
-        ValueError: no job writes such a row.
+        ValueError: zinfer does not write such rows.
     """
     match record:
         case {"custom_id": str(custom_id), "response": {"status_code": 200, "body": {"choices": [_, *_]}}}:

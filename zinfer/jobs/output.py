@@ -1,6 +1,6 @@
-"""The output file: locked by one job, appended to in whole rows and synced, picked up again after any crash.
+"""The output file: locked by one job, appended in whole synced rows, and resumable after any crash.
 
-It never overwrites a file that is not a zinfer job's own, not even on request.
+A file that no zinfer job wrote is never overwritten, even with --restart.
 """
 
 import errno
@@ -26,16 +26,16 @@ _MOST_AT_ONCE: Final = 4096
 
 
 class OutputFile:
-    """An output under an exclusive lock, held until `close`. The lock is the kernel's: it ends with the process.
+    """An output file under an exclusive lock, held until `close`. The kernel releases it when the process ends.
 
-    is_begun: whether the file is this job's own, so that rows may be appended.
+    is_begun: whether the file belongs to this job, so that rows may be appended.
     """
 
     def __init__(self, path: Path) -> None:
-        """Creates or opens the file and locks it.
+        """Create or open the file and lock it.
 
         Raises:
-            UnusableInput: not a file that can be written, or another process is writing it.
+            UnusableInput: it is not a writable file, or another process is writing it.
         """
         self.path = path
         self.is_begun = False
@@ -50,15 +50,15 @@ class OutputFile:
             raise UnusableInput(str(error)) from error
 
     def close(self) -> None:
-        """Ends the lock; a file that this job made and never began to fill is removed."""
+        """Release the lock; remove the file if this job created it and wrote nothing."""
         if self._created and self.manifest is None and os.fstat(self._descriptor).st_size == 0:
             self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
-    def refuse_unless(self, now: Manifest) -> None:
-        """Raises UnusableInput unless the file is new, empty, or the very job that `now` describes."""
+    def check_same_job(self, now: Manifest) -> None:
+        """Raise UnusableInput unless the file is new, empty, or belongs to the job that `now` describes."""
         if self.manifest is None:
-            self.refuse_stranger()
+            self.check_ours()
         elif differences := self.manifest.differences(now):
             listed = "".join(f"\n  {line}" for line in differences)
             raise UnusableInput(
@@ -66,8 +66,8 @@ class OutputFile:
                 "Use the former settings to go on with that job, --restart to discard its rows, or another --output."
             )
 
-    def refuse_stranger(self) -> None:
-        """Raises UnusableInput if the file holds something and no manifest says that a zinfer job wrote it."""
+    def check_ours(self) -> None:
+        """Raise UnusableInput if the file is not empty and has no manifest of a zinfer job."""
         if self.manifest is None and os.fstat(self._descriptor).st_size:
             raise UnusableInput(
                 f"output {self.path} exists and has no manifest ({self._manifest_path.name}), so it is not a zinfer "
@@ -75,8 +75,8 @@ class OutputFile:
             )
 
     def begin(self, manifest: Manifest) -> None:
-        """Empties the file and puts the manifest beside it. The file must not be a stranger's."""
-        self.refuse_stranger()
+        """Empty the file and write its manifest; raises like `check_ours`."""
+        self.check_ours()
         try:
             self._cut(0)
         except OSError as error:
@@ -85,18 +85,18 @@ class OutputFile:
         self.is_begun = True
 
     def keep(self, manifest: Manifest) -> None:
-        """Puts the manifest beside the file, in place of the one that is there."""
+        """Write the manifest, replacing the former one."""
         write_manifest(self._manifest_path, manifest)
         self.manifest = manifest
 
     def resume(self, index: RowIndex) -> tuple[bytearray, int]:
-        """Finds which rows the file holds, [num_rows] RowState by ordinal, and drops a torn last line.
+        """Find the rows that the file holds, and drop a torn last line.
 
         Returns:
-            The states, and the torn line's size in bytes.
+            [num_rows] RowState by ordinal, and the size of the torn line in bytes.
 
         Raises:
-            UnusableInput: a line that this job cannot have written.
+            UnusableInput: this job cannot have written one of the lines.
         """
         states, whole_bytes, ordinal = bytearray(index.num_rows), 0, -1
         with open(os.dup(self._descriptor), "rb") as file:
@@ -107,7 +107,7 @@ class OutputFile:
                 try:
                     ordinal, state = _read_row(line, index, ordinal + 1)
                     if states[ordinal]:
-                        raise ValueError("an id that an earlier line has already")
+                        raise ValueError("an id that an earlier line already has")
                 except ValueError as error:
                     raise UnusableInput(
                         f"output {self.path} line {number} holds {error}: it was changed since. Remove the lines from "
@@ -123,13 +123,13 @@ class OutputFile:
         return states, torn_bytes
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the rows and returns when they are on the disk.
+        """Write the rows and sync them to disk.
 
         Raises:
-            JobError: the disk is full or failed, or the file was altered. Rows written whole are kept, half a row is
-                not.
+            JobError: the disk is full or failed, or the file was altered. Whole rows are kept; a partial row is
+                dropped.
         """
-        self.refuse_altered()
+        self.check_unaltered()
         data = memoryview(b"".join(encode_row(row) for row in rows))
         num_written = 0
         try:
@@ -138,15 +138,15 @@ class OutputFile:
                 num_written += os.write(self._descriptor, data[num_written:])
             os.fsync(self._descriptor)
         except OSError as error:
-            # What was written whole and not synced may never be on the disk.
+            # If fsync failed after all writes, the rows may never reach the disk.
             whole_bytes = 0 if num_written == len(data) else bytes(data[:num_written]).rfind(b"\n") + 1
             with suppress(OSError):  # the next run drops a torn line as well
                 os.ftruncate(self._descriptor, self._size_bytes + whole_bytes)
             raise self._write_error(error) from error
         self._size_bytes += len(data)
 
-    def refuse_altered(self) -> None:
-        """Raises JobError unless the path is still this file and holds what was written, and nothing else."""
+    def check_unaltered(self) -> None:
+        """Raise JobError if the file was replaced or its size changed since the last append."""
         try:
             found = os.stat(self.path)
             num_bytes = found.st_size if os.path.samestat(found, os.fstat(self._descriptor)) else -1
@@ -173,7 +173,7 @@ class OutputFile:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # Another job that ended in between may have removed the name that this descriptor was opened by.
+                    # A job that ended between open and flock may have unlinked this file.
                     if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                         sync_folder(path.parent)
                         return descriptor
@@ -198,11 +198,11 @@ class OutputFile:
 
 
 class RowWriter:
-    """A thread that writes rows beside the computing, in order: all that have come since the last sync at once.
+    """Writes rows in order on its own thread, and syncs them in groups.
 
     Args:
         out: a file that is begun.
-        on_written: told how many more rows are on the disk.
+        on_written: called with the number of rows just written.
     """
 
     def __init__(self, out: OutputFile, on_written: Callable[[int], None]) -> None:
@@ -214,16 +214,16 @@ class RowWriter:
         self._thread.start()
 
     def put(self, row: Mapping[str, Any]) -> None:
-        """Have a row written.
+        """Queue a row for writing.
 
         Raises:
-            JobError: an earlier row could not be.
+            JobError: an earlier row could not be written.
         """
         self._rows.put(row)
         self._check()
 
     def close(self) -> None:
-        """Wait until all rows are on the disk, or raise what `put` does. May be called again."""
+        """Wait until all rows are on the disk; raises like `put`. May be called again."""
         self._rows.put(None)
         try:
             self._thread.join()
@@ -253,11 +253,11 @@ class RowWriter:
 
 
 def _read_row(line: bytes, index: RowIndex, guess: int) -> tuple[int, RowState]:
-    """The ordinal of an output's row, and what it holds. Raises ValueError: what the line holds instead."""
+    """Return the ordinal and state of an output row. Raises ValueError with a description of the line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"no JSON ({error})") from error
+        raise ValueError(f"invalid JSON ({error})") from error
     row_id, is_error = read_record(row)
     ordinal = index.ordinal_of(row_id, guess)
     if ordinal is None:

@@ -1,10 +1,9 @@
-"""Completes prompts in padded batches with transformers' own `generate`, for families that know no other way.
+"""Complete prompts in padded batches with transformers' `generate`, for models without continuous batching.
 
-End tokens and the padding token come from the model's generation config, else from the tokenizer. The config's
-defaults for sampling and repetition (do_sample, temperature, top_k, top_p, repetition_penalty, no_repeat_ngram_size) do
-not: a row is greedy unless it asks for a temperature itself, so that a file means the same for every model, and what is
-penalised would depend on a row's padding. Nor is an end forced (forced_eos_token_id, BART's): it would come where the
-longest of a batch ends.
+End tokens and the padding token are read from the model's generation config, else from the tokenizer. The config's
+sampling defaults (do_sample, temperature, top_k, top_p, repetition_penalty, no_repeat_ngram_size) are ignored: rows are
+greedy unless they set a temperature, so a file means the same for every model, and transformers' penalties would depend
+on the padding. forced_eos_token_id (BART) is ignored too: it would be forced where the longest row of a batch ends.
 """
 
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -30,11 +29,11 @@ from zinfer.sampling.sampler import Row, Sampler, row_uniform
 
 
 class PaddedCompleter(Completer):
-    """An engine's batches.
+    """Completes prompts with an engine's `generate`.
 
     Args:
-        tokenizer: used by the calling thread alone.
-        max_tokens: of a prompt and its new tokens; None: no limit.
+        tokenizer: used only by the calling thread.
+        max_tokens: limit for a prompt and its new tokens together; None: no limit.
     """
 
     def __init__(self, engine: InferenceEngine, tokenizer: Any, max_tokens: int | None) -> None:
@@ -55,18 +54,18 @@ class PaddedCompleter(Completer):
     def complete(
         self, prompts: Sequence[Prompt], wanted: Collection[int]
     ) -> Generator[tuple[Prompt, tuple[Completion, ...]], None, None]:
-        """As `Completer.complete`."""
+        """See `Completer.complete`."""
         for part in fitting_parts(prompts, self._max_tokens):
             if not any(id(each) in wanted for each in part):
                 continue
             completions = complete(self._engine, part, self._tokenizer, self._count)
             num_passes = max(1, *(len(each.token_ids) for own in completions for each in own))
-            with suppress(PlanError):  # said in the forecast
+            with suppress(PlanError):  # the forecast reports it
                 self.predicted_s += self._engine.predict(**batch_shape(part) | {"new_tokens": num_passes}).seconds
             yield from zip(part, completions, strict=True)
 
     def _count(self, num_running: int) -> None:
-        """After a step; tokens of prompts are not counted."""
+        """Count one decoding step; prompt tokens are not counted."""
         load = self._load
         num_new = load.num_new_tokens + num_running
         self._load = Load(load.num_passes + 1, num_new, num_new, num_running)
@@ -74,11 +73,11 @@ class PaddedCompleter(Completer):
 
 @dataclass
 class PaddedSequence:
-    """A completion under way: its tokens so far, and how it ends by its own row's settings.
+    """A running completion: its tokens so far, and its row's stop criteria.
 
     Attributes:
-        token_ids: what was generated, the token that ended it included.
-        broken_by: what gave the first of the numbers that ended it as none, where that was looked for.
+        token_ids: the generated tokens, including the one that ended the sequence.
+        broken_by: the module that first produced non-finite numbers, if it was searched for.
     """
 
     prompt: Prompt
@@ -92,19 +91,19 @@ class PaddedSequence:
 
     @classmethod
     def of(cls, prompt: Prompt, sample: int, end_token_ids: Collection[int], tokenizer: Any) -> "PaddedSequence":
-        """A sequence that has no token yet."""
+        """Return a new sequence without tokens."""
         params = prompt.params
         ends = frozenset() if params.ignore_eos else frozenset(end_token_ids)
         return cls(prompt, sample, ends, StopCriteria(tokenizer, params, ends))
 
     def row(self) -> Row:
-        """What its next token depends on."""
+        """Return the sampler's input for the next token."""
         prompt = self.prompt
         uniform_at = partial(row_uniform, text_seed(prompt.params.seed, prompt.token_ids, 0, self.sample))
         return Row(prompt.params, prompt.token_ids, self.token_ids, self.end_token_ids, uniform_at, prompt.bad_word_ids)
 
     def completion(self) -> Completion:
-        """What it came to."""
+        """Return the finished completion."""
         if self.finish_reason is None:
             raise JobError(
                 f"generation ended row {self.prompt.row.id!r} after {len(self.token_ids)} tokens for a reason of its "
@@ -120,16 +119,16 @@ class PaddedSequence:
 
 
 class SequenceSampler(LogitsProcessor):  # type: ignore[misc]
-    """Samples each sequence's next token and makes `generate` take it: as the only processor of one greedy call.
+    """Samples each sequence's next token and forces `generate` to choose it. Use as the only processor, with greedy.
 
-    on_step: called in each step with the number of sequences that get a token; it may raise to end the job.
+    on_step: called once per step with the number of sequences that get a token; it may raise to end the job.
     """
 
     def __init__(self, sequences: Sequence[PaddedSequence], sampler: Sampler, on_step: Callable[[int], None]) -> None:
         self._sequences, self._sampler, self._on_step = sequences, sampler, on_step
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """scores: [sequences, vocabulary]. Logits that are not finite end their own sequence with an error."""
+        """Sample from scores [sequences, vocabulary]. Non-finite logits end only their own sequence, with an error."""
         places = [place for place, each in enumerate(self._sequences) if each.finish_reason is None]
         running = [self._sequences[place] for place in places]
         sampled = self._sampler.sample(scores[places], [sequence.row() for sequence in running])
@@ -143,19 +142,19 @@ class SequenceSampler(LogitsProcessor):  # type: ignore[misc]
                 sequence.finish_reason = sequence.stop_criteria.reason(sequence.token_ids)
         self._on_step(len(running) - len(sampled.broken))
         forced = torch.full_like(scores, -torch.inf)
-        forced[:, 0] = 0  # of sequences that have ended
+        forced[:, 0] = 0  # for sequences that have ended
         forced[places, 0] = -torch.inf
         forced[places, [max(token_id, 0) for token_id in sampled.token_ids]] = 0
         return forced
 
     def ended(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Tell `generate`, [sequences], which have ended."""
+        """Stopping criterion for `generate`: return which sequences have ended, [sequences]."""
         done = [sequence.finish_reason is not None for sequence in self._sequences]
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
 
 def batch_shape(prompts: Sequence[Prompt]) -> dict[str, int]:
-    """Sequences side by side, tokens of the longest prompt, and the most new ones."""
+    """Return the number of sequences, the longest prompt, and the most new tokens of a batch."""
     return {
         "batch_size": sum(prompt.params.n for prompt in prompts),
         "prompt_len": max(len(prompt.token_ids) for prompt in prompts),
@@ -166,9 +165,9 @@ def batch_shape(prompts: Sequence[Prompt]) -> dict[str, int]:
 def complete(
     engine: InferenceEngine, prompts: Sequence[Prompt], tokenizer: Any, on_step: Callable[[int], None]
 ) -> list[tuple[Completion, ...]]:
-    """The completions of a batch, in the prompts' order. `on_step` is `SequenceSampler`'s own.
+    """Return the completions of a batch, in the prompts' order; see `SequenceSampler` for `on_step`.
 
-    Sequences whose logits are not finite are computed once more, without the others, to find the layer at fault.
+    Sequences with non-finite logits are recomputed alone to find the layer at fault.
     """
     end_token_ids = find_end_token_ids(engine.module.generation_config, tokenizer)
     pad_token_id = _pad_token_id(engine.module.generation_config, tokenizer, end_token_ids)
@@ -191,7 +190,7 @@ def complete(
 def _generate(
     engine: InferenceEngine, sequences: Sequence[PaddedSequence], pad_token_id: int, on_step: Callable[[int], None]
 ) -> None:
-    """Generate for sequences that have no token yet."""
+    """Generate the tokens of new sequences."""
     vocab_size = engine.module.config.get_text_config().vocab_size
     side = "right" if is_encoder_decoder(engine.module) else "left"
     input_ids, attention_mask = padded([sequence.prompt.token_ids for sequence in sequences], pad_token_id, side)
@@ -202,7 +201,7 @@ def _generate(
         logits_processor=LogitsProcessorList([sampler]),
         stopping_criteria=StoppingCriteriaList([sampler.ended]),
         max_new_tokens=max(sequence.prompt.max_new_tokens for sequence in sequences),
-        eos_token_id=[vocab_size],  # which never comes: each sequence ends by its own tokens
+        eos_token_id=[vocab_size],  # never sampled: each sequence has its own end tokens
         pad_token_id=pad_token_id,
         do_sample=False,
         num_beams=1,
@@ -216,10 +215,10 @@ def _generate(
 
 
 def fitting_parts(prompts: Sequence[Prompt], max_tokens: int | None) -> list[tuple[Prompt, ...]]:
-    """Runs of neighbours in which the longest prompt still has room for the most new tokens that any of them wants.
+    """Split prompts into runs of neighbours whose longest prompt plus most new tokens fit ``max_tokens``.
 
-    All rows of a call take as many steps as the longest needs, so a long prompt with few new tokens would be led past
-    the model's positions by a short one with many.
+    All rows of a `generate` call take the same number of steps. A short prompt with many new tokens would push a long
+    prompt with few past the model's positions.
     """
     parts: list[list[Prompt]] = []
     num_prompt = num_new = 0
@@ -236,5 +235,5 @@ def fitting_parts(prompts: Sequence[Prompt], max_tokens: int | None) -> list[tup
 def _pad_token_id(generation_config: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> int:
     own = None if tokenizer is None else tokenizer.pad_token_id
     candidates = [generation_config.pad_token_id, own, *end_token_ids]
-    # Padding is masked, so that without any of them token 0 does as well.
+    # Padding is masked, so token 0 works too.
     return next((token_id for token_id in candidates if token_id is not None and token_id >= 0), 0)

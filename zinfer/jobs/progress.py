@@ -1,4 +1,4 @@
-"""What a job has done so far, and what is left."""
+"""Progress of a job: rows done, speed and remaining time."""
 
 import time
 from collections import deque
@@ -11,20 +11,20 @@ from rich.console import Console
 from zinfer.display import Progress
 from zinfer.units import clock
 
-_LATELY: Final = 20  # times that the line is shown
-_TRUSTED_SHARE: Final = 0.05  # of a batch: so many rows at this run's own pace say as much as the prediction
+_LATELY: Final = 20  # updates of the progress line
+_TRUSTED_SHARE: Final = 0.05  # of a batch: after this many rows, the measured pace weighs as much as the prediction
 _MOST_SHARE: Final = 0.99  # of a batch that takes more passes than predicted
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of rows that share passes; numbers are 0 where they are not known.
+    """Prediction for rows that share passes; unknown numbers are 0.
 
     Attributes:
-        text: for people.
-        tokens_per_s: new tokens a second.
-        seconds: of all these rows.
-        num_passes: walks over the weights, likewise.
+        text: for display.
+        tokens_per_s: new tokens per second.
+        seconds: time for all these rows.
+        num_passes: passes for all these rows.
     """
 
     text: str
@@ -35,14 +35,14 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Load:
-    """What passes carried so far, and now.
+    """Counters of the passes so far.
 
     Attributes:
-        num_passes: begun.
-        num_tokens: computed, of prompts and of what came after.
-        num_new_tokens: generated; of an encoder, all.
+        num_passes: passes begun.
+        num_tokens: tokens computed, prompts included.
+        num_new_tokens: tokens generated; for an encoder, all tokens.
         num_running: sequences that hold KV-cache pages.
-        num_swapped_pages: of preempted sequences, in host memory or on the disk.
+        num_swapped_pages: pages of preempted sequences in host memory or on disk.
     """
 
     num_passes: int = 0
@@ -53,14 +53,13 @@ class Load:
 
 
 class Meter(Progress):
-    """A job's numbers.
+    """Measures and shows a job's progress.
 
     Attributes:
-        phase: "running", or what comes before it.
-        num_finished: rows in the output, ``num_skipped`` of which were there before this run.
-        load: what passes carried in this run.
-        predicted_tokens_per_s, predicted_row_s: new tokens a second, and seconds of a row among the many that share
-            passes, as the plan has them; 0 where that is not known.
+        phase: "running", or an earlier phase.
+        num_finished: rows in the output, including ``num_skipped`` from before this run.
+        load: returns the counters of this run's passes.
+        predicted_tokens_per_s, predicted_row_s: predicted new tokens per second and seconds per row; 0 if unknown.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -72,33 +71,33 @@ class Meter(Progress):
         self.started_s = time.monotonic()
         self.running_since_s: float | None = None
         self._lately = deque([(self.started_s, 0)], maxlen=_LATELY)
-        self._earlier_rows = self._batch_missing = 0  # rows of this run: in batches before, and in the one under way
+        self._earlier_rows = self._batch_missing = 0  # rows of this run: in earlier batches, and in the current one
         self._batch_rows, self._batch_passes, self._passes_before = 1, 0, 0
 
     def expect(self, forecast: Forecast, num_rows: int) -> None:
-        """Measure the job by the forecast of so many of its rows."""
+        """Set the prediction from the forecast of ``num_rows`` rows."""
         self.predicted_tokens_per_s = forecast.tokens_per_s
         self.predicted_row_s = forecast.seconds / num_rows
         self._predicted_row_passes = forecast.num_passes / num_rows
 
     def add_finished(self, num_rows: int) -> None:
-        """So many more rows are in the output."""
+        """Count rows that were written to the output."""
         self.num_finished += num_rows
 
     def begin(self, phase: str) -> None:
-        """Enters a phase; the clock of tokens/s starts with the first "running"."""
+        """Enter a phase; the clock of tokens/s starts with the first "running"."""
         self.phase = phase
         if phase == "running" and self.running_since_s is None:
             self.running_since_s = time.monotonic()
 
     def begin_batch(self, num_missing: int, num_rows: int) -> None:
-        """A batch of so many rows begins, ``num_missing`` of which the output lacks."""
+        """Begin a batch of ``num_rows`` rows, of which the output lacks ``num_missing``."""
         self._batch_missing, self._batch_rows = num_missing, num_rows
         self._batch_passes = round(self._predicted_row_passes * num_rows)
         self._passes_before = self.load().num_passes
 
     def end_batch(self) -> None:
-        """All rows of the batch are computed."""
+        """End the batch: all its rows are computed."""
         self._earlier_rows += self._batch_missing
         self._batch_missing = 0
 
@@ -109,11 +108,11 @@ class Meter(Progress):
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens of this run, those of rows under way included, over `running_s`."""
+        """New tokens of this run over `running_s`, including those of unfinished rows."""
         return self.load().num_new_tokens / self.running_s if self.running_s else 0.0
 
     def tokens_per_s_lately(self) -> float:
-        """New tokens a second over the last times that this was asked."""
+        """Return new tokens per second over the last ``_LATELY`` calls."""
         now_s, counted = time.monotonic(), self.load().num_new_tokens
         before_s, before = self._lately[0]
         self._lately.append((now_s, counted))
@@ -121,20 +120,20 @@ class Meter(Progress):
 
     @property
     def _pass(self) -> int:
-        """The pass under way, from 1; 0 between batches."""
+        """Number of the current pass in its batch, from 1; 0 between batches."""
         return self.load().num_passes - self._passes_before if self._batch_missing else 0
 
     @property
     def _fresh_rows(self) -> float:
-        """Rows of this run that are done, those under way in part: by passes, since rows end late and all at once."""
+        """Rows done in this run. Counts the current batch by its passes, since its rows end late and together."""
         share = min(self._pass / self._batch_passes, _MOST_SHARE) if self._batch_passes else 0.0
         return max(self.num_finished - self.num_skipped, self._earlier_rows + self._batch_missing * share)
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the last row; None before anything is known.
+        """Seconds until the last row is done; None if unknown.
 
-        At first as predicted; the more rows are done, the more it goes by this run's own pace.
+        Starts at the prediction; the measured pace weighs more as rows finish.
         """
         fresh, trust = self._fresh_rows, _TRUSTED_SHARE * self._batch_rows if self.predicted_row_s else 0.0
         if not fresh + trust:
@@ -157,7 +156,7 @@ class Meter(Progress):
         if self.phase != "running":
             return self.line()
         speed, predicted_s = f"{self.tokens_per_s:,.1f} tokens/s", self._fresh_rows * self.predicted_row_s
-        if predicted_s and self.running_s and self._pass != 1:  # before the first pass has ended it says nothing
+        if predicted_s and self.running_s and self._pass != 1:  # meaningless before the first pass has ended
             speed += f" ({predicted_s / self.running_s:.0%} of predicted)"
         rows = f"{self.num_finished:,}/{self.num_rows:,} rows"
         parts = [rows, speed, self._eta_words(), *self._pass_words()]

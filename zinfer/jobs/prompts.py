@@ -1,7 +1,7 @@
-"""Rows to prompts, and prompts to batches that depend on the input and the batch size alone, never on what is done.
+"""Turn rows into prompts, and prompts into batches that depend only on the input and the batch size.
 
-What shares a batch can change a row's last floating-point bits, and so its tokens. Since a batch is always made of the
-same rows, a job that was killed and begun again writes the very bytes that it would have written.
+The other rows of a batch can change a row's last floating-point bits, and so its tokens. Batches always consist of the
+same rows, so a job that was killed and resumed writes the same bytes as an uninterrupted one.
 """
 
 import queue
@@ -24,8 +24,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row ready to compute, from the input's line ``line``. ``params`` have the row's seed, or one that its id alone
-    decides. ``bad_word_ids`` are the tokens of each of its bad words.
+    """A row ready to compute, from the input's line ``line``.
+
+    ``params`` have the row's seed, or one derived from its id. ``bad_word_ids``: the tokens of each of its bad words.
     """
 
     row: Row
@@ -48,7 +49,7 @@ class PromptReader:
 
     Args:
         max_new_tokens: default for rows that do not set it.
-        generates: whether anything comes after prompts.
+        generates: whether the job generates tokens.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class PromptReader:
         self._max_new_tokens, self._generates = max_new_tokens, generates
 
     def read(self, line: Line) -> Prompt | BadRow:
-        """Return the prompt of an input line, or the error that its output row will have."""
+        """Return the prompt of an input line, or the error for its output row."""
         parsed = parse_line(line)
         row = row_of(parsed, self.index.id_of(parsed), self._max_new_tokens)
         if isinstance(row, BadRow):
@@ -73,7 +74,7 @@ class PromptReader:
 
 
 def encoded(row: Row, line_number: int, encoder: PromptEncoder) -> Prompt | BadRow:
-    """Return a row with its tokens, or with the first problem of it."""
+    """Encode a row, or return its first problem."""
     source: PromptLike | None = row.prompt if row.prompt is not None else row.messages
     if source is None:
         source = {"prompt_token_ids": row.prompt_token_ids}
@@ -93,9 +94,9 @@ def encoded(row: Row, line_number: int, encoder: PromptEncoder) -> Prompt | BadR
 class Batch:
     """Neighbouring rows of the input, at most `batch_size` of them prompts.
 
-    missing: what the output still lacks, in the input's order, with each row's ordinal.
-    prompts: what is computed together. Those that are done already are computed again for their neighbours' sake.
-        Empty where only error rows are missing.
+    missing: rows that the output lacks, in input order, each with its ordinal.
+    prompts: prompts computed together, including those already done, so that results stay the same. Empty if only error
+        rows are missing.
     """
 
     missing: tuple[tuple[int, Prompt | BadRow], ...]
@@ -103,19 +104,19 @@ class Batch:
 
 
 class BatchCutter:
-    """Walks the input and hands out the batches that still miss rows."""
+    """Iterates over the batches that have rows missing from the output."""
 
     def __init__(self, reader: PromptReader, states: bytearray, batch_size: int) -> None:
         """states: [num_rows] RowState by ordinal."""
         self._reader, self._states, self._batch_size = reader, states, batch_size
 
     def __iter__(self) -> Iterator[Batch]:
-        rows: list[tuple[int, Line, Prompt | BadRow | None]] = []  # None: in the output, and not looked at
+        rows: list[tuple[int, Line, Prompt | BadRow | None]] = []  # None: in the output already
         num_prompts = 0
         for ordinal, line in enumerate(self._lines()):
             state = self._states[ordinal]
             item = self._reader.read(line) if state != RowState.DONE else None
-            # A row that failed may be a prompt all the same, whose completion failed.
+            # A failed row may still be a prompt: its completion may have failed.
             num_prompts += state == RowState.DONE or isinstance(item, Prompt)
             rows.append((ordinal, line, item if state == RowState.MISSING else None))
             if num_prompts == self._batch_size or len(rows) - num_prompts == _MAX_BAD_ROWS:
@@ -144,10 +145,10 @@ class BatchCutter:
         yield Batch(missing, prompts)
 
 
-def ahead(items: Iterable[_T]) -> Generator[_T, None, None]:
-    """The items, the next of which is made by another thread as soon as one is taken; its failure is raised here.
+def prefetch_iter(items: Iterable[_T]) -> Generator[_T, None, None]:
+    """Iterate over items; another thread prepares the next one. Its exceptions are raised here.
 
-    The thread is a daemon: an item that is still being made keeps no process from ending.
+    The thread is a daemon, so an unfinished item does not keep the process from ending.
     """
     asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
     made: queue.SimpleQueue[tuple[_T] | BaseException | None] = queue.SimpleQueue()
@@ -159,10 +160,10 @@ def ahead(items: Iterable[_T]) -> Generator[_T, None, None]:
                 made.put((next(walk),))
             except StopIteration:
                 made.put(None)
-            except BaseException as failure:  # raised where the item is taken
+            except BaseException as failure:  # raised in the consumer
                 made.put(failure)
 
-    threading.Thread(target=make, name="zinfer-ahead", daemon=True).start()
+    threading.Thread(target=make, name="zinfer-prefetch-iter", daemon=True).start()
     try:
         asked.put(True)
         while (coming := made.get()) is not None:

@@ -1,6 +1,6 @@
-"""The rows of the output: each a prompt's completions or encoding, or an error.
+"""Output rows: each holds a prompt's completions or encoding, or an error.
 
-Rows are written in the form in which they were asked: the job's own, or OpenAI's.
+A row has the format of its input row: the job's own, or OpenAI's.
 """
 
 import json
@@ -30,22 +30,22 @@ _WORDS: Final = (
 
 @dataclass(frozen=True)
 class Encoding:
-    """Of one text; no fields where there is an error."""
+    """The encoding of one prompt; no fields if there is an error."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
 
 
 class Records:
-    """Writes the rows of one job, and counts them.
+    """Writes and counts the rows of one job.
 
     Args:
-        put: takes a row to be written.
+        put: called with each row to write.
 
     Attributes:
         states: [num_rows] RowState by ordinal.
-        num_prompt_tokens, num_output_tokens: of the rows that were completed.
-        failures: how many rows failed, by reason.
+        num_prompt_tokens, num_output_tokens: tokens of the completed rows.
+        failures: number of failed rows by reason.
     """
 
     def __init__(self, responses: OpenAIResponses, put: Callable[[Mapping[str, Any]], None], states: bytearray) -> None:
@@ -55,7 +55,7 @@ class Records:
         self._responses, self._put = responses, put
 
     def begin_batch(self, missing: Iterable[tuple[int, Prompt | BadRow]]) -> dict[int, int]:
-        """Write the rows that cannot be used; return the ordinals of the others, by the identity of their prompts."""
+        """Write the error rows; return the ordinals of the others by the identity of their prompts."""
         ordinals: dict[int, int] = {}
         for ordinal, item in missing:
             if isinstance(item, BadRow):
@@ -66,7 +66,7 @@ class Records:
         return ordinals
 
     def write(self, ordinal: int, prompt: Prompt, answer: Sequence[Completion] | Encoding) -> None:
-        """Write the row of a prompt that was completed or encoded; an error row where that failed."""
+        """Write the row of a completed or encoded prompt, or an error row if it failed."""
         row_id, form = prompt.row.id, prompt.row.openai
         parts: Sequence[Completion | Encoding] = [answer] if isinstance(answer, Encoding) else answer
         errors = [each.error for each in parts if each.error is not None]
@@ -90,7 +90,7 @@ class Records:
 
 
 def completed_record(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
-    """A completed row in the job's own form.
+    """Return a completed row in the job's own format.
 
     Several completions (``n``) are a list under ``outputs``; a single one is in the row itself.
     """
@@ -105,16 +105,16 @@ def completed_record(prompt: Prompt, completions: Sequence[Completion]) -> dict[
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
-    """One line of the output. Half of a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape."""
+    """Encode one output line. A lone surrogate, which UTF-8 cannot hold, becomes a JSON escape."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def read_record(record: Any) -> tuple[RowId, bool]:
-    """A written row's id, and whether the row says what went wrong.
+    """Return the id of an output row, and whether it is an error row.
 
     Raises:
-        ValueError: no job writes such a row.
+        ValueError: zinfer does not write such rows.
     """
     match record:
         case {"custom_id": str()}:
@@ -143,16 +143,16 @@ def _output(completion: Completion) -> dict[str, Any]:
 
 
 def _logprobs(each: Logprobs) -> dict[str, Any]:
-    """Of a token: its own log-probability, and the most likely tokens' beside their ids; null for one of 0."""
+    """Return a token's log-probability and the top tokens' ids and log-probabilities; null for a probability of 0."""
     top = [[token_id, _finite(logprob)] for token_id, logprob in zip(each.top_ids, each.top, strict=True)]
     return {"logprob": _finite(each.chosen), "top": top}
 
 
 def _finite(logprob: float) -> float | None:
-    """JSON has no infinity."""
+    """Replace -inf by None: JSON has no infinity."""
     return None if logprob == -math.inf else logprob
 
 
 def _reason(error: str) -> str:
-    """The kind of a row's error, for the summary; the row says it in full."""
+    """Return the category of a row's error, for the summary."""
     return next((reason for words, reason in _WORDS if words in error), "other")

@@ -1,7 +1,6 @@
-"""The report of a job: what it did over time, as one HTML page that needs nothing else.
+"""The report of a job: charts of its progress over time, as one self-contained HTML page.
 
-A thread of its own looks at the counters now and then, so that the computing waits for nothing. matplotlib draws the
-pictures (extra ``report``).
+A separate thread samples the counters, so that computing does not wait. matplotlib draws the charts (extra ``report``).
 """
 
 import io
@@ -51,10 +50,10 @@ class Moment(NamedTuple):
 
 
 class Timeline:
-    """Takes moments until it is closed; of a long job they are further apart, and no more.
+    """Samples the counters on its own thread until closed. Long jobs get a longer interval, not more samples.
 
     Args:
-        stats, load: asked for the counters, by the thread of the timeline.
+        stats, load: return the counters; called by the timeline's thread.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Timeline:
         self._thread.start()
 
     def close(self) -> list[Moment]:
-        """Return the moments, the last one included; raises what went wrong in taking them. May be called again."""
+        """Stop sampling and return all moments; raises the thread's exception, if any. May be called again."""
         if not self._ended.is_set():
             self._ended.set()
             self._thread.join()
@@ -95,11 +94,11 @@ class Timeline:
 
 
 def write_report(path: Path, summary: JobSummary, moments: Sequence[Moment]) -> None:
-    """Write the page as a whole.
+    """Write the whole page atomically.
 
     Args:
-        path: of the HTML file.
-        moments: of this run; without two there is no picture.
+        path: path of the HTML file.
+        moments: samples of this run; with fewer than two there is no chart.
     """
     picture = ""
     if len(moments) > 1:
@@ -112,12 +111,12 @@ def write_report(path: Path, summary: JobSummary, moments: Sequence[Moment]) -> 
 
 
 class Panel(NamedTuple):
-    """Quantities of one unit over time.
+    """A chart of quantities with one unit over time.
 
     Attributes:
-        lines: values by name; None where one is not known.
-        predicted: drawn across; 0: not known.
-        is_share: of 1, shown in percent.
+        lines: values by name; None where unknown.
+        predicted: drawn as a horizontal line; 0: unknown.
+        is_share: values are fractions of 1, shown in percent.
     """
 
     title: str
@@ -128,10 +127,10 @@ class Panel(NamedTuple):
 
 
 def draw(times_s: Sequence[float], panels: Sequence[Panel]) -> str:
-    """Return panels below each other over one axis of time, as an SVG element, without those of which nothing is known.
+    """Draw the panels below each other over one time axis, as an SVG element; panels without values are left out.
 
     Args:
-        times_s: of the values, rising.
+        times_s: times of the values, increasing.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -165,16 +164,16 @@ def _draw_panel(axes: Any, times: Sequence[float], panel: Panel) -> None:
 
 
 def _panels(moments: Sequence[Moment], summary: JobSummary) -> list[Panel]:
-    """What happened between each two moments."""
+    """Return the charts; each value covers the interval between two moments."""
     last, loads = moments[-1].stats, [moment.load for moment in moments[1:]]
 
     def rates(count: Callable[[Moment], float | None]) -> list[float | None]:
-        """By how much a counter rose in a second; None where it is not known."""
+        """Return a counter's increase per second; None where unknown."""
         ends = [(count(before), count(after), after.at_s - before.at_s) for before, after in pairwise(moments)]
         return [None if a is None or b is None or seconds <= 0 else (b - a) / seconds for a, b, seconds in ends]
 
     def busy_s(share: str) -> list[float | None]:
-        """Seconds in a second that what was moved takes at the measured rate."""
+        """Return the fraction of time that the moved bytes take at the measured rate."""
 
         def seconds(moment: Moment) -> float | None:
             found: float | None = getattr(moment.stats, share)

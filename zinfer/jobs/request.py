@@ -1,4 +1,4 @@
-"""What a job is asked for, before anything is read. Imports nothing heavy: the command line needs it for `--help`."""
+"""The arguments of a job. Imports nothing heavy: the command line needs it for `--help`."""
 
 import os
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ PathLike = str | os.PathLike[str]
 
 
 class UnusableInput(JobError):
-    """The job was refused before any compute: its input, its output or its settings cannot be used."""
+    """Raised before any compute if a job's input, output or settings cannot be used."""
 
 
 class Task(StrEnum):
-    """What a job makes of each row: new text, an embedding or a label."""
+    """The result of each row: generated text, an embedding or a label."""
 
     GENERATE = "generate"
     EMBED = "embed"
@@ -25,7 +25,7 @@ class Task(StrEnum):
 
 
 class Pooling(StrEnum):
-    """One vector of a text's many: the mean over its tokens, or the first token's."""
+    """How token vectors become one embedding: their mean, or the first token's."""
 
     MEAN = "mean"
     CLS = "cls"
@@ -33,7 +33,7 @@ class Pooling(StrEnum):
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What a job was asked for; see `run_job`."""
+    """The arguments of `run_job`."""
 
     model: PathLike
     input: Path
@@ -49,7 +49,7 @@ class JobRequest:
     pooling: Pooling = Pooling.MEAN
 
     def check(self) -> None:
-        """Raises UnusableInput for numbers and paths that no job can use."""
+        """Raise UnusableInput for invalid numbers and paths."""
         for name, value in (("max_new_tokens", self.max_new_tokens), ("batch_size", self.batch_size)):
             if value is not None and value < 1:
                 raise UnusableInput(f"{name} must be at least 1, not {value}")
@@ -59,8 +59,8 @@ class JobRequest:
             self._check_paths()
         except OSError as error:
             raise UnusableInput(
-                f"{error.filename} cannot be looked at: {error.strerror} (errno {error.errno}); give a path whose "
-                "folders may be searched"
+                f"{error.filename} cannot be accessed: {error.strerror} (errno {error.errno}); give a path in "
+                "folders that you may search"
             ) from error
 
     def _check_paths(self) -> None:
@@ -78,8 +78,8 @@ class JobRequest:
             taken[name] = path
 
 
-def say_kept(output: Path) -> str:
-    """Say whether an output holds rows, for a job that ends early."""
+def kept_message(output: Path) -> str:
+    """Return a message on whether the output holds rows, for a job that ends early."""
     has_rows = output.is_file() and output.stat().st_size
     return f"The rows in {output} are kept" if has_rows else "No row was written"
 

@@ -1,8 +1,7 @@
 """Input rows: one JSON object a line, read lazily and validated strictly.
 
-A line with a `custom_id` is in the OpenAI form, which `openai_batch` reads. A line that cannot be used becomes a
-`BadRow` that says why; it never ends the job. Keys that are not known are such a reason too, since a mistyped
-`temperture` must not pass for a greedy row.
+`openai_batch` reads lines with a `custom_id`, which are in the OpenAI format. An invalid line becomes a `BadRow` with
+the reason; it never ends the job. Unknown keys are invalid, so a mistyped `temperture` does not become a greedy row.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ _FIELDS = (*_SOURCES, "chat_template_kwargs", "reasoning_effort")
 
 
 class Row(BaseModel):
-    """One valid line. `id` is the line number where the line gave none; `openai` is None in the job's own form."""
+    """One valid line. `id` defaults to the line number; `openai` is None in the job's own format."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -70,25 +69,24 @@ class Row(BaseModel):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template gets beside the messages."""
+        """Variables of the chat template besides the messages."""
         return template_variables(self.chat_template_kwargs, self.reasoning_effort)
 
     @property
     def shows_tokens(self) -> bool:
-        """Whether it is answered with single tokens as text."""
+        """Whether its output row shows single tokens as text."""
         return self.openai is not None and self.params.logprobs is not None
 
     def bad(self, line_number: int, problem: str) -> "BadRow":
-        """The row where it turns out that it cannot be used."""
+        """Return the error row for a problem found later."""
         return BadRow(self.id, f"line {line_number}: {problem}", self.openai is not None)
 
 
 @dataclass(frozen=True)
 class BadRow:
-    """A line that cannot be used, and why.
+    """An invalid line, and why.
 
-    `message` names line and field. `is_openai`: it has a usable `custom_id`. `is_malformed`: it is no row, whatever the
-    model.
+    `message` names line and field. `is_openai`: it has a valid `custom_id`. `is_malformed`: invalid for any model.
     """
 
     id: RowId
@@ -98,7 +96,7 @@ class BadRow:
 
 
 class RowState(IntEnum):
-    """What the output holds of a row: nothing, its completion, or an error. One byte a row."""
+    """State of a row in the output: missing, completed or failed. Stored in one byte."""
 
     MISSING = 0
     DONE = 1
@@ -115,8 +113,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a line's JSON says of its own id, None where it gives none. `record` is None where `problem` says why it
-    could not be read.
+    """The JSON of a line and the id that it sets, None if it sets none. An unreadable line has a `problem`, and no
+    `record`.
     """
 
     line: int
@@ -126,23 +124,23 @@ class Parsed:
 
     @property
     def is_openai(self) -> bool:
-        """Whether the line is in the OpenAI form and can be answered in it."""
+        """Whether the line is in the OpenAI format, so that its output row can be too."""
         return self.record is not None and "custom_id" in self.record
 
     @property
     def id(self) -> RowId:
-        """The row's own id, else its line number."""
+        """The row's own id, or its line number."""
         return self.line if self.own_id is None else self.own_id
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines that are not blank, in order, one at a time."""
+    """Iterate over the lines of a file that are not blank."""
     with path.open("rb") as file:
         yield from lines_of(file)
 
 
 def lines_of(file: Iterable[bytes]) -> Iterator[Line]:
-    """The lines of an open file that are not blank."""
+    """Iterate over the lines of an open file that are not blank."""
     for number, data in enumerate(file, start=1):
         content = data.removeprefix(_BYTE_ORDER_MARK) if number == 1 else data
         if content.strip():
@@ -150,12 +148,12 @@ def lines_of(file: Iterable[bytes]) -> Iterator[Line]:
 
 
 def id_key(row_id: RowId) -> int:
-    """A 64-bit hash of an id, the same in every process; the number 1 and the string "1" differ."""
+    """Return a 64-bit hash of an id, the same in every process; the number 1 and the string "1" differ."""
     return int.from_bytes(hashlib.blake2b(json.dumps(row_id).encode(), digest_size=8).digest(), "little")
 
 
 def parse_line(line: Line) -> Parsed:
-    """Reads a line's JSON and its id; whether the other fields can be used is `row_of`'s to say."""
+    """Parse a line's JSON and its id; `row_of` validates the other fields."""
     try:
         record = json.loads(line.data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
         depth = _depth(record)
@@ -181,7 +179,7 @@ def parse_line(line: Line) -> Parsed:
 
 
 def row_of(parsed: Parsed, row_id: RowId, max_new_tokens: int | None) -> Row | BadRow:
-    """The validated row, or what is wrong with it; ``max_new_tokens`` where it does not say itself."""
+    """Return the validated row, or its error; ``max_new_tokens`` is the default for rows that do not set it."""
     record, problem = parsed.record, parsed.problem
     if record is not None:
         try:
@@ -198,7 +196,7 @@ def row_of(parsed: Parsed, row_id: RowId, max_new_tokens: int | None) -> Row | B
 
 
 def _own_fields(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
-    """The fields of a `Row` in the job's own form, its id left out. Raises ConfigError."""
+    """Convert a row in the job's own format to the fields of a `Row`, without its id. Raises ConfigError."""
     if record.keys() >= {"method", "url", "body"}:
         raise ConfigError("a row of an OpenAI batch needs a 'custom_id', a string, as its id")
     source = {name: record[name] for name in _FIELDS if name in record}
@@ -208,7 +206,7 @@ def _own_fields(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[s
 
 
 def _depth(value: object) -> int:
-    """How deep lists and objects are nested, for templates among others: Python's own limit depends on who asks."""
+    """Return the nesting depth of lists and objects. Python's own recursion limit depends on the caller's stack."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max((_depth(each) for each in inner if isinstance(each, list | dict)), default=0)
 

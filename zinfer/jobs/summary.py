@@ -1,4 +1,4 @@
-"""What a finished job did, as a value and as a table."""
+"""The summary of a finished job, as a value and as a table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from rich.table import Table
 from zinfer.offload.stats import RunStats
 from zinfer.units import duration, human_bytes
 
-_LEAST_COMPARED_S: Final = 60.0  # below that starting up decides, and a factor says nothing
+_LEAST_COMPARED_S: Final = 60.0  # shorter runs are dominated by startup, so they show no factor
 _LEAST_WAIT: Final = 0.05  # of the time; below that compute is the bound
 _LEAST_SHARE: Final = 0.0005
 _DEVICES: Final = {"cuda": "on the GPU", "cpu": "in memory"}
@@ -18,13 +18,19 @@ CAUSES: Final = {"disk": "the disk", "host": "copies in host memory", "link": "P
 
 @dataclass(frozen=True)
 class JobSummary:
-    """A job that came to its end: every row of the input is in the output.
+    """A finished job: every row of the input is in the output.
 
-    num_done + num_failed == num_rows counts the whole output; num_skipped of them were there before this run. Tokens
-    are those of the rows that this run wrote. running_s: from the first batch to the last row; computing_s: of it, in
-    passes; predicted_s: what the plan gave those passes. stats is None where this run had nothing to compute. notes:
-    what was said on the way, such as a torn line dropped. failures: rows that this run failed, by reason. device:
-    "cuda" or "cpu". predicted_tokens_per_s: new ones, of the first rows that share passes; 0: not known.
+    Attributes:
+        num_done, num_failed: rows of the whole output; they add up to num_rows.
+        num_skipped: rows that were in the output before this run.
+        num_prompt_tokens, num_output_tokens: tokens of the rows that this run wrote.
+        running_s: seconds from the first batch to the last row; computing_s of them in passes.
+        predicted_s: predicted seconds for those passes.
+        stats: None if this run computed nothing.
+        notes: notices shown during the run, for example of a dropped torn line.
+        failures: number of rows that failed in this run, by reason.
+        device: "cuda" or "cpu".
+        predicted_tokens_per_s: new tokens per second predicted for the first batch; 0: unknown.
     """
 
     num_rows: int
@@ -46,17 +52,17 @@ class JobSummary:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens over `running_s`, the loading of the model left out."""
+        """New tokens per second of `running_s`, which excludes loading the model."""
         return self.num_output_tokens / self.running_s if self.running_s else 0.0
 
     @property
     def exit_code(self) -> int:
-        """0 all rows done, 3 some rows failed."""
+        """0 if all rows are done, 3 if some failed."""
         return 3 if self.num_failed else 0
 
 
 def summary_table(summary: JobSummary) -> Table:
-    """Return the table that `zinfer run` ends with."""
+    """Return the table that `zinfer run` prints at the end."""
     table = Table(title="zinfer run", show_header=False, title_justify="left")
     table.add_column("what")
     table.add_column("value", overflow="fold")
@@ -68,7 +74,7 @@ def summary_table(summary: JobSummary) -> Table:
 
 
 def summary_rows(summary: JobSummary) -> list[list[tuple[str, str]]]:
-    """Return names and values of what was done, how fast that was, and what bounded it."""
+    """Return names and values in three sections: rows done, speed, and the bottleneck."""
     reasons = ", ".join(f"{count:,} x {reason}" for reason, count in summary.failures.items())
     rows = f"{summary.num_done:,} done, {summary.num_failed:,} failed{': ' if reasons else ''}{reasons}"
     tokens, skipped = summary.num_output_tokens, summary.num_skipped
@@ -91,13 +97,13 @@ def summary_rows(summary: JobSummary) -> list[list[tuple[str, str]]]:
 
 
 def weights_line(stats: RunStats, device: str) -> str:
-    """Return where the weights are, and what streams. ``device`` is "cuda" or "cpu"."""
+    """Describe the placement of the weights and the bytes streamed. ``device`` is "cuda" or "cpu"."""
     streamed = stats.streamed_bytes_per_pass
     return _places(stats, device) + (f"; {human_bytes(streamed)} stream each pass" if streamed else "")
 
 
 def _places(stats: RunStats, device: str) -> str:
-    """``12 blocks in host memory, 3 on the GPU``."""
+    """Return ``12 blocks in host memory, 3 on the GPU``."""
     places = {"HOST": "in host memory", "DISK": "on disk", "DEVICE": _DEVICES[device]}
     counts = [(stats.blocks_by_home.get(tier, 0), place) for tier, place in places.items()]
     blocks = ", ".join(f"{count:,} {place}" for count, place in counts if count)
@@ -132,7 +138,7 @@ def _bound_rows(stats: RunStats, device: str) -> dict[str, str]:
 
 
 def _bound(stats: RunStats) -> str:
-    """What computing waited for most, and for how long."""
+    """Return what compute waited for most, and for how long."""
     waits = {cause: stats.stall_s.get(cause, 0.0) for cause in CAUSES}
     cause = max(waits, key=lambda cause: waits[cause])
     if sum(waits.values()) < _LEAST_WAIT * max(stats.span_s, 1.0):

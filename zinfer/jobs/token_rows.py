@@ -1,4 +1,4 @@
-"""The prompts of a JSONL as rows of token ids: to measure a model on them, or to plan a job; and their padding."""
+"""Read the prompts of a JSONL file as token ids, to measure a model or to plan a job; and pad them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -26,20 +26,20 @@ _T = TypeVar("_T")
 def read_token_rows(
     prompts: Path, tokenizer: Path, model: PreTrainedModel, most_tokens: int | None, num_new_tokens: int = 1
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of each row, as `zinfer run` reads them.
+    """Return the token ids of each row, read like `zinfer run` does.
 
     Args:
-        tokenizer: folder of the checkpoint that has it.
-        model: whose positions and vocabulary they have to fit.
-        most_tokens: of a sequence, beside the model's positions.
-        num_new_tokens: that must fit after each row.
+        tokenizer: checkpoint folder with the tokenizer.
+        model: rows must fit its positions and vocabulary.
+        most_tokens: further limit for the length of a sequence.
+        num_new_tokens: new tokens that must fit after each row.
 
     Raises:
-        ConfigError: a row is no prompt, or does not fit; names its line. Or the model is no decoder that generates.
+        ConfigError: a row is invalid or does not fit (names its line), or the model is not a generating decoder.
     """
     if not is_generating_decoder(model):
         raise ConfigError(
-            f"{prompts}: only decoders that generate are measured on prompts, and a {type(model).__name__} is none; "
+            f"{prompts}: only generating decoders can be measured on prompts, and {type(model).__name__} is not one; "
             "leave the prompts out"
         )
     vocab_size, limits = model.config.get_text_config().vocab_size, read_limits(model, most_tokens)
@@ -54,19 +54,18 @@ def read_token_rows(
 def sample_lengths(
     input: Path, folder: Path, vocab_size: int, max_new_tokens: int, limits: LengthLimits
 ) -> tuple[Job, int, int]:
-    """Return the job of an input file, by a sample of its rows spread over the whole file.
+    """Estimate the job of an input file from rows sampled over the whole file.
 
     Args:
-        folder: of the checkpoint, with its tokenizer.
+        folder: checkpoint folder with the tokenizer.
         max_new_tokens: default for rows that do not set it.
 
     Returns:
-        The job of the whole file, without rows that get an error in place of an answer; how many rows were looked at;
-        and how many of these get an error.
+        The job of the whole file, without rows that will fail; the number of sampled rows; and how many of these fail.
 
     Raises:
-        UnusableInput: no rows, or no tokenizer.
-        ConfigError: none of the sampled rows can be used.
+        UnusableInput: the file has no rows, or there is no tokenizer.
+        ConfigError: none of the sampled rows is valid.
     """
     sample, num_rows = _read(input, folder, vocab_size, limits, max_new_tokens, _NUM_SAMPLED)
     sampled = list(sample)
@@ -74,7 +73,7 @@ def sample_lengths(
     prompts = [prompt for prompt in usable for _ in range(prompt.params.n)]
     if not prompts:
         why = next(each.message for each in sampled if isinstance(each, BadRow))
-        raise ConfigError(f"{input}: none of {len(sampled):,} rows that were looked at can be used: {why}")
+        raise ConfigError(f"{input}: none of {len(sampled):,} sampled rows can be used: {why}")
     num_sequences = round(num_rows * len(prompts) / len(sampled))
     job = Job(num_sequences, [len(each.token_ids) for each in prompts], [each.max_new_tokens for each in prompts])
     return job, len(sampled), len(sampled) - len(usable)
@@ -83,7 +82,7 @@ def sample_lengths(
 def _read(
     input: Path, tokenizer: Path, vocab_size: int, limits: LengthLimits, max_new_tokens: int, most: int | None = None
 ) -> tuple[Iterator[Prompt | BadRow], int]:
-    """The rows, about ``most`` of them spread over the file, and how many the file has."""
+    """Return rows of the file (all, or about ``most`` spread over it), and the number of rows in the file."""
     reader = PromptReader(
         PromptEncoder(find_tokenizer(tokenizer), vocab_size, limits), scan_input(input), max_new_tokens
     )
@@ -93,7 +92,7 @@ def _read(
 
 
 def by_length(rows: Iterable[_T], length: Callable[[_T], int], most_tokens: int) -> list[list[_T]]:
-    """The rows, shortest first, in parts of no more tokens than that, padding included, or of one row."""
+    """Split the rows, shortest first, into parts of at most ``most_tokens``, padding included, or of one row."""
     parts: list[list[_T]] = []
     for row in sorted(rows, key=length):
         if not parts or (len(parts[-1]) + 1) * length(row) > most_tokens:
@@ -105,10 +104,10 @@ def by_length(rows: Iterable[_T], length: Callable[[_T], int], most_tokens: int)
 def padded(
     rows: Sequence[Sequence[int]], pad_token_id: int = 0, side: str = "right"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask [rows, longest].
+    """Pad rows; return ids and mask [rows, longest].
 
-    Padding on the right changes none of a decoder's logits, and positions that are counted from the left stay as they
-    are; on the left, `generate` continues after the last column.
+    Padding on the right leaves a decoder's logits and positions unchanged. Pad on the left for `generate`, which
+    continues after the last column.
     """
     options: dict[str, Any] = {"batch_first": True, "padding_side": side}
     ids = pad_sequence([torch.tensor(row) for row in rows], padding_value=pad_token_id, **options)

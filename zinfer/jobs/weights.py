@@ -1,10 +1,10 @@
-"""Which bytes the weights of a job have: a checksum of each file, taken while the first load reads it anyway.
+"""Identify the weights of a job by a checksum per file, computed while the first load reads them.
 
-Weights that live on the device or in host memory are hashed when they are loaded, those that stay on the disk when they
-first stream: before a pass has ended, and so before it has given a row. What of a file no pass reads (towers for
-pictures, buffers, an original whose quantized copy streams) is read by a thread of its own from the first row on.
-Tensors that the index leaves out are in no checksum. Until a file's checksum is known the manifest has none, and rows
-belong to the file of that size and time of writing: a job killed before that can only be resumed with that very file.
+Weights on the device or in host memory are hashed when they are loaded, those on disk when they first stream: in the
+first pass, before any row is written. From the first row on, a separate thread reads what no pass reads (vision towers,
+buffers, originals whose quantized copy streams). Tensors missing from the index are not hashed.
+Until a file's checksum is known, the manifest has only its size and modification time: a job killed before that can be
+resumed only with the unmodified file.
 """
 
 import errno
@@ -34,7 +34,7 @@ _CHUNK_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class WeightsFile:
-    """A file of weights as the manifest knows it; ``xxh3_128`` is of its tensors, None: not known yet."""
+    """A weights file in the manifest; ``xxh3_128`` is the checksum of its tensors, None if not known yet."""
 
     size_bytes: int
     mtime_ns: int
@@ -60,20 +60,20 @@ class Weights:
 
     @property
     def checksums(self) -> TensorChecksums | None:
-        """To be fed while the files are read; None if the manifest has all of them already."""
+        """Checksums to update while the files are read; None if the manifest has all of them."""
         return None if all(file.xxh3_128 for file in self._known.values()) else self._checksums
 
     @property
     def files(self) -> dict[str, WeightsFile]:
-        """For the manifest, by name."""
+        """Entries for the manifest, by file name."""
         return dict(self._known)
 
     def adopt(self, former: Mapping[str, WeightsFile], note: Callable[[str], None]) -> None:
-        """Take over what the manifest knows: of files with the same size and time at once, others are read.
+        """Adopt the manifest's checksums; files whose size or time differ are read and compared.
 
         Raises:
-            UnusableInput: a file holds other bytes, or the job was ended before it knew which it held.
-            CheckpointError: it cannot be read.
+            UnusableInput: a file holds other bytes, or changed before the job knew its checksum.
+            CheckpointError: a file cannot be read.
         """
         others = {}
         for file, name in self._names.items():
@@ -85,7 +85,7 @@ class Weights:
         if others:
             num_bytes = sum(self._identities[file].num_bytes for file in others)
             note(
-                f"{len(others)} files of weights have other times than when this job began; reading their "
+                f"{len(others)} weights files have changed times since this job began; reading their "
                 f"{human_bytes(num_bytes)} to see whether they hold the same"
             )
         for file, then in others.items():
@@ -113,25 +113,25 @@ class Weights:
         )
 
     def check_unchanged(self) -> None:
-        """Raises JobError if a file is another than when the job looked at its header."""
+        """Raise JobError if a file was replaced or modified since the job read its header."""
         for file, then in self._identities.items():
             try:
                 now = FileIdentity.of(file)
             except OSError as error:
-                raise JobError(f"model {file} cannot be looked at: {error.strerror} (errno {error.errno})") from error
+                raise JobError(f"model {file} cannot be accessed: {error.strerror} (errno {error.errno})") from error
             if now != then:
                 raise JobError(
                     f"model {file} was changed while the job ran ({then.difference(now)}); run the same command again"
                 )
 
-    def read_rest(self) -> None:
-        """Begin to read what has not passed; nothing where that was begun, or all is known."""
+    def hash_unread(self) -> None:
+        """Start to hash the tensors that no pass reads; does nothing if started already, or if all are known."""
         if self._pool is None and self.checksums is not None:
             self._pool = Pool(1, "zinfer-checksums")
             self._rest = self._pool.submit(self._finish)
 
-    def is_news(self) -> bool:
-        """Whether checksums have become known since this last was true.
+    def has_new_checksums(self) -> bool:
+        """Return whether new checksums are available, once.
 
         Raises:
             JobError: a file cannot be read, or has changed.
@@ -146,12 +146,12 @@ class Weights:
         return True
 
     def wait(self) -> None:
-        """Until what was begun is over."""
+        """Wait for `hash_unread`."""
         if self._rest is not None:
             self._rest.exception()
 
     def close(self) -> None:
-        """Give up what is not read yet."""
+        """Stop reading."""
         self._is_given_up.set()
         if self._pool is not None:
             self._pool.close()
@@ -168,7 +168,7 @@ class Weights:
         self._known |= found
 
     def _read_missing(self, file: Path) -> None:
-        """Take the checksums of tensors that no pass has read, without leaving them in the page cache."""
+        """Hash the tensors that no pass has read, without leaving them in the page cache."""
         with file.open("rb", buffering=0) as stream:
             for offset, nbytes in self._checksums.missing(file):
                 digest = xxhash.xxh3_128()

@@ -1,4 +1,4 @@
-"""What to change for more tokens a second: each change is planned and predicted anew, and named only if it pays."""
+"""Suggest changes for more tokens per second: each one is planned and predicted, and named only if it is faster."""
 
 import json
 import sys
@@ -19,12 +19,12 @@ from zinfer.units import duration, human_bytes
 
 _Plan = TypeVar("_Plan", BatchPlan, JobPlan)
 _QUANTIZED: Final[tuple[tuple[Literal[4, 8], int | None], ...]] = ((8, None), (4, 128))
-_LEAST_GAIN: Final = 1.05  # less is within the prediction's own error
+_LEAST_GAIN: Final = 1.05  # less is within the error of the prediction
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One change. ``gain`` is tokens a second with it over those without it."""
+    """One change. ``gain`` is the speedup: tokens per second with it over those without it."""
 
     change: str
     tokens_per_s: float
@@ -35,7 +35,7 @@ class Advice:
 
 
 def advise(planned: BatchPlan) -> tuple[Advice, ...]:
-    """Changes that pay, the largest gain first; each is by itself, on top of what was planned."""
+    """Return changes that speed up the plan, largest gain first; each is tried alone."""
     now = planned.prediction.tokens_per_s
     tried = (_without_offload_device, _with_host_memory, _with_larger_batch, _with_quantized_weights)
     changes = [(change, then.prediction.tokens_per_s) for each in tried for change, then in each(planned)]
@@ -44,7 +44,7 @@ def advise(planned: BatchPlan) -> tuple[Advice, ...]:
 
 
 def fitting_changes(case: Case, request: Request) -> Iterator[str]:
-    """What would do where a request does not fit: each change was planned, and does."""
+    """Yield changes that make a request fit; each one has been planned."""
     if _try(plan_job, case, Job(request.batch_size, [request.prompt_len], [request.new_tokens])):
         yield f"a job that shares its passes (--rows {request.batch_size} instead of --batch-size)"
     batch_size = request.batch_size
@@ -58,10 +58,10 @@ def fitting_changes(case: Case, request: Request) -> Iterator[str]:
 
 
 def job_advice(planned: JobPlan, given: Mapping[str, Any] | None = None) -> list[str]:
-    """Changes that pay, the largest gain first; each is by itself. Those of numbers lose a little accuracy.
+    """Return changes that speed up the job, largest gain first; each is tried alone. Quantization loses some accuracy.
 
     Args:
-        given: the configuration as it was written, for advice that is a whole one.
+        given: the configuration as written, for advice that prints a whole one.
     """
     case, batching = planned.case, planned.batching
     tried = []
@@ -86,14 +86,14 @@ def job_advice(planned: JobPlan, given: Mapping[str, Any] | None = None) -> list
 
 
 def fitting_job_changes(case: Case, job: Job) -> Iterator[str]:
-    """What would do where a job does not fit: each change was planned, and does."""
+    """Yield changes that make a job fit; each one has been planned."""
     for words, smaller in _quantized(case):
         if _try(plan_job, smaller, job):
             yield words
 
 
 def _without_offload_device(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
-    """An explicit device keeps layers off faster memory, however much of that is idle."""
+    """Try without offload_param.device, which keeps layers off faster memory even if that is idle."""
     settings = planned.case.settings
     device = settings.offload.device
     if device in (None, "none"):
@@ -110,7 +110,7 @@ def _without_offload_device(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan
 
 
 def _with_host_memory(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
-    """Enough host memory that no block is left on disk."""
+    """Try enough host memory that no block stays on disk."""
     settings, machine = planned.case.settings, planned.case.machine
     if not planned.plan.num_blocks(Tier.DISK) or settings.offload.device == "nvme":
         return
@@ -127,7 +127,7 @@ def _with_host_memory(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
 
 
 def _with_larger_batch(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
-    """The batch, doubled again and again up to the free tokens, that gives the most while it fits."""
+    """Double the batch while it fits and is within the free tokens; yield the fastest."""
     best, batch_size = planned, planned.request.batch_size
     while (batch_size := batch_size * 2) <= planned.prediction.free_tokens:
         then = _try(plan_batch, planned.case, replace(planned.request, batch_size=batch_size))
@@ -140,14 +140,14 @@ def _with_larger_batch(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
 
 
 def _with_quantized_weights(planned: BatchPlan) -> Iterator[tuple[str, BatchPlan]]:
-    """Fewer bytes to bring in."""
+    """Try quantized weights, which stream fewer bytes."""
     for change, smaller in _quantized(planned.case) if planned.plan.streamed_bytes else ():
         if then := _try(plan_batch, smaller, planned.request):
             yield change, then
 
 
 def _quantized(case: Case) -> Iterator[tuple[str, Case]]:
-    """The formats worth trying for a model whose weights are in full, in words, and the model in them."""
+    """Yield quantization settings for an unquantized model, each with the case of the quantized model."""
     tensors = (tensor for block in case.outline.plain_blocks for tensor in block.layout.tensors)
     if case.settings.quantization is not None or any(isinstance(tensor, SlabMatrix) for tensor in tensors):
         return
@@ -162,17 +162,17 @@ def _quantized(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _in_other_memory(planned: JobPlan) -> JobPlan | None:
-    """The fastest sizes with the KV cache in the other memory; None where that is no choice."""
+    """Return the fastest plan with the KV cache in the other memory; None if that is not possible."""
     case, stated = planned.case, planned.case.settings.batching
     if not case.machine.limits.on_cuda or not case.settings.offload.pin_memory:
         return None
     other: Literal["device", "host"] = "host" if stated.kv_cache_tier == "device" else "device"
-    batching = replace(stated, kv_cache_tier=other, kv_cache_memory=None)  # what is stated is of the one memory alone
+    batching = replace(stated, kv_cache_tier=other, kv_cache_memory=None)  # the stated size is for the other memory
     return _try(plan_job, replace(case, settings=replace(case.settings, batching=batching)), planned.job)
 
 
 def _try(plan: Callable[..., _Plan], *args: Any) -> _Plan | None:
-    """The plan, None where it does not fit."""
+    """Return the plan, or None if it does not fit."""
     try:
         return plan(*args)
     except PlanError:

@@ -1,4 +1,4 @@
-"""The host's part of a plan: which blocks are kept in host memory, which of those pinned, and the staging ring."""
+"""The host's part of a plan: the blocks in host memory, which of them are pinned, and the staging ring."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from zinfer.offload.chunks import covered_bytes
 from zinfer.probe.limits import MachineLimits
 from zinfer.units import human_bytes
 
-# Staging rings to choose from, best first: (bytes of a slot, slots). 256 MiB outlast any hiccup of a disk that gives
-# 4 GB/s, and 16 MiB copies already run at the link's speed; a smaller ring makes do where memory is tight.
+# Staging rings to choose from, best first: (bytes of a slot, slots). 256 MiB outlast any hiccup of a 4 GB/s disk, and
+# 16 MiB copies already run at the link's speed; smaller rings are for little memory.
 _RINGS: Final = ((16 << 20, 16), (16 << 20, 8), (8 << 20, 8), (4 << 20, 8), (4 << 20, 4), (1 << 20, 4), (1 << 20, 2))
 _LEAST_STAGING_BYTES: Final = 8192  # a page, and one that an element may straddle into
 _STAGING_SHARE: Final = 8  # the ring takes at most an eighth of a budget that is too small for all blocks
@@ -23,7 +23,7 @@ _STAGING_SHARE: Final = 8  # the ring takes at most an eighth of a budget that i
 
 @dataclass(frozen=True)
 class HostSide:
-    """One way to keep the streamed blocks: which of them in host memory, which of those pinned, and the staging."""
+    """A placement of the streamed blocks: those in host memory, those of them pinned, and the staging ring."""
 
     hosted: frozenset[int]
     pinned: frozenset[int]
@@ -35,11 +35,11 @@ class HostSide:
 
 @dataclass(frozen=True)
 class HostPlanner:
-    """Keeps as many streamed blocks in host memory as the budgets hold, the others on disk, spread evenly among them.
+    """Places as many streamed blocks in host memory as fit, and spreads the others, on disk, evenly among them.
 
     Args:
         streamed: the blocks that are not resident, in the model's order.
-        blocks: all of them: what is on disk passes through the ring while homes are filled.
+        blocks: all blocks: while homes are filled, all of them pass through the ring.
     """
 
     streamed: Sequence[Block]
@@ -48,10 +48,10 @@ class HostPlanner:
     settings: Settings
 
     def choose(self) -> HostSide:
-        """The best way that the budgets allow.
+        """Return the best placement within the budgets.
 
         Raises:
-            PlanError: a budget is too small, or the settings leave weights that are in memory without a home.
+            PlanError: a budget is too small, or the settings allow no home for weights that are in no file.
         """
         self._check_offload()
         sides = [side for ring in self._rings() if (side := self._best_side(ring)) is not None]
@@ -63,12 +63,12 @@ class HostPlanner:
         return [*whole, *modest, sides[-1]][0]
 
     def most_ring_bytes(self) -> int:
-        """The most that staging slots may take, whichever blocks stream."""
+        """Return the maximum bytes of staging slots, whichever blocks stream."""
         largest = max([*self._read_bytes, *self._slab_bytes], default=0)
         return max(slot_bytes * num for slot_bytes, num in (self._sized(ring, largest) for ring in self._rings()))
 
     def _rings(self) -> Iterator[tuple[int, int]]:
-        """Rings to choose from: what the settings hint at, then the usual ones."""
+        """Yield candidate rings: the one hinted at in the settings, then the usual ones."""
         numel = self.settings.offload.buffer_size
         if numel is not None and self.blocks:
             itemsize = max(tensor.dtype.itemsize for block in self.blocks for tensor in block.layout.tensors)
@@ -78,11 +78,11 @@ class HostPlanner:
 
     @cached_property
     def _in_memory(self) -> list[Block]:
-        """Streamed blocks that no file holds as they are: they cannot be kept on disk."""
+        """Streamed blocks that no file holds in streamable form: they cannot stay on disk."""
         return [block for block in self.streamed if not block.extents]
 
     def _best_side(self, ring: tuple[int, int]) -> HostSide | None:
-        """With as many blocks in host memory as the budgets hold; None if they hold too few."""
+        """Return the placement with the most blocks in host memory; None if too few fit."""
         least = len(self._in_memory)
         most = least if self.settings.offload.device == "nvme" else len(self.streamed)
         most_numel = self.settings.offload.max_in_cpu
@@ -107,7 +107,7 @@ class HostPlanner:
             given, needed = self.limits.host_bytes, least.host_bytes
             needs += ", and the weights that no file holds"
         if kv_bytes:
-            needs += f", and {human_bytes(kv_bytes)} of keys and values; lower zinfer.kv_cache_memory"
+            needs += f", and {human_bytes(kv_bytes)} of KV cache; lower zinfer.kv_cache_memory"
         what = what if getattr(self.settings.memory, key) is None else f"zinfer.{key}"
         return PlanError(
             f"{what} is {human_bytes(given + kv_bytes)}; at least {needed + kv_bytes} bytes "
@@ -115,7 +115,7 @@ class HostPlanner:
         )
 
     def _check_offload(self) -> None:
-        """What no file holds as it is can stream from host memory alone."""
+        """Raise PlanError if weights that are in no file would have to stream from disk."""
         if not self._in_memory:
             return
         if any(block.conversion for block in self._in_memory):
@@ -125,7 +125,7 @@ class HostPlanner:
             what = "of the module are in memory"
             remedy = "save the model with save_pretrained and give the folder instead"
         if self.settings.offload.device == "nvme":
-            remedy = f"state zero_optimization.offload_param.nvme_path, a folder to write them to, {remedy}"
+            remedy = f"set zero_optimization.offload_param.nvme_path, a folder to write them to, {remedy}"
             raise PlanError(
                 f'zero_optimization.offload_param.device is "nvme", but weights {what} and in no file to stream from; '
                 f'{remedy}, or set the device to "cpu"'
@@ -138,7 +138,7 @@ class HostPlanner:
             )
 
     def _hosted(self, count: int) -> frozenset[int]:
-        """Blocks for host memory: those that no file holds, and others spread evenly among the ones on disk."""
+        """Return ``count`` blocks for host memory: those in no file, and others spread evenly."""
         fixed = [block.index for block in self._in_memory]
         free = [block.index for block in self.streamed if block.extents]
         return frozenset([*fixed, *spread(free, count - len(fixed))])
@@ -146,7 +146,7 @@ class HostPlanner:
     def _host_side(self, hosted: frozenset[int], ring: tuple[int, int]) -> HostSide:
         wants_pinned = self.limits.on_cuda and self.settings.offload.pin_memory
         slab_bytes = [self._slab_bytes[index] for index in sorted(hosted)]
-        staged = [*self._read_bytes]  # homes are filled through the ring too
+        staged = [*self._read_bytes]  # filling the homes uses the ring too
         if self.limits.on_cuda and not (wants_pinned and sum(slab_bytes) <= self.limits.pinned_bytes):
             staged += slab_bytes
         staging_bytes, num_staging = self._sized(ring, max(staged, default=0))
@@ -163,7 +163,7 @@ class HostPlanner:
         )
 
     def _sized(self, ring: tuple[int, int], largest: int) -> tuple[int, int]:
-        """Bytes and number of staging slots for moves of at most ``largest`` bytes."""
+        """Return bytes and number of staging slots for transfers of at most ``largest`` bytes."""
         if not largest:
             return 0, 0
         slot_bytes, num_slots = ring
@@ -171,15 +171,15 @@ class HostPlanner:
 
     @cached_property
     def _read_bytes(self) -> list[int]:
-        """Bytes of the aligned reads that bring each block in."""
+        """Bytes of the aligned reads of each block."""
         return [covered_bytes(block.read_extents) for block in self.blocks]
 
     @cached_property
     def _slab_bytes(self) -> list[int]:
-        """Bytes that each block's slab takes in host memory, whole pages."""
+        """Bytes of each block's slab in host memory, rounded up to pages."""
         return [align_up(block.nbytes) for block in self.blocks]
 
 
 def spread(items: Sequence[int], count: int) -> list[int]:
-    """``count`` of the items, as evenly apart as can be."""
+    """Return ``count`` of the items, spaced as evenly as possible."""
     return [items[place * len(items) // count] for place in range(count)]

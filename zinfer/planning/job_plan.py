@@ -1,6 +1,6 @@
-"""Plans a whole job by continuous batching: tokens a pass, sequences at once, homes of the weights, seconds. Pure.
+"""Plan a job with continuous batching: tokens per pass, sequences at once, homes of the weights, seconds. Pure.
 
-Sizes that the configuration leaves open are chosen one after the other, each the fastest by simulation of a sample.
+Sizes that the configuration leaves open are chosen by simulating a sample of the rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,29 +15,29 @@ from zinfer.planning.plan import Case
 from zinfer.planning.simulation import JobEstimator, JobPrediction, Simulations
 
 ROWS_TOGETHER: Final = 4096
-"""Rows of a job that share passes before the next begin, four times as many as run at once by default: the last ones
-run with few beside them."""
+"""Default batch size of a job, in rows. Four times the default of sequences at once, because the last rows of a batch
+run in small passes."""
 
 _TOKENS_PER_PASS: Final = (2048, 4096, 8192, 16_384, 32_768, 131_072)
 _MAX_SEQUENCES: Final = (128, 512, 1024)
-_KV_SHARES: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)  # of device memory; weights placed there have the rest
+_KV_SHARES: Final = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)  # of device memory; the rest is for weights
 _HOSTED_MAX_SEQUENCES: Final = (512, 1024, 4096)
-_HOSTED_KV_SHARES: Final = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0)  # of what suits host and device
+_HOSTED_KV_SHARES: Final = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0)  # of the usual size
 _CHOSEN: Final = ("tokens_per_pass", "max_sequences", "kv_cache_memory", "kv_cache_dtype", "kv_cache_tier")
-"""Keys of the section `zinfer` that a plan states, or leaves at their defaults."""
-_FEWEST_TURNS: Final = 3  # of the cache, that a simulation has to have for its middle to be like a whole job's
+"""Keys of the section `zinfer` that a plan sets, or leaves at their defaults."""
+_FEWEST_TURNS: Final = 3  # of the cache: simulations with fewer have no steady middle
 _FEWEST_SIMULATED: Final = 64
 _MOST_SIMULATED: Final = 1024
-_TURNS: Final = 6  # of the cache: its filling and emptying are then a small part
+_TURNS: Final = 6  # of the cache: enough for its filling and draining to be a small part
 
 
 @dataclass(frozen=True)
 class Job:
-    """Prompts, and how many tokens are generated after each.
+    """Prompt lengths and new tokens of a job.
 
     Attributes:
-        num_rows: of the whole job.
-        prompt_lens, new_tokens: of a sample of its rows, one at least.
+        num_rows: rows of the whole job.
+        prompt_lens, new_tokens: tokens of each row in a sample of at least one.
     """
 
     num_rows: int
@@ -46,14 +46,14 @@ class Job:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Tokens of the prompt, and new ones, of the longest row of the sample."""
+        """Prompt length and new tokens of the longest row in the sample."""
         return max(zip(self.prompt_lens, self.new_tokens, strict=True), key=sum)
 
     def simulated(self, num_fitting: int) -> "Job":
-        """The same with a sample of so many rows that passes are the usual ones, over and over where it is shorter.
+        """Return the job with a sample large enough to simulate typical passes; repeats rows if it has too few.
 
         Args:
-            num_fitting: sequences that the cache holds at once, at most.
+            num_fitting: maximum sequences in the cache at once.
         """
         count = min(self.num_rows, max(_FEWEST_SIMULATED, min(_TURNS * num_fitting, _MOST_SIMULATED)))
         places = [number % len(self.prompt_lens) for number in range(count)]
@@ -65,14 +65,14 @@ class JobPlan:
     """A plan for one job.
 
     Attributes:
-        case: that was planned for.
-        batching: the sizes that were stated or chosen.
-        budget: what they take.
-        plan: homes of the weights beside it.
-        job: with the rows that were simulated.
-        simulated: what these take.
-        seconds: of all rows.
-        simulations: of these rows, made on the way, for further questions.
+        case: the planned case.
+        batching: stated or chosen sizes.
+        budget: memory for these sizes.
+        plan: placement of the weights.
+        job: the job, with the simulated rows.
+        simulated: prediction for the simulated rows.
+        seconds: time for all rows.
+        simulations: cached simulations of these rows.
     """
 
     case: Case
@@ -86,11 +86,11 @@ class JobPlan:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens of the whole job a second."""
+        """New tokens per second over the whole job."""
         return self.job.num_rows * sum(self.job.new_tokens) / len(self.job.new_tokens) / self.seconds
 
     def keys(self) -> dict[str, Any]:
-        """As the section `zinfer` of a configuration."""
+        """Return the chosen sizes as keys of the section `zinfer`."""
         named: dict[str, Any] = {
             "tokens_per_pass": self.budget.tokens_per_pass,
             "max_sequences": self.budget.max_sequences,
@@ -102,10 +102,10 @@ class JobPlan:
         return named
 
     def configuration(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole configuration: the one that was planned with, and in its section `zinfer` the keys of this plan.
+        """Return a whole configuration with this plan's keys in its section `zinfer`.
 
         Args:
-            given: the configuration as it was written.
+            given: the configuration as written.
         """
         stated = given.get("zinfer")
         kept = {key: value for key, value in stated.items() if key not in _CHOSEN} if isinstance(stated, dict) else {}
@@ -113,7 +113,7 @@ class JobPlan:
 
 
 def plan_job(case: Case, job: Job) -> JobPlan:
-    """Choose the fastest sizes among those that the settings leave open.
+    """Plan a job; choose the fastest values for sizes that the settings leave open.
 
     Raises:
         PlanError: nothing fits, not even the smallest sizes.
@@ -127,13 +127,13 @@ def plan_job(case: Case, job: Job) -> JobPlan:
         usual_bytes = host.pages_bytes(kv, device_bytes)
         shares = sorted({min(int(usual_bytes * share), host.usual_bytes) for share in _HOSTED_KV_SHARES})
         usual_counts = _HOSTED_MAX_SEQUENCES
-    # All of them simulate the same rows: fewer would count the filling and emptying of the cache for more.
+    # All choices simulate the same rows: with fewer rows, filling and draining the cache would weigh more.
     job = job.simulated(shares[-1] // kv.token_bytes(case.outline.dtype) // sum(job.longest))
     simulations = Simulations(job.prompt_lens, job.new_tokens, case.outline.spec.common_window)
     kv_bytes = shares if stated.kv_cache_memory is None else [stated.kv_cache_memory]
     sizes = _TOKENS_PER_PASS if stated.tokens_per_pass is None else [stated.tokens_per_pass]
     counts = usual_counts if stated.max_sequences is None else [stated.max_sequences]
-    # How many tokens pay depends on the memory that is left for weights: both are tried together.
+    # The best number of tokens depends on the memory left for weights, so both are tried together.
     usual = replace(stated, max_sequences=stated.max_sequences or usual_counts[1])
     tried = [replace(usual, tokens_per_pass=size, kv_cache_memory=nbytes) for nbytes in kv_bytes for size in sizes]
     best = _fastest(case, tried, job, simulations).batching
@@ -141,7 +141,7 @@ def plan_job(case: Case, job: Job) -> JobPlan:
 
 
 def _fastest(case: Case, choices: Sequence[Batching], job: Job, simulations: Simulations) -> JobPlan:
-    """The fastest of those that fit; raises PlanError where none does."""
+    """Return the fastest plan that fits. Raises PlanError if none does."""
     found: list[JobPlan] = []
     failures: list[PlanError] = []
     for batching in choices:
@@ -155,7 +155,7 @@ def _fastest(case: Case, choices: Sequence[Batching], job: Job, simulations: Sim
 
 
 def plan_sizes(case: Case, batching: Batching, job: Job, simulations: Simulations) -> JobPlan:
-    """Plan a job with the sizes that ``batching`` states; raises PlanError where it does not fit."""
+    """Plan a job with the sizes in ``batching``. Raises PlanError if it does not fit."""
     outline, machine, settings = case.outline, case.machine, replace(case.settings, batching=batching)
     free_bytes, most_tokens = machine.device_memory_bytes, sum(job.longest)
     budget = find_budget(outline.spec, outline.dtype, outline.blocks, settings, machine.limits, free_bytes, most_tokens)
@@ -171,10 +171,9 @@ def plan_sizes(case: Case, batching: Batching, job: Job, simulations: Simulation
 
 
 def _whole_seconds(job: Job, simulated: JobPrediction, *, is_hosted: bool) -> float:
-    """Of all rows, from those that were simulated: more of them before the next begin are more of the middle.
+    """Extrapolate the seconds of all rows, at the pace of the simulation's steady middle.
 
-    Where pages in host memory hold so many sequences that the simulation has no middle, more rows take as long as
-    these.
+    If pages in host memory hold so many sequences that there is no steady middle, use the average pace instead.
     """
     count = len(job.prompt_lens)
     row_s = simulated.steady_s_per_token * simulated.num_passes * simulated.tokens_per_pass / count

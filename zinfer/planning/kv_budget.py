@@ -1,7 +1,7 @@
-"""`BatchingBudget`: what continuous batching takes beside the weights, its pages and the activations of a pass.
+"""`BatchingBudget`: the memory of continuous batching besides the weights: KV-cache pages and activations.
 
-Stated sizes are kept. For the others a pass carries as much as pays, weights keep what streaming needs, and pages take
-what nothing else wants, on the device or in host memory.
+Stated sizes are kept. Otherwise passes are as large as is useful, weights get what streaming needs, and pages get the
+remaining memory of the device or the host.
 """
 
 import math
@@ -26,44 +26,44 @@ from zinfer.scheduling.scheduler import Scheduler
 from zinfer.units import human_bytes
 
 _PAGE_SIZE: Final = 64
-_PARKED_SHARE: Final = 4  # of the cache's pages, one in so many
+_PARKED_SHARE: Final = 4  # one in four of the cache's pages
 _MOST_PARKED_BYTES: Final = 4 << 30
 _DTYPES: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 _MOST_TOKENS_PER_PASS: Final = 16_384
-# 16-bit weights at 4 GB/s from a disk take as long as an H200 computes 150,000 tokens with them.
+# Reading 16-bit weights from a 4 GB/s disk takes as long as computing 150,000 tokens with them on an H200.
 _MOST_TOKENS_FROM_DISK: Final = 131_072
-_LEAST_TOKENS_PER_SEQUENCE: Final = 16  # of a pass, for each sequence that runs at once: below that the card is small
-_FEWEST_TOKENS_PER_PASS: Final = 1024  # that are chosen where nothing is stated
-_MOST_ACTIVATION_SHARE: Final = 1 / 8  # of what is free
-# Of a pass, what a layer computes at once: its matrices are dequantized once for each part.
+_LEAST_TOKENS_PER_SEQUENCE: Final = 16  # of a pass; small cards run fewer sequences
+_FEWEST_TOKENS_PER_PASS: Final = 1024  # lower bound of the chosen value
+_MOST_ACTIVATION_SHARE: Final = 1 / 8  # of free memory
+# Tokens that a layer computes at once. Its matrices are dequantized once per part.
 _PART_TOKENS: Final = (16_384, 8_192, 4_096)
-_MOST_PART_SHARE: Final = 1 / 16  # of what is free, for the activations of a part that is larger than the smallest
+_MOST_PART_SHARE: Final = 1 / 16  # of free memory, for the activations of a part; the smallest part may exceed it
 _MAX_SEQUENCES: Final = 1024
 _RESIDUAL_COPIES: Final = 4  # of the residual stream: a layer's input and output, before and after joining
 
-_KV_SHARE: Final = 0.3  # of what is left on the device, beside weights that are all resident; of what is free on a CPU
+_KV_SHARE: Final = 0.3  # of the device, beside resident weights; of free memory on a CPU
 _NUM_SLOTS: Final = 3
-_LEAST_KV_SHARE: Final = 0.15  # of what is left in a memory, whatever weights would like to have
-_HOST_KV_SHARE: Final = 0.8  # of host memory that weights leave: staging, the outputs and others want some too
-_PAGE_SLOTS_SHARE: Final = 0.3  # of what is free on the device, for slots that pages in host memory pass through
+_LEAST_KV_SHARE: Final = 0.15  # minimum share, whatever the weights need
+_HOST_KV_SHARE: Final = 0.8  # of host memory left by the weights; the rest is for staging, outputs and others
+_PAGE_SLOTS_SHARE: Final = 0.3  # of free device memory, for the slots of pages in host memory
 
 
 @dataclass(frozen=True)
 class BatchingBudget:
-    """Sizes of everything that continuous batching owns.
+    """Sizes of all memory that continuous batching owns.
 
     Attributes:
-        tokens_per_pass: most tokens of a ragged batch.
-        most_part_tokens: of them, what a layer computes at once.
-        max_sequences: most sequences that run at once.
-        num_pages, page_size: of the cache.
-        kv_dtype: of its keys and values.
-        order: in which sequences that wait begin.
-        lends: whether idle pages are lent to weights. On a CPU pages that were never written to take no memory, and
-            are lent only where the configuration has given it to them.
-        footprint: bytes that all of it takes.
-        swaps_to_disk: whether pages of preempted sequences are kept on the disk once host memory has its share.
+        tokens_per_pass: maximum tokens of a ragged batch.
+        most_part_tokens: maximum tokens that a layer computes at once.
+        max_sequences: maximum running sequences.
+        num_pages, page_size: size of the KV cache.
+        kv_dtype: dtype of the KV cache.
+        order: order in which waiting sequences start.
+        lends: whether idle pages are lent to weights. On a CPU, pages that were never written take no memory, so they
+            are lent only if the configuration states their size.
+        footprint: bytes of pages and activations.
+        swaps_to_disk: whether preempted sequences are swapped to disk once their share of host memory is full.
     """
 
     tokens_per_pass: int
@@ -79,28 +79,28 @@ class BatchingBudget:
 
     @property
     def is_hosted(self) -> bool:
-        """Whether pages are placed in host memory."""
+        """Whether the KV cache is in host memory."""
         return self.footprint.host_bytes > 0
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all pages, in the memory where they are placed."""
+        """Bytes of all pages, on the device or in host memory."""
         return self.footprint.host_bytes or self.footprint.kv_bytes
 
     @property
     def most_swapped_in_memory(self) -> int:
-        """Pages of preempted sequences that host memory takes; none where pages are placed there anyway."""
+        """Maximum pages swapped to host memory; 0 if the KV cache is there anyway."""
         if self.is_hosted:
             return 0
         return min(self.num_pages // _PARKED_SHARE, _MOST_PARKED_BYTES // (self.kv_bytes // self.num_pages))
 
     @property
     def most_swapped_pages(self) -> int:
-        """The same with those on the disk, as many as there are pages; what is beyond them is computed again."""
+        """Maximum pages swapped to host memory and disk; sequences beyond that are recomputed."""
         return self.most_swapped_in_memory + (self.num_pages if self.swaps_to_disk else 0)
 
     def scheduler(self, window: int | None = None) -> Scheduler:
-        """Make a scheduler over free pages; ``window`` is the `Scheduler`'s."""
+        """Create a scheduler with all pages free; ``window`` as for `Scheduler`."""
         return Scheduler(
             PagePool(self.num_pages, self.page_size),
             token_budget=self.tokens_per_pass,
@@ -121,20 +121,20 @@ def find_budget(
     free_bytes: int,
     most_tokens: int | None,
 ) -> BatchingBudget:
-    """Keep the stated sizes, and choose for the others what suits the machine.
+    """Return the budget: stated sizes are kept, the others are chosen for the machine.
 
     Args:
-        spec: of the model.
-        dtype: of its weights and activations.
-        blocks: its weights.
-        settings: among them the sizes that are stated.
-        limits: of the machine.
-        free_bytes: of the device, for weights and all else.
-        most_tokens: of one sequence, prompt and new tokens together; None: as many as there are pages for.
+        spec: spec of the model.
+        dtype: dtype of weights and activations.
+        blocks: blocks of weights.
+        settings: settings with the stated sizes.
+        limits: budgets of the machine.
+        free_bytes: free device memory, for weights and everything else.
+        most_tokens: maximum tokens of a sequence, prompt included; None: limited only by the pages.
 
     Raises:
-        ConfigError: pages of a size that is no power of two.
-        PlanError: not even one page fits the memory that is there for the cache, or more is stated than there is.
+        ConfigError: the page size is not a power of two.
+        PlanError: not even one page fits, or a stated size exceeds the memory.
     """
     stated = settings.batching
     page_size = stated.kv_page_size or _PAGE_SIZE
@@ -158,11 +158,11 @@ def find_budget(
     if num_pages < 1:
         raised = "raise zinfer.kv_cache_memory, or " if stated.kv_cache_memory is not None else ""
         raise PlanError(
-            f"a page of the KV cache, {page_size} tokens, takes {human_bytes(page_bytes)}, and {human_bytes(kv_bytes)} "
-            f"are there for it; {raised}set zinfer.kv_page_size to less"
+            f"a page of the KV cache, {page_size} tokens, takes {human_bytes(page_bytes)}, but only "
+            f"{human_bytes(kv_bytes)} are available; {raised}lower zinfer.kv_page_size"
         )
     kv_bytes = num_pages * page_bytes
-    # Of pages in host memory the device has slots.
+    # The device has only slots for pages in host memory.
     device_kv_bytes = kv_bytes // spec.kv.num_layers * spec.kv.num_page_slots if hosted else kv_bytes
     return BatchingBudget(
         tokens_per_pass=tokens,
@@ -180,21 +180,21 @@ def find_budget(
 def _pass_size(
     spec: ModelSpec, dtype: torch.dtype, stated: Batching, most: int, free_bytes: int | None
 ) -> tuple[int, int, int, int]:
-    """Most tokens of a pass, of them those of a part, sequences at once, and the bytes of activations.
+    """Return tokens per pass, tokens per part, sequences at once, and the bytes of activations.
 
-    Stated sizes are kept; the others are as large as pays, and smaller where a card is too small.
+    Stated sizes are kept; the others are reduced from the largest useful ones until they fit.
 
     Args:
-        spec: of the model over pages.
-        most: tokens that pay.
-        free_bytes: of the device, for weights and all else; None on a CPU, where they bound nothing.
+        spec: spec of the model with paged attention.
+        most: largest useful number of tokens.
+        free_bytes: free device memory, for weights and everything else; None on a CPU: no limit.
     """
     on_cuda = free_bytes is not None
     most_part_bytes = (free_bytes or 0) * _MOST_PART_SHARE
     most_bytes = math.inf if free_bytes is None else free_bytes * _MOST_ACTIVATION_SHARE
 
     def layer_bytes(num_rows: int, num_tokens: int) -> int:
-        """Activations of a layer as transformers' modules make them, and the logits of each row."""
+        """Return the activations of a layer in transformers' modules, with the logits of each row."""
         return find_footprint(spec, dtype, Request(num_rows, num_tokens, 1), on_cuda=on_cuda).activation_bytes
 
     fitting = (count for count in _PART_TOKENS if layer_bytes(1, count) <= most_part_bytes)
@@ -213,7 +213,7 @@ def _pass_size(
 def _device_pages_bytes(
     blocks: Sequence[ModelBlock], settings: Settings, free_bytes: int, activation_bytes: int, *, on_cuda: bool
 ) -> int:
-    """What is stated for pages, else what nothing else on the device needs."""
+    """Return the stated bytes for pages, else the device memory that nothing else needs."""
     if settings.batching.kv_cache_memory is not None:
         return settings.batching.kv_cache_memory
     if not on_cuda:
@@ -225,7 +225,7 @@ def _device_pages_bytes(
 def _streams_from_disk(
     blocks: Sequence[ModelBlock], settings: Settings, limits: MachineLimits, free_bytes: int
 ) -> bool:
-    """Whether layers will stream from the disk: that was asked for, or they do not fit elsewhere, beside pages."""
+    """Return whether layers will stream from disk, because of the settings or for lack of memory."""
     stated = settings.batching
     hosted_bytes = (stated.kv_cache_memory or 0) if stated.kv_cache_tier == "host" else 0
     most_bytes = _weights_share(blocks, settings, free_bytes) + limits.host_bytes - hosted_bytes
@@ -233,10 +233,10 @@ def _streams_from_disk(
 
 
 def _weights_share(blocks: Sequence[ModelBlock], settings: Settings, left_bytes: int) -> int:
-    """Bytes of the device that weights are to have beside pages, of ``left_bytes`` for both.
+    """Return the device bytes for weights, of ``left_bytes`` for weights and pages.
 
-    All of them where they may be resident and leave pages their share; otherwise what is outside the layers, and what
-    layers stream through: idle pages are lent to layers anyway.
+    All weights, if they may be resident and leave enough for pages. Otherwise the blocks outside the layers, and slots
+    to stream layers through; idle pages are lent to layers anyway.
     """
     plain = [block.block for block in blocks]
     dequantized_bytes = most_dequantized_bytes(plain)
@@ -255,11 +255,11 @@ def _weights_share(blocks: Sequence[ModelBlock], settings: Settings, left_bytes:
 
 @dataclass(frozen=True)
 class HostShare:
-    """Bytes of host memory for pages that are placed there.
+    """Host memory for KV-cache pages.
 
     Attributes:
-        most_bytes: that the budgets hold.
-        usual_bytes: where nothing is stated: what weights leave, or a share.
+        most_bytes: maximum within the budgets.
+        usual_bytes: default size: what the weights leave, or a minimum share.
     """
 
     most_bytes: int
@@ -267,17 +267,20 @@ class HostShare:
 
     @classmethod
     def find(cls, blocks: Sequence[ModelBlock], settings: Settings, limits: MachineLimits) -> "HostShare":
-        """Within the limits, beside a model's blocks."""
+        """Compute the share beside a model's blocks."""
         most_bytes = min(limits.host_bytes, limits.pinned_bytes) if limits.on_cuda else limits.host_bytes
         weight_bytes = 0 if settings.offload.device == "nvme" else sum(block.block.nbytes for block in blocks)
         left_bytes = int((most_bytes - weight_bytes) * _HOST_KV_SHARE)
         return cls(most_bytes, max(left_bytes, int(most_bytes * _LEAST_KV_SHARE)))
 
     def pages_bytes(self, kv: KVShape, free_bytes: int, stated_bytes: int | None = None) -> int:
-        """What is stated, else as much as its slots on the device, of which ``free_bytes`` are free, allow.
+        """Return the stated bytes, else as many as their slots on the device allow.
+
+        Args:
+            free_bytes: free device memory.
 
         Raises:
-            PlanError: more is stated than there is.
+            PlanError: the stated size exceeds the budgets.
         """
         if stated_bytes is None:
             slots_share = kv.num_page_slots / kv.num_layers

@@ -1,7 +1,7 @@
-"""Memory that a request takes beside the weights, the KV cache and the activations of a forward, and what it leaves.
+"""Memory of a request besides the weights: KV cache and activations; and the memory left for weights.
 
-Pure arithmetic over a `ModelSpec`, an upper bound for transformers' eager and sdpa forwards under `generate`, and for
-those of encoders. Every formula names the code it counts; `tests/test_footprint.py` holds them against measured peaks.
+Pure arithmetic over a `ModelSpec`: an upper bound for transformers' eager and sdpa forwards under `generate`, and for
+encoders. Every formula names the code it counts; `tests/test_footprint.py` compares them with measured peaks.
 """
 
 from collections.abc import Iterable
@@ -23,10 +23,10 @@ from zinfer.units import human_bytes
 _CONTEXT_BYTES: Final = 800_000_000
 _ALLOCATOR_SHARE: Final = 0.03
 
-_SCRATCH_BYTES: Final = 64 << 10  # of kernels, and the tensors of a few elements
+_SCRATCH_BYTES: Final = 64 << 10  # for kernels, and for tensors of a few elements
 _FLOAT_BYTES: Final = 4
 _INDEX_BYTES: Final = 8
-# `generate` copies the logits to float32; top-p sorts them: values, indices, softmax, its sums, what is kept of them.
+# `generate` copies the logits to float32; top-p sorts them: values, indices, softmax, its sums, and the kept ones.
 _SAMPLING_BYTES: Final = _FLOAT_BYTES + (_FLOAT_BYTES + _INDEX_BYTES) + 3 * _FLOAT_BYTES
 
 
@@ -50,7 +50,7 @@ class Request:
 
     @property
     def total_len(self) -> int:
-        """Tokens of one sequence at its end."""
+        """Tokens of a finished sequence."""
         return self.prompt_len + self.new_tokens
 
     def __str__(self) -> str:
@@ -59,13 +59,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of device memory, weights not counted.
+    """Bytes of device memory besides the weights.
 
     Attributes:
-        kv_bytes: the cache at its largest.
-        activation_bytes: the most that a forward takes on top; the copy of one layer's cache is in it.
-        decode_kv_bytes: the cache in the middle of the decode passes.
-        host_bytes: of host memory, where the cache is placed there; ``kv_bytes`` are then of slots on the device.
+        kv_bytes: KV cache at its largest.
+        activation_bytes: peak of a forward on top, including the copy of one layer's cache.
+        decode_kv_bytes: KV cache in the middle of the decode passes.
+        host_bytes: KV cache in host memory, if it is there; ``kv_bytes`` then counts its slots on the device.
     """
 
     kv_bytes: int
@@ -75,11 +75,11 @@ class Footprint:
 
     @property
     def nbytes(self) -> int:
-        """Of the device, of all of it at once."""
+        """Total device memory."""
         return self.kv_bytes + self.activation_bytes
 
     def dequantizing(self, blocks: Iterable[Block]) -> "Footprint":
-        """The same with the largest quantized matrix in full, which a product of many tokens makes."""
+        """Add the largest quantized matrix in dequantized form, which products of many tokens need."""
         return replace(self, activation_bytes=self.activation_bytes + most_dequantized_bytes(blocks))
 
     def __str__(self) -> str:
@@ -87,13 +87,13 @@ class Footprint:
 
 
 def find_footprint(spec: ModelSpec, dtype: torch.dtype, request: Request, *, on_cuda: bool = True) -> Footprint:
-    """The bound for one `generate` over the request.
+    """Return an upper bound for one `generate` over the request.
 
     Args:
-        spec: of the model.
-        dtype: of its weights, activations and cache.
-        request: the batch, every prompt as long as the longest.
-        on_cuda: whether every attention has a fused kernel, and no product of 16-bit numbers needs wider ones.
+        spec: spec of the model.
+        dtype: dtype of weights, activations and cache.
+        request: the batch, with every prompt as long as the longest.
+        on_cuda: assume a fused kernel for every attention, and 16-bit products without wider temporaries.
     """
     middle = request.prompt_len + (request.new_tokens + 1) // 2
     forward = _Forward(spec, dtype.itemsize, request.batch_size, on_cuda)
@@ -109,25 +109,25 @@ def find_footprint(spec: ModelSpec, dtype: torch.dtype, request: Request, *, on_
 def find_encoding_footprint(
     spec: ModelSpec, dtype: torch.dtype, num_rows: int, row_len: int, *, on_cuda: bool = True
 ) -> Footprint:
-    """The bound for one pass of an encoder, and for vectors in float32 made of what it gives.
+    """Return an upper bound for one pass of an encoder, including float32 vectors of its output.
 
     Args:
-        spec: `ModelSpec.read_encoder` makes it.
-        dtype: of weights and activations.
-        num_rows: of the pass.
-        row_len: tokens of each, padding included.
+        spec: from `ModelSpec.read_encoder`.
+        dtype: dtype of weights and activations.
+        num_rows: rows of the pass.
+        row_len: tokens per row, padding included.
         on_cuda: as for `find_footprint`.
     """
     return Footprint(0, _Forward(spec, dtype.itemsize, num_rows, on_cuda).peak_bytes(row_len, row_len), 0)
 
 
 def weight_budget(device_memory_bytes: int, footprint: Footprint, *, on_cuda: bool = True) -> int:
-    """Bytes of device memory that weights and slots may take beside a request.
+    """Return the bytes of device memory for weights and slots beside a request.
 
-    Held back besides the footprint on CUDA: 0.8 GB for its context and 3 % for the allocator.
+    On CUDA, 0.8 GB for its context and 3 % for the allocator are reserved too.
 
     Raises:
-        PlanError: nothing is left; says what takes the room and what to lower.
+        PlanError: nothing is left; names the consumers and what to lower.
     """
     reserve_bytes = _CONTEXT_BYTES + int(device_memory_bytes * _ALLOCATOR_SHARE) if on_cuda else 0
     left_bytes = device_memory_bytes - reserve_bytes - footprint.nbytes
@@ -144,13 +144,13 @@ def weight_budget(device_memory_bytes: int, footprint: Footprint, *, on_cuda: bo
 def beside_request(
     limits: MachineLimits, device_memory_bytes: int, settings: Settings, footprint: Footprint
 ) -> MachineLimits:
-    """The budgets, less what a request takes of device and host.
+    """Return the budgets less the memory of a request.
 
     Args:
-        limits: budgets that know of no request.
-        device_memory_bytes: free for everything.
-        settings: a stated budget is kept, or refused where it does not leave room for the request.
-        footprint: of the request.
+        limits: budgets without the request.
+        device_memory_bytes: free device memory, for everything.
+        settings: a stated budget is kept, or refused if it leaves too little for the request.
+        footprint: memory of the request.
 
     Raises:
         PlanError: the request leaves too little.
@@ -173,10 +173,10 @@ def beside_request(
 
 
 def _kv_bytes(spec: ModelSpec, dtype: torch.dtype, request: Request, num_tokens: int) -> int:
-    """The cache of transformers' DynamicCache at its largest.
+    """Return the largest size of transformers' DynamicCache: rows x tokens x layers x cached width.
 
-    rows x tokens x layers x cached width. A layer with a window keeps its whole prompt until the first decode pass:
-    what it holds is a view of it (cache_utils.py, `DynamicSlidingWindowLayer.update`).
+    A layer with a window keeps its whole prompt until the first decode pass, since it holds a view of it
+    (cache_utils.py, `DynamicSlidingWindowLayer.update`).
     """
     after_prefill = len(spec.windows) * (request.prompt_len + 1)
     num_held = max(after_prefill, _held_tokens(spec, num_tokens))
@@ -184,13 +184,13 @@ def _kv_bytes(spec: ModelSpec, dtype: torch.dtype, request: Request, num_tokens:
 
 
 def _held_tokens(spec: ModelSpec, num_tokens: int) -> int:
-    """Tokens over all layers when each has seen ``num_tokens``."""
+    """Return the tokens in the cache, summed over layers, after ``num_tokens`` tokens."""
     return sum(num_tokens if window is None else min(num_tokens, window) for window in spec.windows)
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """Live bytes in a forward of ``num_rows`` sequences; "q" are its new tokens in a row and "k" those attended to."""
+    """Live bytes in a forward of ``num_rows`` sequences; "q" new tokens per row attend to "k" tokens."""
 
     spec: ModelSpec
     itemsize: int
@@ -198,10 +198,10 @@ class _Forward:
     on_cuda: bool
 
     def peak_bytes(self, q: int, k: int) -> int:
-        """The most at any time: what lives throughout, and on top attention, MLP, norm and logits in turns.
+        """Return the peak: tensors that live throughout, plus the largest of attention, MLP, norm and logits.
 
-        Where the attention's weights are tensors, those of the layer stay alive until its end, and BLOOM's until the
-        end of the next layer (`hidden_states, _ = self.self_attn(...)`, `outputs = block(...)`).
+        Attention weights that are tensors stay alive until the end of their layer, BLOOM's until the end of the next
+        layer (`hidden_states, _ = self.self_attn(...)`, `outputs = block(...)`).
         """
         weights = self._num_scores(q, k) * self.itemsize
         after_attention = weights + max(self._mlp(q), self._norm(q), self._experts(q), self._logits())
@@ -211,8 +211,8 @@ class _Forward:
         return self.num_rows * num_tokens * width * self.itemsize
 
     def _throughout(self, q: int, k: int) -> int:
-        """The embeddings and the input of the layer (`LlamaModel.forward` holds both), rotary cosines and sines (made
-        in float32), ids, positions and the 2-D mask, and the 4-D masks."""
+        """Count the embeddings and the input of the layer (`LlamaModel.forward` holds both), rotary cosines and sines
+        (made in float32), ids, positions and the 2-D mask, and the 4-D masks."""
         head = self.spec.query // self.spec.num_heads
         states = self._elements(q, 2 * self.spec.hidden)
         positions = self.num_rows * q * (2 * head * (self.itemsize + _FLOAT_BYTES) + 2 * _INDEX_BYTES)
@@ -220,14 +220,14 @@ class _Forward:
         return states + positions + ids + self._masks(q, k) + _SCRATCH_BYTES
 
     def _masks(self, q: int, k: int) -> int:
-        """masking_utils.py: booleans [rows, 1, q, k] out of two [q, k] ones, then floats; sdpa's kernels make floats
-        of them again and pad those. One mask for each kind of layer."""
+        """Count one mask per kind of layer (masking_utils.py): booleans [rows, 1, q, k] from two [q, k] ones, then
+        floats, which sdpa's kernels convert and pad again."""
         num_kinds = len(set(self.spec.windows))
         pairs = q * (k + 8)
         return num_kinds * self.num_rows * pairs * (1 + 2 * self.itemsize) + 2 * pairs
 
     def _num_scores(self, q: int, k: int) -> int:
-        """Elements of the attention's scores; none where a fused kernel computes them piece by piece."""
+        """Return the elements of the attention scores; 0 if a fused kernel computes them in tiles."""
         as_tensors = self.spec.is_eager or self._is_unfused
         return self.num_rows * self.spec.num_heads * q * k if as_tensors else 0
 
@@ -236,11 +236,11 @@ class _Forward:
         return self.spec.is_uneven and not self.on_cuda
 
     def _attention(self, q: int, k: int) -> int:
-        """Residual and normed states, projections; then queries copied, output and its transpose, keys and values
-        repeated for each query head; in decode the old cache of the layer beside the new one.
+        """Count residual and normed states and projections; then copied queries, the output and its transpose, keys and
+        values repeated for each query head; in decode, the old cache of the layer beside the new one.
 
-        Eager: scores before and after the mask (`BloomAttention` holds both), their softmax in float32, and where they
-        are narrower a float32 copy of its input. Fused: of each query the log-sum-exp and a float32 output.
+        Eager: scores before and after the mask (`BloomAttention` holds both), their softmax in float32, and for 16-bit
+        scores a float32 copy of its input. Fused: the log-sum-exp and a float32 output for each query.
         """
         spec = self.spec
         alive = self._elements(q, 2 * spec.hidden + spec.query + spec.cached)
@@ -253,10 +253,10 @@ class _Forward:
         return alive + core + copied + (scores or fused)
 
     def _mlp(self, q: int) -> int:
-        """Residual, input and output, and the intermediates (`LlamaMLP`, `GPT2MLP` with `NewGELUActivation`).
+        """Count residual, input, output and intermediates (`LlamaMLP`, `GPT2MLP` with `NewGELUActivation`).
 
-        On CPUs without instructions for 16-bit products oneDNN sums each one in a float32 buffer of its own; elsewhere
-        in a layer there is room for it, for less is alive during products than after them.
+        On CPUs without 16-bit instructions oneDNN sums each product in a float32 buffer. Only here it adds to the peak:
+        elsewhere in a layer less is alive during products than after them.
         """
         copies = self.spec.mlp_copies
         if not self.on_cuda and self.itemsize < _FLOAT_BYTES:
@@ -264,13 +264,13 @@ class _Forward:
         return self._elements(q, 3 * self.spec.hidden + copies * self.spec.mlp)
 
     def _norm(self, q: int) -> int:
-        """`LlamaRMSNorm`: residual and result, and two float32 copies between them."""
+        """Count residual and result of `LlamaRMSNorm`, and two float32 copies between them."""
         return self._elements(q, 2 * self.spec.hidden) + self.num_rows * q * self.spec.hidden * 2 * _FLOAT_BYTES
 
     def _experts(self, q: int) -> int:
-        """integrations/moe.py, `grouped_mm`: every token once for each expert it chose, and the router's numbers.
+        """Count each token once per chosen expert, and the router (integrations/moe.py, `grouped_mm`).
 
-        Decode passes compute so too (`Acceleration.keep_experts`), not by `batched_mm`, which copies experts' weights.
+        Decode passes use it too (`Acceleration.keep_experts`), not `batched_mm`, which copies experts' weights.
         """
         experts, hidden = self.spec.experts, self.spec.hidden
         if experts is None:
@@ -281,5 +281,5 @@ class _Forward:
         return self._elements(q, 3 * hidden) + chosen + router
 
     def _logits(self) -> int:
-        """Of the last position only (`logits_to_keep`, generation/utils.py), and what sampling makes of them."""
+        """Count the last position's logits (`logits_to_keep`, generation/utils.py), and their copies in sampling."""
         return self.num_rows * self.spec.vocab * (self.itemsize + _SAMPLING_BYTES)

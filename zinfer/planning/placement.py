@@ -1,9 +1,9 @@
-"""Decides, before anything is loaded, where each block lives and which buffers stream the rest. Needs no GPU.
+"""Choose the home of each block and the buffers that stream the rest, before anything is loaded. Needs no GPU.
 
-A pure function of the blocks, the machine's limits and the settings: it goes through the possible placements from the
-best to the poorest and takes the first that the budgets hold. Blocks outside the layers (embeddings, norms, head)
-become resident first: they are small and used in every pass. Without `offload_param.device` layers fill the device,
-then the host, then stay on disk; ``cpu`` keeps them off the device, ``nvme`` off the host as well.
+A pure function of the blocks, the machine's limits and the settings. It tries the possible placements from the best to
+the worst and returns the first that fits the budgets. Blocks outside the layers (embeddings, norms, head) become
+resident first: they are small and used in every pass. Without `offload_param.device` layers fill the device, then the
+host, and the rest stays on disk; ``cpu`` keeps them off the device, ``nvme`` off the host too.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,15 +23,15 @@ from zinfer.units import human_bytes
 
 _DEFAULT_NUM_SLOTS: Final = 2
 _MIXED_NUM_SLOTS: Final = 3  # one in use, one filling from host memory, one filling from disk
-_MOST_NUM_SLOTS: Final = 8  # what the hints of DeepSpeed's keys may ask for
+_MOST_NUM_SLOTS: Final = 8  # limit for the hints of DeepSpeed's keys
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Homes by block index, the buffers, and the bytes of each kind of memory that they take for the whole run.
+    """Homes by block index, buffers, and the bytes of each kind of memory for the whole run.
 
-    ``slot_bytes`` and ``staging_bytes`` are of one slot; ``host_bytes`` is the most at any time, loading included;
-    ``streamed_bytes`` are of the slabs that are not resident.
+    ``slot_bytes`` and ``staging_bytes`` are per slot; ``host_bytes`` is the peak, loading included; ``streamed_bytes``
+    are the slabs that are not resident.
     """
 
     homes: tuple[Home, ...]
@@ -50,7 +50,7 @@ class Plan:
         return self.num_blocks(Tier.HOST) > 0 and self.num_blocks(Tier.DISK) > 0
 
     def num_blocks(self, tier: Tier) -> int:
-        """Blocks whose home is the tier."""
+        """Return the number of blocks whose home is the tier."""
         return sum(home.tier is tier for home in self.homes)
 
     def __str__(self) -> str:
@@ -66,12 +66,12 @@ def make_plan(blocks: Sequence[Block], layers: Iterable[int], limits: MachineLim
 
     Args:
         blocks: all blocks in the model's order.
-        layers: indices of those that are transformer layers.
+        layers: indices of the transformer layers.
         limits: budgets in bytes.
-        settings: `offload`, `streaming` and `num_slots` are read.
+        settings: uses `offload`, `streaming` and `num_slots`.
 
     Raises:
-        PlanError: a budget is too small; the message says for what, and how much is needed.
+        PlanError: a budget is too small; says for what, and how much is needed.
     """
     choices = _slot_choices(blocks, frozenset(layers), settings)
     for num_slots in choices:
@@ -91,8 +91,8 @@ def _states_depth(settings: Settings) -> bool:
 
 
 def _slot_choices(blocks: Sequence[Block], layers: frozenset[int], settings: Settings) -> list[int]:
-    """Numbers of slots to try: the stated one, else those down from the depth that DeepSpeed's keys hint at; three are
-    only for homes on host and disk."""
+    """Return the numbers of slots to try: the stated one, else from the depth hinted at by DeepSpeed's keys downwards.
+    Three are used only if blocks stream from both host and disk."""
     if settings.num_slots is not None:
         return [settings.num_slots]
     hints = settings.streaming
@@ -101,7 +101,7 @@ def _slot_choices(blocks: Sequence[Block], layers: frozenset[int], settings: Set
     if hints.prefetch_bucket_size is not None:
         num_slots = 1 + max(1, ceil(hints.prefetch_bucket_size / largest))
     if hints.max_live_parameters is not None:
-        # Two slots at least: what DeepSpeed counts here is parameters, and one layer of them is one slot.
+        # DeepSpeed counts parameters here; one layer of them is one slot. At least two are needed.
         num_slots = min(num_slots, max(_DEFAULT_NUM_SLOTS, hints.max_live_parameters // largest))
     return list(range(min(num_slots, _MOST_NUM_SLOTS), _DEFAULT_NUM_SLOTS - 1, -1))
 
@@ -147,7 +147,7 @@ class _Planner:
         raise self._too_little_device_memory(budget, min(needed))
 
     def _too_little_device_memory(self, budget: int, needed: int) -> PlanError:
-        """What to change: of keys with a budget only one that was stated."""
+        """Return the error, with remedies. Names budget keys only if they were stated."""
         largest = max(self.blocks, key=lambda block: block.nbytes)
         what, remedies = "the device memory for weights", []
         if self.settings.memory.max_device_memory is not None:
@@ -164,7 +164,7 @@ class _Planner:
         )
 
     def _resident_choices(self) -> list[frozenset[int]]:
-        """Sets of resident blocks, the most bytes first."""
+        """Return the candidate sets of resident blocks, largest first."""
         enclosing = [block.index for block in self.blocks if block.encloses]
         outer = sorted(
             set(range(len(self.blocks))) - self.layers - set(enclosing), key=lambda index: self.blocks[index].nbytes
@@ -181,7 +181,7 @@ class _Planner:
     def _device_bytes(self, resident: frozenset[int]) -> int:
         streamed = [nbytes for index, nbytes in enumerate(self._nbytes) if index not in resident]
         slots = min(self.num_slots, len(streamed)) * max(streamed, default=0)
-        # Conversions are over when the slots are allocated.
+        # Conversions end before the slots are allocated.
         return max(slots, self._converting_bytes) + self._bytes_of(resident)
 
     def _bytes_of(self, indices: Iterable[int]) -> int:
@@ -197,7 +197,7 @@ class _Planner:
 
     @property
     def _gds_bytes(self) -> int:
-        """Device memory that reads land in, where they go straight to the device."""
+        """Device memory for reads directly into it (GPUDirect Storage)."""
         if not (self.settings.aio.use_gds and self.limits.on_cuda):
             return 0
         return HostPlanner((), self.blocks, self.limits, self.settings).most_ring_bytes()

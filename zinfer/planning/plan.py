@@ -1,4 +1,4 @@
-"""Plans one batch: from a model, a machine and a configuration to homes, memory and seconds. Pure."""
+"""Plan one batch: from a model, a machine and a configuration to homes, memory and seconds. Pure."""
 
 from dataclasses import dataclass, replace
 
@@ -16,27 +16,27 @@ from zinfer.units import human_bytes
 
 @dataclass(frozen=True)
 class Case:
-    """What is planned for: a model on a machine, under a configuration."""
+    """The input of a plan: a model, a machine and a configuration."""
 
     outline: Outline
     machine: Machine
     settings: Settings
 
     def check_length(self, prompt_len: int, new_tokens: int) -> None:
-        """Raise ConfigError where such sequences are longer than the model or the configuration allows."""
+        """Raise ConfigError if such sequences are longer than the model or the configuration allows."""
         if problem := self.outline.limits(self.settings).problem(prompt_len, new_tokens):
             raise ConfigError(problem)
 
     def limits_beside(self, footprint: Footprint) -> MachineLimits:
-        """The machine's budgets, less what a request takes; raises as `beside_request`."""
+        """Return the machine's budgets less the memory of a request; raises like `beside_request`."""
         return beside_request(self.machine.limits, self.machine.device_memory_bytes, self.settings, footprint)
 
     def place(self, limits: MachineLimits) -> Plan:
-        """Homes for all blocks; raises as `make_plan`."""
+        """Place all blocks; raises like `make_plan`."""
         return make_plan(self.outline.plain_blocks, self.outline.layers, limits, self.settings)
 
     def clock(self, plan: Plan, *, is_fused: bool = False) -> PassClock:
-        """Seconds of passes under a plan; ``is_fused`` as of a `ModelSpec`."""
+        """Return the clock that predicts passes under a plan; ``is_fused`` as in `ModelSpec`."""
         work = find_work(self.outline.blocks, replace(self.outline.spec, is_fused=is_fused))
         return PassClock(plan, work, self.machine.rates)
 
@@ -46,10 +46,10 @@ class BatchPlan:
     """A plan for one batch.
 
     Attributes:
-        case: that was planned for.
-        request: likewise.
-        limits: budgets that the plan keeps; ``device_bytes`` is what the request leaves for weights and slots.
-        footprint: of the request.
+        case: the planned case.
+        request: the planned request.
+        limits: budgets of the plan; ``device_bytes`` is for weights and slots, without the request.
+        footprint: memory of the request.
         plan: homes and buffers.
         prediction: seconds and tokens.
     """
@@ -63,13 +63,13 @@ class BatchPlan:
 
     @property
     def tier_bytes(self) -> dict[Tier, int]:
-        """Bytes of the slabs whose home is the tier; together the model."""
+        """Bytes of the slabs by home."""
         homed = list(zip(self.case.outline.plain_blocks, self.plan.homes, strict=True))
         return {tier: sum(block.nbytes for block, home in homed if home.tier is tier) for tier in Tier}
 
 
 def plan_batch(case: Case, request: Request) -> BatchPlan:
-    """Plan a request so that weights, cache and activations fit together, and predict it.
+    """Plan a request so that weights, KV cache and activations fit together, and predict it.
 
     Raises:
         ConfigError: the sequences are longer than the model or the configuration allows.
@@ -92,14 +92,14 @@ def plan_batch(case: Case, request: Request) -> BatchPlan:
 
 
 def _place(case: Case, limits: MachineLimits, footprint: Footprint) -> Plan:
-    """Where the budgets would do but for the request, the request is what to change."""
+    """Place all blocks. If they would fit without the request, the error says to reduce the request."""
     try:
         return case.place(limits)
     except PlanError as error:
         machine = case.machine
         if limits.device_bytes == machine.limits.device_bytes:
             raise
-        # Raises for whatever else is too small: other memory, or the device itself, whatever is asked of the model.
+        # Raises if other memory is too small, or the device even without a request.
         alone_bytes = weight_budget(machine.device_memory_bytes, Footprint(0, 0, 0), on_cuda=machine.limits.on_cuda)
         case.place(replace(machine.limits, device_bytes=min(machine.limits.device_bytes, alone_bytes)))
         raise PlanError(

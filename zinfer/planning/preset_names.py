@@ -1,4 +1,4 @@
-"""Names of the machines that can be planned for, apart from their figures: a misspelt one is told at once."""
+"""Names of the preset machines, separate from their figures, so that a misspelt one is refused at once."""
 
 from typing import Final
 
@@ -8,6 +8,6 @@ PRESET_NAMES: Final = ("a6000", "h200")
 
 
 def check_preset_name(name: str) -> None:
-    """Raise ConfigError if no preset is named so; it lists them."""
+    """Raise ConfigError with all names if there is no such preset."""
     if name not in PRESET_NAMES:
         raise ConfigError(f"--machine {name}: no such preset; there are {', '.join(PRESET_NAMES)} (`--machine list`)")

@@ -1,4 +1,4 @@
-"""Machines to plan for: the one that this runs on, and named ones whose figures are known."""
+"""Machines to plan for: this machine, and named presets with known figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,20 +13,20 @@ from zinfer.planning.preset_names import check_preset_name
 from zinfer.probe.limits import HOST_SHARE, MachineLimits, find_limits, free_device_bytes
 from zinfer.probe.rates import Rates
 
-# What an H200 was measured to reach of its published 989 TFLOP/s (dense bf16) and 4.8 TB/s; taken for other cards too.
+# Measured shares of an H200's published 989 TFLOP/s (dense bf16) and 4.8 TB/s; assumed for other cards too.
 _MATRIX_SHARE: Final = 0.8
 _DEVICE_MEMORY_SHARE: Final = 0.85
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan may use, and how fast it is.
+    """The budgets and rates of a machine.
 
     Attributes:
-        name: for people.
-        limits: budgets; ``device_bytes`` is the most that weights and slots may take, whatever else is free.
+        name: for display.
+        limits: budgets; ``device_bytes`` is the maximum for weights and slots, even if more is free.
         device_memory_bytes: free for everything: weights, KV cache, activations and the CUDA context.
-        rates: of the device and the disk that holds the checkpoint.
+        rates: rates of the device, and of the disk with the checkpoint.
     """
 
     name: str
@@ -85,10 +85,10 @@ threads, host copies by 16, a copy within the device, a bf16 product of 8192 x 8
 
 
 def find_preset(name: str, settings: Settings) -> Machine:
-    """A machine of `PRESETS`, used as far as the configuration's budgets let it.
+    """Return a machine of `PRESETS`, limited by the configuration's budgets.
 
     Raises:
-        ConfigError: no such one (it lists them), or the configuration asks for a CPU.
+        ConfigError: there is no such preset (lists all), or the configuration asks for a CPU.
     """
     check_preset_name(name)
     if settings.device == "cpu":
@@ -97,27 +97,27 @@ def find_preset(name: str, settings: Settings) -> Machine:
 
 
 def this_machine(settings: Settings, files: Sequence[Path]) -> Machine:
-    """The machine that this runs on, its rates from `zinfer probe`'s record or measured in a hurry.
+    """Return this machine, with rates from a recorded `zinfer probe`, or from a quick measurement.
 
     Args:
-        settings: device and budgets are read.
-        files: of the checkpoint, to tell its disk; without any, a probe must be on record.
+        settings: uses the device and budgets.
+        files: files of the checkpoint, on the disk to measure; if empty, a recorded probe is required.
 
     Raises:
-        ConfigError: CUDA is asked for and not there, or nothing tells how fast the disk is.
+        ConfigError: CUDA is requested but missing, or the speed of the disk is unknown.
         OSError: the disk failed.
     """
-    from zinfer.probe.known_rates import known_rates  # pulls in the measurements, which a preset has no need of
+    from zinfer.probe.known_rates import known_rates  # imports the measurements, which presets do not need
 
     limits = find_limits(settings)
     return Machine("this machine", limits, free_device_bytes(limits), known_rates(limits.device, files))
 
 
 def probed_machine(settings: Settings, path: Path) -> Machine:
-    """This machine's memory with the rates that `zinfer probe --json` wrote to a file.
+    """Return this machine's memory with the rates in a file written by `zinfer probe --json`.
 
     Raises:
-        ConfigError: the file is no use, or it is of GPUs and the device is a CPU, or the other way round.
+        ConfigError: the file is invalid, or its device type (GPU or CPU) is not the planned one.
     """
     from zinfer.probe.findings import load_findings
 

@@ -1,6 +1,6 @@
-"""A job's passes before it runs: the scheduler's own decisions over sequences without tokens, and what they will take.
+"""Simulate the passes of a job with the real scheduler, over sequences without tokens, and predict their time.
 
-Prompts that begin alike, and sequences that end early, make a job shorter than this; every prompt counts as new here.
+Shared prefixes and sequences that end early make a job shorter; neither is simulated.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +16,16 @@ from zinfer.units import duration
 
 @dataclass(frozen=True)
 class JobPrediction:
-    """What a job takes.
+    """Predicted time of a job.
 
     Attributes:
-        seconds: of all passes.
-        num_passes: walks over the weights.
-        tokens_per_pass: computed in each, on average.
-        tokens_per_s: new tokens a second.
-        bottleneck: the resource that decides how long most passes take.
-        steady_s_per_token: of a token that is computed in the middle of the job, where sequences of all ages run.
-        most_together: sequences that got a token by one pass, at most.
+        seconds: total of all passes.
+        num_passes: number of passes.
+        tokens_per_pass: average number of tokens computed per pass.
+        tokens_per_s: new tokens per second.
+        bottleneck: the resource that limits most passes.
+        steady_s_per_token: seconds per token in the middle of the job, with running sequences of all ages.
+        most_together: maximum number of sequences that one pass gave a token.
     """
 
     seconds: float
@@ -45,13 +45,13 @@ class JobPrediction:
 
 @dataclass(frozen=True)
 class JobEstimator:
-    """Seconds of passes, whether they are simulated or were computed.
+    """Predicts the time of passes, simulated or computed ones.
 
     Attributes:
-        budget: of pages and tokens.
-        window: tokens that every layer of the model sees at most; None where one sees all.
-        token_bytes: of one token's keys and values in all layers.
-        pass_time: of a pass; `PassClock.pass_time`.
+        budget: budget of pages and tokens.
+        window: largest attention window of all layers; None if a layer attends to all tokens.
+        token_bytes: KV-cache bytes of one token in all layers.
+        pass_time: `PassClock.pass_time`.
     """
 
     budget: BatchingBudget
@@ -60,14 +60,14 @@ class JobEstimator:
     pass_time: Callable[..., PassTime]
 
     def of_texts(self, prompt_lens: Sequence[int], new_tokens: int | Sequence[int]) -> JobPrediction:
-        """Predict prompts, none of which begin alike; arguments as for `LLM.predict`.
+        """Predict prompts without shared prefixes; arguments as for `LLM.predict`.
 
         Raises:
-            ConfigError: there are none.
-            PlanError: one does not fit the cache even alone.
+            ConfigError: there are no prompts.
+            PlanError: a sequence does not fit the cache even alone.
         """
         if not prompt_lens:
-            raise ConfigError("there are no prompts to predict anything of; give the tokens of one at least")
+            raise ConfigError("there are no prompts to predict; give the length of at least one")
         each = [new_tokens] * len(prompt_lens) if isinstance(new_tokens, int) else new_tokens
         return self.of_passes(simulate(prompt_lens, each, self.budget, self.window))
 
@@ -75,10 +75,10 @@ class JobEstimator:
         """Predict passes of these sizes.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: there are no passes.
         """
         if not sizes:
-            raise ConfigError("no pass was computed yet, so that none can be predicted")
+            raise ConfigError("no pass was computed yet, so none can be predicted")
         times = [self._time_of(size) for size in sizes]
         seconds = sum(each.seconds for each in times)
         names = [each.bottleneck for each in times]
@@ -106,16 +106,17 @@ class JobEstimator:
         )
 
     def _num_hosted(self, size: PassSize) -> int:
-        """Tokens whose keys and values a pass brings from host memory: whole pages, each sequence's last half full.
+        """Return the tokens whose KV-cache pages a pass copies from host memory; last pages count as half full.
 
-        Windows of single layers are not looked at: these bring less.
+        Ignores windows of single layers, which copy less.
         """
         num_before, page_size = size.num_context - size.num_tokens, self.budget.page_size
         return min(num_before + size.num_samples * page_size // 2, self.budget.num_pages * page_size)
 
 
 def _steady(times: Sequence[PassTime]) -> float:
-    """Seconds a token: the first sequences have ended after 60 % of the tokens, the last ones begin after 90 %."""
+    """Return the seconds per token between 60 % and 90 % of the tokens: after the first sequences have ended, and
+    before the last ones begin."""
     num_tokens, done = sum(each.num_tokens for each in times), 0
     middle = []
     for each in times:
@@ -134,14 +135,14 @@ def simulate(
     Args:
         prompt_lens: tokens of each prompt.
         new_tokens: tokens generated after each.
-        budget: of pages and tokens.
-        window: as for the `Scheduler`.
+        budget: budget of pages and tokens.
+        window: as for `Scheduler`.
 
     Raises:
         PlanError: a sequence does not fit the cache even alone.
     """
-    # No sequence finds pages of another, because no two begin alike, and names for pages that nobody finds take most of
-    # the time. But one that was preempted may find its own when it resumes.
+    # Prompts share no prefix, and hashing pages takes most of the time, so try without prefix sharing. But a preempted
+    # sequence may find its own pages when it resumes: then simulate again with sharing.
     passes = _passes(prompt_lens, new_tokens, budget, window, shares=False)
     return passes or _passes(prompt_lens, new_tokens, budget, window, shares=True)
 
@@ -149,7 +150,7 @@ def simulate(
 def _passes(
     prompt_lens: Sequence[int], new_tokens: Sequence[int], budget: BatchingBudget, window: int | None, *, shares: bool
 ) -> list[PassSize]:
-    """The passes; none without sharing as soon as a sequence is preempted."""
+    """Return the passes; empty if a sequence is preempted while ``shares`` is False."""
     scheduler = budget.scheduler(window)
     for number, (prompt_len, count) in enumerate(zip(prompt_lens, new_tokens, strict=True)):
         scheduler.add(TokenSequence(number, (number, *[0] * (prompt_len - 1)), count, shares=shares))
@@ -163,23 +164,23 @@ def _passes(
 
 
 class Simulations:
-    """Simulates one job under several budgets, and what two of them have in common only once.
+    """Simulates one job under several budgets, and reuses results.
 
-    Passes none of which is as large as it may be are the same under any larger limit: something else ended them.
+    If no pass reaches its token limit, a larger limit gives the same passes.
 
     Args:
-        prompt_lens, new_tokens, window: as for `simulate`; ``window`` stays to be read.
+        prompt_lens, new_tokens, window: as for `simulate`; ``window`` is also an attribute.
     """
 
     def __init__(self, prompt_lens: Sequence[int], new_tokens: Sequence[int], window: int | None) -> None:
         self._prompt_lens = prompt_lens
         self._new_tokens = new_tokens
         self.window = window
-        # By all that decides passes but the tokens that one may carry; with that limit.
+        # Passes with their token limit, by everything else that affects passes.
         self._found: dict[tuple[object, ...], list[tuple[int, list[PassSize]]]] = {}
 
     def under(self, budget: BatchingBudget) -> list[PassSize]:
-        """The passes under a budget; raises as `simulate` does."""
+        """Return the passes under a budget; raises like `simulate`."""
         pages = (budget.num_pages, budget.page_size, budget.most_swapped_pages)
         found = self._found.setdefault((*pages, budget.max_sequences, budget.order, budget.lends), [])
         limit = budget.tokens_per_pass

@@ -1,12 +1,12 @@
-"""How long a pass takes on a machine, before anything runs: pure arithmetic over a plan, rates and a request.
+"""Predict how long a pass takes, before anything runs: pure arithmetic over a plan, rates and a request.
 
     pass_seconds = max(disk, link, host copies, matrix work, device memory)
 
-Each term is what one resource has to do in a pass over its rate; they overlap, so the slowest one is the pass. Only
-attention does not overlap with the products before and after it: reading the cache counts with both. The stream runs on
-from one pass into the next, so filling and draining it costs nothing but at the first pass. What the device slots
-cannot hide is not modelled: with a block that is much larger than the others, or disk and host homes side by side, a
-lane may wait for a slot although its resource has work. Kernel launches are not counted either.
+Each term is the work of one resource divided by its rate. Resources overlap, so the slowest one determines the pass.
+Only attention does not overlap with the products around it: reading the KV cache counts for both terms. Streaming
+continues from one pass into the next, so the pipeline fills only once, in the first pass. Not modelled: kernel
+launches, and waits for a free slot while a lane has work (with one block much larger than the others, or with homes on
+disk and host).
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,34 +27,33 @@ from zinfer.quantization.slab_matrix import SlabMatrix
 from zinfer.units import duration
 
 _FLOPS_PER_PARAMETER: Final = 2  # a product and a sum
-# transformers' DynamicCache is read and written whole when a token is appended, then read by the attention.
+# Appending a token reads and writes all of transformers' DynamicCache; then the attention reads it.
 _CACHE_TOUCHES: Final = 3
-# Of the rate of plain products, what prompts of 512 tokens attend with, softmax and the half-empty tiles on the
-# diagonal included; 8,192 tokens reach 0.5.
+# Rate of attention over prompts of 512 tokens, as a share of the rate of matrix products, including softmax and the
+# half-empty tiles on the diagonal; 8,192 tokens reach 0.5.
 _ATTENTION_SHARE: Final = 0.22
-# Bytes that cross the link slow products down by as much as moving them so often on the device: 14 to 20 ms a pass
-# for 15 to 20 GB on an H200.
+# Copies over the link slow products down as if each byte were moved this often on the device: 14 to 20 ms per pass for
+# 15 to 20 GB on an H200.
 _LINK_TOUCHES: Final = 4
-# What transformers' modules take on an H200 in passes of 16,384 tokens, as bytes and touches at a copy's rate. A value
-# of 16 bits is widened, squared, averaged, scaled, narrowed and weighted: seven kernels that move 36 bytes.
+# Cost of transformers' modules on an H200 in passes of 16,384 tokens, as bytes and touches at a copy's rate. A 16-bit
+# value is widened, squared, averaged, scaled, narrowed and weighted: seven kernels that move 36 bytes.
 _RMS_NORM_BYTES: Final = 53
-_ROTARY_TOUCHES: Final = 40  # turned by half, multiplied twice, added: ten touches of scattered rows
-_GATED_TOUCHES: Final = 5  # of the middle of an MLP: activated, multiplied by its gate
+_ROTARY_TOUCHES: Final = 40  # rotated by half, multiplied twice, added: ten touches of scattered rows
+_GATED_TOUCHES: Final = 5  # of an MLP's intermediates: activation, product with the gate
 _PLAIN_TOUCHES: Final = 2
 
 
 @dataclass(frozen=True)
 class BlockWork:
-    """What a pass does with one block.
+    """The work of a pass on one block.
 
     Attributes:
-        num_uses: how often a pass brings it in; a tied embedding and head are one block used twice.
-        active_params: parameters that one token is multiplied with: of experts the share that it chooses; looking up
-            an embedding multiplies nothing.
-        every_token: whether all tokens of a pass go through the matrices (layers), or the last of each row (the head).
-        between_bytes: that one token's activations are read and written with, between products.
-        dequantized_bytes: read and written where its matrices are dequantized.
-        query_width: of all heads: terms of a query's product with one key, and of its weights with one value.
+        num_uses: loads per pass; a tied embedding and head are one block used twice.
+        active_params: parameters multiplied with each token, counting only the chosen experts; 0 for embedding lookups.
+        every_token: whether the block computes all tokens of a pass (layers), or only the last of each row (the head).
+        between_bytes: bytes read and written between products, per token.
+        dequantized_bytes: bytes read and written to dequantize the matrices.
+        query_width: width of all query heads: multiplications per query and key, and again per weight and value.
     """
 
     block: Block
@@ -67,7 +66,7 @@ class BlockWork:
 
 
 def find_work(blocks: Iterable[ModelBlock], spec: ModelSpec) -> tuple[BlockWork, ...]:
-    """What a pass does with each block of a model."""
+    """Return the work of a pass on each block of a model."""
     return tuple(_work(block, spec) for block in blocks)
 
 
@@ -88,35 +87,34 @@ def _work(block: ModelBlock, spec: ModelSpec) -> BlockWork:
 
 
 def _dequantized_bytes(tensor: SlabTensor) -> int:
-    """Of a matrix whose products do not take it as it is."""
+    """Return the bytes read and written to dequantize a matrix; 0 if its products use it quantized."""
     if not isinstance(tensor, SlabMatrix) or tensor.quantizes_input:
         return 0
     return tensor.nbytes + tensor.numel * tensor.dtype.itemsize
 
 
 def between_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """What one token's activations in a layer are read and written with, between products, by transformers' modules.
+    """Return the bytes that transformers' modules read and write between the products of a layer, per token.
 
-    Two norms, two sums with the residual stream, the turning of queries and keys, the attention's own reading and
-    writing, and the activation.
+    Counts two norms, two residual additions, the rotation of queries and keys, the attention's reads and writes, and
+    the activation.
     """
-    width = max(itemsize, 2)  # of a value; smaller ones are weights'
+    width = max(itemsize, 2)  # of an activation; smaller items are quantized weights
     norm_bytes = _RMS_NORM_BYTES if spec.has_rms_norms and not spec.is_fused else 2 * width
     rotary_touches = 2 if spec.is_fused else _ROTARY_TOUCHES
     mlp = spec.mlp if spec.experts is None else spec.experts.num_per_token * spec.experts.width
     num_values = 2 * 3 * spec.hidden + rotary_touches * spec.rotated + 2 * spec.query + 2 * spec.cached
-    # Models with such norms have gates: two tensors read, one written where a kernel does it all.
+    # Models with RMS norms have gated MLPs: a fused kernel reads two tensors and writes one.
     mlp_touches = (3 if spec.is_fused else _GATED_TOUCHES) if spec.has_rms_norms else _PLAIN_TOUCHES
     return 2 * norm_bytes * spec.hidden + width * (num_values + mlp_touches * mlp)
 
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds that each resource has work for in one pass over ``num_tokens`` tokens.
+    """Seconds of work of each resource in one pass over ``num_tokens`` tokens.
 
-    ``device_s`` is of weights and cache, ``cache_s`` the cache's part of it, ``between_s`` what is done between
-    products: activations read and written, matrices dequantized, products of prompts with their keys and values, and
-    what they lose to copies beside them.
+    ``device_s``: reading weights and KV cache; ``cache_s``: the cache's part of it; ``between_s``: work between
+    products, that is activations, dequantization, attention over prompts, and the slowdown by concurrent copies.
     """
 
     num_tokens: int
@@ -141,31 +139,31 @@ class PassTime:
 
     @property
     def transfer_s(self) -> float:
-        """Of bringing in what is streamed, at the pace of its slowest stage."""
+        """Seconds of streaming, by its slowest stage."""
         return max(self.disk_s, self.link_s, self.host_s)
 
     @property
     def seconds(self) -> float:
-        """Of the pass."""
+        """Seconds of the pass."""
         return max(self.terms.values())
 
     @property
     def bottleneck(self) -> str:
-        """The resource that the pass waits for."""
+        """The slowest resource."""
         return max(self.terms, key=self.terms.__getitem__)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a request will take: one prefill pass, then a decode pass for every new token but the first.
+    """Predicted time of a request: one prefill pass, then a decode pass for every new token but the first.
 
     Attributes:
-        prefill: over all prompts.
-        decode: over one token a row, the cache as long as it is on average.
-        free_tokens: tokens a pass may carry before matrix work takes longer than the transfers; 0 if nothing streams.
-        tokens_per_s: new tokens of the whole request a second.
-        seconds: of the whole request.
-        origin: of the rates.
+        prefill: the pass over all prompts.
+        decode: a pass over one token per row, with a KV cache of average length.
+        free_tokens: tokens per pass above which matrix work takes longer than streaming; 0 if nothing streams.
+        tokens_per_s: new tokens per second of the whole request.
+        seconds: time of the whole request.
+        origin: source of the rates.
     """
 
     prefill: PassTime
@@ -176,18 +174,18 @@ class Prediction:
     origin: str
 
     def __str__(self) -> str:
-        # Three digits: more would pretend to know.
+        # Three digits: more would claim too much precision.
         free = f"{float(f'{self.free_tokens:.3g}'):,.0f} tokens a pass are free"
         return f"{duration(self.decode.seconds)} a pass ({self.decode.bottleneck}), {speed(self.tokens_per_s)}, {free}"
 
 
 class PassClock:
-    """Seconds of passes; what all of them have in common is summed once.
+    """Predicts passes under one plan; sums over blocks are computed once.
 
     Args:
         plan: homes and buffers.
-        work: all blocks, in the plan's order; `find_work` makes it.
-        rates: of the machine.
+        work: work of all blocks in the plan's order, from `find_work`.
+        rates: rates of the machine.
     """
 
     def __init__(self, plan: Plan, work: Sequence[BlockWork], rates: Rates) -> None:
@@ -203,10 +201,12 @@ class PassClock:
         self._between_bytes = sum(each.between_bytes for each in work)
         self._query_width = sum(each.query_width for each in work)
         streamed = [(each, home) for each, home in zip(work, plan.homes, strict=True) if home.tier is not Tier.DEVICE]
-        streamed.sort(key=lambda entry: entry[1].tier is not Tier.DISK)  # those from disk stay on the device first
-        # A pageable slab passes through pinned staging; without any pinned memory, on a CPU, it is copied as it is.
+        streamed.sort(
+            key=lambda entry: entry[1].tier is not Tier.DISK
+        )  # blocks from disk are cached on the device first
+        # Pageable slabs are copied through pinned staging; on a CPU, without pinned memory, directly.
         moved = [_moved_bytes(each, home, stages=plan.pinned_bytes > 0) for each, home in streamed]
-        # By the number of blocks that stay on the device.
+        # Indexed by the number of blocks cached on the device.
         self._moved_bytes = list(accumulate(reversed(moved), _add, initial=(0, 0, 0)))[::-1]
 
     def pass_time(
@@ -220,16 +220,16 @@ class PassClock:
         lent_bytes: int = 0,
         hosted_bytes: int = 0,
     ) -> PassTime:
-        """One pass.
+        """Predict one pass.
 
         Args:
             num_tokens: tokens that the layers compute.
             num_rows: tokens that the head computes.
-            cache_bytes: of keys and values that are read.
-            num_pairs: of a prompt's token and one that it attends to; a decode's take no more than reading the cache.
-            num_parts: of the pass, which a layer computes one after the other.
-            lent_bytes: of the device, that blocks stay in.
-            hosted_bytes: of keys and values brought from host memory; what goes back crosses the link the other way.
+            cache_bytes: KV-cache bytes read.
+            num_pairs: pairs of a prompt token and a token it attends to; decode tokens only read the cache.
+            num_parts: parts of the pass that a layer computes one after the other.
+            lent_bytes: idle KV-cache memory on the device that caches blocks.
+            hosted_bytes: KV-cache bytes copied from host memory; write-backs use the link's other direction.
         """
         rates = self._rates
         num_staying = lent_bytes // self._slot_bytes if self._slot_bytes else 0
@@ -253,7 +253,7 @@ class PassClock:
         )
 
     def predict(self, request: Request, footprint: Footprint) -> Prediction:
-        """Predict a request; of its footprint the cache's bytes are read."""
+        """Predict a request; uses only ``decode_kv_bytes`` of its footprint."""
         rows, rates = request.batch_size, self._rates
         num_pairs = rows * request.prompt_len * (request.prompt_len + 1) // 2
         prefill = self.pass_time(rows * request.prompt_len, rows, cache_bytes=0, num_pairs=num_pairs)
@@ -270,18 +270,18 @@ class PassClock:
         )
 
     def disk_spares_time(self, token_bytes: int) -> bool:
-        """Whether writing and reading the ``token_bytes`` of a token's keys and values beats computing them again.
+        """Return whether writing and reading ``token_bytes`` of KV cache per token is faster than recomputing it.
 
-        Each by its own resource alone: bytes over the disk's rate, which counts for writes too, and matrix work.
+        Compares the disk's rate, assumed for writes too, with matrix work alone.
         """
         flops = _FLOPS_PER_PARAMETER * self._layer_params
         return 2 * token_bytes / self._rates.disk_bytes_per_s < flops / self._rates.flops_per_s
 
 
 def _moved_bytes(work: BlockWork, home: Home, *, stages: bool) -> tuple[int, int, int]:
-    """Bytes that a pass reads from disk, copies out of pageable memory and brings over the link, for one block.
+    """Return the bytes of a block that a pass reads from disk, copies from pageable memory, and copies over the link.
 
-    A block is as large as in its file where it lives there, and cast on arrival.
+    A block on disk has the size of its file's tensors; it is cast on the device.
     """
     if home.tier is Tier.DISK:
         nbytes = work.num_uses * sum(extent.nbytes for extent in work.block.extents)
@@ -295,5 +295,5 @@ def _add(one: tuple[int, int, int], other: tuple[int, int, int]) -> tuple[int, i
 
 
 def speed(tokens_per_s: float) -> str:
-    """A speed as people read it, with two digits at least."""
+    """Format a speed with at least two digits."""
     return f"{tokens_per_s:,.1f} tokens/s" if tokens_per_s >= 1 else f"{tokens_per_s:.2g} tokens/s"

@@ -1,4 +1,4 @@
-"""Plans and machines as tables for people, and plans as documents for programs: bytes, seconds, tokens as numbers."""
+"""Format plans and machines as tables, and plans as JSON documents with plain numbers."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean as mean
@@ -16,7 +16,7 @@ from zinfer.units import duration, human_bytes
 
 
 def plan_table(planned: BatchPlan) -> Table:
-    """Homes, memory by kind, seconds a pass by resource, and what follows from them."""
+    """Return a table of homes, memory by kind, seconds per pass by resource, and speed."""
     plan, prediction, outline = planned.plan, planned.prediction, planned.case.outline
     table = _titled(planned.case)
     source = "the checkpoint" if outline.files else "config.json alone"
@@ -76,7 +76,7 @@ def _listed(parts: dict[str, int]) -> str:
 
 
 def preset_table() -> Table:
-    """The machines of `--machine`."""
+    """Return a table of the presets of `--machine`."""
     table = Table("machine", "device", "host budget", "link", "disk", "device memory", "matrix work")
     for name, machine in PRESETS.items():
         rates = machine.rates
@@ -88,7 +88,7 @@ def preset_table() -> Table:
 
 
 def plan_document(planned: BatchPlan, advice: Sequence[Advice]) -> dict[str, Any]:
-    """A batch's plan for `--json`."""
+    """Return a batch's plan for `--json`."""
     plan, footprint, prediction = planned.plan, planned.footprint, planned.prediction
     outline, machine = planned.case.outline, planned.case.machine
     return {
@@ -119,7 +119,7 @@ def _pass_document(time: PassTime) -> dict[str, Any]:
 
 
 def job_table(job: Job, planned: JobPlan) -> Table:
-    """Sizes, homes, memory and time of a job whose rows are ``job``."""
+    """Return a table of sizes, homes, memory and time of a job."""
     budget, plan, simulated = planned.budget, planned.plan, planned.simulated
     table = _titled(planned.case)
     lengths = f"{mean(job.prompt_lens):,.0f} tokens, {mean(job.new_tokens):,.0f} new ones each"
@@ -143,14 +143,14 @@ def job_table(job: Job, planned: JobPlan) -> Table:
 
 
 def _together(most_together: int, max_sequences: int) -> str:
-    """As many as the cache holds, where that is less than what is allowed."""
+    """Format the maximum running sequences; below `max_sequences` if the cache holds fewer."""
     if most_together >= max_sequences:
         return f"{max_sequences:,} at most"
     return f"{most_together:,} at most (max_sequences: {max_sequences:,})"
 
 
 def job_document(job: Job, planned: JobPlan, advice: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A job's plan for `--json`, with the configuration, ``given`` as it was written."""
+    """Return a job's plan for `--json`; ``given`` is the configuration as written."""
     return {
         "model": planned.case.outline.name,
         "machine": planned.case.machine.name,

@@ -1,1 +1,1 @@
-"""Measures the machine: the link, host memory, the disk and the device's own speed; warns of what holds them back."""
+"""Measure the machine: the PCIe link, host memory, the disk and the device; and warn of bottlenecks."""

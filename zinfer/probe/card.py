@@ -1,4 +1,4 @@
-"""What the machine is: the card that a probe's figures belong to, and its GPUs' PCIe links."""
+"""Identify the machine of a probe's figures, and read its GPUs' PCIe links."""
 
 import csv
 import hashlib
@@ -21,15 +21,15 @@ _FIELDS: Final = (
     "pcie.link.width.current",
     "pcie.link.width.max",
     "pcie.link.gen.current",
-    "pcie.link.gen.gpumax",  # of the card; "gen.max" is no more than what the slot has
+    "pcie.link.gen.gpumax",  # of the card; "gen.max" is limited by the slot
 )
-_MOST_SECONDS: Final = 20.0  # nvidia-smi starts the driver first where no persistence daemon runs
+_MOST_SECONDS: Final = 20.0  # without a persistence daemon nvidia-smi first loads the driver
 
 
 @dataclass(frozen=True)
 class MachineCard:
-    """The host's processor and cores, the GPUs that were measured (none: the CPU was) and NVIDIA's driver ("" without
-    one)."""
+    """The host's processor and cores, the measured GPUs (empty: the CPU was measured) and NVIDIA's driver ("" if there
+    is none)."""
 
     cpu: str
     num_cores: int
@@ -38,12 +38,12 @@ class MachineCard:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal machines; part of a file's name."""
+        """Hash that is equal for equal machines; part of the cache file's name."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
 
 
 def read_card(device_type: str) -> MachineCard:
-    """This machine's card, for its GPUs ("cuda") or for its CPU alone ("cpu")."""
+    """Read this machine's card, with its GPUs ("cuda") or only its CPU ("cpu")."""
     num_gpus = torch.cuda.device_count() if device_type == "cuda" else 0
     return MachineCard(
         cpu=_read_cpu(),
@@ -70,7 +70,7 @@ def _read_driver() -> str:
 
 @dataclass(frozen=True)
 class PcieLink:
-    """A GPU's link now and the most that the card can do. ``address`` as under /sys/bus/pci/devices."""
+    """A GPU's present link and the card's maximum. ``address`` as under /sys/bus/pci/devices."""
 
     address: str
     width: int
@@ -83,7 +83,7 @@ class PcieLink:
 
 
 def query_links() -> dict[str, PcieLink]:
-    """Ask nvidia-smi for links by the GPU's UUID (without "GPU-"); where it says nothing a link is not known."""
+    """Return the links that nvidia-smi reports, by the GPU's UUID without "GPU-"."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_SECONDS, check=True)
@@ -96,7 +96,7 @@ def query_links() -> dict[str, PcieLink]:
 
 
 def parse_links(text: str) -> dict[str, PcieLink]:
-    """Lines of nvidia-smi's CSV; a GPU with a field such as "[N/A]" is left out."""
+    """Parse nvidia-smi's CSV; skip GPUs with a field such as "[N/A]"."""
     links = {}
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         if len(row) == len(_FIELDS) and all(field.strip().isdecimal() for field in row[2:]):
@@ -110,5 +110,5 @@ def parse_links(text: str) -> dict[str, PcieLink]:
 
 
 def read_uuid(device: torch.device) -> str:
-    """A GPU's UUID as nvidia-smi writes it, without "GPU-"."""
+    """Return a GPU's UUID in nvidia-smi's format, without "GPU-"."""
     return str(torch.cuda.get_device_properties(device).uuid)

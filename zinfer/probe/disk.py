@@ -1,7 +1,7 @@
-"""From a path to the disk's rates, by block size and requests under way: sweeps a file, or writes a temporary one.
+"""Measure a disk's rates by block size and requests in flight, on an existing file or a temporary one.
 
-Reads go through `Reader`, so what is measured is what a run will get. The temporary file has no name (O_TMPFILE, or
-unlinked at once), so it is gone however the process ends.
+Reads go through `Reader`, so a run will reach the same rates. The temporary file has no name (O_TMPFILE, or unlinked at
+once), so it disappears however the process ends.
 """
 
 import errno
@@ -23,9 +23,9 @@ from zinfer.nvme.reader import DEFAULT_BLOCK_BYTES, DEFAULT_NUM_THREADS, Reader
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.probe.sizes import Sizes
 
-_LEAST_NUM_BLOCKS: Final = 4  # with fewer, a walk round the file could meet the bytes that it has just left
-_NUM_SPARE: Final = 4  # requests behind those under way, so that a thread that is done finds the next one waiting
-_LEAST_FILE_BYTES: Final = 64 << 20  # less says nothing of a disk
+_LEAST_NUM_BLOCKS: Final = 4  # with fewer, reading in a circle could return to bytes just read
+_NUM_SPARE: Final = 4  # queued requests beyond those in flight, so that no thread waits for the next one
+_LEAST_FILE_BYTES: Final = 64 << 20  # less is meaningless
 _FREE_SHARE: Final = 4  # the file takes at most a quarter of the free space
 _CHUNK_BYTES: Final = 16 << 20
 _MOST_WRITING_S: Final = 10.0  # a slow disk is measured with a smaller file
@@ -35,9 +35,9 @@ Operation: TypeAlias = Literal["read", "write"]
 
 @dataclass(frozen=True)
 class DiskRate:
-    """What one setting reached: ``num_threads`` requests of ``block_bytes`` under way at once.
+    """The rate of one setting: ``num_threads`` requests of ``block_bytes`` in flight.
 
-    ``direct`` is False where the file system refused to leave the page cache out: it is in the figure then.
+    ``direct`` is False if the file system refused direct I/O: the rate then includes the page cache.
     """
 
     operation: Operation
@@ -49,20 +49,20 @@ class DiskRate:
 
 @dataclass(frozen=True)
 class DiskFindings:
-    """What was swept on one disk. ``number``: the device number of the file system (`st_dev`)."""
+    """The rates measured on one disk. ``number``: the device number of the file system (`st_dev`)."""
 
     path: str
     number: int
     rates: tuple[DiskRate, ...]
 
     def best(self, operation: Operation) -> DiskRate | None:
-        """The fastest point, of equals the one with the fewest bytes under way; None where none was swept."""
+        """Return the fastest setting; of equal ones that with the fewest bytes in flight. None if none was measured."""
         swept = [rate for rate in self.rates if rate.operation == operation]
         return max(swept, key=lambda rate: (rate.bytes_per_s, -rate.num_threads * rate.block_bytes), default=None)
 
 
 def aio_section(rate: DiskRate) -> dict[str, dict[str, int | bool]]:
-    """The part of a DeepSpeed configuration that makes runs read as ``rate`` did."""
+    """Return the DeepSpeed configuration section for reading with the settings of ``rate``."""
     return {
         "aio": {
             "block_size": rate.block_bytes,
@@ -75,7 +75,7 @@ def aio_section(rate: DiskRate) -> dict[str, dict[str, int | bool]]:
 
 
 def disk_number(path: Path) -> int:
-    """The device number of the disk that holds ``path``.
+    """Return the device number of the disk with ``path``.
 
     Raises:
         ConfigError: there is no such file or folder.
@@ -87,11 +87,11 @@ def disk_number(path: Path) -> int:
 
 
 def measure_disk(path: Path, sizes: Sizes) -> DiskFindings:
-    """Sweep direct reads of a file, of a checkpoint folder's largest file, or of a temporary file in another folder (or
-    one whose files are too small); in the last case direct writes too.
+    """Measure direct reads of a file, or of a checkpoint folder's largest file. In other folders, or if the files are
+    too small, measure direct reads and writes of a temporary file.
 
     Raises:
-        ConfigError: nothing there, nothing in it, no right to read or write it, or too little room.
+        ConfigError: the path is missing, empty or without permission, or the disk has too little space.
         OSError: the disk failed; the message names the file.
     """
     number = disk_number(path)
@@ -105,7 +105,7 @@ def measure_disk(path: Path, sizes: Sizes) -> DiskFindings:
 
 
 def checked_file(path: Path) -> Path:
-    """The same path, once it is known to be a file that can be read and holds something.
+    """Return the path if it is a readable file that is not empty.
 
     Raises:
         ConfigError: it is not.
@@ -115,16 +115,14 @@ def checked_file(path: Path) -> Path:
             if file.read(1):
                 return path
     except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}; give a file that can be read, or a folder that can be written to"
-        ) from error
+        raise ConfigError(f"{path}: {error.strerror}; give a readable file, or a writable folder") from error
     raise ConfigError(f"{path}: an empty file; give one that is as large as a checkpoint's, or a folder")
 
 
 def sweep_reads(file: Path, sizes: Sizes) -> list[DiskRate]:
-    """Read a file with every block size that it holds four of, and every number of requests under way.
+    """Measure reads with every depth, and every block size that fits four times into the file.
 
-    A point goes on in the file where the one before it stopped, so that no bytes are read twice in a row, and begins
+    Each setting continues in the file where the last one stopped, so that no bytes are read twice in a row, and starts
     no request after ``seconds_per_point``.
 
     Raises:
@@ -138,9 +136,9 @@ def sweep_reads(file: Path, sizes: Sizes) -> list[DiskRate]:
 
 
 def sweep_writes(file: Path, sizes: Sizes) -> list[DiskRate]:
-    """Write random bytes over a file, round and round, with every block size and depth; as `sweep_reads`.
+    """Measure writes with every block size and depth, like `sweep_reads`. Overwrites the file with random bytes.
 
-    The time of a last flush of the disk's own cache counts.
+    The time includes a final flush of the disk's cache.
     """
     walk = _Walk(file.stat().st_size)
     points = _points(file, walk.num_bytes, sizes, sizes.write_depths)
@@ -155,7 +153,7 @@ def sweep_writes(file: Path, sizes: Sizes) -> list[DiskRate]:
 
 
 def quick_read(files: Sequence[Path], seconds: float) -> float:
-    """Bytes a second that a run reads the largest of the files at, measured for some ``seconds``."""
+    """Return the bytes per second of reading the largest file like a run does, measured for ``seconds``."""
     file = max(files, key=lambda each: each.stat().st_size)
     memory = _touched_memory(DEFAULT_BLOCK_BYTES * (DEFAULT_NUM_THREADS + _NUM_SPARE))
     walk = _Walk(file.stat().st_size)
@@ -163,7 +161,7 @@ def quick_read(files: Sequence[Path], seconds: float) -> float:
 
 
 def _points(file: Path, num_bytes: int, sizes: Sizes, depths: Sequence[int]) -> list[tuple[int, int]]:
-    """Block sizes that a file can be swept with, each with every depth."""
+    """Return the settings for a file: block sizes that fit, each with every depth."""
     least = _LEAST_NUM_BLOCKS * min(sizes.block_sizes)
     if num_bytes < least:
         raise ConfigError(
@@ -175,13 +173,13 @@ def _points(file: Path, num_bytes: int, sizes: Sizes, depths: Sequence[int]) -> 
 
 @dataclass
 class _Walk:
-    """Goes round a file, block by block of any size."""
+    """Iterates over a file in a circle, in blocks of any size."""
 
     num_bytes: int
     position: int = 0
 
     def take(self, block_bytes: int) -> int:
-        """The offset of the next block."""
+        """Return the offset of the next block."""
         if self.position + block_bytes > self.num_bytes:
             self.position = 0
         self.position += block_bytes
@@ -200,7 +198,7 @@ def _measure_reads(
 
         _keep_under_way(start, num_threads + _NUM_SPARE, seconds)
         direct = not reader.buffered_files
-    # Closing has waited for what had begun and dropped the rest: all that is counted lies in the time.
+    # Closing waits for running requests and drops the others, so the elapsed time covers all counted bytes.
     elapsed_s = time.perf_counter() - begin_s
     return DiskRate("read", block_bytes, num_threads, reader.bytes_read / elapsed_s, direct)
 
@@ -224,7 +222,7 @@ def _write_rate(
 
 
 def _keep_under_way(start: Callable[[int], "Future[None]"], num_requests: int, seconds: float) -> None:
-    """Start a request for each slot, and another one whenever any is done, until the time is over."""
+    """Start a request for each slot, and another one whenever one finishes, until the time is over."""
     done: SimpleQueue[tuple[int, Future[None]]] = SimpleQueue()
 
     def begin(slot: int) -> None:
@@ -242,14 +240,14 @@ def _keep_under_way(start: Callable[[int], "Future[None]"], num_requests: int, s
 
 
 def _touched_memory(nbytes: int) -> memoryview:
-    """Page-aligned bytes whose pages the system has given: a read into new ones would pay for them."""
+    """Return page-aligned memory with all pages faulted in, so that reads do not include page faults."""
     buffer = HostBuffer(nbytes)
     buffer.touch()
     return buffer.memory
 
 
 def _open_to_write(file: Path) -> tuple[int, bool]:
-    """A descriptor, and whether it writes past the page cache."""
+    """Open a file; return the descriptor, and whether it bypasses the page cache."""
     try:
         return os.open(file, os.O_WRONLY | os.O_DIRECT), True
     except OSError as error:
@@ -259,7 +257,7 @@ def _open_to_write(file: Path) -> tuple[int, bool]:
 
 
 def _largest_weights(folder: Path, least_bytes: int) -> Path | None:
-    """The largest safetensors file of a checkpoint folder, None where there is none of ``least_bytes``."""
+    """Return the largest safetensors file of a folder, or None if none has ``least_bytes``."""
     sizes = {path: path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file()}
     return max((path for path in sizes if sizes[path] >= least_bytes), key=sizes.__getitem__, default=None)
 
@@ -270,28 +268,28 @@ def _room_for_file(folder: Path, sizes: Sizes) -> int:
     if free // _FREE_SHARE < least:
         raise ConfigError(
             f"{folder}: {free} bytes are free, too little to measure the disk with a temporary file; make room for "
-            f"{least * _FREE_SHARE} bytes, or give a large file on this disk to be read"
+            f"{least * _FREE_SHARE} bytes, or give a large file on this disk to read"
         )
     return min(sizes.file_bytes, free // _FREE_SHARE)
 
 
 @contextmanager
 def _temporary_file(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """A path to a nameless file of random bytes, at most ``num_bytes``, all of them on the disk."""
+    """Yield the path of an unnamed file of random bytes, at most ``num_bytes``, synced to disk."""
     try:
         file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
     except OSError as error:
-        problem = f"{folder}: {error.strerror}; give a folder that can be written to, or a file to be read"
+        problem = f"{folder}: {error.strerror}; give a writable folder, or a file to read"
         raise ConfigError(problem) from error
     with file:
-        chunk = memoryview(os.urandom(min(_CHUNK_BYTES, num_bytes)))  # zeros would be compressed away on some disks
+        chunk = memoryview(os.urandom(min(_CHUNK_BYTES, num_bytes)))  # some disks would compress zeros
         begin_s = time.perf_counter()
         try:
             for offset in range(0, num_bytes, _CHUNK_BYTES):
                 part = chunk[: num_bytes - offset]
                 while part:
                     part = part[file.write(part) :]
-                os.fdatasync(file.fileno())  # or the page cache would be written during reads
+                os.fdatasync(file.fileno())  # else write-back would run during the reads
                 if time.perf_counter() - begin_s > _MOST_WRITING_S:
                     break
             yield Path(f"/proc/self/fd/{file.fileno()}")

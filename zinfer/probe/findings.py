@@ -1,4 +1,4 @@
-"""What a probe found, frozen: its JSON form, and the file that keeps it between runs, one a machine."""
+"""The findings of a probe: their JSON form, and the file per machine that keeps them between runs."""
 
 import logging
 import os
@@ -19,18 +19,18 @@ from zinfer.probe.rates import Rates
 log = logging.getLogger(__name__)
 
 VERSION: Final = 1
-"""Of the JSON form; another one is refused."""
+"""Version of the JSON form; others are refused."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """One machine.
+    """The findings of one machine.
 
     Attributes:
-        devices: its GPUs by index, or its CPU alone.
-        together: several links at once; empty with one device.
-        disks: one entry a device number, the last measured last.
-        warnings: what holds the machine back, each with its remedy.
+        devices: its GPUs by index, or only its CPU.
+        together: rates of several links at once; empty with one device.
+        disks: one entry per device number, the last measured one last.
+        warnings: bottlenecks of the machine, each with its remedy.
     """
 
     version: Literal[1]
@@ -47,23 +47,23 @@ class Findings:
             raise ValueError(f"{len(self.devices)} devices, but the card names {len(self.card.gpus)} GPUs")
 
     def find_disk(self, number: int) -> DiskFindings | None:
-        """The disk with this device number, None if it was not measured."""
+        """Return the disk with this device number, or None if it was not measured."""
         return next((disk for disk in self.disks if disk.number == number), None)
 
     def read_bytes_per_s(self, disk_number: int | None = None) -> float | None:
-        """The best rate of reads from a disk, by default the last that was measured; None if it was not."""
+        """Return the best read rate of a disk, by default the last measured one; None if it was not measured."""
         last = self.disks[-1] if self.disks else None
         disk = last if disk_number is None else self.find_disk(disk_number)
         reads = disk.best("read") if disk is not None else None
         return None if reads is None else reads.bytes_per_s
 
     def with_disks_of(self, older: "Findings") -> "Findings":
-        """These findings, and the older ones' disks that these have not measured."""
+        """Add the disks that only the older findings have."""
         kept = tuple(disk for disk in older.disks if self.find_disk(disk.number) is None)
         return replace(self, disks=kept + self.disks)
 
     def to_rates(self, device_index: int = 0, disk_number: int | None = None) -> Rates:
-        """The planner's figures for one device and one disk, by default the last that was measured.
+        """Return the planner's rates for a device and a disk, by default the last measured one.
 
         Raises:
             ConfigError: that device or disk was not measured.
@@ -80,7 +80,7 @@ class Findings:
         )
 
     def to_json(self) -> str:
-        """One JSON document; `parse_findings` reads it."""
+        """Return a JSON document for `parse_findings`."""
         return _FORM.dump_json(self, indent=2).decode()
 
 
@@ -88,10 +88,10 @@ _FORM: Final = TypeAdapter(Findings)
 
 
 def parse_findings(text: str | bytes, source: Path) -> Findings:
-    """Findings out of their JSON form.
+    """Parse findings from JSON.
 
     Raises:
-        ConfigError: damaged, or written by another version; the message names ``source``.
+        ConfigError: they are damaged, or written by another version; the message names ``source``.
     """
     try:
         return _FORM.validate_json(text)
@@ -104,10 +104,10 @@ def parse_findings(text: str | bytes, source: Path) -> Findings:
 
 
 def load_findings(path: Path) -> Findings:
-    """Findings from a file that holds what `zinfer probe --json` printed.
+    """Load findings from a file with the output of `zinfer probe --json`.
 
     Raises:
-        ConfigError: no such file, or not findings.
+        ConfigError: there is no such file, or it does not hold findings.
     """
     try:
         text = path.read_bytes()
@@ -117,29 +117,29 @@ def load_findings(path: Path) -> Findings:
 
 
 def cache_path(card: MachineCard) -> Path:
-    """The file of the machine's findings: `$XDG_CACHE_HOME/zinfer`, by default `~/.cache/zinfer`."""
+    """Return the file of the machine's findings, in `$XDG_CACHE_HOME/zinfer`, by default `~/.cache/zinfer`."""
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # A relative one is to be ignored (XDG Base Directory Specification).
+    # Relative paths must be ignored (XDG Base Directory Specification).
     folder = home if home.is_absolute() else Path.home() / ".cache"
     return folder / "zinfer" / f"probe-{card.fingerprint}.json"
 
 
 def recall(card: MachineCard) -> Findings | None:
-    """The findings on record, None where there are none or the file is no use, which is logged."""
+    """Return the recorded findings; None if there are none, or if the file is invalid, which is logged."""
     path = cache_path(card)
     try:
         return parse_findings(path.read_bytes(), path)
     except FileNotFoundError:
         return None
     except (OSError, ConfigError) as error:
-        log.warning("findings of an earlier probe are left aside: %s", error)
+        log.warning("findings of an earlier probe are ignored: %s", error)
         return None
 
 
 def record(findings: Findings) -> None:
-    """Replace the machine's findings and keep the disks that only the former ones have.
+    """Replace the machine's recorded findings, but keep disks that only the former ones have.
 
-    A file that cannot be written is logged and left as it was: the figures are printed all the same.
+    Logs a warning if the file cannot be written, and leaves it unchanged.
     """
     former = recall(findings.card)
     whole = findings if former is None else findings.with_disks_of(former)

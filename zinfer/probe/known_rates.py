@@ -1,5 +1,5 @@
-"""The figures that a run plans with: those of `zinfer probe` where it has seen this machine and disk, else measured in
-a hurry, once a process, and kept in memory only: a run writes nothing but its outputs."""
+"""The rates that a run plans with: from a recorded `zinfer probe` of this machine and disk, else from a quick
+measurement once per process, kept only in memory."""
 
 import math
 import threading
@@ -20,23 +20,23 @@ from zinfer.probe.sizes import quick_sizes
 
 _HURRIED: Final = "in a hurry; zinfer probe measures better"
 
-_lock = threading.Lock()  # one measurement at a time: two would halve each other
+_lock = threading.Lock()  # one measurement at a time: concurrent ones would halve their rates
 _hurried_devices: dict[torch.device, Rates] = {}
 _hurried_disks: dict[tuple[torch.device, int], float] = {}
 
 
 def known_rates(device: torch.device, files: Sequence[Path] | None) -> Rates:
-    """Rates of one device and of the slowest of the disks that hold ``files``.
+    """Return the rates of a device and of the slowest disk with ``files``.
 
-    Takes no time where `zinfer probe` has measured them, else about a second with a GPU and a third of one without.
+    Takes no time if `zinfer probe` has measured them, else about a second with a GPU and a third of one without.
 
     Args:
         device: with an index if it is a CUDA device.
-        files: the checkpoint's; an empty sequence means the disk that was probed last, None that nothing is read: the
-            disk is then as fast as can be.
+        files: files of the checkpoint. Empty: use the disk probed last; None: nothing is read, and the disk counts as
+            infinitely fast.
 
     Raises:
-        ConfigError: a file is missing, empty or unreadable; or there is none, and no probe on record either.
+        ConfigError: a file is missing, empty or unreadable; or there are no files and no recorded probe.
         OSError: the disk failed; the message names the file.
     """
     found = recall(read_card(device.type))
@@ -64,7 +64,7 @@ def known_rates(device: torch.device, files: Sequence[Path] | None) -> Rates:
 
 
 def _files_by_disk(files: Sequence[Path]) -> dict[int, list[Path]]:
-    """The files by device number, each known to be readable."""
+    """Group the files by device number, and check that each is readable."""
     by_disk: dict[int, list[Path]] = {}
     for file in files:
         by_disk.setdefault(disk_number(checked_file(file)), []).append(file)
@@ -72,7 +72,7 @@ def _files_by_disk(files: Sequence[Path]) -> dict[int, list[Path]]:
 
 
 def _hurried_device(device: torch.device) -> Rates:
-    """Everything but the disk; its rate is 0 here, and the caller's to put in."""
+    """Measure everything but the disk; the caller sets its rate, which is 0 here."""
     if device not in _hurried_devices:
         sizes = quick_sizes(device)
         found = measure_device(device, str(device), sizes)

@@ -1,4 +1,4 @@
-"""What this machine lends a run: the device, and the memory budgets where the configuration states none."""
+"""The device of a run, and its memory budgets: stated in the configuration, or shares of free memory."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -11,17 +11,17 @@ import torch
 from zinfer.config import Memory, Settings
 from zinfer.errors import ConfigError
 
-# Shares of what is free that weights may take; the rest is for activations, the KV cache and the host's own needs.
+# Shares of free memory for weights; the rest is for activations, the KV cache and other uses of the host.
 _DEVICE_SHARE: Final = 0.8
 HOST_SHARE: Final = 0.8
-_CPU_SHARE: Final = 0.4  # on a CPU run device and host memory are the same memory
+_CPU_SHARE: Final = 0.4  # on a CPU, device and host share one memory
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """Budgets in bytes. ``device_bytes`` holds slots and resident slabs; ``host_bytes`` host slabs and staging slots,
-    of which ``pinned_bytes`` may be pinned; ``host_kv_bytes`` are taken of both already, for keys and values."""
+    """Budgets in bytes. ``device_bytes`` is for slots and resident slabs; ``host_bytes`` for host slabs and staging
+    slots, of which ``pinned_bytes`` may be pinned. Both exclude ``host_kv_bytes``, the KV cache in host memory."""
 
     device: torch.device
     device_bytes: int
@@ -31,11 +31,11 @@ class MachineLimits:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether there is memory to pin and a link to cross."""
+        """Whether the device is a CUDA device, with pinned memory and a link."""
         return self.device.type == "cuda"
 
     def stated(self, memory: Memory) -> "MachineLimits":
-        """The same with the budgets that the configuration states; host memory may be pinned unless it says less."""
+        """Apply the budgets of the configuration; all host memory may be pinned unless it states less."""
         host_bytes = self.host_bytes if memory.max_host_memory is None else memory.max_host_memory
         return replace(
             self,
@@ -46,10 +46,10 @@ class MachineLimits:
 
 
 def choose_device(settings: Settings) -> torch.device:
-    """The device that the configuration asks for; ``auto`` takes CUDA where there is one.
+    """Return the configured device; ``auto`` is CUDA if available.
 
     Raises:
-        ConfigError: CUDA is asked for and torch sees no device.
+        ConfigError: CUDA is configured, but torch sees no device.
     """
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
@@ -60,7 +60,7 @@ def choose_device(settings: Settings) -> torch.device:
 
 
 def find_limits(settings: Settings) -> MachineLimits:
-    """The stated budgets, and shares of what is free now for those that are not stated."""
+    """Return the stated budgets; the others are shares of the memory that is free now."""
     device = choose_device(settings)
     free_host = free_host_bytes()
     if device.type == "cuda":
@@ -71,24 +71,24 @@ def find_limits(settings: Settings) -> MachineLimits:
 
 
 def free_host_bytes() -> int:
-    """Host memory that a process may take now."""
+    """Return the host memory that this process can use now."""
     return min(int(psutil.virtual_memory().available), _free_in_cgroup())
 
 
 def free_device_bytes(limits: MachineLimits) -> int:
-    """Device memory that is free for everything; on a CPU, where both are one memory, what the host's budget leaves."""
+    """Return the free device memory; on a CPU, the free memory less the host's budget."""
     if limits.on_cuda:
         return _free_on(limits.device)
     return max(0, free_host_bytes() - limits.host_bytes)
 
 
 def _free_on(device: torch.device) -> int:
-    torch.cuda.empty_cache()  # what torch keeps for later is free too
+    torch.cuda.empty_cache()  # memory cached by torch counts as free
     return int(torch.cuda.mem_get_info(device)[0])
 
 
 def cgroup_limit() -> int | None:
-    """Bytes that a container may use (cgroup v2, "memory.max"); None where there is no limit."""
+    """Return the memory limit of the container (cgroup v2, "memory.max"); None: no limit."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
     except FileNotFoundError:  # not in a container, or cgroup v1
@@ -97,6 +97,6 @@ def cgroup_limit() -> int | None:
 
 
 def _free_in_cgroup() -> int:
-    """Bytes that a container's limit leaves; what is free on the machine does not show it."""
+    """Return the bytes left of the container's limit, which the machine's free memory does not reflect."""
     limit = cgroup_limit()
     return sys.maxsize if limit is None else max(0, limit - int((_CGROUP / "memory.current").read_text()))

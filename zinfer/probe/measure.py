@@ -1,6 +1,6 @@
-"""Measures host memory, the link and a device: medians of several runs, with the devices idle before and after each.
+"""Measure host memory, the link and a device: medians of several runs, with the devices idle before and after each.
 
-On a machine without CUDA the device is the host: its link is a host copy, and there is one way only.
+Without CUDA the device is the host: its link is a host copy in one direction.
 """
 
 import statistics
@@ -25,14 +25,14 @@ LinkKind = Literal["pinned copies", "pageable copies", "host copies"]
 
 
 def settle(devices: Sequence[torch.device]) -> None:
-    """Return when everything that was enqueued on the devices is done."""
+    """Wait for all work enqueued on the devices."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
 def median_seconds(work: Callable[[], object], devices: Sequence[torch.device] = (), *, repeats: int) -> float:
-    """Seconds of one call, the median of ``repeats`` after one that is not counted."""
+    """Return the seconds of a call: the median of ``repeats`` after one warm-up."""
     work()
     seconds = []
     for _ in range(repeats):
@@ -46,7 +46,7 @@ def median_seconds(work: Callable[[], object], devices: Sequence[torch.device] =
 
 @dataclass(frozen=True)
 class MemoryRates:
-    """Bytes copied a second with one thread and with torch's ``num_threads``."""
+    """Bytes copied per second with one thread and with torch's ``num_threads``."""
 
     num_threads: int
     copy_one_bytes_per_s: PerSecond
@@ -54,7 +54,7 @@ class MemoryRates:
 
 
 def measure_memory(nbytes: int, *, repeats: int) -> MemoryRates:
-    """Both, over buffers of ``nbytes``; torch's number of threads is as before afterwards."""
+    """Measure both over buffers of ``nbytes``; restores torch's number of threads."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -65,7 +65,7 @@ def measure_memory(nbytes: int, *, repeats: int) -> MemoryRates:
 
 
 def measure_copy(nbytes: int, *, repeats: int) -> float:
-    """Bytes copied a second between two places in host memory, with torch's present number of threads."""
+    """Return the bytes copied per second within host memory, with torch's present number of threads."""
     source = torch.ones(nbytes, dtype=torch.uint8)
     target = torch.empty_like(source)
     return nbytes / median_seconds(lambda: target.copy_(source), repeats=repeats)
@@ -73,9 +73,9 @@ def measure_copy(nbytes: int, *, repeats: int) -> float:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Bytes a second of copies of ``nbytes``: to the device, from it (None on a CPU), and the sum of both at once.
+    """Bytes per second of copies of ``nbytes``: to the device, from it (None on a CPU), and the sum of both at once.
 
-    ``kind`` is "pageable copies" where pinning was refused.
+    ``kind`` is "pageable copies" if pinning was refused.
     """
 
     kind: LinkKind
@@ -87,19 +87,19 @@ class LinkRates:
 
 @dataclass(frozen=True)
 class LinksTogether:
-    """The sum over the first ``num_devices`` devices, each copying from host memory of its own at the same time."""
+    """Total rate of the first ``num_devices`` devices, each copying from its own host memory at the same time."""
 
     num_devices: int
     to_device_bytes_per_s: PerSecond
 
 
 def measure_link(device: torch.device, nbytes: int, *, repeats: int) -> LinkRates:
-    """Take two host and two device buffers of ``nbytes`` (a multiple of 4096), and give them back."""
+    """Measure the link with two host and two device buffers of ``nbytes`` (a multiple of 4096)."""
     if device.type != "cuda":
         return LinkRates("host copies", nbytes, measure_copy(nbytes, repeats=repeats), None, None)
     with ExitStack() as owned:
         source, target = (owned.enter_context(closing(HostBuffer(nbytes, pin=True))) for _ in range(2))
-        owned.callback(settle, [device])  # no registration ends while a copy is under way, after a failure too
+        owned.callback(settle, [device])  # also after failures: never unpin memory while a copy runs
         places = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         there = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -123,7 +123,7 @@ def measure_link(device: torch.device, nbytes: int, *, repeats: int) -> LinkRate
 
 
 def measure_together(devices: Sequence[torch.device], nbytes: int, *, repeats: int) -> tuple[LinksTogether, ...]:
-    """Two of several devices at once, and all of them; nothing for a single one."""
+    """Measure two devices at once, and all of them; returns nothing for a single device."""
     found = []
     for count in sorted({2, len(devices)}) if len(devices) > 1 else []:
         with ExitStack() as owned:
@@ -134,7 +134,7 @@ def measure_together(devices: Sequence[torch.device], nbytes: int, *, repeats: i
 
 
 def _enter_pushes(owned: ExitStack, devices: Sequence[torch.device], nbytes: int) -> Callable[[], None]:
-    """One call of the result enqueues a copy to each device; the buffers last as long as ``owned``."""
+    """Return a function that enqueues a copy to each device; ``owned`` owns the buffers."""
     hosts = [owned.enter_context(closing(HostBuffer(nbytes, pin=device.type == "cuda"))) for device in devices]
     owned.callback(settle, devices)
     places = [torch.empty(nbytes, dtype=torch.uint8, device=device) for device in devices]
@@ -147,7 +147,7 @@ def _enter_pushes(owned: ExitStack, devices: Sequence[torch.device], nbytes: int
 
 
 def copy_until(done: Callable[[], bool], devices: Sequence[torch.device], nbytes: int) -> None:
-    """Keep every link busy until ``done``: an idle link lowers its own generation, and would be read so."""
+    """Keep every link busy until ``done``: an idle link reports a lower PCIe generation."""
     with ExitStack() as owned:
         push = _enter_pushes(owned, devices, nbytes)
         while not done():
@@ -156,7 +156,7 @@ def copy_until(done: Callable[[], bool], devices: Sequence[torch.device], nbytes
 
 
 def matmul_dtype(device: torch.device) -> torch.dtype:
-    """What a model computes in there: fp32 on a CPU, bf16 on a GPU that has it, else fp16."""
+    """Return the dtype that models use: fp32 on a CPU, bf16 on a GPU that supports it, else fp16."""
     if device.type != "cuda":
         return torch.float32
     with torch.cuda.device(device):
@@ -164,16 +164,16 @@ def matmul_dtype(device: torch.device) -> torch.dtype:
 
 
 def measure_device_copy(device: torch.device, nbytes: int, *, repeats: int) -> float:
-    """Bytes read and written a second, together."""
+    """Return the bytes read and written per second, added up."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / median_seconds(lambda: target.copy_(source), [device], repeats=repeats)
 
 
 def measure_matmul(device: torch.device, width: int, dtype: torch.dtype, *, num_matmuls: int, repeats: int) -> float:
-    """FLOP/s of ``num_matmuls`` products of random [width, width] matrices in a row (2 width^3 each).
+    """Return the FLOP/s of ``num_matmuls`` consecutive products of random [width, width] matrices (2 width^3 each).
 
-    Random, because a GPU multiplies zeros faster than it can keep up with real numbers.
+    Random, because GPUs reach higher clocks with zeros.
     """
     matrix = torch.randn(width, width, device=device, dtype=dtype)
     product = torch.empty_like(matrix)
@@ -187,8 +187,8 @@ def measure_matmul(device: torch.device, width: int, dtype: torch.dtype, *, num_
 
 @dataclass(frozen=True)
 class DeviceFindings:
-    """One GPU, or the CPU. ``copy_bytes_per_s``: device memory, read and written together; ``flops_per_s``: dense
-    products in ``dtype``; ``pcie``: None where it is not known."""
+    """Findings of a GPU, or of the CPU. ``copy_bytes_per_s``: device memory, reads plus writes; ``flops_per_s``: dense
+    products in ``dtype``; ``pcie``: None if unknown."""
 
     name: str
     link: LinkRates
@@ -198,7 +198,7 @@ class DeviceFindings:
     pcie: PcieLink | None
 
     def rates(self, *, host_bytes_per_s: float, disk_bytes_per_s: float, origin: str) -> Rates:
-        """The planner's figures, with those of host memory and of a disk."""
+        """Return the planner's rates, with those of host memory and a disk."""
         return Rates(
             link_bytes_per_s=self.link.to_device_bytes_per_s,
             disk_bytes_per_s=disk_bytes_per_s,
@@ -210,7 +210,7 @@ class DeviceFindings:
 
 
 def measure_device(device: torch.device, name: str, sizes: Sizes, pcie: PcieLink | None = None) -> DeviceFindings:
-    """Measure a device's link, memory and arithmetic; the memory that this takes is given back."""
+    """Measure a device's link, memory and matrix products; frees the memory it used."""
     dtype = matmul_dtype(device)
     try:
         return DeviceFindings(
@@ -225,4 +225,4 @@ def measure_device(device: torch.device, name: str, sizes: Sizes, pcie: PcieLink
         )
     finally:
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # torch would keep it, and a plan made next would find less free
+            torch.cuda.empty_cache()  # else torch caches it, and the next plan finds less free memory

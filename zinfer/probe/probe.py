@@ -1,4 +1,4 @@
-"""The whole probe: the disk first, since a wrong path should be told at once, then the host, then each device."""
+"""The whole probe: the disk first, so that a wrong path fails at once, then the host, then each device."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ _MOST_BUSY_BYTES: Final = 64 << 20  # enough to keep a link awake
 
 
 def probed_devices(device: torch.device) -> tuple[torch.device, ...]:
-    """All GPUs where CUDA was chosen, else the CPU."""
+    """Return all GPUs if CUDA was chosen, else the CPU."""
     if device.type != "cuda":
         return (device,)
     return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
@@ -31,8 +31,8 @@ def run_probe(path: Path, devices: Sequence[torch.device], sizes: Sizes, say: Ca
 
     Args:
         path: a file, a checkpoint's folder, or a folder to write a temporary file to.
-        devices: all GPUs, or the CPU alone.
-        say: told what is being measured.
+        devices: all GPUs, or only the CPU.
+        say: called with progress messages.
 
     Raises:
         ConfigError: the path cannot be measured.
@@ -68,7 +68,7 @@ def _cpu_name(card: MachineCard) -> str:
 
 
 def _query_awake(devices: Sequence[torch.device], sizes: Sizes) -> tuple[PcieLink | None, ...]:
-    """What nvidia-smi says of the links while they carry copies."""
+    """Query nvidia-smi for the links while they are busy."""
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(query_links)
         copy_until(answer.done, devices, min(sizes.link_bytes, _MOST_BUSY_BYTES))

@@ -1,4 +1,4 @@
-"""How much is moved to measure: enough for a steady figure, little enough for the free memory and for patience."""
+"""Sizes of the measurements: enough for steady figures, within free memory and a reasonable time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,16 +10,16 @@ from zinfer.config import Settings
 from zinfer.nvme.aligned import ALIGNMENT_BYTES, align_down
 from zinfer.probe.limits import find_limits
 
-_MEMORY_SHARE: Final = 8  # a measurement takes two or three buffers; together they stay below half of what is free
+_MEMORY_SHARE: Final = 8  # measurements use two or three buffers, so they stay below half of free memory
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one probe moves.
+    """Sizes of one probe.
 
-    ``link_bytes``, ``host_bytes`` and ``device_bytes`` are of one buffer, ``file_bytes`` of the temporary file that a
-    folder is measured with. A timed run computes ``num_matmuls`` square products: a GPU keeps its highest clock for
-    some milliseconds only. ``depths`` are requests under way.
+    ``link_bytes``, ``host_bytes`` and ``device_bytes`` are per buffer, ``file_bytes`` is the temporary file's size. A
+    timed run computes ``num_matmuls`` square products, because a GPU holds its highest clock only for some
+    milliseconds. ``depths`` are numbers of requests in flight.
     """
 
     link_bytes: int
@@ -35,7 +35,7 @@ class Sizes:
     file_bytes: int = 4 << 30
 
     def bounded(self, devices: Sequence[torch.device]) -> "Sizes":
-        """The same, no larger than the free memory of host and devices allows."""
+        """Limit the sizes to the free memory of host and devices."""
         host_bytes = find_limits(Settings(device="cpu")).host_bytes // _MEMORY_SHARE
         cuda = [device for device in devices if device.type == "cuda"]
         free_bytes = [torch.cuda.mem_get_info(device)[0] for device in cuda]
@@ -58,7 +58,7 @@ FULL_CUDA: Final = Sizes(
 FULL_CPU: Final = Sizes(
     link_bytes=256 << 20, host_bytes=512 << 20, device_bytes=256 << 20, matmul_width=2048, num_matmuls=1, repeats=5
 )
-# What a run measures for itself where no probe is on record, in about a second and about a third of one.
+# For runs without a recorded probe: about a second with a GPU, a third of one without.
 HURRIED_CUDA: Final = Sizes(
     link_bytes=128 << 20,
     host_bytes=64 << 20,
@@ -80,10 +80,10 @@ HURRIED_CPU: Final = replace(
 
 
 def full_sizes(devices: Sequence[torch.device]) -> Sizes:
-    """For `zinfer probe`: about 30 s with a GPU."""
+    """Return the sizes of `zinfer probe`: about 30 s with a GPU."""
     return (FULL_CUDA if devices[0].type == "cuda" else FULL_CPU).bounded(devices)
 
 
 def quick_sizes(device: torch.device) -> Sizes:
-    """For a run without a probe on record."""
+    """Return the sizes for a run without a recorded probe."""
     return (HURRIED_CUDA if device.type == "cuda" else HURRIED_CPU).bounded([device])

@@ -1,4 +1,4 @@
-"""Findings and sweeps as tables for people."""
+"""Format findings and sweeps as tables."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _MEBI = 1 << 20
 
 
 def findings_table(findings: Findings) -> Table:
-    """What, figure, unit, how measured; one section for the disks, the host and each device."""
+    """Return a table with a section for the disks, the host and each device."""
     table = Table(title=f"zinfer probe: {findings.card.cpu}, {findings.card.num_cores} cores", title_justify="left")
     table.add_column("what")
     table.add_column("figure", justify="right")
@@ -37,7 +37,7 @@ def findings_table(findings: Findings) -> Table:
 
 
 def sweep_table(rates: Sequence[DiskRate]) -> Table:
-    """Every point of a sweep."""
+    """Return a table of all points of a sweep."""
     table = Table("operation", "block", "at once", "GB/s", "how")
     for rate in rates:
         speed = f"{rate.bytes_per_s / _GIGA:.2f}"

@@ -1,4 +1,4 @@
-"""What holds a machine back, each in one line with its remedy: from findings, and from what the system tells."""
+"""Warn of a machine's bottlenecks, from its findings and system settings; one line each, with the remedy."""
 
 import os
 import resource
@@ -14,16 +14,15 @@ from zinfer.probe.limits import cgroup_limit
 from zinfer.units import human_bytes
 
 _SYSTEM: Final = Path("/sys")
-_SLOW_DISK_RATIO: Final = 4.0  # below it a modest share of the model on disk still hides behind the link
+_SLOW_DISK_RATIO: Final = 4.0  # below that, streaming a small part of the model from disk is still hidden by the link
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Limits in bytes, None where there is none.
+    """System settings; limits are in bytes, None: no limit.
 
-    ``huge_pages``: whether memory that asks for huge pages can get them; ``node_cpus``: the processors of each NUMA
-    node; ``own_cpus``: those that this process may run on; ``gpu_nodes``: for each GPU its node, None where the system
-    does not say.
+    ``huge_pages``: whether transparent huge pages are available on request; ``node_cpus``: the processors of each NUMA
+    node; ``own_cpus``: those that this process may run on; ``gpu_nodes``: the NUMA node of each GPU, None if unknown.
     """
 
     memory_bytes: int
@@ -36,10 +35,10 @@ class HostFacts:
 
 
 def read_facts(gpu_addresses: Sequence[str | None]) -> HostFacts:
-    """Facts of this process on this machine.
+    """Read the facts of this machine and process.
 
     Args:
-        gpu_addresses: for each GPU its address under /sys/bus/pci/devices, None where it is not known.
+        gpu_addresses: address of each GPU under /sys/bus/pci/devices, None if unknown.
     """
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return HostFacts(
@@ -57,7 +56,7 @@ def read_facts(gpu_addresses: Sequence[str | None]) -> HostFacts:
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """A list of the kernel's such as ``0-3,8``; empty for a node of memory alone."""
+    """Parse a kernel CPU list such as ``0-3,8``; empty for a node without processors."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -66,7 +65,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def _read_huge_pages() -> bool:
-    """Transparent huge pages: the chosen one of "always [madvise] never" (the kernel's admin-guide/mm/transhuge)."""
+    """Return whether huge pages are available: "always [madvise] never" (the kernel's admin-guide/mm/transhuge)."""
     try:
         return "[never]" not in (_SYSTEM / "kernel/mm/transparent_hugepage/enabled").read_text()
     except FileNotFoundError:  # a kernel without them
@@ -84,7 +83,7 @@ def _read_node(address: str | None) -> int | None:
 
 
 def find_warnings(findings: Findings, facts: HostFacts) -> tuple[str, ...]:
-    """All lines that the findings of this machine give rise to."""
+    """Return all warnings for this machine."""
     checks = (_narrow_links, _refused_pins, _remote_nodes, _cached_disks, _slow_disks, _memory_limits, _small_pages)
     return tuple(line for check in checks for line in check(findings, facts))
 
@@ -100,7 +99,7 @@ def _narrow_links(findings: Findings, facts: HostFacts) -> Iterator[str]:
 
 
 def _refused_pins(findings: Findings, facts: HostFacts) -> Iterator[str]:
-    """A low memory-lock limit counts only where pinning more than it was not seen to work: many drivers ignore it."""
+    """Warn of refused pinning, and of a low memory-lock limit unless more was pinned: many drivers ignore the limit."""
     on_cuda = [device for device in findings.devices if device.link.kind != "host copies"]
     if any(device.link.kind == "pageable copies" for device in on_cuda):
         yield (

@@ -1,1 +1,1 @@
-"""What a request asks and gets: sampling parameters, prompts as tokens, stop criteria, completions."""
+"""Requests and their results: sampling parameters, prompts as tokens, stop criteria, completions."""

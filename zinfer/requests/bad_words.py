@@ -1,4 +1,4 @@
-"""Words that a row's output may not have, as tokens."""
+"""Token ids of words that an output must not contain."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,10 +7,12 @@ from zinfer.errors import ConfigError
 
 
 def find_bad_word_ids(tokenizer: Any, words: Sequence[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Each word's tokens; also those after a space, as in vLLM, where they are as many and begin with another token.
+    """Return the token ids of each word.
+
+    As in vLLM, the word after a space is included too, if it has as many tokens and begins with another one.
 
     Raises:
-        ConfigError: there is no tokenizer, or a word has no tokens that the model knows.
+        ConfigError: there is no tokenizer, or a word has no tokens in the model's vocabulary.
     """
     if not words:
         return ()
@@ -33,7 +35,7 @@ def find_bad_word_ids(tokenizer: Any, words: Sequence[str], vocab_size: int) -> 
 
 
 def last_ids(bad_word_ids: Sequence[tuple[int, ...]], output_ids: Sequence[int]) -> Iterator[int]:
-    """The tokens that would complete a word: its last, where the output ends with all before it."""
+    """Return the tokens that would complete a bad word: its last one, if the output ends with all others."""
     for *before, last in bad_word_ids:
         if len(before) <= len(output_ids) and list(output_ids[len(output_ids) - len(before) :]) == before:
             yield last
@@ -42,5 +44,5 @@ def last_ids(bad_word_ids: Sequence[tuple[int, ...]], output_ids: Sequence[int])
 def _token_ids(tokenizer: Any, word: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-    except (TypeError, ValueError) as error:  # half of a surrogate pair, for one
+    except (TypeError, ValueError) as error:  # for example a lone surrogate
         raise ConfigError(f"bad_words: the tokenizer refuses {word!r:.60}: {error}") from error

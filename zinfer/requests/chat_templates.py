@@ -1,4 +1,4 @@
-"""Chat templates, rendered within limits of time and memory."""
+"""Render chat templates within limits of time and memory."""
 
 import json
 import os
@@ -19,10 +19,10 @@ _QUIET: Final = {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WA
 
 
 class ChatTemplates:
-    """Renders chats in a process beside, which is started with the first of them and again after one that ended it.
+    """Renders chats in a subprocess, which starts with the first chat and restarts if a chat ended it.
 
     Args:
-        most_cpu_s: that one chat may take; long ones take milliseconds.
+        most_cpu_s: limit of CPU seconds per chat; long ones take milliseconds.
     """
 
     def __init__(self, most_cpu_s: int = _MOST_CPU_S) -> None:
@@ -33,18 +33,18 @@ class ChatTemplates:
         self._lock = threading.Lock()
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The text of a chat, up to where the answer begins.
+        """Render a chat with its generation prompt.
 
         Raises:
-            ConfigError: the template refuses the messages, fails, or takes too long; or they are no JSON.
+            ConfigError: the template refuses the messages, fails, or takes too long; or they are not JSON.
             JobError: the process does not start.
         """
-        # As transformers' apply_chat_template does: templates know a key that is missing, but not null.
+        # Drop null values like transformers' apply_chat_template: templates handle missing keys, but not null.
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         try:
             line = json.dumps({"template": template, "messages": given, "variables": dict(variables)})
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"messages: only what JSON can hold reaches a chat template: {error}") from error
+            raise ConfigError(f"messages: a chat template takes only JSON values: {error}") from error
         with self._lock:
             answer = self._ask(line)
         for outcome, what in (("refused", "refuses them"), ("failed", "fails on them")):
@@ -53,7 +53,7 @@ class ChatTemplates:
         return answer["text"]
 
     def close(self) -> None:
-        """End the process, a chat that it renders for another thread included; no other is started."""
+        """End the process for good, even while it renders a chat for another thread."""
         self._is_closed = True
         self._stop()
 
@@ -67,7 +67,7 @@ class ChatTemplates:
             said = process.stdout.readline()
         except BrokenPipeError:
             said = ""
-        except BaseException:  # Ctrl-C: the answer to this chat must not be taken for the next one's
+        except BaseException:  # Ctrl-C: the next chat must not read the answer to this one
             self._stop()
             raise
         if said.endswith("\n"):
@@ -80,14 +80,14 @@ class ChatTemplates:
 
     def _running(self) -> "subprocess.Popen[str]":
         if self._is_closed:
-            raise RuntimeError("chats are rendered no longer: what they were for was closed")
+            raise RuntimeError("cannot render chats after close()")
         if self._process is None:
             process = subprocess.Popen(
                 [sys.executable, "-P", str(_SCRIPT), str(self._most_cpu_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 encoding="utf-8",
-                start_new_session=True,  # Ctrl-C is for the caller, who ends this one
+                start_new_session=True,  # Ctrl-C goes to the caller, which ends this process
                 env={**os.environ, **_QUIET},
             )
             self._process, self._end = process, weakref.finalize(self, _end, process)

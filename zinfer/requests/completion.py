@@ -1,4 +1,4 @@
-"""What came after a prompt, and the seed of its draws."""
+"""Completions of prompts, and the seeds of their random draws."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ NOT_FINITE: Final = (
 
 
 def not_finite(where: str | None, error: str = NOT_FINITE) -> str:
-    """The error, and what made such numbers first, if that was seen."""
-    return f"{error}; the first that are not come from {where}" if where else error
+    """Return the error, with the module that first produced non-finite numbers, if known."""
+    return f"{error}; the first non-finite numbers come from {where}" if where else error
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What came after one prompt.
+    """The completion of a prompt.
 
     Attributes:
-        prompt_index: which of the prompts, from 0.
-        sample_index: which of its ``n`` completions, from 0.
-        text: without end and special tokens, cut before the first stop string, unless its params want them; empty
+        prompt_index: index of the prompt, from 0.
+        sample_index: index among its ``n`` completions, from 0.
+        text: without end and special tokens, cut before the first stop string, unless the params keep them; empty
             without a tokenizer.
-        token_ids: what was generated, the token that ended it included.
-        finish_reason: "stop" (an end token or a stop string), "length", "error", or "cancelled" with what there was.
-        logprobs: of each token, where they were asked for.
-        error: what is wrong with the prompt, or went wrong; None where nothing did.
-        stop_reason: which of ``stop`` or ``stop_token_ids`` ended it; None where something else did, an end token of
-            the model's own among them.
+        token_ids: the generated tokens, including the one that ended the sequence.
+        finish_reason: "stop" (an end token or a stop string), "length", "error", or "cancelled" with a partial result.
+        logprobs: for each token, if requested.
+        error: error message; None if there was no error.
+        stop_reason: the member of ``stop`` or ``stop_token_ids`` that ended it; None if something else did, such as an
+            end token of the model.
     """
 
     prompt_index: int
@@ -45,21 +45,21 @@ class Completion:
 
     @classmethod
     def failed(cls, prompt_index: int, sample_index: int, error: str) -> Self:
-        """One that never began."""
+        """Return the completion of a request that failed before it began."""
         return cls(prompt_index, sample_index, "", (), "error", error=error)
 
 
 @dataclass(frozen=True)
 class CompletionDelta:
-    """What a completion has grown by.
+    """An increment of a completion.
 
     Attributes:
-        prompt_index, sample_index: as `Completion`'s.
-        text: what its text grows by; all deltas joined are the completion's. Never half a character, and
-            nothing that a stop string takes back: so it may be empty, or belong to tokens before.
-        token_ids: its next tokens, one but for the last delta.
-        logprobs: of these, where they were asked for.
-        completion: the whole, with the last delta; None with others.
+        prompt_index, sample_index: as in `Completion`.
+        text: new text; all deltas joined are the completion's text. Partial characters and possible stop strings are
+            held back, so it may be empty, or belong to earlier tokens.
+        token_ids: new tokens; one, except in the last delta.
+        logprobs: for these tokens, if requested.
+        completion: the whole completion in the last delta; None in others.
     """
 
     prompt_index: int
@@ -71,12 +71,12 @@ class CompletionDelta:
 
     @classmethod
     def refused(cls, completion: Completion) -> Self:
-        """The one delta of a completion that never began."""
+        """Return the only delta of a completion that failed before it began."""
         return cls(completion.prompt_index, completion.sample_index, "", (), None, completion)
 
 
 def text_seed(stated: int | None, token_ids: Sequence[int], repeat: int, sample: int) -> int:
-    """A text's seed: the stated one, else what the prompt decides and how often it came before in the call."""
+    """Return a sequence's seed: the stated one, or a hash that includes the prompt, its repetition and the sample."""
     if stated is not None and sample == 0:
         return stated
     key = f"{repeat if stated is None else stated} {sample} {list(token_ids)}".encode()

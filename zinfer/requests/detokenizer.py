@@ -1,4 +1,4 @@
-"""Text of tokens as they come, without half characters and without what a stop string may still take back."""
+"""Incremental detokenization that holds back partial characters and possible stop strings."""
 
 import re
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ _UNDECODED: Final = "\ufffd"
 
 
 class Detokenizer:
-    """Detokenizes one sequence incrementally: what `add` returned so far is always a prefix of the whole text.
+    """Detokenizes one sequence incrementally: the text returned so far is always a prefix of the whole text.
 
-    Only the last tokens are decoded, after some whose text is known: decoders treat the first token of a text
-    differently. `tokenizers.decoders.DecodeStream` does the same, but fails where a byte token makes the valid bytes
-    before it invalid, and knows no tokenizers written in Python.
+    Decodes only the last tokens, together with a few whose text is known, because decoders treat the first token of a
+    text differently. `tokenizers.decoders.DecodeStream` does the same, but fails if a byte token invalidates the bytes
+    before it, and does not support tokenizers written in Python.
 
     Args:
-        tokenizer: None where there is none, then a token has no text.
-        stop: strings before which the text will be cut; their beginnings are held back.
+        tokenizer: None: tokens have no text.
+        stop: stop strings; text that may begin one is held back.
         skips_special: whether special tokens have no text.
     """
 
@@ -26,15 +26,15 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._longest_held = max(map(len, stop), default=1) - 1
         self._skips_special = skips_special
-        self._token_ids: list[int] = []  # from the first token that is still decoded
-        self._num_known = 0  # of these, tokens whose text was decided
+        self._token_ids: list[int] = []  # tokens that are still decoded
+        self._num_known = 0  # of these, the first ones, whose text is final
         self._in_bytes = False
-        self._held = ""  # decided text that may be the beginning of a stop string
+        self._held = ""  # final text that may begin a stop string
         self.num_tokens = 0
         self.num_chars = 0
 
     def add(self, token_id: int) -> str:
-        """Return the text that the next token decides, often of tokens before it, perhaps none."""
+        """Add a token and return the text that is now final, if any; it may belong to earlier tokens."""
         self.num_tokens += 1
         if self._tokenizer is None:
             return ""
@@ -54,12 +54,12 @@ class Detokenizer:
         """Whether a later byte may make this token's text invalid: a run of byte tokens is decoded as a whole."""
         if _BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""):
             self._in_bytes = True
-        elif self._in_bytes:  # special tokens are left out before runs are decoded
+        elif self._in_bytes:  # special tokens do not end a run: they are skipped before decoding
             self._in_bytes = not self._decode([token_id])
         return self._in_bytes
 
     def _num_held(self) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
+        """Return the length of the longest suffix that a stop string begins with."""
         lengths = range(min(len(self._held), self._longest_held), 0, -1)
         return next((each for each in lengths if any(stop.startswith(self._held[-each:]) for stop in self._stop)), 0)
 

@@ -1,4 +1,4 @@
-"""Sentences on fields that cannot be used: pydantic's errors in the words of this project."""
+"""Convert pydantic's errors to messages of this project."""
 
 import difflib
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def field_error(error: ValidationError, model: Any) -> str:
         return f"{path} is missing"
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return unknown_field(path, list(fields)) if len(place) == 1 else f"unknown field {path!r}"
-    if not place or place[0] not in fields:  # no JSON, for one
+    if not place or place[0] not in fields:  # for example invalid JSON
         return message
     if (allowed := fields[place[0]].description) is not None:
         return f"{place[0]} must be {allowed}, not {short(given)}{_inside(place[1:])}"
@@ -33,7 +33,7 @@ def field_error(error: ValidationError, model: Any) -> str:
 
 
 def unknown_field(name: str, known: Sequence[str]) -> str:
-    """Return the message on an unknown field: the name that it resembles, else all fields that are known."""
+    """Return the message for an unknown field, with the most similar name, else all known ones."""
     known = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
@@ -41,12 +41,12 @@ def unknown_field(name: str, known: Sequence[str]) -> str:
 
 
 def short(value: object) -> str:
-    """Return a value for a message, cut where it is long."""
+    """Format a value for a message, truncated if long."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
 def _inside(place: Sequence[int | str]) -> str:
-    """Where in a list or an object the value is."""
+    """Describe the position of a value in a list or an object."""
     places = [str(part) for part in place if isinstance(part, int)]
     return " as a key" if "[key]" in place else f" at {'.'.join(places)}" if places else ""

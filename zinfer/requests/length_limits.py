@@ -1,7 +1,7 @@
-"""`LengthLimits`: how many tokens a prompt and what is generated after it may have, and what sets each limit.
+"""`LengthLimits`: the maximum tokens of a prompt and its new tokens, and the source of each limit.
 
-Every check of a length asks it, so that `LLM`, jobs, plans and `engine.generate` refuse alike. Read a model's with
-`zinfer.model.context_length.read_limits`.
+`LLM`, jobs, plans and `engine.generate` all use it, so they refuse the same requests.
+`zinfer.model.context_length.read_limits` reads a model's limits.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _STATED: Final = "max_out_tokens"
 
 @dataclass(frozen=True)
 class Limit:
-    """Most tokens, and what sets that limit."""
+    """A maximum number of tokens, and its source."""
 
     max_tokens: int
     source: str
@@ -23,12 +23,12 @@ class Limit:
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """Limits of one request; None where there is none.
+    """Limits of one request; None means no limit.
 
     Attributes:
-        total: of the prompt and its new tokens together.
-        prompt: of the prompt alone.
-        new: of the new tokens alone.
+        total: for the prompt and its new tokens together.
+        prompt: for the prompt alone.
+        new: for the new tokens alone.
     """
 
     total: Limit | None = None
@@ -37,16 +37,16 @@ class LengthLimits:
 
     @classmethod
     def of_decoder(cls, positions: int | None, max_out_tokens: int | None) -> "LengthLimits":
-        """The tighter of the model's positions and the configuration's limit."""
+        """Return the smaller of the model's positions and the configured limit."""
         return cls(total=_tighter((positions, "the model's positions"), (max_out_tokens, _STATED)))
 
     @classmethod
     def of_encoder_decoder(
         cls, encoder_positions: int | None, decoder_positions: int | None, max_out_tokens: int | None
     ) -> "LengthLimits":
-        """The encoder's positions for the prompt, the decoder's for the new tokens, the configuration's for both.
+        """Limit the prompt by the encoder's positions, new tokens by the decoder's, and both by the configuration.
 
-        A decoder begins with a token of its own.
+        The decoder's start token takes one position.
         """
         total, prompt, new = (
             _tighter((max_out_tokens, _STATED), spare=1),
@@ -57,27 +57,27 @@ class LengthLimits:
 
     @classmethod
     def of_encoder(cls, positions: int | None, source: str, max_out_tokens: int | None) -> "LengthLimits":
-        """For prompts that nothing is generated after; ``source`` names whose positions these are."""
+        """Return limits for prompts without new tokens; ``source`` describes ``positions``."""
         return cls(prompt=_tighter((positions, source), (max_out_tokens, _STATED)))
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of a prompt and its new ones together."""
+        """Maximum tokens of a prompt and its new tokens together."""
         return None if self.total is None else self.total.max_tokens
 
     def most_new(self, num_prompt: int) -> int | None:
-        """Most new tokens after a prompt of so many; None: no limit."""
+        """Return the maximum new tokens after ``num_prompt`` tokens; None: no limit."""
         after = None if self.total is None else self.total.max_tokens - num_prompt
         own = None if self.new is None else self.new.max_tokens
         return min((most for most in (after, own) if most is not None), default=None)
 
     def problem(self, num_prompt: int, num_new: int, what: str = "the prompt") -> str | None:
-        """Say what is wrong with a prompt of so many tokens, and the remedy; None where nothing is.
+        """Return an error message with the remedy if the lengths exceed a limit, else None.
 
         Args:
             num_prompt: tokens of the prompt.
             num_new: tokens generated after it.
-            what: the prompt's name in the sentence.
+            what: name of the prompt in the message.
         """
         for limit in (self.prompt, self.total if num_new == 0 else None):
             if limit is not None and num_prompt > limit.max_tokens:
@@ -99,7 +99,7 @@ NO_LIMITS = LengthLimits()
 
 
 def _tighter(*limits: tuple[int | None, str], spare: int = 0) -> Limit | None:
-    """The tightest of the limits that there are, the first of equal ones; less a decoder's first token."""
+    """Return the smallest limit that is not None, less ``spare``; the first of equal ones."""
     given = [(most - spare, source) for most, source in limits if most is not None]
     if not given:
         return None

@@ -1,13 +1,13 @@
-"""Log-probabilities of a generated token, where they were asked for."""
+"""Log-probabilities of a generated token."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Natural logarithms of probabilities under the model's own logits, before biases, penalties, temperature, filters.
+    """Natural log-probabilities from the model's raw logits, before biases, penalties, temperature and filters.
 
-    chosen: of the chosen token. top_ids, top: of the most likely tokens, in order, the lower id first among equals.
+    chosen: of the chosen token. top_ids, top: the most likely tokens in order; ties are ordered by id.
     """
 
     chosen: float

@@ -1,7 +1,7 @@
-"""Prompts to token ids: text, the messages of a chat, or token ids already; and whether they can be used at all.
+"""Encode and validate prompts: text, the messages of a chat, or token ids.
 
-Text gets the tokenizer's own special tokens; a chat template writes its own. A text of no tokens becomes the
-tokenizer's first token (bos), or is refused where there is none.
+Text gets the tokenizer's special tokens; a chat template writes its own. An empty text becomes the tokenizer's bos
+token, or is refused if there is none.
 """
 
 import hashlib
@@ -43,12 +43,12 @@ class PromptEncoder:
     """Encodes prompts for one model.
 
     Args:
-        tokenizer: None where there is none; prompts are token ids then.
-        vocab_size: of the model.
-        limits: of a prompt and what is generated after it.
+        tokenizer: None: prompts must be token ids.
+        vocab_size: vocabulary size of the model.
+        limits: length limits of a prompt and its new tokens.
 
     Attributes:
-        now: what chat templates take for the present, with its time zone; None: the clock. Templates that call
+        now: current time for chat templates, with its time zone; None: the clock. Templates that call
             ``strftime_now`` with a format computed at run time always see the clock.
     """
 
@@ -61,18 +61,18 @@ class PromptEncoder:
 
     @property
     def template_hash(self) -> str:
-        """Identifies the chat template, "none" where there is none."""
+        """Hash of the chat template, or "none"."""
         template = None if self.tokenizer is None else self.tokenizer.chat_template
         return "none" if template is None else hashlib.sha256(repr(template).encode()).hexdigest()
 
     def close(self) -> None:
-        """End the process that renders chats, if there is one."""
+        """End the process that renders chats, if it runs."""
         self._templates.close()
 
     def encode_texts(self, prompts: Sequence[PromptLike]) -> list[PromptLike]:
-        """The prompts, with token ids for texts: a fast tokenizer spreads many over threads, but not one by one.
+        """Replace texts by token ids in one call, which a fast tokenizer spreads over threads.
 
-        Texts stay as they are where `encode` has something to say of one, which finds what.
+        Empty texts stay unchanged, and all texts if the tokenizer refuses one; `encode` reports the error.
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if self.tokenizer is None or not texts:
@@ -87,12 +87,12 @@ class PromptEncoder:
     def encode(
         self, prompt: PromptLike, params: SamplingParams, variables: Mapping[str, Any] | None = None
     ) -> tuple[list[int], SamplingParams]:
-        """The prompt's tokens, and its params with the number of new tokens that it may have.
+        """Return the prompt's tokens, and its params with the number of new tokens filled in.
 
-        ``variables`` are for a chat's template, beside the messages.
+        ``variables`` are further variables of a chat template.
 
         Raises:
-            ConfigError: the prompt or its params cannot be used; says why, and the remedy.
+            ConfigError: the prompt or its params are invalid; gives the remedy.
         """
         token_ids = self._token_ids(prompt, variables)
         self._check_tokens(token_ids, is_given=isinstance(prompt, Mapping))
@@ -105,7 +105,7 @@ class PromptEncoder:
         return token_ids, params
 
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each bad word. Raises ConfigError for one that has none."""
+        """Return the tokens of each bad word. Raises ConfigError for a word without tokens."""
         return find_bad_word_ids(self.tokenizer, params.bad_words, self._vocab_size)
 
     def _token_ids(self, prompt: PromptLike, variables: Mapping[str, Any] | None) -> list[int]:
@@ -127,12 +127,12 @@ class PromptEncoder:
         return self._encode_text(self._render(prompt, variables or {}), adds_special=False)
 
     def _encode_text(self, text: str, *, adds_special: bool = True) -> list[int]:
-        """The tokens of a text; of an empty one the tokenizer's first token (bos)."""
+        """Encode a text; an empty one becomes the bos token."""
         tokenizer = self.tokenizer
         try:
-            # Not verbose: its warning on long texts goes by another limit than the model's, which is checked later.
+            # Not verbose: the tokenizer warns by its own length limit; the model's is checked later.
             token_ids: list[int] = tokenizer(text, add_special_tokens=adds_special, verbose=False).input_ids
-        except (TypeError, ValueError) as error:  # half of a surrogate pair, for one
+        except (TypeError, ValueError) as error:  # for example a lone surrogate
             raise ConfigError(f"the tokenizer refuses the prompt: {error}") from error
         if token_ids:
             return token_ids
@@ -141,7 +141,7 @@ class PromptEncoder:
         return [tokenizer.bos_token_id]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The text of a chat up to where the answer begins; each `strftime_now("...")` gives `now`."""
+        """Render a chat with its generation prompt; `strftime_now("...")` returns `now`."""
         tokenizer = self.tokenizer
         if tokenizer.chat_template is None:
             raise ConfigError("messages: the model's tokenizer has no chat template; give the prompt as text instead")
@@ -153,14 +153,14 @@ class PromptEncoder:
         except ValueError as error:
             raise ConfigError(f"messages: {error}") from error
         if self.now is not None:
-            now = self.now.replace(tzinfo=None)  # as strftime_now has it: %Z and %z are empty
+            now = self.now.replace(tzinfo=None)  # like strftime_now: %Z and %z are empty
             template = _STRFTIME_NOW.sub(lambda call: json.dumps(now.strftime(call[2])), template)
         return self._templates.render(template, plain, {**tokenizer.special_tokens_map, **variables})
 
     def _check_tokens(self, token_ids: Sequence[int], *, is_given: bool) -> None:
         if not token_ids:
             raise ConfigError("the prompt has no tokens; give it one at least")
-        # Long prompts are looked at one token after the other only where something is wrong with one.
+        # Search token by token only if one of them is invalid.
         if set(map(type, token_ids)) == {int} and 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             return
         wrong = next(each for each in token_ids if type(each) is not int or not 0 <= each < self._vocab_size)
@@ -168,23 +168,23 @@ class PromptEncoder:
         if is_given:
             raise ConfigError(f"token ids are whole numbers from 0 to {last}, not {wrong!r}")
         raise ConfigError(
-            f"the tokenizer gives token {wrong}, but the model's vocabulary ends at {last}; "
-            "the tokenizer is another model's, or a token was added to it alone"
+            f"the tokenizer returned token {wrong}, but the model's vocabulary ends at {last}; "
+            "the tokenizer belongs to another model, or has an added token that the model lacks"
         )
 
 
 def template_variables(chat_template_kwargs: object, reasoning_effort: object) -> dict[str, Any]:
-    """What a call gives chat templates beside the messages; as in vLLM, the effort is one of them.
+    """Merge the variables of a chat template; as in vLLM, `reasoning_effort` is one of them.
 
     Raises:
-        ConfigError: they are no mapping and no text.
+        ConfigError: `chat_template_kwargs` is not a mapping, or `reasoning_effort` not a string.
     """
     if not isinstance(chat_template_kwargs, Mapping | None):
         raise ConfigError(
             f"chat_template_kwargs must be a mapping of names to values, not {chat_template_kwargs!r:.60}"
         )
     if not isinstance(reasoning_effort, str | None):
-        raise ConfigError(f"reasoning_effort must be a text, 'low' for one, not {reasoning_effort!r:.60}")
+        raise ConfigError(f"reasoning_effort must be a string such as 'low', not {reasoning_effort!r:.60}")
     effort = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
     return {**effort, **(chat_template_kwargs or {})}
 
@@ -195,22 +195,22 @@ def is_chat(prompt: PromptLike) -> bool:
 
 
 def as_list(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
-    """The prompts one by one; a list of messages with roles is one chat."""
+    """Return a list of prompts; a list of messages with roles is one chat."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    several = list(prompts)  # a generator can be walked once only
+    several = list(prompts)  # a generator can be iterated only once
     if several and all(isinstance(item, Mapping) and "role" in item for item in several):
         return [cast(Sequence[Mapping[str, Any]], several)]
     return several
 
 
 def _with_plain_content(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
-    """A message with one text for content that is a list of text parts, as OpenAI's clients send it.
+    """Replace content that is a list of text parts, as OpenAI's clients send it, by one text.
 
-    Parts are joined by line breaks, as in vLLM: most templates write a list as Python would.
+    Parts are joined by line breaks, as in vLLM: most templates would print a list in Python syntax.
 
     Raises:
-        ConfigError: content that is no text, a picture for one.
+        ConfigError: the content is not text, for example an image.
     """
     where, parts = f"messages: the content of message {number}", message.get("content")
     if isinstance(parts, str | None):
@@ -228,7 +228,7 @@ def _with_plain_content(message: Mapping[str, Any], number: int) -> Mapping[str,
 
 
 def find_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a model's folder, None where there is none; nothing is downloaded.
+    """Return the tokenizer in a model's folder, or None; downloads nothing.
 
     Raises:
         CheckpointError: it does not load.
@@ -237,7 +237,7 @@ def find_tokenizer(folder: Path) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises that class itself, and Python code whatever it meets
+    except Exception as error:  # tokenizers raises Exception itself, and custom Python code anything
         said = (str(error) or "no reason given").splitlines()[0]
         raise CheckpointError(
             f"model {folder} has no tokenizer that loads ({type(error).__name__}: {said:.400}); put the model's "

@@ -1,7 +1,7 @@
-"""What a row may ask of its sampling, validated once; it knows no tensors and no tokenizer.
+"""Sampling parameters of a request, validated once. Uses no tensors and no tokenizer.
 
-Names, meanings and ranges are those of vLLM's SamplingParams and, where both have one, of transformers' generation
-settings. The one difference is the default: greedy, because a prompt then means the same for every model.
+Names, meanings and ranges follow vLLM's SamplingParams and transformers' generation settings. Only the default differs:
+it is greedy, so that a prompt means the same for every model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,18 +17,18 @@ from zinfer.errors import ConfigError
 from zinfer.requests.field_errors import field_error, short, unknown_field
 
 OTHER_SPELLINGS: Final = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-"""vLLM's names, which `from_mapping` takes too."""
+"""vLLM's names, which `from_mapping` accepts too."""
 
 DEFAULT_NEW_TOKENS: Final = 128
-"""Where no number is named, unless the model's context leaves fewer."""
-MAX_SEED: Final = 2**64 - 1  # eight bytes of every draw's hash
-MAX_N: Final = 1024  # each is a text of its own
+"""Default of `max_new_tokens`, unless the model's context leaves fewer."""
+MAX_SEED: Final = 2**64 - 1  # every draw hashes eight bytes of it
+MAX_N: Final = 1024  # each is a separate sequence
 _MOST_DIGITS: Final = 18  # of a token id: int() refuses strings of thousands
 MAX_BIAS: Final = 100.0  # the range of OpenAI's and vLLM's interfaces; it forbids or forces any token of a sane model
 
 
 def as_tuple(value: object) -> object:
-    """A list as a tuple, for fields that are strict about it."""
+    """Convert a list to a tuple, for strict fields."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -50,20 +50,20 @@ _Texts = Annotated[
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class SamplingParams:
-    """One row's settings. Lists are taken for tuples, one string for one stop; every mistake is a ConfigError.
+    """Sampling parameters of one request. Lists and single stop strings are accepted; invalid values raise ConfigError.
 
-    vLLM's names ``max_tokens`` and ``min_tokens`` are taken too, and can be read.
+    vLLM's names ``max_tokens`` and ``min_tokens`` are accepted too, and can be read.
 
-    max_new_tokens: None: 128, or what the model's context leaves, if that is less.
-    min_new_tokens: before so many no token ends the row.
-    temperature: 0 is greedy. top_k (0 and -1: off), top_p (1: off), min_p (0: off): filters of what is drawn from.
-    repetition_penalty: of tokens in prompt and output (1: off); presence_penalty, frequency_penalty: of the output's.
-    logit_bias: what is added to a token's logit, by token id. allowed_token_ids: no others come; None: all may.
-    bad_words: texts that the output may not have: the last token of one never follows those before it.
-    stop: texts; stop_token_ids: tokens besides the model's end tokens. ignore_eos: those do not end the row.
-    include_stop_str_in_output: the text keeps what ended it. skip_special_tokens: the text is without special tokens.
-    n: how many outputs the row has. logprobs: how many alternatives are told beside each chosen token; 0: the
-    chosen one's log-probability alone; None: nothing. seed: of the row's own random stream; None: the caller's choice.
+    max_new_tokens: None: 128, or fewer if the model's context leaves less.
+    min_new_tokens: minimum number of tokens before the output can end.
+    temperature: 0 is greedy. top_k (0 and -1: off), top_p (1: off), min_p (0: off): filters of the candidates.
+    repetition_penalty: for tokens in prompt and output (1: off); presence_penalty, frequency_penalty: in the output.
+    logit_bias: added to logits, by token id. allowed_token_ids: the only tokens that may be sampled; None: all.
+    bad_words: texts that the output must not contain: the last token of one never follows the others.
+    stop: texts; stop_token_ids: tokens besides the model's end tokens. ignore_eos: the model's end tokens do not stop.
+    include_stop_str_in_output: keep the stop string or token in the text. skip_special_tokens: omit special tokens.
+    n: number of outputs. logprobs: number of alternatives returned for each token; 0: only the chosen token's
+    log-probability; None: nothing. seed: seed of this request's random stream; None: the caller chooses.
     """
 
     max_new_tokens: Annotated[int | None, Field(ge=1, description="a whole number of at least 1")] = None
@@ -102,7 +102,7 @@ class SamplingParams:
             most = f"at most max_new_tokens, which is {self.most_new_tokens}"
             raise ValueError(f"min_new_tokens must be {most}, not {self.min_new_tokens}")
         if self.n > 1 and self.is_greedy:
-            raise ValueError(f"n must be 1 where temperature is 0, since greedy outputs are all the same, not {self.n}")
+            raise ValueError(f"n must be 1 if temperature is 0, since greedy outputs are all the same, not {self.n}")
         return self
 
     @classmethod
@@ -114,15 +114,15 @@ class SamplingParams:
         beside: Sequence[str] = (),
         names: Mapping[str, str] | None = None,
     ) -> "SamplingParams":
-        """Return the settings of a row of JSON, where null means not given and keys of `logit_bias` are text.
+        """Return the parameters in a JSON row, where null means not given and keys of `logit_bias` are strings.
 
         Args:
-            defaults: of what is not given, by field.
-            beside: fields that such a row has besides these, to be named where one is unknown.
-            names: field by the name that such a row has for it; None: the fields' own and vLLM's.
+            defaults: defaults by field.
+            beside: other fields of such rows, listed in the message for an unknown field.
+            names: fields by their names in such rows; None: the fields' own names and vLLM's.
 
         Raises:
-            ConfigError: a field is unknown or cannot be used, or two names of one field say different things.
+            ConfigError: a field is unknown or invalid, or two names of one field have different values.
         """
         names = names or _NAMES
         for name in mapping:
@@ -135,13 +135,13 @@ class SamplingParams:
 
     @property
     def most_new_tokens(self) -> int:
-        """`max_new_tokens`, or the number that stands for None."""
+        """`max_new_tokens`, or its default if None."""
         return DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
     def within(self, num_left: int | None) -> "SamplingParams":
-        """The same with a number of new tokens: where none was named, what ``num_left`` has room for; None: no limit.
+        """Return a copy with `max_new_tokens` set: the default, limited to ``num_left`` (None: no limit).
 
-        Where that is less than ``min_new_tokens``, or nothing, the number stays too large.
+        If ``num_left`` is less than ``min_new_tokens`` or 1, the number stays too large.
         """
         if self.max_new_tokens is not None:
             return self
@@ -152,17 +152,17 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, so that filters and seed have no say."""
+        """Whether the most likely token is always chosen, so that filters and seed have no effect."""
         return self.temperature == 0
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the most likely token is always taken, of logits as they are, and nothing is told of them."""
+        """Whether decoding is greedy on unchanged logits, without logprobs."""
         return self.is_greedy and self.logprobs is None and not self.changes_logits and not self.min_new_tokens
 
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether logits get biases or penalties, or some tokens may not come."""
+        """Whether biases, penalties or token bans apply to the logits."""
         return bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None or self.has_penalty
 
     @property
@@ -170,7 +170,7 @@ class SamplingParams:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises ConfigError for a token id that a model of `vocab_size` tokens does not have."""
+        """Raise ConfigError for a token id beyond `vocab_size`."""
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             beyond = [token_id for token_id in getattr(self, name) or () if token_id >= vocab_size]
             if beyond:
@@ -179,7 +179,7 @@ class SamplingParams:
 
 
 def _init(init: Callable[..., None]) -> Callable[..., None]:
-    """Takes vLLM's names too, and raises ConfigError in place of pydantic's error."""
+    """Wrap ``__init__`` to accept vLLM's names, and to raise ConfigError instead of pydantic's error."""
 
     @wraps(init)
     def __init__(self: SamplingParams, *args: Any, **kwargs: Any) -> None:
@@ -192,7 +192,7 @@ def _init(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _by_field(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Values by field instead of by name. Raises ConfigError where two names of a field have different values."""
+    """Return the values by field. Raises ConfigError if two names of a field have different values."""
     found: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for name, value in given.items():
@@ -204,7 +204,7 @@ def _by_field(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
     return found
 
 
-# Not fields: `dataclasses.replace` would give both spellings.
+# Not fields, since `dataclasses.replace` would pass both names.
 SamplingParams.__init__ = _init(SamplingParams.__init__)  # type: ignore[method-assign]
 for _other, _own in OTHER_SPELLINGS.items():
     setattr(SamplingParams, _other, property(attrgetter(_own)))
@@ -214,7 +214,7 @@ _NAMES: Final = {**{name: name for name in FIELDS}, **OTHER_SPELLINGS}
 
 
 def _with_number_keys(biases: Mapping[Any, Any]) -> dict[Any, Any]:
-    """JSON's keys are strings. Raises ConfigError where two of them are the same token."""
+    """Convert JSON's string keys to numbers. Raises ConfigError if two of them are the same token."""
     numbered = {
         int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= _MOST_DIGITS else key: bias
         for key, bias in biases.items()

@@ -1,17 +1,17 @@
-"""When a text is complete: at an end token, at a stop string, or when it has all its tokens."""
+"""Stop criteria of a sequence: end tokens, stop strings and the maximum length."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from zinfer.requests.sampling_params import SamplingParams
 
-# A stop string of n bytes spans at most n tokens, bar tokens without text: special ones are not counted, and a few
-# others are allowed for.
+# A stop string of n bytes spans at most n tokens with text. Special tokens are not counted; a few others without text
+# are allowed for.
 _SPARE_TOKENS: Final = 8
 
 
 def find_end_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end a text: the generation config's, else the tokenizer's; either may be None."""
+    """Return the end tokens of the generation config, else of the tokenizer; either may be None."""
     ends = None if generation_config is None else generation_config.eos_token_id
     if ends is None and tokenizer is not None:
         ends = tokenizer.eos_token_id
@@ -21,18 +21,18 @@ def find_end_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:
 
 
 class StopCriteria:
-    """One text's own conditions.
+    """Stop criteria of one sequence.
 
-    A stop string that is one special token ends the text like an end token: it has no text to be found in.
+    A stop string that is a special token works like an end token, since skipped special tokens have no text.
 
     Args:
-        tokenizer: decodes; None where there is none, then a text has no characters.
-        params: of the row. Stop strings that are complete within `min_new_tokens` do not count, as in vLLM.
-        end_token_ids: the model's, where they end the row.
+        tokenizer: None: sequences have no text.
+        params: sampling parameters. Stop strings complete within `min_new_tokens` do not count, as in vLLM.
+        end_token_ids: end tokens of the model; empty if they are ignored.
 
     Attributes:
-        last_ids: the tokens that end it.
-        reads: whether it looks for stop strings; without any, no other token ends it but the last that it may have.
+        last_ids: the tokens that end the sequence.
+        reads: whether there are stop strings; without them only `last_ids` and the length end the sequence.
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams, end_token_ids: Collection[int]) -> None:
@@ -42,7 +42,7 @@ class StopCriteria:
         if self.reads:
             special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         self._special_ids = frozenset(special.values())
-        # What `stop_reason` says of each token.
+        # Return values of `stop_reason` by token.
         self._reasons: dict[int, int | str | None] = {token_id: token_id for token_id in params.stop_token_ids}
         self._reasons |= {special[text]: text for text in params.stop if text in special}
         self._reasons |= dict.fromkeys(end_token_ids)
@@ -50,20 +50,20 @@ class StopCriteria:
         self._window = max((len(text.encode()) for text in params.stop), default=0) + _SPARE_TOKENS
 
     def reason(self, token_ids: Sequence[int]) -> str | None:
-        """Why the text ends with the last of these tokens: "stop" or "length"; None: it continues."""
+        """Return the finish reason, "stop" or "length", if the sequence ends with its last token, else None."""
         if token_ids[-1] in self.last_ids or (self._stop and self._has_stop(token_ids)):
             return "stop"
         return "length" if len(token_ids) >= self._most_tokens else None
 
     def stop_reason(self, token_ids: Sequence[int]) -> int | str | None:
-        """The stop string or token that the text ends with; None where that is the model's own, or there is none."""
+        """Return the stop string or token that ended the sequence; None for an end token of the model, or no stop."""
         if token_ids[-1] in self.last_ids:
             return self._reasons[token_ids[-1]]
         first = self._first_stop(self._decode(token_ids), token_ids)
         return None if first is None else first[1]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text: cut before the token or stop string that ended it, or after it."""
+        """Return the text, cut before (or after, by the params) the token or stop string that ended it."""
         ends = bool(token_ids) and token_ids[-1] in self.last_ids
         text = self._decode(token_ids[:-1] if ends else token_ids)
         if (first := self._first_stop(text, token_ids)) is not None:
@@ -83,7 +83,7 @@ class StopCriteria:
         return self._first_stop(self._decode(token_ids), token_ids) is not None
 
     def _tail_begin(self, token_ids: Sequence[int]) -> int:
-        """Where the last tokens begin that a stop string which ends with the last one may span."""
+        """Return the first token that a stop string ending in the last token could span."""
         begin, num_left = len(token_ids), self._window
         while begin and num_left:
             begin -= 1
@@ -91,7 +91,7 @@ class StopCriteria:
         return begin
 
     def _first_stop(self, text: str, token_ids: Sequence[int]) -> tuple[int, str] | None:
-        """Where the first stop string begins that counts, and which it is; None where there is none."""
+        """Return the position of the first stop string that counts, and the string; None if there is none."""
         least = self._params.min_new_tokens
         held_back = len(self._decode(token_ids[:least])) if self._stop and least else 0
         found = ((text.find(stop, max(0, held_back - len(stop) + 1)), stop) for stop in self._stop)

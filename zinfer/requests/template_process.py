@@ -1,8 +1,8 @@
-"""Renders chat templates in a process of its own; `ChatTemplates` starts this file as a script.
+"""Render chat templates in a separate process; `ChatTemplates` runs this file as a script.
 
-A template may compute for ever or fill the memory, in one call that Python cannot interrupt. Here the system ends the
-process at its limit of CPU seconds, and memory beyond a limit is a MemoryError. Requests and answers are JSON, a line
-each. It imports nothing of zinfer, and no torch, so that it starts in a second.
+A template may loop forever or fill the memory in a call that Python cannot interrupt. Here the kernel ends the process
+at a limit of CPU seconds, and exceeding the memory limit raises MemoryError. Requests and answers are JSON, one per
+line. It imports neither zinfer nor torch, so it starts in a second.
 """
 
 import json
@@ -13,13 +13,13 @@ import sys
 from typing import Any, Final
 
 _MOST_BYTES: Final = 1 << 30
-"""Of memory, beside what the process has before it renders."""
+"""Memory limit, on top of the process's memory before it renders."""
 _MOST_CHARACTERS: Final = 1 << 26
-"""Of a rendered chat; more tokens than any model reads."""
+"""Limit of a rendered chat, more than any model's context."""
 
 
 def main() -> None:
-    """Answer requests until stdin ends; the only argument is the CPU seconds that each may take."""
+    """Answer requests until stdin ends; the only argument is the limit of CPU seconds per request."""
     most_cpu_s = int(sys.argv[1])
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it
     from jinja2.exceptions import TemplateError
@@ -33,7 +33,7 @@ def main() -> None:
             **request["variables"],
         )
         if len(rendered[0]) > _MOST_CHARACTERS:
-            raise TemplateError(f"they come to {len(rendered[0])} characters, more than {_MOST_CHARACTERS}")
+            raise TemplateError(f"they render to {len(rendered[0])} characters, more than {_MOST_CHARACTERS}")
         return json.dumps({"text": rendered[0]})
 
     _limit(resource.RLIMIT_CORE, 0)
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _give_cpu_time(most_cpu_s: int) -> None:
-    """Have SIGXCPU end the process when the next chat has taken its time."""
+    """Set the CPU limit for the next chat; SIGXCPU ends the process beyond it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + most_cpu_s)
 
