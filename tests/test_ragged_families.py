@@ -56,7 +56,7 @@ def test_a_family_that_is_not_known() -> None:
         ("gemma3_text", {"use_bidirectional_attention": True}, "see later ones"),
         ("llama", {"layer_types": ["full_attention", "chunked_attention"]}, "layers of the kind chunked_attention"),
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact"),
-        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "type longrope, which depend on the longest text"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "longrope, which depend on the longest sequence"),
     ],
 )
 def test_options_that_would_come_out_otherwise(family: str, options: dict[str, object], message: str) -> None:

@@ -334,7 +334,7 @@ def test_a_weight_that_cannot_be_quantized_leaves_nothing(batch: Tensors, tmp_pa
 
 def test_without_a_path_the_refusal_asks_for_it() -> None:
     """nvme is asked for and cannot be had: placing the weights elsewhere without a word is not what was asked."""
-    with pytest.raises(PlanError, match=rf'"nvme", but weights of the module are in memory .*state {KEY}, .*save_pre'):
+    with pytest.raises(PlanError, match=rf'"nvme", but weights of the module are in memory .*set {KEY}, .*save_pre'):
         refused(tiny_model("llama", num_layers=2), DISK)
 
 

@@ -60,7 +60,7 @@ def test_no_word_is_cut(command: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_help_reads_as_paragraphs() -> None:
     said = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "80"}).stdout
-    assert re.search(r"by an error, 130 by Ctrl-C, 143 by SIGTERM\. *\n", said)
+    assert re.search(r"2 unusable input, 1 error, *\n *130 Ctrl-C, 143 SIGTERM\. *\n", said)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
