@@ -19,7 +19,6 @@ from reader_support import (
     refuse_direct,
 )
 
-from zinfer.nvme.aligned import align_up
 from zinfer.nvme.reader import DiskReadError, Reader
 from zinfer.nvme.threads import ThreadsFile
 
@@ -35,7 +34,8 @@ def test_a_byte_beyond_the_end_is_an_error(file: Path, reader: Reader, required:
     assert isinstance(caught.value, OSError)
     assert caught.value.filename == str(file)
     assert caught.value.errno
-    assert 36 * PAGE <= caught.value.offset <= align_up(FILE_BYTES)
+    # Several requests pass the end, and any of them may fail first.
+    assert 36 * PAGE <= caught.value.offset < 40 * PAGE
 
 
 def test_a_range_wholly_beyond_the_end(file: Path, reader: Reader) -> None:
