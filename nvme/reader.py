@@ -206,7 +206,7 @@ class Reader:
 
 
 class _Request:
-    """A future that is done with the last block of a range, with the first failure if any."""
+    """A future that is done with the last block of a range; of several read errors the lowest in the file is raised."""
 
     def __init__(self, source: _Source, offset: int, num_chunks: int) -> None:
         self.source = source
@@ -220,7 +220,8 @@ class _Request:
     def tick(self, failure: BaseException | None) -> None:
         """Note the end of a block. After the last one, check that the file has not changed."""
         with self._lock:
-            self._failure = self._failure or failure
+            if self._failure is None or _is_before(failure, self._failure):
+                self._failure = failure
             self._left -= 1
             if self._left:
                 return
@@ -230,6 +231,12 @@ class _Request:
         except BaseException as failure:  # or the caller would wait forever
             self._failure = failure
         _end(self.future, self._failure)
+
+
+def _is_before(failure: BaseException | None, other: BaseException) -> bool:
+    if not (isinstance(failure, DiskReadError) and isinstance(other, DiskReadError)):
+        return False
+    return failure.offset < other.offset
 
 
 def _changed(then: FileIdentity, now: FileIdentity, path: Path, offset: int) -> DiskReadError:

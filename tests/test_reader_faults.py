@@ -4,6 +4,7 @@ import errno
 import os
 import time
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from reader_support import (
     refuse_direct,
 )
 
+from zinfer.nvme.aligned import align_up
 from zinfer.nvme.reader import DiskReadError, Reader
 from zinfer.nvme.threads import ThreadsFile
 
@@ -34,8 +36,15 @@ def test_a_byte_beyond_the_end_is_an_error(file: Path, reader: Reader, required:
     assert isinstance(caught.value, OSError)
     assert caught.value.filename == str(file)
     assert caught.value.errno
-    # Several requests pass the end, and any of them may fail first.
-    assert 36 * PAGE <= caught.value.offset < 40 * PAGE
+    assert 36 * PAGE <= caught.value.offset <= align_up(FILE_BYTES)
+
+
+def test_the_lowest_of_several_errors_is_raised(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of them comes first: here the blocks end from the last one on."""
+    monkeypatch.setattr(Reader, "_split", lambda *args, split=Reader._split: reversed(list(split(*args))))
+    with closing(Reader(num_threads=1, block_bytes=PAGE)) as reader, pytest.raises(DiskReadError) as caught:
+        reader.read(file, 36 * PAGE, buffer_of(4 * PAGE))
+    assert caught.value.offset == 37 * PAGE < FILE_BYTES < 38 * PAGE
 
 
 def test_a_range_wholly_beyond_the_end(file: Path, reader: Reader) -> None:
