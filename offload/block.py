@@ -62,10 +62,15 @@ class SlabTensor:
 
 @dataclass(frozen=True)
 class Home:
-    """The tier that owns a block's slab; ``pinned`` tells whether a HOST slab is registered with CUDA."""
+    """The tier that owns a block's slab.
+
+    ``pinned`` tells whether a HOST slab is registered with CUDA. ``shared``: each rank has only its range of a slab on
+    the device, which is gathered for each use. Slabs on the host and on disk are always shared by several ranks.
+    """
 
     tier: Tier
     pinned: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)

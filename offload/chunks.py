@@ -130,8 +130,8 @@ class _ChunkCutter:
             nbytes = align_down(max(nbytes, 0), extent.dtype.itemsize)
         if nbytes <= 0:
             return None, extent
-        rest = _part(extent, nbytes, extent.nbytes - nbytes) if nbytes < extent.nbytes else None
-        return _part(extent, 0, nbytes), rest
+        rest = part_of(extent, nbytes, extent.nbytes - nbytes) if nbytes < extent.nbytes else None
+        return part_of(extent, 0, nbytes), rest
 
     def _add(self, extent: Extent) -> None:
         start, nbytes = covering_range(extent.offset, extent.nbytes)
@@ -167,8 +167,8 @@ class _ChunkCutter:
         return chunk
 
 
-def _part(extent: Extent, begin: int, nbytes: int) -> Extent:
-    """Return ``nbytes`` of the extent from its byte ``begin`` on, as uint8 unless its elements are cast."""
+def part_of(extent: Extent, begin: int, nbytes: int) -> Extent:
+    """Return ``nbytes`` of the extent in its file, from byte ``begin`` on; as uint8 unless its elements are cast."""
     offset = extent.offset + begin
     if extent.dtype == extent.slab_dtype:
         return Extent(extent.file, offset, nbytes, torch.uint8, extent.slab_offset + begin, torch.uint8)

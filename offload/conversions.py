@@ -91,7 +91,7 @@ class Conversions:
         if not self._free and not self._under_way:
             self._allocate()
         if not self._free:
-            self._finish_oldest()
+            self.finish_oldest()
         slot = self._free.popleft()
         transfer: Transfer | None = None
         if conversion.extents:
@@ -109,7 +109,7 @@ class Conversions:
     def finish(self) -> None:
         """Convert the remaining blocks, and free the slots."""
         while self._under_way:
-            self._finish_oldest()
+            self.finish_oldest()
         self._free.clear()
         self._scratch = None
 
@@ -118,7 +118,8 @@ class Conversions:
         nbytes = max(conversion.layout.nbytes for conversion in conversions)
         self._free.extend(Slot.allocate(nbytes, self._lane.stream) for _ in range(NUM_SLOTS))
 
-    def _finish_oldest(self) -> None:
+    def finish_oldest(self) -> None:
+        """Convert the block whose reading began first; the compute stream writes its home."""
         oldest = self._under_way.popleft()
         if oldest.transfer is not None:
             oldest.transfer.raise_failure()

@@ -53,7 +53,7 @@ class DiskSource(Source):
     def __init__(
         self, block: Block, reader: Reader, chunk_bytes: int, checksums: TensorChecksums | None = None
     ) -> None:
-        assert block.extents, f"block {block.name} has no bytes on disk"
+        assert block.extents or not block.nbytes, f"block {block.name} has no bytes on disk"
         self._chunks = cut_chunks(block.extents, chunk_bytes)
         self._hashes: list[BlockHash] = [BlockChecksum(block)] if block.checksum is not None else []
         if checksums is not None:
@@ -120,3 +120,25 @@ class HostSource(Source):
 
     def _range(self, part: int) -> slice:
         return slice(part * self._part_bytes, min((part + 1) * self._part_bytes, self.wire_bytes))
+
+
+class DeviceSource(Source):
+    """A rank's range in device memory: copied into the slot there, so nothing crosses the link.
+
+    Args:
+        slab: the range (uint8).
+    """
+
+    tier = Tier.DEVICE
+    staged = False
+    num_parts = 1
+    wire_bytes = 0
+
+    def __init__(self, slab: torch.Tensor) -> None:
+        self._slab = slab
+
+    def load(self, part: int, staging: StagingBuffer) -> Sequence["Future[None]"]:
+        raise AssertionError("a slab on the device passes through no staging slot")
+
+    def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: StagingBuffer | None) -> None:
+        stream.copy(target, self._slab)

@@ -28,6 +28,7 @@ class RunStats:
         streamed_bytes_per_pass: bytes that one walk over all blocks copies to the device; a pass that skips blocks (an
             encoder's, once its output is known) copies less.
         disk_bytes_per_pass: the part of them whose home is the disk.
+        gathered_bytes: bytes of streamed slabs that other ranks sent to this one.
         pinned_bytes: host memory registered with CUDA at present.
         host_bytes: host memory of slabs and staging slots, pinned or not, at present.
         device_bytes: device memory of resident slabs and slots, at present.
@@ -52,6 +53,7 @@ class RunStats:
     bytes_to_device: int = 0
     streamed_bytes_per_pass: int = 0
     disk_bytes_per_pass: int = 0
+    gathered_bytes: int = 0
     pinned_bytes: int = 0
     host_bytes: int = 0
     device_bytes: int = 0

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final, Protocol
 
@@ -53,6 +53,10 @@ class CopyStream(ABC):
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy ``source`` into ``target``, casting when the dtypes differ; both must live until `mark`'s event."""
+
+    @abstractmethod
+    def run(self, work: Callable[[], None]) -> None:
+        """Call ``work`` with this stream as the current one, so that what it enqueues runs in order with the copies."""
 
     @abstractmethod
     def mark(self) -> Event:
@@ -125,6 +129,9 @@ class HostStream(CopyStream):
             for begin in range(0, nbytes, share)
         ]:
             copied.result()
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
 
     def mark(self) -> Event:
         return HostEvent()
@@ -242,6 +249,10 @@ class CudaStream(CopyStream):
             raw = torch.empty_like(source, device=self.device)
             raw.copy_(source, non_blocking=True)
             target.copy_(raw)
+
+    def run(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
 
     def mark(self) -> Event:
         return self._record(self._stream)

@@ -21,10 +21,11 @@ import torch
 
 from zinfer.offload.access_predictor import AccessPredictor
 from zinfer.offload.block import Block, SlabLayout, Tier
+from zinfer.offload.ranks import GatheredTransfer, GatherLane
 from zinfer.offload.slots import DeviceSlots, Slot
 from zinfer.offload.source import Source
 from zinfer.offload.stats import Arrivals, Stalls
-from zinfer.offload.stream import Event
+from zinfer.offload.stream import CopyStream, Event
 from zinfer.offload.trace import Trace
 from zinfer.offload.transfer import Target, Transfer
 from zinfer.offload.transfer_lane import LaneClosed, TransferLane
@@ -49,6 +50,7 @@ class Streamer:
         slots: device slots, each large enough for any of the blocks.
         synchronous: prefetch nothing; the reference for checks of the pipeline.
         trace: records compute.
+        gathers: gathers slabs that are shared with other ranks; all ranks use the same blocks in the same order.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Streamer:
         *,
         synchronous: bool = False,
         trace: Trace | None = None,
+        gathers: GatherLane | None = None,
     ) -> None:
+        self._gathers = gathers
         self._blocks = {block.index: block for block in blocks}
         # One object for equal layouts, so that looking up a slot's views compares no tensors.
         same: dict[SlabLayout, SlabLayout] = {}
@@ -78,7 +82,7 @@ class Streamer:
         self._num_borrowed = 0
         self._cached: dict[int, _Use] = {}
         self._arrivals = Arrivals()
-        self._stalls = Stalls(lanes.values())
+        self._stalls = Stalls(dict.fromkeys(lanes.values()))
 
     def prefetch(self, block: Block) -> None:
         """Start a block's transfer into a free slot, unless it is in a slot or on its way."""
@@ -88,9 +92,14 @@ class Streamer:
         stays = self._may_stay(block.index) or not self._slots.num_free
         slot = self._borrowed.pop() if stays else self._slots.take()
         lane = self._lanes[source.tier]
-        transfer = Transfer(block.name, source, Target(slot.buffer, lane.stream, slot.reusable_after))
+        if self._gathers is None:
+            transfer = Transfer(block.name, source, Target(slot.buffer, lane.stream, slot.reusable_after))
+        else:
+            transfer = self._shared(block, source, slot, lane.stream)
         self._moving[block.index] = _Use(block, slot, transfer)
         lane.submit(transfer)
+        if isinstance(transfer, GatheredTransfer) and self._gathers is not None:
+            self._gathers.submit(transfer)
 
     def wait(self, block: Block) -> dict[str, torch.nn.Parameter]:
         """Make the compute stream wait for the block; returns its tensors by name, valid until `release`.
@@ -98,6 +107,36 @@ class Streamer:
         Raises the transfer's error, such as DiskReadError; the streamer stays usable.
         """
         assert block.index not in self._held, f"block {block.name} is in use already"
+        if self._gathers is not None:
+            self._take_turn(self._gathers, block)
+        return self._wait(block)
+
+    def serve(self, index: int) -> None:
+        """Take part in another rank's use of a block: gather it, and let it go."""
+        block = self._blocks[index]
+        self._wait(block)
+        self.release(block)
+
+    def _take_turn(self, gathers: GatherLane, block: Block) -> None:
+        """Take part in the other ranks' uses that come before this one."""
+        if self._held:
+            held = ", ".join(use.block.name for use in self._held.values())
+            raise RuntimeError(f"{block.name} is asked for while {held} is in use, which several ranks cannot follow")
+        while True:
+            expected = next(self._order.ahead(), block.index) == block.index
+            index = gathers.take_turn(block.index, expected=expected)
+            if index == block.index:
+                return
+            self.serve(index)
+
+    def _shared(self, block: Block, source: Source, slot: Slot, stream: CopyStream) -> GatheredTransfer:
+        """Return the transfer of this rank's range into a slot, to be gathered there."""
+        assert self._gathers is not None
+        partition = self._gathers.partition
+        target = Target(partition.own_range(slot.buffer, block.nbytes), stream, slot.reusable_after)
+        return GatheredTransfer(block.name, source, target, slot.buffer[: partition.gathered_bytes(block.nbytes)])
+
+    def _wait(self, block: Block) -> dict[str, torch.nn.Parameter]:
         begin_s = time.perf_counter()
         prefetched = self._is_here(block.index)
         if not prefetched:
@@ -203,6 +242,8 @@ class Streamer:
 
     def close(self) -> None:
         """Stop the lanes, wait for transfers under way, and free the slots."""
+        if self._gathers is not None:
+            self._gathers.close()
         for lane in self._lanes.values():
             lane.close()
         for lane in self._lanes.values():
@@ -289,7 +330,7 @@ class Streamer:
         failure = use.transfer.failure()
         if failure is not None:
             self._give_up(use)
-            if not prefetched or isinstance(failure, LaneClosed):
+            if not prefetched or isinstance(failure, LaneClosed) or self._gathers is not None:
                 raise failure
             self.prefetch(block)
             return self._wait_until_sent(block, prefetched=False)

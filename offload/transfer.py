@@ -44,6 +44,10 @@ class Transfer:
         """Whether a part has failed so far; the rest is not copied."""
         return self._failure is not None
 
+    def own_failure(self) -> BaseException | None:
+        """Return the first failure so far, without waiting."""
+        return self._failure
+
     def fail(self, failure: BaseException) -> None:
         """Record a failure; the first one is kept."""
         self._failure = self._failure or failure

@@ -1,0 +1,156 @@
+"""What streaming asks of the other ranks, and the thread that gathers slabs while compute and copies go on.
+
+[Note: one order for all ranks]
+Collectives must be enqueued in the same order everywhere, and no rank can read a slab without its peers. So the uses
+of blocks form one sequence for all ranks, by turns: the first rank that asks for a turn decides which block it is, and
+every rank gathers that block and releases it, whether its own compute wants it or not. Equal sequences of uses make
+equal predictions and prefetches on all ranks, so they need no other messages.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from zinfer.offload.partition import Partition
+from zinfer.offload.source import Source
+from zinfer.offload.stream import CopyStream, Event
+from zinfer.offload.transfer import Target, Transfer
+
+
+class Ranks(Protocol):
+    """The other ranks of a model. All of them call `gather` and `scatter` in the same order.
+
+    ``partition`` tells which range of each slab this rank owns.
+    """
+
+    partition: Partition
+
+    def gather(self, slab: torch.Tensor) -> None:
+        """Fill a slab (uint8, `Partition.gathered_bytes` long) with the ranges of all ranks, its own being in place.
+
+        On a CUDA device it is enqueued on the current stream.
+        """
+
+    def scatter(self, part: torch.Tensor, slab: torch.Tensor | None, source: int) -> None:
+        """Fill ``part`` (uint8, one range) with this rank's range of the slab of rank ``source``; None elsewhere."""
+
+    def take_turn(self, index: int, *, expected: bool) -> int:
+        """Return the block that all ranks use next: ``index``, or the one that another rank asked for first.
+
+        Args:
+            expected: whether ``index`` is the block that usually follows. If not, ranks in the middle of a pass go
+                first, so that two passes do not alternate.
+        """
+
+    def fail(self, failure: BaseException) -> None:
+        """Tell the other ranks that this one cannot go on."""
+
+    def on_failure(self, call: Callable[[BaseException], None]) -> None:
+        """Call from another thread, with an error that names the rank and the cause, once a rank has failed."""
+
+
+class GatheredTransfer(Transfer):
+    """A transfer of this rank's range into a slab, which is over once the slab is gathered from all ranks.
+
+    Args:
+        slab: the whole slab, `Partition.gathered_bytes` long (uint8).
+    """
+
+    def __init__(self, name: str, source: Source, target: Target, slab: torch.Tensor) -> None:
+        super().__init__(name, source, target)
+        self.slab = slab
+        self._copied = threading.Event()
+
+    def finish(self, sent: Event | None, at_s: float) -> None:
+        """Note that the own range is copied."""
+        self._sent = sent
+        self._copied.set()
+
+    def wait_copied(self) -> Event | None:
+        """Wait for the copy of the own range to be enqueued; returns the event after it, None if that failed."""
+        self._copied.wait()
+        return self._sent
+
+    def finish_gathered(self, gathered: Event | None) -> None:
+        """Wake the waiter: the slab is full after ``gathered``. Later calls change nothing."""
+        if not self.is_over:
+            super().finish(gathered, time.perf_counter())
+
+
+class GatherLane:
+    """One thread that gathers slabs in the order in which their transfers began, the same on all ranks.
+
+    After a failure, of this rank or of another, nothing is gathered any more: every transfer fails with that error.
+
+    Args:
+        ranks: the other ranks.
+        stream: the stream of gathers, beside compute and copies.
+    """
+
+    def __init__(self, ranks: Ranks, stream: CopyStream) -> None:
+        self._ranks, self.stream = ranks, stream
+        self.partition = ranks.partition
+        self.take_turn = ranks.take_turn
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._open: list[GatheredTransfer] = []
+        self._queue: queue.SimpleQueue[GatheredTransfer | None] = queue.SimpleQueue()
+        self.gathered_bytes = 0
+        ranks.on_failure(self._fail)
+        self._thread = threading.Thread(target=self._run, name="zinfer-gather", daemon=True)
+        self._thread.start()
+
+    def submit(self, transfer: GatheredTransfer) -> None:
+        """Queue a transfer that was submitted to its lane; it keeps its own failure."""
+        with self._lock:
+            failure = self._failure
+            if failure is None:
+                self._open.append(transfer)
+                self._queue.put(transfer)
+                return
+        _give_up(transfer, failure)
+
+    def close(self) -> None:
+        """End the thread once the queued slabs are gathered; after a failure its last gather is left alone."""
+        self._queue.put(None)
+        while self._thread.is_alive() and self._failure is None:
+            self._thread.join(timeout=0.1)
+
+    def _run(self) -> None:
+        while (transfer := self._queue.get()) is not None:
+            try:
+                gathered = self._gather(transfer)
+            except BaseException as failure:  # raised where the transfer is waited for, on all ranks
+                self._ranks.fail(failure)
+                self._fail(failure)
+                return
+            with self._lock:
+                if self._failure is not None:
+                    return
+                self._open.remove(transfer)
+            transfer.finish_gathered(gathered)
+
+    def _gather(self, transfer: GatheredTransfer) -> Event:
+        copied = transfer.wait_copied()
+        if transfer.has_failed or copied is None:
+            raise transfer.own_failure() or RuntimeError(f"{transfer.name} was not copied")
+        self.stream.after(copied)
+        self.stream.run(lambda: self._ranks.gather(transfer.slab))
+        self.gathered_bytes += transfer.slab.nbytes - transfer.slab.nbytes // self.partition.size
+        return self.stream.mark()
+
+    def _fail(self, failure: BaseException) -> None:
+        with self._lock:
+            self._failure = failure = self._failure or failure
+            several, self._open = self._open, []
+        for transfer in several:
+            _give_up(transfer, failure)
+
+
+def _give_up(transfer: GatheredTransfer, failure: BaseException) -> None:
+    transfer.fail(failure)
+    transfer.finish_gathered(None)
