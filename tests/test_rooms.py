@@ -27,6 +27,7 @@ ROOMS = (
     "requests",
     "config",
     "checkpoint",
+    "ranks",
     "offload",
     "kernels",
     "nvme",

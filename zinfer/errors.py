@@ -31,3 +31,7 @@ class NotProfiledError(ZinferError, AssertionError):
 
 class JobError(ZinferError):
     """A batch job cannot start or continue: unusable input, an output of another job, a failed disk or engine."""
+
+
+class RankError(ZinferError, RuntimeError):
+    """Another rank failed, or does not answer; the message names the rank, its host and the cause."""
