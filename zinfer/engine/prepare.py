@@ -22,6 +22,7 @@ from zinfer.planning.memory import Footprint
 from zinfer.planning.placement import Plan, make_plan
 from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.stored import find_stored_scheme
+from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.store.packed_cache import stored_copy
 from zinfer.store.spill_file import ModuleFile, module_file
 
@@ -97,15 +98,20 @@ class PreparedModel:
         if self.module_file is not None:
             self.module_file.scratch.close()
 
-    def plan(self, limits: MachineLimits, reserve: Footprint | None) -> Plan:
+    def plan(self, limits: MachineLimits, reserve: Footprint | None, ranks: ModelRanks | None = None) -> Plan:
         """Choose homes for the blocks; ``reserve`` and errors as for `beside_others`.
+
+        All ranks choose the same, within the smallest budgets of any.
 
         Raises:
             PlanError: a budget is too small.
         """
         left = beside_others(self.module, self.blocks, limits, self.settings, reserve)
         layers = [block.block.index for block in self.blocks if block.is_layer]
-        return make_plan([block.block for block in self.blocks], layers, left, self.settings)
+        blocks = [block.block for block in self.blocks]
+        if ranks is None:
+            return make_plan(blocks, layers, left, self.settings)
+        return make_plan(blocks, layers, left.least(ranks.exchange(left)), self.settings, ranks.partition)
 
     def take_to(self, device: torch.device) -> None:
         """Load the buffers that are in no block onto the device, and make the module report it as its device."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from zinfer.config import Aio, Settings
 from zinfer.engine.hooks import Forward, StreamingHooks, make_placeholders
+from zinfer.engine.rank_service import RankService
 from zinfer.errors import ConfigError
 from zinfer.graphs.splits import GraphSplits
 from zinfer.model.partition import ModelBlock
@@ -21,6 +22,7 @@ from zinfer.nvme.scratch import ScratchFile
 from zinfer.offload.block import Block, Tier
 from zinfer.offload.homes import Homes
 from zinfer.offload.host_memory import HostBuffer
+from zinfer.offload.ranks import GatherLane
 from zinfer.offload.slots import DeviceSlots, Slot
 from zinfer.offload.staging import DeviceBuffer, StagingRing
 from zinfer.offload.stats import RunStats
@@ -31,6 +33,7 @@ from zinfer.offload.trace import Trace
 from zinfer.offload.transfer_lane import TransferLane
 from zinfer.planning.placement import Plan
 from zinfer.probe.rates import Rates
+from zinfer.ranks.model_ranks import ModelRanks
 
 _MOST_NUM_THREADS: Final = 64
 
@@ -70,6 +73,7 @@ class Runtime:
         cuts: splits graphs at streamed blocks.
         lock: held while the model runs.
         checksums: collects checksums of weights as they are read.
+        ranks: the other ranks that share the weights.
     """
 
     def __init__(
@@ -87,8 +91,12 @@ class Runtime:
         cuts: GraphSplits | None = None,
         lock: AbstractContextManager[bool] | None = None,
         checksums: TensorChecksums | None = None,
+        ranks: ModelRanks | None = None,
     ) -> None:
         self._plan = plan
+        self._ranks = ranks
+        self._gathers: GatherLane | None = None
+        self._service: RankService | None = None
         self._trace = trace
         self._streamer: Streamer | None = None
         streams = {tier: open_stream() for tier in (Tier.DISK, Tier.HOST)}
@@ -117,9 +125,16 @@ class Runtime:
                 self._staging.close()
             streamed = [block.block for block in blocks if block.block.index in self._homes.sources]
             if streamed:
+                if ranks is not None:
+                    self._gathers = GatherLane(ranks, open_stream())
                 self._streamer = owned.enter_context(closing(self._open_streamer(streamed, settings.synchronous)))
             self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer, wrap, cuts, lock)
             owned.callback(self._hooks.remove)
+            if ranks is not None and self._streamer is not None:
+                assert lock is not None, "the model's lock keeps its calls and the other ranks' uses apart"
+                device = streams[Tier.HOST].device
+                self._service = RankService(ranks, self._streamer, lock, device)
+                owned.callback(self._service.close)
             self._owned = owned.pop_all()
         self._bytes_read_loading = self._reader.bytes_read
         sources = self._homes.sources
@@ -134,13 +149,21 @@ class Runtime:
             return _take_tensors(by_index[block.index])
 
         homes = self._plan.homes
-        return Homes([block.block for block in blocks], homes, self._reader, self._lanes, take, checksums)
+        return Homes([block.block for block in blocks], homes, self._reader, self._lanes, take, checksums, self._ranks)
 
     def _open_streamer(self, streamed: list[Block], synchronous: bool) -> Streamer:
         plan, stream = self._plan, self._lanes[Tier.HOST].stream
         slots = DeviceSlots(Slot.allocate(plan.slot_bytes, stream) for _ in range(plan.num_slots))
         sources = self._homes.sources
-        return Streamer(streamed, sources, self._lanes, slots, synchronous=synchronous, trace=self._trace)
+        lanes = {**self._lanes, Tier.DEVICE: self._lanes[Tier.HOST]}  # ranges on the device are copied within it
+        return Streamer(
+            streamed, sources, lanes, slots, synchronous=synchronous, trace=self._trace, gathers=self._gathers
+        )
+
+    def serve_to_the_end(self) -> None:
+        """Serve the other ranks until none asks for another block; called without the model's lock."""
+        if self._service is not None:
+            self._service.close()
 
     def settle(self) -> None:
         """Release the blocks that a failed call still holds."""
@@ -159,6 +182,8 @@ class Runtime:
 
     def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
         """Whether a block that streams in every pass would fit in this device memory and stay there."""
+        if self._ranks is not None:  # what one rank caches, it would not gather for the others
+            return False
         return self._streamer is not None and self._streamer.num_passing > 0 and bool(self._slots_in(memory))
 
     def add_cache_slots(self, memory: Sequence[torch.Tensor]) -> None:
@@ -193,6 +218,7 @@ class Runtime:
             bytes_to_device=homes.bytes_to_device + moved_bytes,
             streamed_bytes_per_pass=self._wire_bytes,
             disk_bytes_per_pass=self._disk_bytes,
+            gathered_bytes=self._gathers.gathered_bytes if self._gathers else 0,
             pinned_bytes=homes.pinned_bytes + sum(memory.nbytes for memory in staging if memory.pinned),
             host_bytes=homes.host_bytes + sum(memory.nbytes for memory in staging),
             device_bytes=homes.device_bytes + plan.num_slots * plan.slot_bytes,

@@ -27,7 +27,9 @@ from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.trace import Trace
 from zinfer.planning.memory import Footprint
 from zinfer.planning.placement import Plan
-from zinfer.probe.limits import find_limits, free_device_bytes
+from zinfer.probe.limits import choose_device, find_limits, free_device_bytes
+from zinfer.ranks.group import join_group
+from zinfer.ranks.model_ranks import ModelRanks
 
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]
 
@@ -72,20 +74,25 @@ class StreamedModel:
         checksums: TensorChecksums | None = None,
     ) -> None:
         check_trace(settings.trace)
-        limits = find_limits(settings)
+        group = join_group(choose_device(settings).type)
+        limits = find_limits(settings, group.num_local if group else 1)
         self.settings = settings
         self.device = limits.device
-        self.module, checkpoint = find_model(model, settings)
-        if check_model:
-            check_model(self.module)
-        check_min_out_tokens(self.module, settings.min_out_tokens)
-        prepared = PreparedModel.of(self.module, checkpoint, settings)
-        reserve = find_reserve(self.module, prepared.blocks, free_device_bytes(limits)) if find_reserve else None
-        prepared = prepared.with_packed_copy()
         with ExitStack() as owned:  # a failure deletes the files written so far
+            ranks = ModelRanks(group, self.device) if group else None
+            if ranks is not None:
+                owned.push(ranks.leave_after)
+            self.module, checkpoint = find_model(model, settings)
+            if check_model:
+                check_model(self.module)
+            check_min_out_tokens(self.module, settings.min_out_tokens)
+            prepared = PreparedModel.of(self.module, checkpoint, settings)
+            reserve = find_reserve(self.module, prepared.blocks, free_device_bytes(limits)) if find_reserve else None
+            pack = prepared.with_packed_copy
+            prepared = ranks.first_alone(pack) if ranks else pack()
             owned.callback(prepared.close)
             self._blocks = prepared.blocks
-            self.plan: Plan = prepared.plan(limits, reserve)
+            self.plan: Plan = prepared.plan(limits, reserve, ranks)
             prepared.take_to(self.device)
             self._lock = threading.RLock()
             self._calling: int | None = None  # the thread inside `call`
@@ -109,11 +116,12 @@ class StreamedModel:
                 cuts=graphs.cuts if graphs else None,
                 lock=self._lock,
                 checksums=checksums,
+                ranks=ranks,
             )
             owned.pop_all()
         self._runtime: Runtime | None = runtime
         self._process_id = os.getpid()
-        self._close = weakref.finalize(self, _close, self._acceleration, runtime, self._process_id)
+        self._close = weakref.finalize(self, _close, self._acceleration, runtime, ranks, self._process_id)
         self._acceleration.keep_experts()
         if settings.kernel_inject:
             self._acceleration.inject(prepared.packs, replayed=graphs is not None)
@@ -201,6 +209,8 @@ class StreamedModel:
                 "destroy was called within a call of this engine, in a forward hook perhaps, and the weights are in "
                 "use; let the call return first"
             )
+        if self._runtime is not None:
+            self._runtime.serve_to_the_end()  # before the lock, which serving takes
         with self._lock:
             self._runtime = None
             deferred(self._close)
@@ -225,9 +235,11 @@ class StreamedModel:
         return self._runtime
 
 
-def _close(acceleration: Acceleration, runtime: Runtime, process_id: int) -> None:
+def _close(acceleration: Acceleration, runtime: Runtime, ranks: ModelRanks | None, process_id: int) -> None:
     """Clean up in the process that made the engine; holds no reference to it, so that it can be collected."""
     if os.getpid() == process_id:
         with ExitStack() as owned:
+            if ranks is not None:
+                owned.callback(ranks.close)
             owned.callback(runtime.close)
             owned.callback(acceleration.remove)

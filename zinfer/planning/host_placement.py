@@ -11,6 +11,7 @@ from zinfer.errors import PlanError
 from zinfer.nvme.aligned import align_up
 from zinfer.offload.block import Block
 from zinfer.offload.chunks import covered_bytes
+from zinfer.offload.partition import WHOLE, Partition
 from zinfer.probe.limits import MachineLimits
 from zinfer.units import human_bytes
 
@@ -40,12 +41,14 @@ class HostPlanner:
     Args:
         streamed: the blocks that are not resident, in the model's order.
         blocks: all blocks: while homes are filled, all of them pass through the ring.
+        partition: the ranks that share the blocks; each has its range of every one.
     """
 
     streamed: Sequence[Block]
     blocks: Sequence[Block]
     limits: MachineLimits
     settings: Settings
+    partition: Partition = WHOLE
 
     def choose(self) -> HostSide:
         """Return the best placement within the budgets.
@@ -171,13 +174,13 @@ class HostPlanner:
 
     @cached_property
     def _read_bytes(self) -> list[int]:
-        """Bytes of the aligned reads of each block."""
-        return [covered_bytes(block.read_extents) for block in self.blocks]
+        """Bytes of the aligned reads of each block; among ranks, of the largest range's."""
+        return [max(map(covered_bytes, self.partition.all_reads(block))) for block in self.blocks]
 
     @cached_property
     def _slab_bytes(self) -> list[int]:
-        """Bytes of each block's slab in host memory, rounded up to pages."""
-        return [align_up(block.nbytes) for block in self.blocks]
+        """Bytes of each block's slab, or one range of it, in host memory, rounded up to pages."""
+        return [align_up(self.partition.range_bytes(block.nbytes)) for block in self.blocks]
 
 
 def spread(items: Sequence[int], count: int) -> list[int]:

@@ -16,6 +16,7 @@ from zinfer.config import Settings
 from zinfer.errors import PlanError
 from zinfer.offload.block import Block, Home, Tier
 from zinfer.offload.conversions import conversion_bytes
+from zinfer.offload.partition import WHOLE, Partition
 from zinfer.planning.host_placement import HostPlanner, HostSide, spread
 from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.slab_matrix import SlabMatrix
@@ -61,7 +62,13 @@ class Plan:
         return f"blocks {homes}; {slots}; {human_bytes(self.streamed_bytes)} streamed a pass; memory {memory}"
 
 
-def make_plan(blocks: Sequence[Block], layers: Iterable[int], limits: MachineLimits, settings: Settings) -> Plan:
+def make_plan(
+    blocks: Sequence[Block],
+    layers: Iterable[int],
+    limits: MachineLimits,
+    settings: Settings,
+    partition: Partition = WHOLE,
+) -> Plan:
     """Place every block.
 
     Args:
@@ -69,6 +76,8 @@ def make_plan(blocks: Sequence[Block], layers: Iterable[int], limits: MachineLim
         layers: indices of the transformer layers.
         limits: budgets in bytes.
         settings: uses `offload`, `streaming` and `num_slots`.
+        partition: the ranks that share the blocks, each with these limits. Layers are divided among them, also on the
+            device; other resident blocks are whole on each.
 
     Raises:
         PlanError: a budget is too small; says for what, and how much is needed.
@@ -76,7 +85,7 @@ def make_plan(blocks: Sequence[Block], layers: Iterable[int], limits: MachineLim
     choices = _slot_choices(blocks, frozenset(layers), settings)
     for num_slots in choices:
         try:
-            plan = _Planner(tuple(blocks), frozenset(layers), limits, settings, num_slots).plan()
+            plan = _Planner(tuple(blocks), frozenset(layers), limits, settings, num_slots, partition).plan()
         except PlanError:
             if num_slots == choices[-1]:
                 raise
@@ -113,16 +122,18 @@ class _Planner:
     limits: MachineLimits
     settings: Settings
     num_slots: int
+    partition: Partition
 
     def plan(self) -> Plan:
         resident = self._choose_resident()
         streamed = [block for block in self.blocks if block.index not in resident]
-        host = HostPlanner(streamed, self.blocks, self.limits, self.settings).choose()
+        in_slots = self._in_slots(resident)
+        host = HostPlanner(streamed, self.blocks, self.limits, self.settings, self.partition).choose()
         homes = tuple(self._home(block.index, resident, host) for block in self.blocks)
         return Plan(
             homes=homes,
-            num_slots=min(self.num_slots, len(streamed)),
-            slot_bytes=max((block.nbytes for block in streamed), default=0),
+            num_slots=min(self.num_slots, len(in_slots)),
+            slot_bytes=max((self._whole_bytes[index] for index in in_slots), default=0),
             num_staging=host.num_staging,
             staging_bytes=host.staging_bytes,
             device_bytes=self._device_bytes(resident) + self._gds_bytes,
@@ -131,10 +142,9 @@ class _Planner:
             streamed_bytes=sum(block.nbytes for block in streamed),
         )
 
-    @staticmethod
-    def _home(index: int, resident: frozenset[int], host: HostSide) -> Home:
+    def _home(self, index: int, resident: frozenset[int], host: HostSide) -> Home:
         if index in resident:
-            return Home(Tier.DEVICE)
+            return Home(Tier.DEVICE, shared=self._is_shared(index))
         return Home(Tier.HOST, index in host.pinned) if index in host.hosted else Home(Tier.DISK)
 
     def _choose_resident(self) -> frozenset[int]:
@@ -179,25 +189,44 @@ class _Planner:
         return sorted(choices, key=lambda resident: -self._bytes_of(resident))
 
     def _device_bytes(self, resident: frozenset[int]) -> int:
-        streamed = [nbytes for index, nbytes in enumerate(self._nbytes) if index not in resident]
-        slots = min(self.num_slots, len(streamed)) * max(streamed, default=0)
+        in_slots = [self._whole_bytes[index] for index in self._in_slots(resident)]
+        slots = min(self.num_slots, len(in_slots)) * max(in_slots, default=0)
         # Conversions end before the slots are allocated.
         return max(slots, self._converting_bytes) + self._bytes_of(resident)
 
     def _bytes_of(self, indices: Iterable[int]) -> int:
-        return sum(map(self._nbytes.__getitem__, indices))
+        return sum(map(self._home_bytes.__getitem__, indices))
+
+    def _is_shared(self, index: int) -> bool:
+        """Whether a resident block is divided among ranks."""
+        return self.partition.size > 1 and index in self.layers
+
+    def _in_slots(self, resident: frozenset[int]) -> list[int]:
+        """Return the blocks that pass through slots: streamed ones, and those gathered from other ranks."""
+        return [block.index for block in self.blocks if block.index not in resident or self._is_shared(block.index)]
 
     @cached_property
     def _converting_bytes(self) -> int:
-        return conversion_bytes(self.blocks, to_host=self.limits.on_cuda)
+        alone = conversion_bytes(self.blocks, to_host=self.limits.on_cuda)
+        if self.partition.size == 1:
+            return alone
+        whole = max((self._whole_bytes[block.index] for block in self.blocks if block.conversion), default=0)
+        return alone + whole + whole // self.partition.size  # the slab of one rank, and a range of it
 
     @cached_property
-    def _nbytes(self) -> list[int]:
-        return [block.nbytes for block in self.blocks]
+    def _whole_bytes(self) -> list[int]:
+        """Device memory of each block as compute uses it."""
+        return [self.partition.gathered_bytes(block.nbytes) for block in self.blocks]
+
+    @cached_property
+    def _home_bytes(self) -> list[int]:
+        """Device memory of each block's home, if it is resident."""
+        ranges = [self.partition.range_bytes(block.nbytes) for block in self.blocks]
+        return [ranges[i] if self._is_shared(i) else whole for i, whole in enumerate(self._whole_bytes)]
 
     @property
     def _gds_bytes(self) -> int:
         """Device memory for reads directly into it (GPUDirect Storage)."""
         if not (self.settings.aio.use_gds and self.limits.on_cuda):
             return 0
-        return HostPlanner((), self.blocks, self.limits, self.settings).most_ring_bytes()
+        return HostPlanner((), self.blocks, self.limits, self.settings, self.partition).most_ring_bytes()

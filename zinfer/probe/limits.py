@@ -1,6 +1,7 @@
 """The device of a run, and its memory budgets: stated in the configuration, or shares of free memory."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -28,11 +29,23 @@ class MachineLimits:
     host_bytes: int
     pinned_bytes: int
     host_kv_bytes: int = 0
+    num_sharing: int = 1
+    """Processes of this host that share its memory, each with these budgets."""
 
     @property
     def on_cuda(self) -> bool:
         """Whether the device is a CUDA device, with pinned memory and a link."""
         return self.device.type == "cuda"
+
+    def least(self, others: "Iterable[MachineLimits]") -> "MachineLimits":
+        """Return the smallest budgets of several machines or processes, on this one's device."""
+        several = [self, *others]
+        return replace(
+            self,
+            device_bytes=min(each.device_bytes for each in several),
+            host_bytes=min(each.host_bytes for each in several),
+            pinned_bytes=min(each.pinned_bytes for each in several),
+        )
 
     def stated(self, memory: Memory) -> "MachineLimits":
         """Apply the budgets of the configuration; all host memory may be pinned unless it states less."""
@@ -59,15 +72,24 @@ def choose_device(settings: Settings) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def find_limits(settings: Settings) -> MachineLimits:
-    """Return the stated budgets; the others are shares of the memory that is free now."""
+def find_limits(settings: Settings, num_sharing: int = 1) -> MachineLimits:
+    """Return the stated budgets; the others are shares of the memory that is free now.
+
+    Args:
+        num_sharing: processes on this host that divide its memory. Budgets of host memory, stated ones too, are for all
+            of them; those of device memory are for each, except unstated ones on a CPU.
+    """
     device = choose_device(settings)
     free_host = free_host_bytes()
     if device.type == "cuda":
         device_bytes, host_bytes = int(_free_on(device) * _DEVICE_SHARE), int(free_host * HOST_SHARE)
     else:
-        device_bytes = host_bytes = int(free_host * _CPU_SHARE)
-    return MachineLimits(device, device_bytes, host_bytes, host_bytes).stated(settings.memory)
+        host_bytes = int(free_host * _CPU_SHARE)
+        device_bytes = host_bytes // num_sharing
+    limits = MachineLimits(device, device_bytes, host_bytes, host_bytes, num_sharing=num_sharing).stated(
+        settings.memory
+    )
+    return replace(limits, host_bytes=limits.host_bytes // num_sharing, pinned_bytes=limits.pinned_bytes // num_sharing)
 
 
 def free_host_bytes() -> int:
@@ -79,7 +101,7 @@ def free_device_bytes(limits: MachineLimits) -> int:
     """Return the free device memory; on a CPU, the free memory less the host's budget."""
     if limits.on_cuda:
         return _free_on(limits.device)
-    return max(0, free_host_bytes() - limits.host_bytes)
+    return max(0, free_host_bytes() // limits.num_sharing - limits.host_bytes)
 
 
 def _free_on(device: torch.device) -> int:
