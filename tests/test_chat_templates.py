@@ -58,8 +58,8 @@ def test_what_a_template_may_not(templates: ChatTemplates, template: str, messag
 
 
 def test_a_template_that_never_ends_is_ended() -> None:
-    with closing(ChatTemplates(most_cpu_s=2)) as templates:
-        with pytest.raises(ConfigError, match="the chat template fails on them: it computes for more than 2 s"):
+    with closing(ChatTemplates(most_cpu_s=1)) as templates:
+        with pytest.raises(ConfigError, match="the chat template fails on them: it computes for more than 1 s"):
             templates.render(FOR_EVER, HI, {})
         assert templates.render("{{ messages[0].content }}", HI, {}) == "hi"
 
