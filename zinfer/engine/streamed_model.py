@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.acceleration import Acceleration, open_graphs
 from zinfer.engine.estimator import PassEstimator
@@ -29,6 +30,7 @@ from zinfer.planning.memory import Footprint
 from zinfer.planning.placement import Plan
 from zinfer.probe.limits import find_limits, free_device_bytes
 
+Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings], PreparedModel]
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]
 
 
@@ -36,7 +38,7 @@ class StreamedModel:
     """A module, its blocks in their homes, and the runtime that streams them.
 
     Args:
-        model: as for `zinfer.init_inference`.
+        model: as for `zinfer.init_inference`, or an open checkpoint.
         settings: the resolved configuration.
         open_stream: makes a copy stream for the device.
         trace: records reads, copies and compute; by default a new one if the settings name a file for it.
@@ -45,6 +47,7 @@ class StreamedModel:
             for the batch that the settings state.
         replays_passes: the caller captures whole passes, in ``pass_graphs``, not only the module's forward.
         checksums: collects checksums of weights as they are read.
+        prepare: partitions the module; by default over the weights of its checkpoint.
 
     Attributes:
         module: the transformers module, or the plain one that was given. Between uses its streamed parameters are
@@ -62,7 +65,7 @@ class StreamedModel:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | nn.Module,
+        model: str | os.PathLike[str] | Checkpoint | nn.Module,
         settings: Settings,
         open_stream: Callable[[torch.device], CopyStream] = open_stream,
         trace: Trace | None = None,
@@ -70,6 +73,7 @@ class StreamedModel:
         find_reserve: FindReserve | None = None,
         replays_passes: bool = False,
         checksums: TensorChecksums | None = None,
+        prepare: Prepare = PreparedModel.of,
     ) -> None:
         check_trace(settings.trace)
         limits = find_limits(settings)
@@ -79,7 +83,7 @@ class StreamedModel:
         if check_model:
             check_model(self.module)
         check_min_out_tokens(self.module, settings.min_out_tokens)
-        prepared = PreparedModel.of(self.module, checkpoint, settings)
+        prepared = prepare(self.module, checkpoint, settings)
         reserve = find_reserve(self.module, prepared.blocks, free_device_bytes(limits)) if find_reserve else None
         prepared = prepared.with_packed_copy()
         with ExitStack() as owned:  # a failure deletes the files written so far
