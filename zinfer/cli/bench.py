@@ -73,4 +73,4 @@ def _cap_bytes(text: str) -> int:
     try:
         return size_bytes(text)
     except Unusable as error:
-        raise ConfigError(f"--memory-cap: expected {error}, got {text!r}") from error
+        raise ConfigError(f"--memory-cap = {text!r}{error}") from error

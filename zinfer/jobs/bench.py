@@ -23,6 +23,7 @@ from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
 from zinfer.jobs.memory_cap import held_beyond
 from zinfer.jobs.progress import Load, Meter
 from zinfer.jobs.token_rows import read_token_rows
+from zinfer.model.context_length import read_limits
 from zinfer.model.known_models import KNOWN_MODELS
 from zinfer.model.outline import is_known_model, made_up_model
 from zinfer.offload.block import Tier
@@ -171,6 +172,8 @@ def _prepare(request: BenchRequest, settings: Settings, scratch: Path) -> tuple[
             request.input, checkpoint.folder, tree, settings.max_out_tokens, num_new_tokens=request.new_tokens
         )
         return checkpoint, [list(row) for row in rows]
+    if problem := read_limits(tree, settings.max_out_tokens).problem(request.prompt_len, request.new_tokens):
+        raise ConfigError(f"--prompt-len and --new-tokens: {problem}")
     vocab_size = int(tree.config.get_text_config().vocab_size)
     shape = (request.rows or 0, request.prompt_len)
     drawn = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(_SEED))
