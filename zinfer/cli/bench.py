@@ -28,6 +28,9 @@ def bench(
     experts: Annotated[
         Literal["uniform", "zipf"], typer.Option(help="How often a mixture's experts are chosen.")
     ] = "uniform",
+    compare: Annotated[
+        str, typer.Option(help="Rivals to run on the same prompts, such as 'accelerate,deepspeed'; they need the disk.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Only the JSON line on stdout.")] = False,
 ) -> None:
     """Measure a job with random weights: of the model only config.json is needed.
@@ -48,6 +51,7 @@ def bench(
         with importing():
             from zinfer.jobs.bench import BenchRequest, run_bench
             from zinfer.jobs.bench_summary import bench_document, bench_table
+            from zinfer.jobs.rivals import chosen_rivals
 
         request = BenchRequest(
             model=model,
@@ -60,6 +64,7 @@ def bench(
             config=config,
             device=device,
             experts=experts,
+            compare=chosen_rivals(compare),
         )
         result = run_bench(request, Console(stderr=True))
         if not as_json:

@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +20,10 @@ from zinfer.config import Settings, resolve_settings
 from zinfer.display import shown
 from zinfer.engine.random_weights import RandomWeights
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
+from zinfer.jobs.comparison import BATCH_SIZE, Compared, check_room, compare
 from zinfer.jobs.memory_cap import held_beyond
 from zinfer.jobs.progress import Load, Meter
+from zinfer.jobs.rivals import Task, is_installed
 from zinfer.jobs.token_rows import read_token_rows
 from zinfer.model.context_length import read_limits
 from zinfer.model.known_models import KNOWN_MODELS
@@ -57,6 +59,7 @@ class BenchRequest:
         config: as for `LLM`.
         device: "auto", "cuda" or "cpu".
         experts: "uniform" or "zipf", see `zinfer.engine.routing`.
+        compare: rivals to run on the same prompts, with a real checkpoint of 16 bits (or config.json's dtype).
     """
 
     model: str
@@ -69,6 +72,7 @@ class BenchRequest:
     config: Path | Mapping[str, object] | None = None
     device: str = "auto"
     experts: str = "uniform"
+    compare: tuple[str, ...] = ()
 
     def keys(self) -> dict[str, Any]:
         """Return the configuration's keys that the arguments state.
@@ -101,6 +105,7 @@ class BenchResult:
         busy_s: seconds of work of each resource in the passes that ran, at the known rates.
         file, file_bytes: the file that all weights were read from.
         held_bytes, context_bytes: device memory that was held to enforce the cap, and used by CUDA's context.
+        compared: the rivals.
     """
 
     model: str
@@ -118,6 +123,7 @@ class BenchResult:
     file_bytes: int
     held_bytes: int = 0
     context_bytes: int = 0
+    compared: tuple[Compared, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -156,12 +162,33 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
     with shown(Meter(console)) as meter, tempfile.TemporaryDirectory(prefix="zinfer-bench-", dir=scratch) as temporary:
         folder = Path(temporary)
         checkpoint, prompts = _prepare(request, settings, folder)
+        if any(map(is_installed, request.compare)):
+            check_room(checkpoint, folder)
         with held_beyond(request.memory_cap, settings) as held:
             meter.begin("loading")
             weights, begin_s = RandomWeights(folder, experts=request.experts), time.perf_counter()
             with _open(request, checkpoint, keys, weights) as llm:
                 start_s = time.perf_counter() - begin_s
-                return _measure(request, llm, weights, prompts, meter, start_s, held)
+                found = _measure(request, llm, weights, prompts, meter, start_s, held)
+            meter.begin("comparing")
+            return replace(found, compared=_compared(request, checkpoint, prompts, found, folder))
+
+
+def _compared(
+    request: BenchRequest, checkpoint: Checkpoint, prompts: list[list[int]], found: BenchResult, scratch: Path
+) -> tuple[Compared, ...]:
+    task = Task(
+        rival="",
+        checkpoint="",
+        scratch=str(scratch),
+        prompts=prompts,
+        new_tokens=request.new_tokens,
+        batch_size=BATCH_SIZE,
+        device="cpu" if found.device == "cpu" else "cuda",
+        device_bytes=request.memory_cap,
+        result="",
+    )
+    return tuple(compare(request.compare, task, checkpoint, found.tokens_per_s))
 
 
 def _prepare(request: BenchRequest, settings: Settings, scratch: Path) -> tuple[Checkpoint, list[list[int]]]:

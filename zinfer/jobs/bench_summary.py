@@ -5,6 +5,7 @@ from typing import Any
 from rich.table import Table
 
 from zinfer.jobs.bench import BenchResult
+from zinfer.jobs.comparison import Compared
 from zinfer.jobs.summary import JobSummary, section_table, summary_rows
 from zinfer.planning.step_time import speed
 from zinfer.units import duration, human_bytes
@@ -31,8 +32,15 @@ def bench_table(result: BenchResult) -> Table:
         ("passes", f"{result.stats.passes:,}"),
         ("busy", ", ".join(f"{name} {share:.1%}" for name, share in result.shares.items())),
     ]
+    rivals = [(each.rival, _rival(each)) for each in result.compared]
     done, *_, bound = summary_rows(_as_job(result))  # between them is the speed, compared above
-    return section_table("zinfer bench", [[row for row in start if row[1]], compared, done, bound])
+    return section_table("zinfer bench", [[row for row in start if row[1]], compared, rivals, done, bound])
+
+
+def _rival(found: Compared) -> str:
+    if found.failure:
+        return f"no figures: {found.failure}"
+    return f"{speed(found.tokens_per_s)} after {duration(found.start_s)}; zinfer is {found.ratio:.2f} x as fast"
 
 
 def _held(result: BenchResult) -> str:
@@ -93,4 +101,5 @@ def bench_document(result: BenchResult) -> dict[str, Any]:
         "random_file_bytes": result.file_bytes,
         "held_bytes": result.held_bytes,
         "context_bytes": result.context_bytes,
+        "compared": [vars(each) for each in result.compared],
     }
