@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from zinfer.cli.ending import Device, exit_on_error, importing
+from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals
 from zinfer.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ def bench(
     The weights are random bytes in one file, which all blocks are read from. It is written to a temporary folder, or
     to offload_param.nvme_path if the configuration states one, and removed at the end.
 
-    Exit codes: 0 measured, 2 unusable input or too little memory, 1 error.
+    Exit codes: 0 measured, 2 unusable input or too little memory, 1 error, 130 Ctrl-C, 143 SIGTERM.
     """
     if model == "list":
         from zinfer.model.known_models import KNOWN_MODELS
@@ -46,7 +46,7 @@ def bench(
         with exit_on_error():
             print("\n".join(KNOWN_MODELS))
         return
-    with exit_on_error():
+    with exit_on_error(), raise_on_signals():
         cap_bytes = None if memory_cap is None else _cap_bytes(memory_cap)
         with importing():
             from zinfer.jobs.bench import BenchRequest, run_bench
