@@ -117,7 +117,8 @@ def test_numbers_that_are_not_finite_stop_it(tmp_path: Path, monkeypatch: pytest
         bench(folder_of(LLAMA, tmp_path))
 
 
-def test_twenty_gigabytes_with_two_allowed(tmp_path: Path) -> None:
+def test_twenty_gigabytes_with_two_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_weights, "_USUAL_BYTES", 256 << 20)  # a smaller file takes less time to write
     shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 100, "num_local_experts": 64}
     model = folder_of({**MIXTRAL, **shape}, tmp_path)
     config = {"zinfer": {"max_host_memory": "2GB", "tokens_per_pass": 64, "max_sequences": 1}}
@@ -128,7 +129,7 @@ def test_twenty_gigabytes_with_two_allowed(tmp_path: Path) -> None:
     assert stats.host_bytes <= 2e9
     assert sizes["DEVICE"] > 1e9
     assert sizes["HOST"] > 1e9
-    assert found.file_bytes < 2e9
+    assert found.file_bytes < 300e6
     assert stats.passes == 1
     assert stats.loaded_bytes == sizes["DEVICE"] + sizes["HOST"]
     assert stats.bytes_read_disk >= sum(sizes.values())
