@@ -55,9 +55,8 @@ def exit_on_error(kept: Callable[[], str] | None = None) -> Iterator[None]:
         say(f"error: {error}")
         raise typer.Exit(EXIT_UNUSABLE) from None
     except Interrupted as interruption:
-        assert kept is not None, "only commands that can resume use raise_on_signals"
-        name = signal.Signals(interruption.signal_number).name
-        say(f"{name}: stopped. {kept()}; run the same command again to go on.")
+        resumes = f" {kept()}; run the same command again to go on." if kept else ""
+        say(f"{signal.Signals(interruption.signal_number).name}: stopped.{resumes}")
         raise typer.Exit(interruption.exit_code) from None
     except (OSError, JobError) as error:
         if isinstance(error.__cause__, RuntimeError):
