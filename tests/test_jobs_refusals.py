@@ -93,10 +93,10 @@ def long_input(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "keeps_time"),
     [
-        (lambda data: data.replace(b"abc", b"xyz"), False),
+        pytest.param(lambda data: data.replace(b"abc", b"xyz"), False, marks=pytest.mark.slow),
         (lambda data: data.replace(b"abc", b"xyz"), True),
         (lambda data: data.replace(b"tail", b"TAIL"), True),
-        (lambda data: data[:200_000], False),
+        pytest.param(lambda data: data[:200_000], False, marks=pytest.mark.slow),
         (lambda data: data[:200_000], True),
         (lambda data: data + b'{"id": "more", "prompt": "a"}\n', False),
         (lambda data: b"\n" + data, False),
