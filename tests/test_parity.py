@@ -131,6 +131,7 @@ def test_a_cast_on_the_way_equals_a_cast_beforehand(
         assert torch.equal(engine(**batch).logits, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("homes", STREAMED)
 def test_tied_and_untied_heads(
