@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from operator import itemgetter
 from typing import Any, Final
 from zlib import crc32
@@ -94,6 +94,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "commands" if file.endswith(START_COMMANDS) else file
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Nothing of what is imported and collected is garbage: no collection looks for it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ def check_shares(stats: RunStats | None) -> None:
 
 
 def blocks_of(folder: Path) -> list[Block]:
+    """Those of a folder that has not changed are found once."""
+    found = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir())
+    return list(_blocks_of(folder, tuple(found)))
+
+
+@cache
+def _blocks_of(folder: Path, found: object) -> list[Block]:
     checkpoint = Checkpoint.open(folder)
     model = build_meta_model(checkpoint)
     return [block.block for block in partition_model(model, match_weights(model, checkpoint))]

@@ -8,6 +8,10 @@ import pytest
 from jobs_support import CHAT_TEMPLATE, ResidentEngine, letters_model, padded_by, prompt_rows, write_rows
 
 from zinfer.jobs import JobSummary, run_job
+from zinfer.jobs.request import manifest_path
+
+_FINISHED: dict[tuple[Path, bytes], tuple[bytes, bytes]] = {}
+"""Rows and manifest by the model's folder and the input's bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +33,19 @@ def prompts(tmp_path: Path) -> Path:
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """What an uninterrupted job writes for `prompts`."""
     folder = tmp_path_factory.mktemp("whole")
-    job(model, write_rows(folder / "in.jsonl", prompt_rows(22)), folder / "out.jsonl")
+    finish(model, write_rows(folder / "in.jsonl", prompt_rows(22)), folder / "out.jsonl")
     return (folder / "out.jsonl").read_bytes()
+
+
+def finish(model: Path, prompts: Path, output: Path) -> None:
+    """Leave what an uninterrupted job leaves; for one model and input it runs once."""
+    key = model, prompts.read_bytes()
+    if key not in _FINISHED:
+        job(model, prompts, output)
+        _FINISHED[key] = output.read_bytes(), manifest_path(output).read_bytes()
+    rows, manifest = _FINISHED[key]
+    output.write_bytes(rows)
+    manifest_path(output).write_bytes(manifest)
 
 
 def job(

@@ -101,7 +101,7 @@ LLAMA_8B = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("free_gb", [8, 12, 24, 48, 80])
 @pytest.mark.parametrize(
     "stated", [{}, {"max_device_memory": "2.5GB"}, {"num_slots": 6}, {"max_device_memory": "3GB", "num_slots": 2}]

@@ -119,13 +119,19 @@ def test_the_gate_stops_a_system_that_offloads_nothing(tier: Any, work: dict[str
         peer_worker.check_tokens(system, peer_worker.Work(system="idle", **work), CPU)
 
 
+@pytest.mark.slow
 def test_a_system_runs_in_a_process_of_its_own(gate: Any, tmp_path: Path) -> None:
     args = argparse.Namespace(batch=2, prompt=4, limit=250, folder=tmp_path)
     system = system_named("accelerate-disk")
     figures = peers.run_system(system, gate.folder, gate, args)
     assert isinstance(figures, dict), figures
     assert figures["decode_s"] > 0
-    absent = peer_systems.System("absent", "no_such_package", "host", system.start)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_system_that_is_not_installed_is_not_run(gate: Any, tmp_path: Path) -> None:
+    args = argparse.Namespace(batch=2, prompt=4, limit=250, folder=tmp_path)
+    absent = peer_systems.System("absent", "no_such_package", "host", system_named("accelerate-disk").start)
     assert peers.run_system(absent, gate.folder, gate, args) == "no_such_package: not installed"
     assert list(tmp_path.iterdir()) == []
 

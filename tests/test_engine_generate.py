@@ -15,7 +15,7 @@ import zinfer
 __all__ = ["batch", "eager", "engine", "folder", "resident"]  # fixtures
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -109,7 +109,7 @@ def test_outputs_and_texts_from_disk(case: Case, streamed: zinfer.InferenceEngin
         assert torch.equal(case.texts(streamed), wanted), "after another order of blocks"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_outputs_and_texts_resident_with_fused_kernels(case: Case) -> None:
     with engine_for(case.folder, "resident", replace_with_kernel_inject=True) as engine:
         kinds = {kind for kinds in engine.injected.values() for kind in kinds.split("; ")}
@@ -120,7 +120,7 @@ def test_outputs_and_texts_resident_with_fused_kernels(case: Case) -> None:
             assert torch.equal(case.texts(engine), case.texts(case.model))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_a_row_of_a_padded_batch_equals_the_row_alone(case: Case, streamed: zinfer.InferenceEngine) -> None:
     if "attention_mask" not in case.inputs or "pixel_values" in case.inputs:
         pytest.skip("takes no padding")

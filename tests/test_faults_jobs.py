@@ -143,9 +143,15 @@ def test_a_shard_that_is_rewritten_under_a_running_job(own: Workplace, whole: by
     assert len(whole) // 10 <= len(kept) < len(whole), "some rows were written before, and not all of them"
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("call", ["write", "fsync"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("write", errno.ENOSPC),
+        ("fsync", errno.EIO),
+        pytest.param("write", errno.EIO, marks=pytest.mark.slow),
+        pytest.param("fsync", errno.ENOSPC, marks=pytest.mark.slow),
+    ],
+)
 def test_a_full_disk_stops_a_streamed_job_and_a_second_run_completes_it(
     original: Workplace, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:

@@ -62,6 +62,7 @@ def assert_rounded_alike(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert rounding_between(found, wanted) <= ALLOWED
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "gpt_neox", "mistral", "gemma2", "qwen3", "falcon", "phi"])
 def test_tokens_are_those_of_transformers(family: str, device: str, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_tokens_are_those_alone(
         assert llm.stats().passes == len(llm._batcher.pass_sizes) + 3 * NUM_NEW
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "mistral", "gemma2", "deepseek_v2", "mixtral"])
 def test_families(family: str, tmp_path: Path, open_llm: Callable[..., LLM], device: str) -> None:
     folder = tmp_path / family

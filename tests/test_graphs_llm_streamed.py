@@ -78,7 +78,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("lends_nothing")
 @pytest.mark.parametrize(("homes", "num_slots", "extra"), CASES)
 def test_logits_are_those_of_resident_weights(
@@ -145,7 +145,16 @@ def test_tokens_are_those_alone_while_pages_are_lent(
 
 
 @pytest.mark.usefixtures("lends_nothing")
-@pytest.mark.parametrize("family", ["gpt2", "bloom", "gemma2", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("gpt2", marks=pytest.mark.slow),
+        "bloom",
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        "qwen3_moe",
+        "deepseek_v2",
+    ],
+)
 def test_families(family: str, tmp_path: Path, device: str) -> None:
     tiny_model(family).save_pretrained(tmp_path)
     ids = by_ids([[5, 9, 17], [33, 4, 8, 12, 60, 2, 99]])

@@ -85,7 +85,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("homes", "num_slots", "extra"), CASES)
 def test_logits_are_those_of_resident_weights(
     folder: Path, ids: torch.Tensor, device: str, stand_in: StandIn, homes: str, num_slots: int, extra: dict[str, Any]

@@ -27,7 +27,9 @@ def hosted(folder: Path, device: str = "cpu", *, home: str = "none", **options: 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("home", ["none", "nvme"])
 @pytest.mark.parametrize("synchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("tokens_per_pass", "num_pages", "page_size"), SIZES)
+@pytest.mark.parametrize(
+    ("tokens_per_pass", "num_pages", "page_size"), [pytest.param(*SIZES[0], marks=pytest.mark.slow), *SIZES[1:]]
+)
 def test_greedy_tokens_are_those_alone(
     folder: Path,
     prompts: list[list[int]],
@@ -83,7 +85,7 @@ def test_codes_are_those_of_pages_on_the_device(
         assert llm.stats().kv_bytes_to_device > 0
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])
+@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.slow), "mistral"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, LLM]]:
     """A folder, and an LLM with room for everything on the device."""
     made = tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))

@@ -95,7 +95,7 @@ def test_sizes_that_were_chosen_are_kept_for_whoever_goes_on(model: Path, prompt
     assert summary.stats.passes > num_tokens / 7
 
 
-@pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.parametrize("swaps", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_whether_texts_are_parked_on_the_disk_is_kept_whatever_the_rates_are_now(
     model: Path, prompts: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
 ) -> None:

@@ -1,15 +1,16 @@
 """The output file and its manifest: whole rows only, whatever breaks, and never another's file."""
 
 import errno
+import multiprocessing
 import os
 import re
+import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from zinfer.jobs.request import UnusableInput, manifest_path
 from zinfer.jobs.rows import RowState
 
 __all__ = ["model", "prompts", "whole"]  # fixtures
+
+FORK = multiprocessing.get_context("fork")  # what is imported need not be imported again
 
 MANIFEST = Manifest(
     model={"fingerprint": "f"},
@@ -204,54 +207,57 @@ def test_an_output_that_cannot_be_a_file_is_refused(path: Path, make: object, me
         OutputFile(path)
 
 
+def hold(path: Path, pipe: Connection) -> None:
+    """Until it is killed."""
+    held = OutputFile(path)
+    pipe.send("held")
+    pipe.recv()
+    held.close()
+
+
 def test_a_second_writer_is_refused_until_the_first_ends(path: Path) -> None:
-    hold = f"import sys; from zinfer.jobs import output; f = output.OutputFile(output.Path({str(path)!r})); "
-    with subprocess.Popen(
-        [sys.executable, "-c", hold + "print('held', flush=True); sys.stdin.read()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(UnusableInput, match="is being written by another process"):
-            OutputFile(path)
-        holder.send_signal(signal.SIGKILL)
+    here, there = FORK.Pipe()
+    holder = FORK.Process(target=hold, args=(path, there))
+    holder.start()
+    there.close()
+    assert here.recv() == "held"
+    with pytest.raises(UnusableInput, match="is being written by another process"):
+        OutputFile(path)
+    holder.kill()
+    holder.join()
+    assert holder.exitcode == -signal.SIGKILL
     with closing(OutputFile(path)) as out:
         out.begin(MANIFEST)
 
 
-FILL = """
-import resource, signal, sys
-from contextlib import closing
-from datetime import datetime
-from pathlib import Path
-from typing import Any
-from zinfer.errors import JobError
-from zinfer.jobs.manifest import Manifest
-from zinfer.jobs.output import OutputFile
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-row = {"id": "a", "token_ids": list(range(20))}
-for limit in map(int, sys.argv[2:]):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    with closing(OutputFile(Path(sys.argv[1]) / f"{limit}.jsonl")) as out:
-        out.begin(Manifest(model={}, input={}, settings={}, versions={}, began=datetime.now()))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        try:
-            for _ in range(1000):
-                out.append([row, row])
-        except JobError as error:
-            print(error)
-"""
+def fill(folder: Path, limits: tuple[int, ...], pipe: Connection) -> None:
+    """Sends the error of each file."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    row = {"id": "a", "token_ids": list(range(20))}
+    for limit in limits:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        with closing(OutputFile(folder / f"{limit}.jsonl")) as out:
+            out.begin(Manifest(model={}, input={}, settings={}, versions={}, began=datetime.now()))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            try:
+                for _ in range(1000):
+                    out.append([row, row])
+            except JobError as error:
+                pipe.send(str(error))
 
 
 def test_a_file_that_can_grow_no_more_keeps_whole_rows(tmp_path: Path) -> None:
     limits = (1000, 1074, 1200)
-    child = subprocess.run(
-        [sys.executable, "-c", FILL, tmp_path, *map(str, limits)], capture_output=True, text=True, check=True
-    )
+    here, there = FORK.Pipe()
+    filler = FORK.Process(target=fill, args=(tmp_path, limits, there))
+    filler.start()
+    there.close()
+    filler.join()
+    assert filler.exitcode == 0
     row_bytes = len(encode_row({"id": "a", "token_ids": list(range(20))}))
-    said = child.stdout.splitlines()
-    assert len(said) == len(limits)
+    said = [here.recv() for _ in limits]
+    with pytest.raises(EOFError):
+        here.recv()
     for limit_bytes, line in zip(limits, said, strict=True):
         path = tmp_path / f"{limit_bytes}.jsonl"
         assert f"output {path} cannot be written: File too large (errno {errno.EFBIG})" in line

@@ -24,6 +24,7 @@ def saved(model_type: str, class_name: str, folder: Path) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model_type", "class_name"),
     [("t5", "T5ForConditionalGeneration"), ("bart", "BartForConditionalGeneration")],

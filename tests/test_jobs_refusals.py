@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs_run_support import job, model, never_made, output, prompts, whole
+from jobs_run_support import finish, job, model, never_made, output, prompts, whole
 from jobs_support import CHAT_TEMPLATE, ResidentEngine, letters_model, prompt_rows, read_rows, write_rows
 
 from zinfer.errors import CheckpointError, ConfigError, JobError
@@ -31,25 +31,25 @@ __all__ = ["model", "output", "prompts", "whole"]  # fixtures
 def test_other_settings_are_refused(
     model: Path, prompts: Path, output: Path, whole: bytes, changed: dict[str, Any], what: str
 ) -> None:
-    job(model, prompts, output)
+    finish(model, prompts, output)
     with pytest.raises(UnusableInput, match=re.escape(what)):
         job(model, prompts, output, **changed, engine_factory=never_made)
     assert output.read_bytes() == whole
 
 
 def test_memory_budgets_are_no_other_settings(model: Path, prompts: Path, output: Path) -> None:
-    job(model, prompts, output)
+    finish(model, prompts, output)
     job(model, prompts, output, config={"zinfer": {"max_host_memory": "1GB"}}, engine_factory=never_made)
 
 
 def test_another_model_of_the_same_shape_is_refused(model: Path, prompts: Path, output: Path, tmp_path: Path) -> None:
-    job(model, prompts, output)
+    finish(model, prompts, output)
     with pytest.raises(UnusableInput, match=r"holds other weights than when this job began"):
         job(letters_model(tmp_path / "other", chat_template=CHAT_TEMPLATE, seed=1), prompts, output)
 
 
 def test_another_input_is_refused_until_restart(model: Path, prompts: Path, output: Path, whole: bytes) -> None:
-    job(model, prompts, output)
+    finish(model, prompts, output)
     write_rows(prompts, [{"id": "new", "prompt": "x"}])
     with pytest.raises(UnusableInput, match=r"input\.sha256(.|\n)*--restart"):
         job(model, prompts, output)
@@ -61,7 +61,7 @@ def test_another_input_is_refused_until_restart(model: Path, prompts: Path, outp
 def test_restart_keeps_the_former_rows_until_the_model_is_loaded(
     model: Path, prompts: Path, output: Path, whole: bytes
 ) -> None:
-    job(model, prompts, output)
+    finish(model, prompts, output)
 
     def broken(*_args: object, **_options: object) -> ResidentEngine:
         raise CheckpointError("layer 3 is missing")
@@ -93,10 +93,10 @@ def long_input(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "keeps_time"),
     [
-        (lambda data: data.replace(b"abc", b"xyz"), False),
+        pytest.param(lambda data: data.replace(b"abc", b"xyz"), False, marks=pytest.mark.slow),
         (lambda data: data.replace(b"abc", b"xyz"), True),
         (lambda data: data.replace(b"tail", b"TAIL"), True),
-        (lambda data: data[:200_000], False),
+        pytest.param(lambda data: data[:200_000], False, marks=pytest.mark.slow),
         (lambda data: data[:200_000], True),
         (lambda data: data + b'{"id": "more", "prompt": "a"}\n', False),
         (lambda data: b"\n" + data, False),
@@ -136,7 +136,7 @@ def test_an_input_whose_rows_stay_may_be_written_again(model: Path, prompts: Pat
 
 
 def test_an_empty_input_is_done_at_once(model: Path, prompts: Path, output: Path) -> None:
-    job(model, prompts, output)
+    finish(model, prompts, output)
     prompts.write_bytes(b"\n")
     with pytest.raises(UnusableInput, match=r"input\.sha256"):
         job(model, prompts, output, engine_factory=never_made)

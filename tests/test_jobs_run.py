@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import tiny_checkpoint
-from jobs_run_support import FailingEngine, failing, job, model, never_made, output, prompts, whole
+from jobs_run_support import FailingEngine, failing, finish, job, model, never_made, output, prompts, whole
 from jobs_support import ResidentEngine, letters_model, read_rows, write_rows
 from openai_support import run, text
 
@@ -106,7 +106,7 @@ def test_a_chat_templates_now_is_when_the_job_began(tmp_path: Path, output: Path
 
 
 def test_rows_missing_in_the_middle_get_the_same_bytes(model: Path, prompts: Path, output: Path, whole: bytes) -> None:
-    job(model, prompts, output)
+    finish(model, prompts, output)
     lines = whole.splitlines(keepends=True)
     output.write_bytes(b"".join(lines[:5] + lines[7:13]))
     job(model, prompts, output)
@@ -154,7 +154,7 @@ def test_no_rows_are_kept_where_the_model_fails_to_load(model: Path, prompts: Pa
     with pytest.raises(JobError, match="loading the model: OutOfMemoryError: too large\nNo row was written; lower"):
         job(model, prompts, output, engine_factory=broken)
     assert not output.exists()
-    job(model, prompts, output)
+    finish(model, prompts, output)
     output.write_bytes(whole[:900])
     with pytest.raises(JobError, match=rf"The rows in {output} are kept; lower"):
         job(model, prompts, output, engine_factory=broken)

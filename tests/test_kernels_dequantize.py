@@ -40,7 +40,7 @@ def assert_equals_reference(matrix: QuantizedMatrix) -> None:
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("format", [*filter(has_whole_bytes, FORMATS), *FRAGMENTS], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_equals_the_reference(kernel_device: str, format: QuantFormat, dtype: torch.dtype) -> None:

@@ -142,7 +142,7 @@ MIXED = AttentionCase(((1, 100), (1, 7), (1, 301), (19, 160), (2, 2)), 6, 2, 64,
 SHORT_SPLITS = DecodeTiles(16, 64, 4, 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("window", [None, 70], ids=["all", "window"])
 @pytest.mark.parametrize("pages_dtype", [None, torch.int8], ids=str)

@@ -50,6 +50,7 @@ def assert_right(
     assert worst <= 1, f"{worst} times the allowed error"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("format", FUSED, ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

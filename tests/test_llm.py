@@ -159,7 +159,9 @@ def demo_answers(llm: LLM) -> list[Completion]:
     return llm.generate([row["prompt"] for row in rows], SamplingParams(max_new_tokens=8))
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "least"), [("auto", 200), ("int8", 198), ("fp8", 190)])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "least"), [("auto", 200), ("int8", 198), pytest.param("fp8", 190, marks=pytest.mark.slow)]
+)
 def test_the_demo_from_disk(kv_cache_dtype: str, least: int) -> None:
     sums = [json.loads(line)["prompt"] for line in (DEMO / "prompts.jsonl").read_text().splitlines()]
     with LLM(DEMO / "model", NVME, device="cpu", kv_cache_dtype=kv_cache_dtype, tokens_per_pass=300) as llm:

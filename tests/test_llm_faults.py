@@ -238,6 +238,7 @@ def test_a_family_is_refused_before_a_quantized_copy_is_written(tmp_path: Path) 
     assert list(copies.iterdir()) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("owner", "name"), [(Workload, "add"), (WaitingQueue, "add"), (Scheduler, "end")])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
 def test_a_failure_around_a_pass_leaves_the_next_one_right(

@@ -53,6 +53,7 @@ def run(model: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
     return logits, model.generate(input_ids=ids, max_new_tokens=8, do_sample=False, pad_token_id=1), len(rows)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_computes_as_before_in_fewer_products(
     family: str, device: str, monkeypatch: pytest.MonkeyPatch

@@ -45,7 +45,7 @@ def reference(folder: Path, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         return model.generate(**inputs, max_new_tokens=NUM_NEW_TOKENS, do_sample=False), model(**inputs).logits
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("homes", HOMES)
 @pytest.mark.parametrize("num_slots", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_tokens_and_logits_equal_transformers(
@@ -71,7 +71,7 @@ def check_homes_and_bytes(stats: RunStats, homes: str) -> None:
     assert (stats.disk_bytes_per_pass == 0) == (homes in ("resident", "host"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("homes", STREAMED)
 def test_the_synchronous_twin_gives_the_same_bits(
     folder: Path, batch: dict[str, torch.Tensor], homes: str, device: str
@@ -83,7 +83,7 @@ def test_the_synchronous_twin_gives_the_same_bits(
         assert all(torch.equal(engine(**batch).logits, logits) for logits in overlapped)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("homes", ["disk", "mixed"])
 def test_a_row_of_a_padded_batch_equals_the_prompt_alone(folder: Path, homes: str, device: str) -> None:
     prompts = random_prompts(4, seed=5)
@@ -100,6 +100,7 @@ def test_a_row_of_a_padded_batch_equals_the_prompt_alone(folder: Path, homes: st
             assert row[-12:].tolist() == alone[0, -12:].tolist()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", ["disk", "host"])
 def test_sampling_follows_the_seed_as_in_transformers(
     folder: Path, batch: dict[str, torch.Tensor], homes: str, device: str
@@ -114,7 +115,7 @@ def test_sampling_follows_the_seed_as_in_transformers(
         assert torch.equal(engine.generate(**batch, **options), expected)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("homes", STREAMED)
 def test_a_cast_on_the_way_equals_a_cast_beforehand(
@@ -130,6 +131,7 @@ def test_a_cast_on_the_way_equals_a_cast_beforehand(
         assert torch.equal(engine(**batch).logits, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("homes", STREAMED)
 def test_tied_and_untied_heads(

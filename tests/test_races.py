@@ -28,7 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return cache(lambda num: tiny_checkpoint("llama", tmp_path_factory.mktemp("llama"), num_layers=num, tie=False))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("streamed", STREAMED)
 @pytest.mark.parametrize("resident", [False, True], ids=["all streamed", "partly resident"])
 @given(
@@ -50,6 +50,7 @@ def test_late_copies_and_reads_change_no_bit(
     check_case(folders(num_layers), case, device)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_layers", "num_slots"), [(1, 2), (2, 3), (3, 2), (5, 3), (7, 2), (7, 4)])
 @pytest.mark.parametrize("streamed", STREAMED)
 def test_numbers_of_blocks_that_the_slots_do_not_divide(

@@ -24,6 +24,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("tokens_per_pass", "memory"), [(5, "1MB"), (64, "200kB"), (1000, "150kB")])
 def test_the_passes_are_those_of_the_job(folder: Path, tokens_per_pass: int, memory: str) -> None:
     prompts = random_prompts(17, max_tokens=70, seed=tokens_per_pass)

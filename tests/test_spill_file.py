@@ -295,6 +295,7 @@ def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
         refused(tiny_model("llama", num_layers=2), on_disk(tmp_path / "file"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "section", [{"bits": 8}, {"bits": 4, "group_size": 32, "symmetric": False}, {"format": "fp8"}], ids=str
 )

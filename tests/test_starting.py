@@ -14,9 +14,9 @@ from interrupted_import import interrupt_import
         # torch drops what is raised while it imports numpy, and numpy cannot be imported a second time.
         ("run --model m --input i --output o", "numpy", signal.SIGINT),
         ("run --model m --input i --output o", "numpy.linalg", signal.SIGTERM),
-        ("quantize --model m --output o", "numpy.linalg", signal.SIGINT),
-        ("plan --model m", "numpy", signal.SIGINT),
-        ("plan --model m --rows 9", "numpy.linalg", signal.SIGINT),
+        pytest.param("quantize --model m --output o", "numpy.linalg", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("plan --model m", "numpy", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("plan --model m --rows 9", "numpy.linalg", signal.SIGINT, marks=pytest.mark.slow),
         ("probe", "numpy", signal.SIGHUP),
         ("families", "numpy.linalg", signal.SIGINT),
     ],

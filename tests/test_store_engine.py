@@ -36,6 +36,7 @@ def engine_of(model: Path, offload: str, device: str, **ours: object) -> Iterato
         engine.destroy()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SECTIONS)
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
 def test_a_store_computes_what_quantizing_while_loading_does(
