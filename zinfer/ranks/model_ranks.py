@@ -4,7 +4,9 @@ import itertools
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
@@ -24,6 +26,7 @@ _LEAST_PAUSE_S: Final = 20e-6
 _MOST_PAUSE_S: Final = 1e-3
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 _numbers = itertools.count()
+_open: "weakref.WeakSet[ModelRanks]" = weakref.WeakSet()
 _T = TypeVar("_T")
 
 
@@ -53,6 +56,7 @@ class ModelRanks:
         self._over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="zinfer-ranks", daemon=True)
         self._watcher.start()
+        _open.add(self)
 
     def gather(self, slab: torch.Tensor) -> None:
         """As `Ranks.gather`."""
@@ -153,7 +157,9 @@ class ModelRanks:
     def fail(self, failure: BaseException) -> None:
         """As `Ranks.fail`; only the first failure of all ranks is told."""
         if self._failure is None:
-            self._news.compare_set("failed", "", f"{self._named(self.group.rank)}: {type(failure).__name__}: {failure}")
+            text = f"{self._named(self.group.rank)}: {type(failure).__name__}: {failure}"
+            with suppress(RuntimeError):  # rank 0 is gone with the store: the others know that
+                self._news.compare_set("failed", "", text)
             self._note(failure)
 
     def on_failure(self, call: Callable[[BaseException], None]) -> None:
@@ -168,6 +174,7 @@ class ModelRanks:
 
     def close(self) -> None:
         """Leave. Rank 0, which keeps the store, waits until the others have left, unless a rank has failed."""
+        _open.discard(self)
         self._over.set()
         self._watcher.join()
         if self._failure is not None:
@@ -205,6 +212,12 @@ class ModelRanks:
         self._failure = self._failure or failure
         for call in self._callbacks:
             call(failure)
+
+
+def fail_models(failure: BaseException) -> None:
+    """Fail every model of this process, also while it loads: all ranks' waits for its blocks raise. Thread-safe."""
+    for ranks in list(_open):
+        ranks.fail(failure)
 
 
 def _arrives(store: Store, key: str, timeout_s: float) -> bool:
