@@ -28,7 +28,6 @@ from zinfer.jobs.weights import Weights
 from zinfer.model.batching_support import check_family
 from zinfer.model.spec import ModelSpec, is_generating_decoder
 from zinfer.planning.job_plan import ROWS_TOGETHER
-from zinfer.probe.limits import find_limits
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
 from zinfer.units import duration
@@ -189,7 +188,7 @@ class ExecutionMode:
         if self._is_padded and self._plans_room:
             options |= batch_shape(prompts)
         settings = resolve_settings(request.config, {"device": request.device, **options})
-        find_reserve = self._find_reserve(prompts, settings) if self._encodes else None
+        find_reserve = self._find_reserve(prompts) if self._encodes else None
         engine = InferenceEngine(request.model, settings, find_reserve=find_reserve, checksums=checksums)
         if self._is_padded:
             return PaddedCompleter(engine, self._tokenizer, self._limits.most_tokens)
@@ -198,14 +197,14 @@ class ExecutionMode:
             pad_token_id = self._tokenizer.pad_token_id
         return EncodingCompleter(engine, request.task, request.pooling, pad_token_id or 0, self._tokens_per_pass)
 
-    def _find_reserve(self, prompts: Sequence[Prompt], settings: Settings) -> FindReserve | None:
+    def _find_reserve(self, prompts: Sequence[Prompt]) -> FindReserve | None:
         """Return an encoder's memory reserve; None if its config does not give its width."""
         try:
             shape = ModelSpec.read_encoder(self._config)
         except PlanError as error:
             self._meter.note(f"no memory is reserved for activations, so weights may take too much: {error}")
             return None
-        return encoder_reserve(shape, prompts, self._tokens_per_pass, on_cuda=find_limits(settings).on_cuda)
+        return encoder_reserve(shape, prompts, self._tokens_per_pass)
 
     @property
     def _tokens_per_pass(self) -> int:
