@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import torch
@@ -43,7 +43,9 @@ class ExecutionMode:
         model: on the meta device.
         tokenizer: used only by the calling thread.
         limits: length limits of a padded row.
+        weights: of the job; None on a rank that does not write it.
         meter: notified if the model needs padded batches.
+        num_ranks: processes that share the job's batches.
 
     Raises:
         ConfigError: the model does not support the task.
@@ -51,7 +53,7 @@ class ExecutionMode:
     Attributes:
         device: "cuda" or "cpu".
         batch_size: rows that share passes.
-        chooses_batch_size: whether a new job chooses its own batch size.
+        judges_batch_size: whether a new job judges its batch size by its first rows.
         completer: None before the first batch.
         computing_s: seconds in passes.
     """
@@ -63,8 +65,9 @@ class ExecutionMode:
         model: PreTrainedModel,
         tokenizer: Any,
         limits: LengthLimits,
-        weights: Weights,
+        weights: Weights | None,
         meter: Meter,
+        num_ranks: int = 1,
     ) -> None:
         _check_task(model, request.task)
         self._request, self._settings = request, settings
@@ -83,7 +86,8 @@ class ExecutionMode:
                 self._is_padded = True
                 meter.note(f"padded batches through transformers' generate, which are slower: {error}")
         self.batch_size = request.batch_size or (_PADDED_ROWS if self._is_padded else ROWS_TOGETHER)
-        self.chooses_batch_size = not (request.batch_size or self._is_padded or self._encodes)
+        self.judges_batch_size = not (request.batch_size or self._is_padded or self._encodes)
+        self._num_ranks = num_ranks
         self.completer: Completer | None = None
         self.computing_s = 0.0
         self._timeline: Timeline | None = None
@@ -91,8 +95,13 @@ class ExecutionMode:
     def reuse_batch_size(self, settings: Mapping[str, str | int]) -> None:
         """Use the batch size of the job being resumed, unless the caller set one."""
         former = settings.get("batch_size")
-        if self.chooses_batch_size and isinstance(former, int) and former > 0:
+        if self._request.batch_size is None and isinstance(former, int) and former > 0:
             self.batch_size = former
+
+    def limit_batch_size(self, num_rows: int) -> None:
+        """Lower the batch size, unless the caller set one, so that each of several ranks gets a batch."""
+        if self._request.batch_size is None and self._num_ranks > 1:
+            self.batch_size = min(self.batch_size, max(1, -(-num_rows // self._num_ranks)))
 
     def settings(self) -> dict[str, str | int]:
         """Return the settings that affect the rows' bytes."""
@@ -127,11 +136,13 @@ class ExecutionMode:
             meter.begin("loading")
             with _job_errors("loading the model", kept_message(self._request.output)), mute_key_report():
                 completer = self.completer = self._open(prompts, sizes)
-                self._weights.check_unchanged()
+                if self._weights is not None:
+                    self._weights.check_unchanged()
                 meter.note(f"weights: {weights_line(completer.stats(), self.device)}")
                 forecast = completer.forecast(prompts)
             meter.note(f"predicted: {forecast.text}")
-            meter.expect(forecast, len(prompts))
+            meter.expect(replace(forecast, tokens_per_s=forecast.tokens_per_s * self._num_ranks), len(prompts))
+            meter.predicted_row_s /= self._num_ranks
             meter.load = completer.load
             if self._request.report is not None:
                 self._timeline = Timeline(completer.stats, completer.load)
@@ -163,7 +174,8 @@ class ExecutionMode:
         kept = f"The rows in {self._request.output} are kept"
         with _job_errors(rows, kept), closing(self.completer.complete(prompts, missing)) as completed:
             for each in completed:
-                self._weights.hash_unread()
+                if self._weights is not None:
+                    self._weights.hash_unread()
                 yield each
         meter.end_batch()
         self.computing_s += time.monotonic() - begin_s
@@ -181,7 +193,7 @@ class ExecutionMode:
                 self.completer.close()
 
     def _open(self, prompts: Sequence[Prompt], sizes: Mapping[str, int]) -> Completer:
-        request, checksums = self._request, self._weights.checksums
+        request, checksums = self._request, self._weights.checksums if self._weights is not None else None
         if not self._encodes and not self._is_padded:
             return RaggedCompleter(request, self._settings.batching, sizes, checksums)
         options: dict[str, object] = {} if request.trace is None else {"trace": str(request.trace)}
