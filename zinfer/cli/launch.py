@@ -20,6 +20,7 @@ from zinfer.errors import ConfigError
 
 _PR_SET_PDEATHSIG: Final = 1
 _LOCAL: Final = "127.0.0.1"
+_AGAIN: Final = "run the same command again to go on"
 
 
 def choose_num_ranks(stated: int | None, device: str) -> int:
@@ -71,7 +72,6 @@ def launch(num_ranks: int, kept: Callable[[], str]) -> NoReturn:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.disable(logging.CRITICAL)  # the launcher reports each signal that it passes on
-    again = f"{kept()}; run the same command again to go on"
     with TemporaryDirectory(prefix="zinfer-ranks-") as folder:
         endings = Path(folder) / "endings.jsonl"
         endings.touch()
@@ -93,7 +93,7 @@ def launch(num_ranks: int, kept: Callable[[], str]) -> NoReturn:
         try:
             elastic_launch(config, sys.executable)(*words)
         except SignalException as stopped:
-            text, exit_code = f"{stopped.sigval.name}: stopped. {again}.", 128 + stopped.sigval
+            text, exit_code = f"{stopped.sigval.name}: stopped. {kept()}; {_AGAIN}.", 128 + stopped.sigval
         except ChildFailedError as error:
             killed = {
                 rank: -failure.exitcode
@@ -104,7 +104,7 @@ def launch(num_ranks: int, kept: Callable[[], str]) -> NoReturn:
             if killed:
                 rank, number = next(iter(killed.items()))
                 name = signal.Signals(number).name
-                text = f"error: rank {rank} on {socket.gethostname()} was killed by {name}. {again}"
+                text = f"error: rank {rank} on {socket.gethostname()} was killed by {name}. {kept()}; {_AGAIN}"
                 exit_code = EXIT_STOPPED
             elif ending is not None:
                 text, exit_code = ending.told, ending.exit_code

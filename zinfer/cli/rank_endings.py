@@ -44,7 +44,8 @@ def read_endings(file: Path) -> list[Ending]:
 
 
 def first_cause(endings: Sequence[Ending]) -> Ending | None:
-    """Return the ending to tell: rank 0's, which knows of the others', unless a signal ended it first."""
+    """Return the ending to tell: rank 0's, which knows of the others', unless a signal ended it."""
     told = [each for each in endings if each.rank == 0 and each.exit_code < 128]
     own = [each for each in endings if each.is_own]
-    return next(iter([*told, *own, *endings]), None)
+    signalled = [each for each in endings if each.exit_code > 128]
+    return next(iter([*told, *own, *signalled, *endings]), None)

@@ -124,7 +124,7 @@ def run_job(
         peers.close()
         is_signal = not isinstance(error, Exception)
         # A rank's failure makes the others fail, and launchers end them by a signal: tell what was first.
-        failure = peers.settled_failure() if is_signal or is_caused_by_ranks(error) else None
+        failure = peers.settled_failure(is_signal) if is_signal or is_caused_by_ranks(error) else None
         if failure is None or (is_signal and peers.was_signalled):
             raise
         raise failure from None

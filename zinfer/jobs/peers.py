@@ -25,6 +25,7 @@ from zinfer.ranks.model_ranks import fail_models
 from zinfer.units import name_values
 
 _GRACE_S: Final = 2.0  # for news of the rank that failed first, if others fail with it
+_LATE_GRACE_S: Final = 0.2
 _AGAIN: Final = "run the same command again to go on"
 
 
@@ -140,9 +141,14 @@ class Peers:
         if self._failures:
             raise self.settled_failure() or AssertionError
 
-    def settled_failure(self, grace_s: float = _GRACE_S) -> JobError | None:
-        """Return why ranks failed, after a while in which the first of them has certainly been heard of."""
+    def settled_failure(self, is_late: bool = False) -> JobError | None:
+        """Return why ranks failed, after a while in which the first of them has certainly been heard of.
+
+        Args:
+            is_late: whether that while is over, as when a launcher has had the time to send a signal.
+        """
         with self._changed:
+            grace_s = _LATE_GRACE_S if is_late else _GRACE_S
             self._changed.wait_for(lambda: any(cause is Cause.GONE for cause, _ in self._failures), grace_s)
             return min(self._failures, key=lambda each: each[0])[1] if self._failures else None
 
