@@ -41,9 +41,6 @@ class ModelRanks:
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         self.group = group
         self.partition = group.partition
-        self._slabs: Any = dist.new_group(
-            backend="nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=_SILENCE_S * 20)
-        )
         prefix = f"model/{next(_numbers)}"
         self._store = PrefixStore(prefix, group.connect())
         self._waiting = PrefixStore(prefix, group.connect())  # for the thread of `wait_for_turn`
@@ -57,6 +54,14 @@ class ModelRanks:
         self._watcher = threading.Thread(target=self._watch, name="zinfer-ranks", daemon=True)
         self._watcher.start()
         _open.add(self)
+        try:
+            self.exchange(True)  # nothing ends a wait in `new_group` for a rank that has failed before
+            self._slabs: Any = dist.new_group(
+                backend="nccl" if self._on_cuda else "gloo", timeout=timedelta(seconds=_SILENCE_S * 20)
+            )
+        except BaseException as failure:
+            self.leave_after(None, failure, None)
+            raise
 
     def gather(self, slab: torch.Tensor) -> None:
         """As `Ranks.gather`."""
