@@ -95,13 +95,11 @@ def launch(num_ranks: int, kept: Callable[[], str]) -> NoReturn:
         except SignalException as stopped:
             text, exit_code = f"{stopped.sigval.name}: stopped. {kept()}; {_AGAIN}.", 128 + stopped.sigval
         except ChildFailedError as error:
-            killed = {
-                rank: -failure.exitcode
-                for rank, failure in error.failures.items()
-                if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM  # with which the launcher ends the rest
-            }
             ending = first_cause(read_endings(endings))
-            if killed:
+            killed = {rank: -failure.exitcode for rank, failure in error.failures.items() if failure.exitcode < 0}
+            first = next(iter(error.failures))  # the launcher ends the others by SIGTERM, and at last SIGKILL
+            killed = {rank: number for rank, number in killed.items() if rank == first or number != signal.SIGTERM}
+            if killed and (first in killed or ending is None or not ending.is_own):
                 rank, number = next(iter(killed.items()))
                 name = signal.Signals(number).name
                 text = f"error: rank {rank} on {socket.gethostname()} was killed by {name}. {kept()}; {_AGAIN}"
