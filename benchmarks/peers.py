@@ -26,12 +26,13 @@ from typing import Final
 import torch
 from ceilings import PlainReads, best_disk_setting, link_bytes_per_s
 from homes import blocks_of
-from peer_process import run_limited
 from peer_systems import SYSTEMS, System, Tier, chosen_systems
 from peer_worker import Work, greedy_options, layer_bytes
 from random_model import drop_page_cache, random_opt, save_random_opt
 from result import keep, publish
 from transformers import OPTForCausalLM
+
+from zinfer.jobs.limited_process import run_limited
 
 _SMALL_LAYERS: Final = 4
 _SMALL_HIDDEN: Final = 512  # DeepSpeed leaves in host memory what takes less than 1 MiB

@@ -15,7 +15,9 @@ from typing import Protocol
 
 import torch
 
+from zinfer.offload.block import Block
 from zinfer.offload.partition import Partition
+from zinfer.offload.slots import Slot
 from zinfer.offload.source import Source
 from zinfer.offload.stream import CopyStream, Event
 from zinfer.offload.transfer import Target, Transfer
@@ -104,15 +106,24 @@ class GatherLane:
         self._thread = threading.Thread(target=self._run, name="zinfer-gather", daemon=True)
         self._thread.start()
 
-    def submit(self, transfer: GatheredTransfer) -> None:
-        """Queue a transfer that was submitted to its lane; it keeps its own failure."""
+    def begin(self, block: Block, source: Source, slot: Slot, stream: CopyStream) -> GatheredTransfer:
+        """Return the transfer of this rank's range into a slot, queued to be gathered there; the caller submits it.
+
+        Args:
+            source: of the range.
+            stream: of the lane that copies it.
+        """
+        target = Target(self.partition.own_range(slot.buffer, block.nbytes), stream, slot.reusable_after)
+        slab = slot.buffer[: self.partition.gathered_bytes(block.nbytes)]
+        transfer = GatheredTransfer(block.name, source, target, slab)
         with self._lock:
             failure = self._failure
             if failure is None:
                 self._open.append(transfer)
                 self._queue.put(transfer)
-                return
-        _give_up(transfer, failure)
+        if failure is not None:
+            _give_up(transfer, failure)
+        return transfer
 
     def close(self) -> None:
         """End the thread once the queued slabs are gathered; after a failure its last gather is left alone."""

@@ -21,11 +21,11 @@ import torch
 
 from zinfer.offload.access_predictor import AccessPredictor
 from zinfer.offload.block import Block, SlabLayout, Tier
-from zinfer.offload.ranks import GatheredTransfer, GatherLane
+from zinfer.offload.ranks import GatherLane
 from zinfer.offload.slots import DeviceSlots, Slot
 from zinfer.offload.source import Source
 from zinfer.offload.stats import Arrivals, Stalls
-from zinfer.offload.stream import CopyStream, Event
+from zinfer.offload.stream import Event
 from zinfer.offload.trace import Trace
 from zinfer.offload.transfer import Target, Transfer
 from zinfer.offload.transfer_lane import LaneClosed, TransferLane
@@ -95,11 +95,9 @@ class Streamer:
         if self._gathers is None:
             transfer = Transfer(block.name, source, Target(slot.buffer, lane.stream, slot.reusable_after))
         else:
-            transfer = self._shared(block, source, slot, lane.stream)
+            transfer = self._gathers.begin(block, source, slot, lane.stream)
         self._moving[block.index] = _Use(block, slot, transfer)
         lane.submit(transfer)
-        if isinstance(transfer, GatheredTransfer) and self._gathers is not None:
-            self._gathers.submit(transfer)
 
     def wait(self, block: Block) -> dict[str, torch.nn.Parameter]:
         """Make the compute stream wait for the block; returns its tensors by name, valid until `release`.
@@ -128,13 +126,6 @@ class Streamer:
             if index == block.index:
                 return
             self.serve(index)
-
-    def _shared(self, block: Block, source: Source, slot: Slot, stream: CopyStream) -> GatheredTransfer:
-        """Return the transfer of this rank's range into a slot, to be gathered there."""
-        assert self._gathers is not None
-        partition = self._gathers.partition
-        target = Target(partition.own_range(slot.buffer, block.nbytes), stream, slot.reusable_after)
-        return GatheredTransfer(block.name, source, target, slot.buffer[: partition.gathered_bytes(block.nbytes)])
 
     def _wait(self, block: Block) -> dict[str, torch.nn.Parameter]:
         begin_s = time.perf_counter()

@@ -27,6 +27,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 START_COMMANDS: Final = (
+    "test_bench_kill.py",
     "test_cli_kill.py",
     "test_corruptions.py",
     "test_faults_jobs.py",

@@ -12,10 +12,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import job_systems
-import peer_process
 import peer_systems
 import peer_worker
 import peers
+
+from zinfer.jobs import limited_process
 
 CPU = torch.device("cpu")
 
@@ -54,7 +55,7 @@ def work(gate: Any, tmp_path: Path) -> dict[str, Any]:
     ],
 )
 def test_the_last_error_of_a_log(log: str, said: str) -> None:
-    assert peer_process.last_error(log) == said
+    assert limited_process.last_error(log) == said
 
 
 @pytest.mark.parametrize(
@@ -67,11 +68,11 @@ def test_the_last_error_of_a_log(log: str, said: str) -> None:
     ],
 )
 def test_a_process_that_ends(script: str, said: str | None, tmp_path: Path) -> None:
-    assert peer_process.run_limited([sys.executable, "-c", script], tmp_path / "log", 60) == said
+    assert limited_process.run_limited([sys.executable, "-c", script], tmp_path / "log", 60) == said
 
 
 def test_a_process_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
-    said = peer_process.run_limited(["sh", "-c", "sleep 600 & echo $!; wait"], tmp_path / "log", 2)
+    said = limited_process.run_limited(["sh", "-c", "sleep 600 & echo $!; wait"], tmp_path / "log", 2)
     child = int((tmp_path / "log").read_text())
     assert said == f"stopped at its limit of 2 s, after: {child}"
     stat = Path(f"/proc/{child}/stat")

@@ -212,3 +212,19 @@ def test_the_model_must_be_named() -> None:
     result = CliRunner().invoke(app, ["plan", "--machine", "h200"])
     assert result.exit_code == 2
     assert "--model" in result.stderr
+
+
+def test_ranks_share_the_weights_and_divide_the_rows(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"zero_optimization": {"offload_param": {"device": "cpu"}}}))
+    shape = ("--machine", "h200", "--config", str(config), "--prompt-len", "64", "--new-tokens", "8", "--json")
+    one = document(zinfer_plan("llama-3-70b", *shape, "--batch-size", "8"))
+    two = document(zinfer_plan("llama-3-70b", *shape, "--batch-size", "16", "--ranks", "2"))
+    assert two["request"]["batch_size"] == one["request"]["batch_size"] == 8, "each of the ranks has half of the rows"
+    assert two["decode"]["link_s"] == pytest.approx(one["decode"]["link_s"] / 2, rel=1e-3)
+    assert two["tokens_per_s_of_all_ranks"] == 2 * two["tokens_per_s"] > 3.9 * one["tokens_per_s"], (
+        "both are link-bound"
+    )
+    assert two["memory"]["host_bytes"] == pytest.approx(one["memory"]["host_bytes"] / 2, rel=0.05)
+    told = zinfer_plan("llama-3-70b", *shape[:-1], "--ranks", "2")
+    assert "one of 2 ranks; all together:" in told.stdout

@@ -51,7 +51,7 @@ def test_each_key_once_for_each_engine(
 def test_arguments_of_initialize_too(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     zinfer.initialize(model=folder, config={}, device="cpu", dist_init_required=False)[0].destroy()
     assert said(caplog) == [
-        "without effect: dist_init_required (says how several GPUs find each other; one GPU runs here)"
+        "without effect: dist_init_required (says how several GPUs find each other; zinfer has its own way)"
     ]
 
 

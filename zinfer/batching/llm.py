@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -15,9 +16,11 @@ from zinfer.batching.handle import Handle
 from zinfer.batching.request import RequestBuilder
 from zinfer.batching.runner import PassRunner, open_pages
 from zinfer.batching.serving_loop import ServingLoop
+from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import say_without_effect
-from zinfer.engine.streamed_model import StreamedModel
+from zinfer.engine.prepare import PreparedModel
+from zinfer.engine.streamed_model import Prepare, StreamedModel
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.model.batching_support import check_family
 from zinfer.model.context_length import read_limits
@@ -42,7 +45,7 @@ class LLM:
     """A model that completes prompts in ragged batches; all running sequences share each pass over its weights.
 
     Args:
-        model: as for `zinfer.init_inference`.
+        model: as for `zinfer.init_inference`, or an open checkpoint.
         config: likewise; ``zinfer.tokens_per_pass``, ``max_sequences``, ``kv_cache_memory``, ``kv_cache_tier``,
             ``kv_cache_dtype`` and ``kv_page_size`` configure the batches.
         tokenizer: one of transformers'; by default the one in the model's folder, if there is one. Without it prompts
@@ -50,6 +53,7 @@ class LLM:
         swaps_to_disk: whether preempted sequences are swapped to ``offload_param.nvme_path`` once their share of host
             memory is full; None: if a path is stated and swapping is faster than recomputing.
         checksums: collects checksums of the weights as they are read.
+        prepare: partitions the module; by default over the weights of its checkpoint.
         kwargs: the same keys as in ``config``.
 
     A thread of its own runs the passes (`ServingLoop`); any number of threads may call, and their prompts share passes.
@@ -62,12 +66,13 @@ class LLM:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | nn.Module,
+        model: str | os.PathLike[str] | Checkpoint | nn.Module,
         config: str | os.PathLike[str] | Mapping[str, object] | None = None,
         *,
         tokenizer: Any = None,
         swaps_to_disk: bool | None = None,
         checksums: TensorChecksums | None = None,
+        prepare: Prepare = PreparedModel.of,
         **kwargs: object,
     ) -> None:
         settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module), swaps=True)
@@ -93,6 +98,7 @@ class LLM:
             find_reserve=find_reserve,
             replays_passes=True,
             checksums=checksums,
+            prepare=prepare,
         )
         assert budget is not None
         try:
@@ -130,6 +136,11 @@ class LLM:
         self._loop = ServingLoop(self._batcher, device, closers)
         self._loop.close_with(self)
         self._estimator = JobEstimator(budget, window, token_bytes, self._model.estimator.pass_time)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._model.device
 
     @property
     def plan(self) -> Plan:

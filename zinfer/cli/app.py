@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from zinfer import __version__
+from zinfer.cli.bench import bench
 from zinfer.cli.ending import protect_streams
 from zinfer.cli.families import families
 from zinfer.cli.plan import plan
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(run)
 app.command()(probe)
 app.command()(plan)
+app.command()(bench)
 app.command()(quantize)
 app.command()(families)
 

@@ -59,11 +59,9 @@ def exit_on_error(kept: Callable[[], str] | None = None) -> Iterator[None]:
     except (ConfigError, CheckpointError, PlanError, UnusableInput) as error:
         conclude(f"error: {error}", EXIT_UNUSABLE)
     except Interrupted as interruption:
-        assert kept is not None, "only commands that can resume use raise_on_signals"
+        resumes = f" {kept()}; run the same command again to go on." if kept else ""
         name = signal.Signals(interruption.signal_number).name
-        conclude(
-            f"{name}: stopped. {kept()}; run the same command again to go on.", interruption.exit_code, is_own=False
-        )
+        conclude(f"{name}: stopped.{resumes}", interruption.exit_code, is_own=False)
     except (OSError, JobError, RankError) as error:
         if isinstance(error.__cause__, RuntimeError) and not isinstance(error, RankError):
             traceback.print_exception(error.__cause__)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,6 +38,9 @@ def plan(
     input: Annotated[
         Path | None, typer.Option(help="Plan the job of this JSONL file, by a sample of its rows.")
     ] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="GPUs of the machine that share the model, each with its part of the rows.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
 ) -> None:
     """Predict memory, speed and the bottleneck of a batch or a job, and suggest how to make it faster.
@@ -66,11 +70,17 @@ def plan(
     with exit_on_error():
         if rows is not None and input is not None:
             raise ConfigError("--rows and --input both set the number of rows; remove one of the two")
-        case = _case(model, config, machine, probe)
+        case = _case(model, config, machine, probe, ranks)
         if rows is None and input is None:
-            document, table, lines = _plan_batch(case, (batch_size or 32, prompt_len, new_tokens))
+            document, table, lines = _plan_batch(case, (-(-(batch_size or 32) // ranks), prompt_len, new_tokens))
         else:
             document, table, lines = _plan_job(case, model, config, rows, input, (prompt_len, new_tokens))
+        if ranks > 1:
+            from zinfer.planning.step_time import speed
+
+            together = ranks * document["tokens_per_s"]
+            document |= {"ranks": ranks, "tokens_per_s_of_all_ranks": together}
+            lines.insert(0, f"the table is for one of {ranks} ranks; all together: {speed(together)}")
         if as_json:
             print(json.dumps(document, indent=2))
             return
@@ -112,10 +122,12 @@ def _plan_job(
         from zinfer.planning.tables import job_document, job_table
 
     given, (prompt_len, new_tokens) = config_keys(config), lengths
-    job, skipped = Job(rows or 1, [prompt_len], [new_tokens]), []
+    num_ranks = case.partition.size
+    job, skipped = Job(-(-(rows or 1) // num_ranks), [prompt_len], [new_tokens]), []
     if input is not None:
         vocab, limits = case.outline.spec.vocab, case.outline.limits(case.settings)
         job, num_rows, num_unusable = sample_lengths(input, model, vocab, new_tokens, limits)
+        job = replace(job, num_rows=-(-job.num_rows // num_ranks))
         if num_unusable:
             skipped.append(f"{num_unusable:,} of {num_rows:,} sampled rows would fail, and are left out")
     try:
@@ -133,8 +145,8 @@ def _with_changes(error: PlanError, changes: Iterable[str]) -> PlanError:
     return PlanError(f"{error}; what would fit: {words}") if words else error
 
 
-def _case(model: Path, config: Path | None, machine_name: str | None, probe: Path | None) -> "Case":
-    """Return the model and the machine to plan for. Checks the machine first."""
+def _case(model: Path, config: Path | None, machine_name: str | None, probe: Path | None, ranks: int) -> "Case":
+    """Return the model and what each rank has of the machine to plan for. Checks the machine first."""
     if machine_name is not None and probe is not None:
         raise ConfigError("--machine and --probe both set the speed of the machine; remove one of the two")
     if machine_name is not None:
@@ -145,6 +157,7 @@ def _case(model: Path, config: Path | None, machine_name: str | None, probe: Pat
         from zinfer.config import resolve_settings
         from zinfer.model.known_models import KNOWN_MODELS
         from zinfer.model.outline import holds_config_alone, is_known_model, read_outline
+        from zinfer.offload.partition import Partition
         from zinfer.planning.plan import Case
         from zinfer.planning.presets import find_preset, probed_machine, this_machine
 
@@ -162,4 +175,7 @@ def _case(model: Path, config: Path | None, machine_name: str | None, probe: Pat
         if not model.exists() and (near := get_close_matches(str(model), KNOWN_MODELS, 1)):
             raise CheckpointError(f"{error}; or plan for the published model: --model {near[0]}") from error
         raise
-    return Case(outline, machine or this_machine(settings, outline.files), settings)
+    machine = machine or this_machine(settings, outline.files)
+    if ranks == 1:
+        return Case(outline, machine, settings)
+    return Case(outline, machine.of_rank(ranks), settings, Partition(0, ranks))

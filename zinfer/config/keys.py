@@ -20,7 +20,7 @@ SEVERAL_GPUS = "splitting layers over several GPUs"
 EXPERT_PARALLEL = "spreading experts over several GPUs"
 EXPERTS = "the model's own config says how many experts it has, and of what kind"
 TRITON = "all fused kernels here are Triton's, with tiles chosen by size; replace_with_kernel_inject asks for them"
-ONE_GPU = "says how several GPUs share or exchange parameters; one GPU runs here"
+OWN_EXCHANGE = "says how several GPUs share or exchange parameters; zinfer has its own way"
 TRAINING = "controls training; nothing is trained here"
 GRADIENTS = "concerns gradients; inference has none"
 OPTIMIZER = "concerns the optimizer; inference has none"
@@ -61,9 +61,9 @@ KEYS: tuple[Key, ...] = (
         unsupported(f"tensor_parallel.{name}", SEVERAL_GPUS)
         for name in ("mpu", "tp_group", "partition_config", "preset_model")
     ),
-    *ignored("tensor_parallel", "says how layers are split; none is split over one GPU", "enabled", "tp_grain_size"),
-    *ignored("tensor_parallel", ONE_GPU, "tp_overlap_comm"),
-    *ignored("", "says how finely layers are split; none is split over one GPU", "tp_grain_size"),
+    *ignored("tensor_parallel", "says how layers are split; none is split here", "enabled", "tp_grain_size"),
+    *ignored("tensor_parallel", OWN_EXCHANGE, "tp_overlap_comm"),
+    *ignored("", "says how finely layers are split; none is split here", "tp_grain_size"),
     unsupported("mp_size", SEVERAL_GPUS, idle=(1,)),
     unsupported("training_mp_size", "checkpoints that training has split", idle=(1,)),
     unsupported("mpu", SEVERAL_GPUS),
@@ -118,10 +118,10 @@ KEYS: tuple[Key, ...] = (
     *ignored(_ZERO, OPTIMIZER, "offload_optimizer", "sub_group_size", "cpu_offload", "load_from_fp32_weights"),
     *ignored(_ZERO, OPTIMIZER, "zenflow", "legacy_stage1", "elastic_checkpoint"),
     *ignored(_ZERO, OPTIMIZER, "save_muon_momentum_buffer_in_memory"),
-    *ignored(_ZERO, ONE_GPU, "allgather_partitions", "allgather_bucket_size", "allgather_size"),
-    *ignored(_ZERO, ONE_GPU, "stage3_use_all_reduce_for_fetch_params|use_all_reduce_for_fetch_params"),
-    *ignored(_ZERO, ONE_GPU, "stage3_allgather_sequential|allgather_sequential"),
-    *ignored(_ZERO, ONE_GPU, "mics_shard_size", "mics_hierarchical_params_gather"),
+    *ignored(_ZERO, OWN_EXCHANGE, "allgather_partitions", "allgather_bucket_size", "allgather_size"),
+    *ignored(_ZERO, OWN_EXCHANGE, "stage3_use_all_reduce_for_fetch_params|use_all_reduce_for_fetch_params"),
+    *ignored(_ZERO, OWN_EXCHANGE, "stage3_allgather_sequential|allgather_sequential"),
+    *ignored(_ZERO, OWN_EXCHANGE, "mics_shard_size", "mics_hierarchical_params_gather"),
     *ignored(_ZERO, SAVING, "stage3_gather_16bit_weights_on_model_save|gather_16bit_weights_on_model_save"),
     *ignored(_ZERO, SAVING, "stage3_gather_fp16_weights_on_model_save|gather_fp16_weights_on_model_save"),
     *ignored(_ZERO, TRAINING, "ignore_unused_parameters", "memory_efficient_linear", "pipeline_loading_checkpoint"),
@@ -159,9 +159,9 @@ KEYS: tuple[Key, ...] = (
     *ignored("", REPORTS, "flops_profiler", "comms_logger", "log_level"),
     *ignored("", REPORTS, "tensorboard", "wandb", "csv_monitor", "comet", "trackio"),
     *ignored(
-        "", ONE_GPU, "communication_data_type", "seq_parallel_comm_data_type|seq_parallel_communication_data_type"
+        "", OWN_EXCHANGE, "communication_data_type", "seq_parallel_comm_data_type|seq_parallel_communication_data_type"
     ),
-    *ignored("", ONE_GPU, "disable_allgather", "sequence_parallel_size", "use_data_before_expert_parallelism"),
+    *ignored("", OWN_EXCHANGE, "disable_allgather", "sequence_parallel_size", "use_data_before_expert_parallelism"),
     *ignored("", TRAINING, "amp", "torch_autocast", "activation_checkpointing", "progressive_layer_drop"),
     *ignored("", TRAINING, "eigenvalue", "elasticity", "autotuning", "pipeline", "hybrid_engine", "expert_parallel"),
     *ignored("", TRAINING, "compression_training", "quantize_training", "sparse_attention", "vocabulary_size"),

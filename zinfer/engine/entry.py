@@ -17,8 +17,8 @@ _TRAINING: Final = ("optimizer", "lr_scheduler", "training_data")
 _IDLE: Final = {
     "model_parameters": "says what an optimizer changes; nothing is trained here",
     "collate_fn": "makes training batches; nothing is trained here",
-    "dist_init_required": "says how several GPUs find each other; one GPU runs here",
-    "distributed_port": "says how several GPUs find each other; one GPU runs here",
+    "dist_init_required": "says how several GPUs find each other; zinfer has its own way",
+    "distributed_port": "says how several GPUs find each other; zinfer has its own way",
 }
 
 

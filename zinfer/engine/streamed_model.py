@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.acceleration import Acceleration, open_graphs
 from zinfer.engine.estimator import PassEstimator
@@ -31,6 +32,7 @@ from zinfer.probe.limits import MachineLimits, choose_device, find_limits, free_
 from zinfer.ranks.group import join_group
 from zinfer.ranks.model_ranks import ModelRanks
 
+Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings], PreparedModel]
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], MachineLimits, int], Footprint]
 
 
@@ -38,7 +40,7 @@ class StreamedModel:
     """A module, its blocks in their homes, and the runtime that streams them.
 
     Args:
-        model: as for `zinfer.init_inference`.
+        model: as for `zinfer.init_inference`, or an open checkpoint.
         settings: the resolved configuration.
         open_stream: makes a copy stream for the device.
         trace: records reads, copies and compute; by default a new one if the settings name a file for it.
@@ -47,6 +49,7 @@ class StreamedModel:
             by default for the batch that the settings state. Ranks get the same numbers, the smallest of any.
         replays_passes: the caller captures whole passes, in ``pass_graphs``, not only the module's forward.
         checksums: collects checksums of weights as they are read.
+        prepare: partitions the module; by default over the weights of its checkpoint.
 
     Attributes:
         module: the transformers module, or the plain one that was given. Between uses its streamed parameters are
@@ -64,7 +67,7 @@ class StreamedModel:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | nn.Module,
+        model: str | os.PathLike[str] | Checkpoint | nn.Module,
         settings: Settings,
         open_stream: Callable[[torch.device], CopyStream] = open_stream,
         trace: Trace | None = None,
@@ -72,6 +75,7 @@ class StreamedModel:
         find_reserve: FindReserve | None = None,
         replays_passes: bool = False,
         checksums: TensorChecksums | None = None,
+        prepare: Prepare = PreparedModel.of,
     ) -> None:
         check_trace(settings.trace)
         group = join_group(choose_device(settings).type)
@@ -86,7 +90,7 @@ class StreamedModel:
             if check_model:
                 check_model(self.module)
             check_min_out_tokens(self.module, settings.min_out_tokens)
-            prepared = PreparedModel.of(self.module, checkpoint, settings)
+            prepared = prepare(self.module, checkpoint, settings)
             free_bytes = free_device_bytes(limits)
             if ranks is not None:
                 several = ranks.exchange((limits, free_bytes))

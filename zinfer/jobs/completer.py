@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from zinfer.batching.llm import LLM
 from zinfer.config.settings import Batching
@@ -77,7 +77,7 @@ class RaggedCompleter(Completer):
     def __init__(
         self, request: JobRequest, stated: Batching, kept: Mapping[str, int], checksums: TensorChecksums | None
     ) -> None:
-        options: dict[str, object] = {
+        options: dict[str, Any] = {
             name: size for name, size in kept.items() if name != _SWAPS and getattr(stated, name) is None
         }
         if request.trace is not None:

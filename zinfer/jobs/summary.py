@@ -1,6 +1,6 @@
 """The summary of a finished job, as a value and as a table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -65,10 +65,15 @@ class JobSummary:
 
 def summary_table(summary: JobSummary) -> Table:
     """Return the table that `zinfer run` prints at the end."""
-    table = Table(title="zinfer run", show_header=False, title_justify="left")
+    return section_table("zinfer run", summary_rows(summary))
+
+
+def section_table(title: str, sections: Iterable[Iterable[tuple[str, str]]]) -> Table:
+    """Return a table of names and values, with a line between sections."""
+    table = Table(title=title, show_header=False, title_justify="left")
     table.add_column("what")
     table.add_column("value", overflow="fold")
-    for section in summary_rows(summary):
+    for section in sections:
         for row in section:
             table.add_row(*row)
         table.add_section()

@@ -191,9 +191,13 @@ def _brief(error: Exception) -> str:
 
 
 def find_model(
-    model: str | os.PathLike[str] | nn.Module, settings: Settings
+    model: str | os.PathLike[str] | Checkpoint | nn.Module, settings: Settings
 ) -> tuple[PreTrainedModel, Checkpoint | None]:
     """Return the module tree, and the checkpoint that holds its weights; None if they are in memory.
+
+    Args:
+        model: as for `zinfer.init_inference`, or a checkpoint that is open already.
+        settings: the resolved configuration.
 
     A module that is not one of transformers' is cast to that type; callers must not rely on its attributes.
 
@@ -201,12 +205,12 @@ def find_model(
         ConfigError: the model cannot be run, or it is not known where its weights are.
         CheckpointError: as `Checkpoint.open`.
     """
-    if not isinstance(model, str | os.PathLike | nn.Module):
+    if not isinstance(model, str | os.PathLike | Checkpoint | nn.Module):
         raise ConfigError(f"model: expected a folder, a hub name or a module, not {type(model).__name__}")
     if not isinstance(model, nn.Module):
         if settings.checkpoint is not None:
             raise ConfigError(f"checkpoint: the model is given as a folder ({model}) already; remove one of the two")
-        checkpoint = Checkpoint.open(model)
+        checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
         tree = build_meta_model(checkpoint, settings.dtype)
         check_classes(tree, settings.block_classes)
         _keep_scale(tree)

@@ -113,10 +113,7 @@ def read_outline(
             (Path(temporary) / CONFIG_NAME).write_text(json.dumps(KNOWN_MODELS[os.fspath(model)]))
             return replace(read_outline(temporary, dtype, quantization), name=os.fspath(model))
     if holds_config_alone(folder):
-        checkpoint = Checkpoint(folder, {}, {}, "")
-        _check_config(checkpoint, dtype)
-        tree = build_meta_model(checkpoint, dtype)
-        checkpoint = replace(checkpoint, tensors=_made_up_tensors(tree, folder / _MADE_UP_NAME))
+        tree, checkpoint = made_up_model(folder, dtype)
     else:
         checkpoint = Checkpoint.open(model)
         tree = build_meta_model(checkpoint, dtype)
@@ -131,6 +128,24 @@ def read_outline(
         tree=tree,
         weights=weights,
     )
+
+
+def made_up_model(folder: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, Checkpoint]:
+    """Return the model that config.json describes, and a checkpoint of its tensors in a file that is not there.
+
+    Weights in the folder are ignored.
+
+    Args:
+        folder: an absolute path; holds config.json.
+        dtype: of parameters; None takes config.json's.
+
+    Raises:
+        CheckpointError: as `read_outline`.
+    """
+    bare = Checkpoint(folder, {}, {}, "")
+    _check_config(bare, dtype)
+    tree = build_meta_model(bare, dtype)
+    return tree, replace(bare, tensors=_made_up_tensors(tree, folder / _MADE_UP_NAME))
 
 
 def _partition(

@@ -32,7 +32,7 @@ class Plan:
     """Homes by block index, buffers, and the bytes of each kind of memory for the whole run.
 
     ``slot_bytes`` and ``staging_bytes`` are per slot; ``host_bytes`` is the peak, loading included; ``streamed_bytes``
-    are the slabs that are not resident.
+    are the slabs that are not resident; each of ``num_ranks`` copies one range of them, and keeps one in its memory.
     """
 
     homes: tuple[Home, ...]
@@ -44,6 +44,7 @@ class Plan:
     host_bytes: int
     pinned_bytes: int
     streamed_bytes: int
+    num_ranks: int = 1
 
     @property
     def is_mixed(self) -> bool:
@@ -59,7 +60,9 @@ class Plan:
         slots = f"{self.num_slots} slots of {human_bytes(self.slot_bytes)}"
         host = f"{human_bytes(self.host_bytes)} host ({human_bytes(self.pinned_bytes)} pinned)"
         memory = f"{human_bytes(self.device_bytes)} device, {host}"
-        return f"blocks {homes}; {slots}; {human_bytes(self.streamed_bytes)} streamed a pass; memory {memory}"
+        streamed = f"{human_bytes(self.streamed_bytes)} streamed a pass"
+        shared = f" by {self.num_ranks} ranks together" if self.num_ranks > 1 else ""
+        return f"blocks {homes}; {slots}; {streamed}{shared}; memory {memory}"
 
 
 def make_plan(
@@ -140,6 +143,7 @@ class _Planner:
             host_bytes=host.host_bytes,
             pinned_bytes=host.pinned_bytes,
             streamed_bytes=sum(block.nbytes for block in streamed),
+            num_ranks=self.partition.size,
         )
 
     def _home(self, index: int, resident: frozenset[int], host: HostSide) -> Home:

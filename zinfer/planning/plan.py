@@ -6,6 +6,7 @@ from zinfer.config import Settings
 from zinfer.errors import ConfigError, PlanError
 from zinfer.model.outline import Outline
 from zinfer.offload.block import Tier
+from zinfer.offload.partition import WHOLE, Partition
 from zinfer.planning.memory import Footprint, Request, beside_request, find_footprint, weight_budget
 from zinfer.planning.placement import Plan, make_plan
 from zinfer.planning.presets import Machine
@@ -16,11 +17,15 @@ from zinfer.units import human_bytes
 
 @dataclass(frozen=True)
 class Case:
-    """The input of a plan: a model, a machine and a configuration."""
+    """The input of a plan: a model, a machine and a configuration.
+
+    ``partition``: the ranks that share the model; ``machine`` is then what one of them has.
+    """
 
     outline: Outline
     machine: Machine
     settings: Settings
+    partition: Partition = WHOLE
 
     def check_length(self, prompt_len: int, new_tokens: int) -> None:
         """Raise ConfigError if such sequences are longer than the model or the configuration allows."""
@@ -33,7 +38,7 @@ class Case:
 
     def place(self, limits: MachineLimits) -> Plan:
         """Place all blocks; raises like `make_plan`."""
-        return make_plan(self.outline.plain_blocks, self.outline.layers, limits, self.settings)
+        return make_plan(self.outline.plain_blocks, self.outline.layers, limits, self.settings, self.partition)
 
     def clock(self, plan: Plan, *, is_fused: bool = False) -> PassClock:
         """Return the clock that predicts passes under a plan; ``is_fused`` as in `ModelSpec`."""

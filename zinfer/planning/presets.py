@@ -34,6 +34,14 @@ class Machine:
     device_memory_bytes: int
     rates: Rates
 
+    def of_rank(self, num_ranks: int) -> "Machine":
+        """Return what each of several ranks on this machine has: its own device, and its part of the host's memory."""
+        limits = self.limits
+        shared = replace(
+            limits, host_bytes=limits.host_bytes // num_ranks, pinned_bytes=limits.pinned_bytes // num_ranks
+        )
+        return replace(self, name=f"{self.name}, {num_ranks} ranks", limits=shared)
+
 
 def _preset(name: str, device_memory_bytes: int, host_memory_bytes: int, rates: Rates) -> Machine:
     host_bytes = int(host_memory_bytes * HOST_SHARE)

@@ -3,7 +3,7 @@
 Shared prefixes and sequences that end early make a job shorter; neither is simulated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zinfer.errors import ConfigError
@@ -26,6 +26,7 @@ class JobPrediction:
         bottleneck: the resource that limits most passes.
         steady_s_per_token: seconds per token in the middle of the job, with running sequences of all ages.
         most_together: maximum number of sequences that one pass gave a token.
+        busy_s: seconds of work of each resource in all passes, by the names of `PassTime.terms`.
     """
 
     seconds: float
@@ -35,6 +36,7 @@ class JobPrediction:
     bottleneck: str
     steady_s_per_token: float
     most_together: int
+    busy_s: Mapping[str, float]
 
     def __str__(self) -> str:
         return (
@@ -91,6 +93,7 @@ class JobEstimator:
             bottleneck=max(set(names), key=names.count),
             steady_s_per_token=_steady(times),
             most_together=max(size.num_samples for size in sizes),
+            busy_s={name: sum(each.terms[name] for each in times) for name in times[0].terms},
         )
 
     def _time_of(self, size: PassSize) -> PassTime:

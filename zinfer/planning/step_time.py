@@ -4,9 +4,10 @@
 
 Each term is the work of one resource divided by its rate. Resources overlap, so the slowest one determines the pass.
 Only attention does not overlap with the products around it: reading the KV cache counts for both terms. Streaming
-continues from one pass into the next, so the pipeline fills only once, in the first pass. Not modelled: kernel
-launches, and waits for a free slot while a lane has work (with one block much larger than the others, or with homes on
-disk and host).
+continues from one pass into the next, so the pipeline fills only once, in the first pass. Each of several ranks copies
+its range of what streams over its own link; the disk and the host's memory they share. Not modelled: kernel launches,
+gathers among ranks, and waits for a free slot while a lane has work (with one block much larger than the others, or
+with homes on disk and host).
 """
 
 from collections.abc import Iterable, Sequence
@@ -205,7 +206,8 @@ class PassClock:
             key=lambda entry: entry[1].tier is not Tier.DISK
         )  # blocks from disk are cached on the device first
         # Pageable slabs are copied through pinned staging; on a CPU, without pinned memory, directly.
-        moved = [_moved_bytes(each, home, stages=plan.pinned_bytes > 0) for each, home in streamed]
+        whole = [_moved_bytes(each, home, stages=plan.pinned_bytes > 0) for each, home in streamed]
+        moved = [(disk, host, link // plan.num_ranks) for disk, host, link in whole]
         # Indexed by the number of blocks cached on the device.
         self._moved_bytes = list(accumulate(reversed(moved), _add, initial=(0, 0, 0)))[::-1]
 

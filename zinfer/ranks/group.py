@@ -119,6 +119,7 @@ def _join(device: str) -> RankGroup:
 
 
 _kept: list[TCPStore] = []
+"""The store of rank 0, which lives as long as the process."""
 
 
 def _leave() -> None:

@@ -1,24 +1,25 @@
 """The ranks of one model: the exchange of slabs, the turns, and the news of failures."""
 
 import itertools
+import logging
 import pickle
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from zinfer.errors import RankError
 from zinfer.ranks.group import RankGroup
+from zinfer.ranks.rank_store import SILENCE_S, RankStore
 
-_BEAT_S: Final = 2
-_SILENCE_S: Final = 45  # of a rank that counts as lost: a process that is alive beats even while it computes
+log = logging.getLogger(__name__)
+
+_BEAT_S: Final = 1
 _PATIENCE_S: Final = 1.0  # for a rank in the middle of a pass to ask for its next block
 _KEPT_TURNS: Final = 1000  # more than any rank is behind another
 _LEAVE_S: Final = 30
@@ -36,20 +37,25 @@ class ModelRanks:
     Args:
         group: the processes.
         device: of the slabs; CUDA slabs are gathered by NCCL, others by gloo.
+
+    Attributes:
+        partition: this rank's place among the ranks.
+        turn: number of turns taken.
+        failure: why the ranks cannot go on; None while they can.
     """
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         self.group = group
         self.partition = group.partition
-        prefix = f"model/{next(_numbers)}"
-        self._store = PrefixStore(prefix, group.connect())
-        self._waiting = PrefixStore(prefix, group.connect())  # for the thread of `wait_for_turn`
-        self._news = PrefixStore(prefix, group.connect())  # for the thread that watches
+        self.turn = 0
+        self.failure: BaseException | None = None
         self._on_cuda = device.type == "cuda"
         self._num_exchanges = 0
-        self.turn = 0
-        self._failure: BaseException | None = None
         self._callbacks: list[Callable[[BaseException], None]] = []
+        self._prefix = f"model/{next(_numbers)}"
+        # A connection serves one thread: that of the model, of `wait_for_turn`, of `_watch`, of whoever met a failure.
+        self._store, self._coming, self._news, self._spare = (self._connect() for _ in range(4))
+        self._failing = threading.Lock()
         self._over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="zinfer-ranks", daemon=True)
         self._watcher.start()
@@ -57,7 +63,7 @@ class ModelRanks:
         try:
             self.exchange(True)  # nothing ends a wait in `new_group` for a rank that has failed before
             self._slabs: Any = dist.new_group(
-                backend="nccl" if self._on_cuda else "gloo", timeout=timedelta(seconds=_SILENCE_S * 20)
+                backend="nccl" if self._on_cuda else "gloo", timeout=timedelta(seconds=20 * SILENCE_S)
             )
         except BaseException as failure:
             self.leave_after(None, failure, None)
@@ -81,10 +87,10 @@ class ModelRanks:
             RankError: another rank failed.
         """
         name, self._num_exchanges = f"exchange/{self._num_exchanges}", self._num_exchanges + 1
-        self._store.set(f"{name}/{self.group.rank}", pickle.dumps(value))  # type: ignore[arg-type]
+        self._store.set(f"{name}/{self.group.rank}", pickle.dumps(value))
         found: list[_T] = []
         for rank in range(self.group.size):
-            while not _arrives(self._store, f"{name}/{rank}", _BEAT_S):
+            while not self._store.arrives(f"{name}/{rank}", _BEAT_S):
                 self.check()
             found.append(pickle.loads(self._store.get(f"{name}/{rank}")))
         return found
@@ -104,17 +110,8 @@ class ModelRanks:
 
     def check(self) -> None:
         """Raise the error of the rank that has failed, if any."""
-        if self._failure is not None:
-            raise self._failure
-
-    def _await(self, work: Any) -> None:
-        """Wait for a collective on the host, unless a rank fails; on a CUDA device only the current stream waits."""
-        pause_s = _LEAST_PAUSE_S
-        while not self._on_cuda and not work.is_completed():
-            self.check()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
-        work.wait()
+        if self.failure is not None:
+            raise self.failure
 
     def take_turn(self, index: int, *, expected: bool) -> int:
         """As `Ranks.take_turn`.
@@ -123,14 +120,11 @@ class ModelRanks:
             RankError: another rank failed.
         """
         key = f"turn/{self.turn}"
-        try:
-            if not expected:
-                _arrives(self._store, key, _PATIENCE_S)
-            taken = int(self._store.compare_set(key, "", str(index)))
-            if self.group.rank == 0 and self.turn >= _KEPT_TURNS:
-                self._store.delete_key(f"turn/{self.turn - _KEPT_TURNS}")
-        except RuntimeError as error:
-            raise self._failure or RankError(f"{self._named(0)} is gone, and with it the turns: {error}") from error
+        if not expected:
+            self._store.arrives(key, _PATIENCE_S)
+        taken = int(self._store.set_once(key, str(index)))
+        if self.group.rank == 0 and self.turn >= _KEPT_TURNS:
+            self._store.delete(f"turn/{self.turn - _KEPT_TURNS}")
         self.check()
         self.turn += 1
         return taken
@@ -142,30 +136,26 @@ class ModelRanks:
         """
         turn = self.turn
         key = f"turn/{turn}"
-        if not _arrives(self._waiting, key, timeout_s):
-            return None
-        return turn, int(self._waiting.get(key))
+        return (turn, int(self._coming.get(key))) if self._coming.arrives(key, timeout_s) else None
 
     def say_done(self) -> None:
         """Tell the other ranks that this one asks for no more blocks."""
         self._store.set(f"done/{self.group.rank}", "1")
 
     def all_are_done(self) -> bool:
-        """Whether no rank asks for another block."""
-        return bool(self._store.check([f"done/{rank}" for rank in range(self.group.size)]))
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why the ranks cannot go on; None while they can."""
-        return self._failure
+        """Whether no rank asks for another block; called by the thread of `wait_for_turn`."""
+        return self._coming.has(*(f"done/{rank}" for rank in range(self.group.size)))
 
     def fail(self, failure: BaseException) -> None:
-        """As `Ranks.fail`; only the first failure of all ranks is told."""
-        if self._failure is None:
-            text = f"{self._named(self.group.rank)}: {type(failure).__name__}: {failure}"
-            with suppress(RuntimeError):  # rank 0 is gone with the store: the others know that
-                self._news.compare_set("failed", "", text)
-            self._note(failure)
+        """As `Ranks.fail`; only the first failure of all ranks is told. May be called by any thread."""
+        if self.failure is not None:
+            return
+        self._note(failure)
+        try:
+            with self._failing:
+                self._spare.set_once("failed", f"{self._named(self.group.rank)}: {type(failure).__name__}: {failure}")
+        except RankError as error:  # rank 0 is gone, which the others notice by themselves
+            log.debug("the other ranks cannot be told: %s", error)
 
     def on_failure(self, call: Callable[[BaseException], None]) -> None:
         """As `Ranks.on_failure`."""
@@ -182,39 +172,77 @@ class ModelRanks:
         _open.discard(self)
         self._over.set()
         self._watcher.join()
-        if self._failure is not None:
+        if self.failure is not None:
             return
         num_left = self._store.add("left", 1)
         until_s = time.monotonic() + _LEAVE_S
         while self.group.rank == 0 and num_left < self.group.size and time.monotonic() < until_s:
             time.sleep(0.01)
             num_left = self._store.add("left", 0)
+        for store in (self._store, self._coming, self._news, self._spare):
+            store.close()
+
+    def _await(self, work: Any) -> None:
+        """Wait for a collective on the host, unless a rank fails; on a CUDA device only the current stream waits."""
+        pause_s = _LEAST_PAUSE_S
+        try:
+            while not self._on_cuda and not work.is_completed():
+                self.check()
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            work.wait()
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: RuntimeError) -> BaseException:
+        """Return the error of a broken connection, with the rank that told of a failure or no longer beats."""
+        with self._failing:
+            try:
+                before = self._beats(self._spare)
+                if self._spare.arrives("failed", 3 * _BEAT_S):
+                    return RankError(self._spare.get("failed").decode())
+                beats = self._beats(self._spare)
+            except RankError as lost:
+                return lost
+        names = " and ".join(self._named(rank) for rank, beat in enumerate(beats) if beat == before[rank])
+        return RankError(f"{names or 'a rank'} ended or was killed: {str(error).splitlines()[0]}")
 
     def _watch(self) -> None:
         """Beat, and listen for the others' beats and failures."""
-        size, rank = self.group.size, self.group.rank
-        heard = [(0, time.monotonic())] * size
+        heard = [(0, time.monotonic())] * self.group.size
         try:
             while not self._over.wait(_BEAT_S):
-                self._news.add(f"beat/{rank}", 1)
-                if self._news.check(["failed"]):
+                self._news.add(f"beat/{self.group.rank}", 1)
+                if self._news.has("failed"):
                     self._note(RankError(self._news.get("failed").decode()))
                     return
-                now_s = time.monotonic()
-                beats = [self._news.add(f"beat/{each}", 0) for each in range(size)]
+                now_s, beats = time.monotonic(), self._beats(self._news)
                 heard = [then if then[0] == beat else (beat, now_s) for then, beat in zip(heard, beats, strict=True)]
-                silent = [each for each, (_, at_s) in enumerate(heard) if now_s - at_s > _SILENCE_S]
+                silent = [rank for rank, (_, at_s) in enumerate(heard) if now_s - at_s > SILENCE_S]
                 if silent:
-                    self._note(RankError(f"{self._named(silent[0])} has not answered for {_SILENCE_S} s"))
+                    self._note(RankError(f"{self._named(silent[0])} has not answered for {SILENCE_S} s"))
                     return
-        except RuntimeError as error:
-            self._note(RankError(f"{self._named(0)} is gone, and with it the store of all ranks: {error}"))
+        except RankError as error:
+            self._note(error)
+
+    def _connect(self) -> RankStore:
+        return RankStore(self.group.connect, self._prefix, self._gone)
+
+    def _gone(self, why: str) -> RankError:
+        failure = RankError(f"{self._named(0)} is gone, which all ranks need: {why}")
+        self._note(failure)
+        return failure
+
+    def _beats(self, store: RankStore) -> list[int]:
+        return [store.add(f"beat/{rank}", 0) for rank in range(self.group.size)]
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} on {self.group.hosts[rank]}"
 
     def _note(self, failure: BaseException) -> None:
-        self._failure = self._failure or failure
+        self.failure = self.failure or failure
         for call in self._callbacks:
             call(failure)
 
@@ -223,12 +251,3 @@ def fail_models(failure: BaseException) -> None:
     """Fail every model of this process, also while it loads: all ranks' waits for its blocks raise. Thread-safe."""
     for ranks in list(_open):
         ranks.fail(failure)
-
-
-def _arrives(store: Store, key: str, timeout_s: float) -> bool:
-    """Whether a key is set within the timeout."""
-    try:
-        store.wait([key], timedelta(seconds=timeout_s))
-    except DistStoreError:  # the timeout is over
-        return False
-    return True

@@ -1,0 +1,108 @@
+"""`zinfer bench --compare`: rivals run on a real checkpoint in processes of their own; one that cannot is no error."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from test_bench import GPT_OSS, LLAMA, MIXTRAL, check_refused, folder_of, zinfer_bench
+
+from zinfer.checkpoint import Checkpoint
+from zinfer.errors import ConfigError, PlanError
+from zinfer.jobs import comparison
+from zinfer.jobs.bench import BenchRequest, run_bench
+from zinfer.jobs.comparison import check_room
+from zinfer.jobs.rivals import chosen_rivals
+from zinfer.model.outline import made_up_model
+
+STAND_IN = """
+import types
+import transformers.integrations
+
+class Settings:
+    def __init__(self, settings):
+        assert settings["zero_optimization"]["stage"] == 3
+
+transformers.integrations.HfDeepSpeedConfig = Settings
+
+def init_distributed(backend):
+    assert backend == "gloo"
+
+def initialize(model, config):
+    assert config["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": False}
+    return (types.SimpleNamespace(module=model),)
+"""
+FAILING = 'raise RuntimeError("this machine has no compiler")'
+
+
+@pytest.fixture(autouse=True)
+def no_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No findings of an earlier probe."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def stand_in_for_deepspeed(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of that name, here and in the processes that are started."""
+    package = tmp_path / "packages" / "deepspeed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(script)
+    monkeypatch.syspath_prepend(str(package.parent))
+    root = Path(__file__).resolve().parent.parent
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{root}")
+
+
+def request_for(model: str, *rivals: str) -> BenchRequest:
+    return BenchRequest(model=model, rows=2, prompt_len=4, new_tokens=2, device="cpu", compare=rivals)
+
+
+def test_both_rivals_complete_the_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_deepspeed(STAND_IN, tmp_path, monkeypatch)
+    found = run_bench(request_for(folder_of(LLAMA, tmp_path), "accelerate", "deepspeed"))
+    assert [each.rival for each in found.compared] == ["accelerate", "deepspeed"]
+    for each in found.compared:
+        assert each.failure == ""
+        assert each.tokens_per_s > 0
+        assert each.ratio == pytest.approx(found.tokens_per_s / each.tokens_per_s)
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, GPT_OSS])
+def test_a_written_checkpoint_is_a_whole_model(config: dict[str, object], tmp_path: Path) -> None:
+    _, outline = made_up_model(Path(folder_of(config, tmp_path)))
+    with comparison._checkpoint(outline, tmp_path) as folder:
+        written = Checkpoint.open(folder)
+        assert {name: entry.shape for name, entry in written.tensors.items()} == {
+            name: entry.shape for name, entry in outline.tensors.items()
+        }
+    assert not folder.exists()
+
+
+def test_a_rival_that_fails_or_is_absent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_deepspeed(FAILING, tmp_path, monkeypatch)
+    monkeypatch.setattr(comparison, "is_installed", lambda name: name == "deepspeed")
+    options = ("--rows", "1", "--prompt-len", "4", "--new-tokens", "1", "--compare", "accelerate,deepspeed")
+    found = zinfer_bench("--model", folder_of(LLAMA, tmp_path), *options)
+    assert found.exit_code == 0, found.output
+    accelerate, deepspeed = json.loads(found.stdout.splitlines()[-1])["compared"]
+    assert accelerate["failure"] == "not installed"
+    assert deepspeed["failure"] == "exit code 1: RuntimeError: this machine has no compiler"
+    assert accelerate["tokens_per_s"] == deepspeed["tokens_per_s"] == 0
+    assert "no figures: not installed" in found.stdout
+
+
+def test_a_checkpoint_without_room_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**11, 0, 10**11))
+    refused = zinfer_bench("--model", "deepseek-v3", "--rows", "1", "--compare", "accelerate")
+    check_refused(refused, "--compare needs a real checkpoint of 1.34 TB; ")
+    _, outline = made_up_model(Path(folder_of(LLAMA, tmp_path)))
+    check_room(outline, tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**15, 0, 10**15))
+    monkeypatch.setattr(comparison, "free_host_bytes", lambda: 10**6)
+    with pytest.raises(PlanError, match=r"rivals keep the weights in host memory, \d+\.\d+ MB of it, and 1.00 MB are"):
+        check_room(outline, tmp_path)
+
+
+def test_names_of_rivals() -> None:
+    assert chosen_rivals("") == ()
+    assert chosen_rivals("deepspeed, accelerate") == ("deepspeed", "accelerate")
+    with pytest.raises(ConfigError, match="no rival is called 'vllm'; known ones: accelerate, deepspeed"):
+        chosen_rivals("vllm")

@@ -1,0 +1,230 @@
+"""Ranks share a model: each reads and keeps a part, and computes the same bits as a process that has all of it."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import random_prompts, tiny_checkpoint, tiny_mixtral
+from engines import config_for
+from family_models import CASES, Tensors, family_inputs, family_model, forward_inputs, outputs_of
+from ranks_support import Failed, Ranks, run_ranks
+from transformers import AutoModelForCausalLM
+
+import zinfer
+from zinfer.errors import RankError
+from zinfer.offload.stats import RunStats
+
+Job = tuple[Path, dict[str, Any], Tensors]
+HOMES = ("cpu", "nvme", "none")
+BITS = (None, 8, 4)
+NUM_LAYERS = 8
+
+
+def config(homes: str, bits: int | None = None) -> dict[str, Any]:
+    options: dict[str, Any] = {"device": "cpu"}
+    if bits is not None:
+        options["quantization"] = {"bits": bits, "group_size": 16} if bits == 4 else {"bits": bits}
+    return {"zero_optimization": {"offload_param": {"device": homes}}, "zinfer": options}
+
+
+def inputs_of(rank: int, num_tokens: int = 7) -> Tensors:
+    """Other inputs on each rank."""
+    return {"input_ids": torch.tensor(random_prompts(1, min_tokens=num_tokens, max_tokens=num_tokens, seed=rank + 1))}
+
+
+def computed(rank: int, jobs: list[Job], num_calls: tuple[int, ...]) -> list[tuple[Tensors, RunStats]]:
+    """Outputs and stats of each job, one engine after the other, after a number of calls that differs by rank."""
+    found = []
+    for folder, settings, inputs in jobs:
+        engine = zinfer.init_inference(folder, settings)
+        try:
+            given = inputs or inputs_of(rank)
+            outputs: Tensors = {}
+            for _ in range(num_calls[rank]):
+                with torch.no_grad():
+                    outputs = outputs_of(engine(**given))
+            found.append(({name: tensor.clone() for name, tensor in outputs.items()}, engine.stats()))
+        finally:
+            engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("llama"), num_layers=NUM_LAYERS, tie=False)
+
+
+@pytest.fixture(scope="module")
+def folders(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A decoder whose embedding is the head's too, one with Conv1D, and a mixture."""
+    mixture = tmp_path_factory.mktemp("mixtral")
+    tiny_mixtral().save_pretrained(mixture)
+    return [llama, tiny_checkpoint("gpt2", tmp_path_factory.mktemp("gpt2"), num_layers=3), mixture]
+
+
+def check_equal(jobs: list[Job], size: int, num_calls: tuple[int, ...]) -> None:
+    several = run_ranks(size, computed, jobs, num_calls)
+    for rank, found in enumerate(several):
+        alone = computed(rank, jobs, num_calls)
+        for job, (outputs, _), (wanted, _) in zip(jobs, found, alone, strict=True):
+            assert outputs.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                assert torch.equal(outputs[name], tensor), f"{job[0].name}, {job[1]}, rank {rank}: {name}"
+
+
+def test_ranks_compute_the_bits_of_one_process(folders: list[Path]) -> None:
+    llama, gpt2, mixtral = folders
+    cases = [(llama, "cpu", 4), (llama, "none", None), (gpt2, "nvme", None), (mixtral, "cpu", 8), (mixtral, "none", 4)]
+    check_equal([(folder, config(homes, bits), {}) for folder, homes, bits in cases], 2, (3, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", BITS)
+def test_all_homes_and_formats_compute_the_bits_of_one_process(folders: list[Path], bits: int | None) -> None:
+    homes = [each for each in HOMES if bits is None or each != "nvme"]  # quantized while loading: in no file
+    check_equal([(folder, config(each, bits), {}) for folder in folders for each in homes], 2, (1, 2))
+
+
+@pytest.mark.slow
+def test_four_ranks_compute_the_bits_of_one_process(folders: list[Path]) -> None:
+    jobs: list[Job] = [
+        (folder, config(homes, bits), {}) for folder in folders for homes, bits in (("cpu", 4), ("nvme", None))
+    ]
+    check_equal(jobs, 4, (1, 4, 2, 0))
+
+
+@pytest.mark.slow
+def test_every_class_computes_the_bits_of_one_process(tmp_path: Path) -> None:
+    jobs: list[Job] = []
+    for family, class_name in CASES:
+        model = family_model(family.model_type, class_name)
+        model.save_pretrained(tmp_path / class_name)
+        given = forward_inputs(model, family_inputs(model))
+        jobs += [(tmp_path / class_name, config(homes), given) for homes in ("cpu", "nvme")]
+    check_equal(jobs, 2, (1, 2))
+
+
+def test_each_rank_reads_and_keeps_its_part(llama: Path) -> None:
+    jobs: list[Job] = [(llama, config(homes), {}) for homes in HOMES]
+    one = [stats for _, stats in computed(0, jobs, (2,))]
+    two = run_ranks(2, computed, jobs, (2, 2))
+    for place, whole in enumerate(one):
+        shares = [found[place][1] for found in two]
+        page_bytes = 4096 * len(os.listdir(llama)) * (NUM_LAYERS + 3)
+        assert abs(sum(each.loaded_bytes for each in shares) - whole.loaded_bytes) <= page_bytes
+        assert all(abs(each.loaded_bytes - whole.loaded_bytes / 2) <= page_bytes for each in shares)
+        assert sum(each.streamed_bytes_per_pass for each in shares) == whole.streamed_bytes_per_pass
+        assert sum(each.disk_bytes_per_pass for each in shares) == whole.disk_bytes_per_pass
+        assert all(each.gathered_bytes > 0 for each in shares), "nothing came from the other rank"
+    on_host = [found[0][1] for found in two]
+    layers_bytes = one[0].streamed_bytes_per_pass
+    assert sum(each.host_bytes for each in on_host) <= 1.1 * one[0].host_bytes
+    assert all(each.gathered_bytes >= layers_bytes for each in on_host), "two passes gather half of each layer twice"
+    resident = two[0][2][1]
+    assert resident.streamed_bytes_per_pass == 0
+    assert resident.blocks_by_home["DEVICE"] == NUM_LAYERS + 3
+    assert resident.device_bytes < 0.9 * one[2].device_bytes, "layers on the device are divided too"
+
+
+def module_outputs(rank: int, folder: Path) -> torch.Tensor:
+    module = AutoModelForCausalLM.from_pretrained(folder).eval()
+    engine = zinfer.init_inference(module, config("cpu"))
+    try:
+        with torch.no_grad():
+            logits: torch.Tensor = engine(**inputs_of(rank)).logits
+        return logits.clone()
+    finally:
+        engine.destroy()
+
+
+def test_a_module_in_memory_is_shared(llama: Path) -> None:
+    for rank, logits in enumerate(run_ranks(2, module_outputs, llama)):
+        assert torch.equal(logits, module_outputs(rank, llama))
+
+
+def texts(rank: int, folder: Path) -> list[list[int]]:
+    """Continuous batching of one row on rank 0 and nine on rank 1."""
+    with zinfer.LLM(folder, config("cpu")) as llm:
+        several = random_prompts(1 + 8 * rank, min_tokens=3, max_tokens=30, seed=rank)
+        prompts = [{"prompt_token_ids": each} for each in several]
+        params = zinfer.SamplingParams(max_new_tokens=12 - 7 * rank)
+        return [list(each.token_ids) for each in llm.generate(prompts, params)]
+
+
+def test_continuous_batching_needs_no_equal_passes(llama: Path) -> None:
+    found = run_ranks(2, texts, llama)
+    assert found == [texts(rank, llama) for rank in range(2)]
+    assert len({token for row in found[1] for token in row}) > 8
+
+
+def mixed(rank: int, folder: Path, settings: dict[str, Any], synchronous: bool) -> tuple[torch.Tensor, dict[str, int]]:
+    settings["zinfer"]["synchronous"] = synchronous
+    engine = zinfer.init_inference(folder, settings)
+    try:
+        with torch.no_grad():
+            logits: torch.Tensor = [engine(**inputs_of(rank)).logits for _ in range(2 + rank)][-1]
+        return logits.clone(), engine.stats().blocks_by_home
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_blocks_from_disk_host_and_device_mix(llama: Path, synchronous: bool) -> None:
+    settings = config_for(llama, "mixed", 3, "cpu")
+    settings["zinfer"]["max_host_memory"] *= 2  # of both ranks
+    alone, _ = mixed(0, llama, settings, synchronous)
+    found = run_ranks(2, mixed, llama, settings, synchronous)
+    assert torch.equal(found[0][0], alone)
+    assert all(found[0][1][tier] > 0 for tier in ("HOST", "DISK")), found[0][1]
+    assert found[0][1] == found[1][1], "the same plan"
+
+
+def long_run(rank: int, folder: Path, begun: Path) -> float:
+    """Calls until another rank fails; returns how long this one took to raise after the last call began."""
+    engine = zinfer.init_inference(folder, config("nvme"))
+    while True:
+        begin_s = time.monotonic()
+        try:
+            with torch.no_grad():
+                engine(**inputs_of(rank))
+            (begun / str(rank)).touch()
+        except RankError as failure:
+            took_s = time.monotonic() - begin_s
+            engine.destroy()
+            (begun / f"said-{rank}").write_text(str(failure))
+            return took_s
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_lost_rank_ends_the_others(llama: Path, tmp_path: Path, lost: int, number: signal.Signals) -> None:
+    ranks = Ranks(2, long_run, llama, tmp_path)
+    until_s = time.monotonic() + 60
+    while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    ranks.kill(lost, number)
+    try:
+        found = ranks.results() if number == signal.SIGKILL else ranks.result_of(1 - lost)
+    finally:
+        ranks.end()
+    assert not isinstance(found, Failed)
+    said = (tmp_path / f"said-{1 - lost}").read_text()
+    assert f"rank {lost}" in said, said
+
+
+def unreadable(rank: int, folder: Path, other: Path) -> None:
+    """Rank 1 loads files that lack their last bytes."""
+    zinfer.init_inference(other if rank == 1 else folder, config("cpu"))
+
+
+def test_a_rank_that_cannot_load_ends_the_others(llama: Path, tmp_path: Path) -> None:
+    found = Ranks(2, unreadable, llama, tmp_path / "missing").results()
+    assert found[1].kind == "CheckpointError"
+    assert found[0].kind == "RankError"
+    assert "rank 1" in found[0].text
+    assert "CheckpointError" in found[0].text

@@ -1,0 +1,81 @@
+"""`zinfer bench`: run a job on random weights, and compare it with its prediction."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals
+from zinfer.errors import ConfigError
+
+
+def bench(
+    model: Annotated[str, typer.Option(help="Folder with config.json, or a name from '--model list'.")],
+    rows: Annotated[int | None, typer.Option(min=1, help="Number of random prompts.")] = None,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated after each prompt.")] = 32,
+    input: Annotated[Path | None, typer.Option(help="JSONL file with the prompts, instead of random ones.")] = None,
+    weights: Annotated[
+        Literal["fp16", "int8", "int4", "fp8"] | None, typer.Option(help="Form of the weights; else as in --config.")
+    ] = None,
+    memory_cap: Annotated[
+        str | None, typer.Option(help='Most device memory, such as "24GB"; the rest of a GPU is held.')
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
+    device: Annotated[Device, typer.Option(help="Where the layers compute.")] = "auto",
+    experts: Annotated[
+        Literal["uniform", "zipf"], typer.Option(help="How often a mixture's experts are chosen.")
+    ] = "uniform",
+    compare: Annotated[
+        str, typer.Option(help="Rivals to run on the same prompts, such as 'accelerate,deepspeed'; they need the disk.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Only the JSON line on stdout.")] = False,
+) -> None:
+    """Measure a job with random weights: of the model only config.json is needed.
+
+    The weights are random bytes in one file, which all blocks are read from. It is written to a temporary folder, or
+    to offload_param.nvme_path if the configuration states one, and removed at the end.
+
+    Exit codes: 0 measured, 2 unusable input or too little memory, 1 error, 130 Ctrl-C, 143 SIGTERM.
+    """
+    if model == "list":
+        from zinfer.model.known_models import KNOWN_MODELS
+
+        with exit_on_error():
+            print("\n".join(KNOWN_MODELS))
+        return
+    with exit_on_error(), raise_on_signals():
+        cap_bytes = None if memory_cap is None else _cap_bytes(memory_cap)
+        with importing():
+            from zinfer.jobs.bench import BenchRequest, run_bench
+            from zinfer.jobs.bench_summary import bench_document, bench_table
+            from zinfer.jobs.rivals import chosen_rivals
+
+        request = BenchRequest(
+            model=model,
+            new_tokens=new_tokens,
+            rows=rows,
+            prompt_len=prompt_len,
+            input=input,
+            weights=weights,
+            memory_cap=cap_bytes,
+            config=config,
+            device=device,
+            experts=experts,
+            compare=chosen_rivals(compare),
+        )
+        result = run_bench(request, Console(stderr=True))
+        if not as_json:
+            Console().print(bench_table(result))
+        print(json.dumps(bench_document(result)))
+
+
+def _cap_bytes(text: str) -> int:
+    from zinfer.config.values import Unusable, size_bytes
+
+    try:
+        return size_bytes(text)
+    except Unusable as error:
+        raise ConfigError(f"--memory-cap = {text!r}{error}") from error

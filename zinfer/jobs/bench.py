@@ -1,0 +1,295 @@
+"""A job without weights: random weights of a model's shape, random prompts, and the speed beside its prediction."""
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+
+from zinfer.batching.llm import LLM
+from zinfer.checkpoint import Checkpoint
+from zinfer.checkpoint.folder import CONFIG_NAME, absolute
+from zinfer.config import Settings, resolve_settings
+from zinfer.display import shown
+from zinfer.engine.random_weights import RandomWeights
+from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
+from zinfer.jobs.comparison import BATCH_SIZE, Compared, check_room, compare
+from zinfer.jobs.memory_cap import held_beyond
+from zinfer.jobs.progress import Load, Meter
+from zinfer.jobs.rivals import Task, is_installed
+from zinfer.jobs.token_rows import read_token_rows
+from zinfer.model.context_length import read_limits
+from zinfer.model.known_models import KNOWN_MODELS
+from zinfer.model.outline import is_known_model, made_up_model
+from zinfer.offload.block import Tier
+from zinfer.offload.stats import RunStats
+from zinfer.planning.simulation import JobPrediction
+from zinfer.requests.sampling_params import SamplingParams
+from zinfer.units import human_bytes
+
+WEIGHTS: Final[Mapping[str, Mapping[str, object]]] = {
+    "fp16": {"dtype": "fp16"},
+    "int8": {"quantization": {"bits": 8}},
+    "int4": {"quantization": {"bits": 4, "group_size": 128}},
+    "fp8": {"quantization": {"bits": 8, "format": "fp8"}},
+}
+"""The keys that each choice of ``--weights`` states."""
+
+_SEED: Final = 0
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """The arguments of `run_bench`.
+
+    Attributes:
+        model: a folder with config.json, or a name in `KNOWN_MODELS`. Weights in the folder are not read.
+        new_tokens: generated after each prompt; end tokens do not end it.
+        rows, prompt_len: random prompts, and the tokens of each.
+        input: JSONL with the prompts instead.
+        weights: a key of `WEIGHTS`; None: as config and config.json say.
+        memory_cap: bytes of device memory to use at most; on a GPU the rest is held. None: all that is free.
+        config: as for `LLM`.
+        device: "auto", "cuda" or "cpu".
+        experts: "uniform" or "zipf", see `zinfer.engine.routing`.
+        compare: rivals to run on the same prompts, with a real checkpoint of 16 bits (or config.json's dtype).
+    """
+
+    model: str
+    new_tokens: int
+    rows: int | None = None
+    prompt_len: int = 512
+    input: Path | None = None
+    weights: str | None = None
+    memory_cap: int | None = None
+    config: Path | Mapping[str, object] | None = None
+    device: str = "auto"
+    experts: str = "uniform"
+    compare: tuple[str, ...] = ()
+
+    def keys(self) -> dict[str, Any]:
+        """Return the configuration's keys that the arguments state.
+
+        Raises:
+            ConfigError: there is no such ``weights``, or the number of rows is stated twice or not at all.
+        """
+        if self.rows is not None and self.input is not None:
+            raise ConfigError("--rows and --input both set the number of rows; remove one of the two")
+        if self.rows is None and self.input is None:
+            raise ConfigError("--rows or --input is missing; give the number of random prompts, or a file of prompts")
+        if self.weights is not None and self.weights not in WEIGHTS:
+            raise ConfigError(f"--weights: expected one of {', '.join(WEIGHTS)}, got {self.weights!r}")
+        # A GPU's free memory is what the cap leaves, and has to hold all; a CPU has no memory of its own to hold.
+        on_cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+        cap = {} if self.memory_cap is None or on_cuda else {"max_device_memory": self.memory_cap}
+        return {"device": self.device, **(WEIGHTS[self.weights] if self.weights else {}), **cap}
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """What a bench found.
+
+    Attributes:
+        device: the device's name.
+        predicted: for these prompts, before any of them ran.
+        seconds: from the first pass's beginning to the last completion.
+        start_s: seconds to write random weights, to build the model and to fill its homes.
+        num_prompt_tokens, num_new_tokens: of all rows.
+        stats: bytes moved and stalls.
+        tier_bytes: bytes of the slabs by home.
+        busy_s: seconds of work of each resource in the passes that ran, at the known rates.
+        file, file_bytes: the file that all weights were read from.
+        held_bytes, context_bytes: device memory that was held to enforce the cap, and used by CUDA's context.
+        compared: the rivals.
+    """
+
+    model: str
+    device: str
+    num_rows: int
+    predicted: JobPrediction
+    seconds: float
+    start_s: float
+    num_prompt_tokens: int
+    num_new_tokens: int
+    stats: RunStats
+    tier_bytes: Mapping[str, int]
+    busy_s: Mapping[str, float]
+    file: Path
+    file_bytes: int
+    held_bytes: int = 0
+    context_bytes: int = 0
+    compared: tuple[Compared, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second."""
+        return self.num_new_tokens / self.seconds
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Prompt tokens per second, over the same seconds."""
+        return self.num_prompt_tokens / self.seconds
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Seconds that link, disk and compute were busy, at their known rates, as shares of `seconds`."""
+        names = {"link": "link", "disk": "disk", "compute": "matrix work"}
+        return {name: self.busy_s[term] / self.seconds for name, term in names.items()}
+
+
+def run_bench(request: BenchRequest, console: Console | None = None) -> BenchResult:
+    """Run a job on random weights, and measure it.
+
+    Args:
+        request: model, prompts and limits.
+        console: where to show progress; None shows nothing.
+
+    Raises:
+        ConfigError, CheckpointError, PlanError: nothing was computed.
+        JobError: a prompt failed.
+        OSError: the disk failed, or has no room for the random weights.
+    """
+    keys = request.keys()
+    settings = resolve_settings(request.config, keys, swaps=True)
+    scratch = settings.offload.nvme_path
+    if scratch is not None:
+        scratch.mkdir(parents=True, exist_ok=True)
+    with shown(Meter(console)) as meter, tempfile.TemporaryDirectory(prefix="zinfer-bench-", dir=scratch) as temporary:
+        folder = Path(temporary)
+        checkpoint, prompts = _prepare(request, settings, folder)
+        if any(map(is_installed, request.compare)):
+            check_room(checkpoint, folder)
+        with held_beyond(request.memory_cap, settings) as held:
+            meter.begin("loading")
+            weights, begin_s = RandomWeights(folder, experts=request.experts), time.perf_counter()
+            with _open(request, checkpoint, keys, weights) as llm:
+                start_s = time.perf_counter() - begin_s
+                found = _measure(request, llm, weights, prompts, meter, start_s, held)
+            meter.begin("comparing")
+            return replace(found, compared=_compared(request, checkpoint, prompts, found, folder))
+
+
+def _compared(
+    request: BenchRequest, checkpoint: Checkpoint, prompts: list[list[int]], found: BenchResult, scratch: Path
+) -> tuple[Compared, ...]:
+    task = Task(
+        rival="",
+        checkpoint="",
+        scratch=str(scratch),
+        prompts=prompts,
+        new_tokens=request.new_tokens,
+        batch_size=BATCH_SIZE,
+        device="cpu" if found.device == "cpu" else "cuda",
+        device_bytes=request.memory_cap,
+        result="",
+    )
+    return tuple(compare(request.compare, task, checkpoint, found.tokens_per_s))
+
+
+def _prepare(request: BenchRequest, settings: Settings, scratch: Path) -> tuple[Checkpoint, list[list[int]]]:
+    """Return the outline of the checkpoint, and the prompts."""
+    tree, checkpoint = made_up_model(_config_folder(request.model, scratch), settings.dtype)
+    if request.input is not None:
+        rows = read_token_rows(
+            request.input, checkpoint.folder, tree, settings.max_out_tokens, num_new_tokens=request.new_tokens
+        )
+        return checkpoint, [list(row) for row in rows]
+    if problem := read_limits(tree, settings.max_out_tokens).problem(request.prompt_len, request.new_tokens):
+        raise ConfigError(f"--prompt-len and --new-tokens: {problem}")
+    vocab_size = int(tree.config.get_text_config().vocab_size)
+    shape = (request.rows or 0, request.prompt_len)
+    drawn = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(_SEED))
+    return checkpoint, drawn.tolist()
+
+
+def _config_folder(model: str, scratch: Path) -> Path:
+    """Return the folder with the model's config.json; that of a published model is written to ``scratch``."""
+    if is_known_model(model):
+        (scratch / CONFIG_NAME).write_text(json.dumps(KNOWN_MODELS[model]))
+        return scratch
+    folder = absolute(model)
+    if not folder.is_dir():
+        near = get_close_matches(model, KNOWN_MODELS, 1)
+        hint = f"; or bench the published model: --model {near[0]}" if near else ""
+        raise CheckpointError(f"--model {model}: neither a folder nor a name from `--model list`{hint}")
+    if not (folder / CONFIG_NAME).is_file():
+        raise CheckpointError(
+            f"--model {model}: the folder holds no {CONFIG_NAME}; copy the model's there, weights are not needed"
+        )
+    return folder
+
+
+@contextmanager
+def _open(
+    request: BenchRequest, checkpoint: Checkpoint, keys: Mapping[str, Any], weights: RandomWeights
+) -> Iterator[LLM]:
+    try:
+        llm = LLM(checkpoint, request.config, prepare=weights.prepare, **keys)
+    except PlanError as error:
+        if request.memory_cap is None:
+            raise
+        raise PlanError(
+            f"--memory-cap {human_bytes(request.memory_cap)} (zinfer.max_device_memory): {error}"
+        ) from error
+    with llm:
+        yield llm
+
+
+def _measure(
+    request: BenchRequest,
+    llm: LLM,
+    weights: RandomWeights,
+    prompts: Sequence[Sequence[int]],
+    meter: Meter,
+    start_s: float,
+    held: tuple[int, int],
+) -> BenchResult:
+    lengths = [len(prompt) for prompt in prompts]
+    predicted = llm.predict(lengths, request.new_tokens)
+    meter.note(f"predicted: {predicted}")
+    meter.num_rows = len(prompts)
+    meter.load = lambda: Load(
+        llm.num_passes, llm.num_tokens, llm.num_new_tokens, llm.num_running, llm.num_swapped_pages
+    )
+    meter.begin("running")
+    num_new, begin_s = _generate(llm, prompts, request.new_tokens, meter), meter.running_since_s
+    assert begin_s is not None
+    seconds = time.monotonic() - begin_s
+    homed = list(zip(weights.blocks, llm.plan.homes, strict=True))
+    device = torch.cuda.get_device_name() if llm.device.type == "cuda" else "cpu"
+    return BenchResult(
+        model=request.model,
+        device=device,
+        num_rows=len(prompts),
+        predicted=predicted,
+        seconds=seconds,
+        start_s=start_s,
+        num_prompt_tokens=sum(lengths),
+        num_new_tokens=num_new,
+        stats=llm.stats(),
+        tier_bytes={tier.name: sum(block.block.nbytes for block, home in homed if home.tier is tier) for tier in Tier},
+        busy_s=llm.predict_passes().busy_s,
+        file=weights.file,
+        file_bytes=weights.file.stat().st_size,
+        held_bytes=held[0],
+        context_bytes=held[1],
+    )
+
+
+def _generate(llm: LLM, prompts: Sequence[Sequence[int]], new_tokens: int, meter: Meter) -> int:
+    """Complete all prompts, and return the number of new tokens."""
+    rows: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    num_new = 0
+    for completion in llm.stream(rows, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)):
+        if completion.error is not None:
+            raise JobError(f"prompt {completion.prompt_index + 1}: {completion.error}")
+        num_new += len(completion.token_ids)
+        meter.add_finished(1)
+    return num_new

@@ -1,0 +1,105 @@
+"""The result of a bench, as a table and as a JSON document."""
+
+from typing import Any
+
+from rich.table import Table
+
+from zinfer.jobs.bench import BenchResult
+from zinfer.jobs.comparison import Compared
+from zinfer.jobs.summary import JobSummary, section_table, summary_rows
+from zinfer.planning.step_time import speed
+from zinfer.units import duration, human_bytes
+
+
+def bench_table(result: BenchResult) -> Table:
+    """Return the table that `zinfer bench` prints."""
+    predicted = result.predicted
+    start = [
+        ("model", f"{result.model}, random weights"),
+        ("device", result.device),
+        ("held", _held(result)),
+        (
+            "weights by home",
+            ", ".join(f"{human_bytes(size)} {tier}" for tier, size in result.tier_bytes.items() if size),
+        ),
+        ("read from", f"{result.file}, {human_bytes(result.file_bytes)} with direct I/O: blocks repeat its bytes"),
+        ("start", f"{duration(result.start_s)}, of which the weights {duration(result.stats.load_s)}"),
+    ]
+    compared = [
+        ("predicted", f"{duration(predicted.seconds)}, {speed(predicted.tokens_per_s)} ({predicted.bottleneck})"),
+        ("achieved", f"{duration(result.seconds)}, {speed(result.tokens_per_s)}"),
+        ("prompts", speed(result.prompt_tokens_per_s)),
+        ("passes", f"{result.stats.passes:,}"),
+        ("busy", ", ".join(f"{name} {share:.1%}" for name, share in result.shares.items())),
+    ]
+    rivals = [(each.rival, _rival(each)) for each in result.compared]
+    done, *_, bound = summary_rows(_as_job(result))  # between them is the speed, compared above
+    return section_table("zinfer bench", [[row for row in start if row[1]], compared, rivals, done, bound])
+
+
+def _rival(found: Compared) -> str:
+    if found.failure:
+        return f"no figures: {found.failure}"
+    return f"{speed(found.tokens_per_s)} after {duration(found.start_s)}; zinfer is {found.ratio:.2f} x as fast"
+
+
+def _held(result: BenchResult) -> str:
+    if not result.context_bytes:
+        return ""
+    kept = f"{human_bytes(result.context_bytes)} by CUDA's context and others"
+    return f"{human_bytes(result.held_bytes)} to enforce the cap; {kept}" if result.held_bytes else kept
+
+
+def _as_job(result: BenchResult) -> JobSummary:
+    return JobSummary(
+        num_rows=result.num_rows,
+        num_done=result.num_rows,
+        num_failed=0,
+        num_skipped=0,
+        num_prompt_tokens=result.num_prompt_tokens,
+        num_output_tokens=result.num_new_tokens,
+        wall_s=result.start_s + result.seconds,
+        running_s=result.seconds,
+        predicted_s=result.predicted.seconds,
+        computing_s=result.seconds,
+        stats=result.stats,
+        notes=(),
+        device="cpu" if result.device == "cpu" else "cuda",
+    )
+
+
+def bench_document(result: BenchResult) -> dict[str, Any]:
+    """Return the result for the JSON line; bytes, seconds, and shares from 0 to 1."""
+    stats, predicted = result.stats, result.predicted
+    return {
+        "command": "bench",
+        "model": result.model,
+        "device": result.device,
+        "rows": result.num_rows,
+        "prompt_tokens": result.num_prompt_tokens,
+        "new_tokens": result.num_new_tokens,
+        "predicted_s": predicted.seconds,
+        "seconds": result.seconds,
+        "predicted_tokens_per_s": predicted.tokens_per_s,
+        "tokens_per_s": result.tokens_per_s,
+        "prompt_tokens_per_s": result.prompt_tokens_per_s,
+        "bottleneck": predicted.bottleneck,
+        "shares": result.shares,
+        "start_s": result.start_s,
+        "load_s": stats.load_s,
+        "passes": stats.passes,
+        "bytes_by_home": dict(result.tier_bytes),
+        "blocks_by_home": stats.blocks_by_home,
+        "bytes_read_disk": stats.bytes_read_disk,
+        "loaded_bytes": stats.loaded_bytes,
+        "bytes_to_device": stats.bytes_to_device,
+        "streamed_bytes_per_pass": stats.streamed_bytes_per_pass,
+        "disk_bytes_per_pass": stats.disk_bytes_per_pass,
+        "device_bytes": stats.device_bytes,
+        "host_bytes": stats.host_bytes,
+        "stall_s": stats.stall_s,
+        "random_file_bytes": result.file_bytes,
+        "held_bytes": result.held_bytes,
+        "context_bytes": result.context_bytes,
+        "compared": [vars(each) for each in result.compared],
+    }

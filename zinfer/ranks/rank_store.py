@@ -1,0 +1,83 @@
+"""A connection to the store that rank 0 keeps: small values by key, for all ranks of a model."""
+
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from zinfer.errors import RankError
+from zinfer.nvme.pool import Pool
+
+SILENCE_S: Final = 45
+"""After so many seconds without an answer a rank counts as lost; a process that computes goes on answering."""
+_LEAST_PAUSE_S: Final = 20e-6
+_MOST_PAUSE_S: Final = 2e-3  # less than a block takes on its way
+_T = TypeVar("_T")
+
+
+class RankStore:
+    """One thread's connection. Every method raises RankError once rank 0, and with it the store, is gone or silent.
+
+    The calls run in a thread of the connection, because torch's own never return if the other end is stopped.
+
+    Args:
+        connect: returns a connection to rank 0.
+        prefix: of the model's keys.
+        gone: makes the error from the reason.
+    """
+
+    def __init__(self, connect: Callable[[], Store], prefix: str, gone: Callable[[str], RankError]) -> None:
+        self._gone = gone
+        self._calls = Pool(1, "zinfer-store")
+        self._store = self._ask(lambda: PrefixStore(prefix, connect()))
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set a key."""
+        self._ask(lambda: self._store.set(key, value))  # type: ignore[arg-type]  # takes bytes too
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key that is set."""
+        return self._ask(lambda: bytes(self._store.get(key)))
+
+    def has(self, *keys: str) -> bool:
+        """Whether all keys are set."""
+        return self._ask(lambda: bool(self._store.check(list(keys))))
+
+    def set_once(self, key: str, value: str) -> str:
+        """Set a key unless it is set; returns its value."""
+        return self._ask(lambda: bytes(self._store.compare_set(key, "", value)).decode())
+
+    def add(self, key: str, number: int) -> int:
+        """Add to a counter; returns its new value."""
+        return self._ask(lambda: int(self._store.add(key, number)))
+
+    def delete(self, key: str) -> None:
+        """Delete a key."""
+        self._ask(lambda: self._store.delete_key(key))
+
+    def arrives(self, key: str, timeout_s: float) -> bool:
+        """Whether a key is set within the timeout. Asks again and again: `Store.wait` logs every timeout it meets."""
+
+        def poll() -> bool:
+            until_s, pause_s = time.monotonic() + timeout_s, _LEAST_PAUSE_S
+            while not self._store.check([key]):
+                if time.monotonic() >= until_s:
+                    return False
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            return True
+
+        return self._ask(poll, timeout_s + SILENCE_S)
+
+    def close(self) -> None:
+        """End the thread; not after a failure, when it may never end."""
+        self._calls.close()
+
+    def _ask(self, call: Callable[[], _T], timeout_s: float = SILENCE_S) -> _T:
+        try:
+            return self._calls.submit(call).result(timeout_s)
+        except TimeoutError as error:
+            raise self._gone(f"no answer for {timeout_s:.0f} s") from error
+        except RuntimeError as error:
+            raise self._gone(str(error).splitlines()[0]) from error
