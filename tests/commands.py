@@ -12,7 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 
 _IMPORTED: Final = [f"zinfer.{name}" for name in ("cli", "jobs.job", "jobs.summary", "store.writing", "store.progress")]
 Preparation = tuple[Callable[..., None], tuple[Any, ...]]
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # for the server: of ranks, each wait that is over is a warning
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(_IMPORTED)
 
@@ -84,6 +85,7 @@ def start(
     warm: bool,
     limit_bytes: int | None = None,
     prepare: Preparation | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Process:
     """`zinfer` with these arguments, in ``folder`` and in a session of its own.
 
@@ -91,10 +93,11 @@ def start(
         warm: fork it, where there is no GPU.
         limit_bytes: no file that it writes may become larger.
         prepare: a function of a module, with arguments, to call before the command.
+        variables: added to its environment.
     """
     words = [str(each) for each in arguments]
     if warm and not torch.cuda.is_available():
-        return Forked(words, folder, dict(os.environ), limit_bytes, prepare)
+        return Forked(words, folder, {**os.environ, **(variables or {})}, limit_bytes, prepare)
     program = ["-m", "zinfer"]
     if prepare is not None:
         function, given = prepare
@@ -102,7 +105,7 @@ def start(
     return subprocess.Popen(
         [sys.executable, *program, *words],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **(variables or {}), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

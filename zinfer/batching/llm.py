@@ -32,7 +32,7 @@ from zinfer.planning.kv_budget import BatchingBudget, find_budget
 from zinfer.planning.memory import Footprint
 from zinfer.planning.placement import Plan
 from zinfer.planning.simulation import JobEstimator, JobPrediction
-from zinfer.probe.limits import find_limits
+from zinfer.probe.limits import MachineLimits, find_limits
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.prompt_encoder import PromptLike, find_tokenizer
 from zinfer.requests.sampling_params import SamplingParams
@@ -80,9 +80,11 @@ class LLM:
         settings = settings.for_batches(on_cuda=find_limits(settings).on_cuda)
         budget: BatchingBudget | None = None
 
-        def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
+        def find_reserve(
+            module: PreTrainedModel, blocks: Sequence[ModelBlock], limits: MachineLimits, free_bytes: int
+        ) -> Footprint:
             nonlocal budget
-            limits, most = find_limits(settings), read_limits(module, settings.max_out_tokens).most_tokens
+            most = read_limits(module, settings.max_out_tokens).most_tokens
             budget = find_budget(
                 ModelSpec.read(module.config), module.dtype, blocks, settings, limits, free_bytes, most
             )

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,14 +14,16 @@ from typing import Final, Literal, NoReturn, TextIO, cast
 import typer
 from rich.console import Console
 
+from zinfer.cli.rank_endings import LAUNCHER, Ending, note_ending
 from zinfer.display import LastingStream, print_text
-from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
-from zinfer.jobs.request import UnusableInput
+from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError, RankError
+from zinfer.jobs.request import OtherRankFailed, UnusableInput
 
 Device = Literal["auto", "cuda", "cpu"]
 
 EXIT_STOPPED: Final = 1
 EXIT_UNUSABLE: Final = 2
+EXIT_ROWS_FAILED: Final = 3
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -51,22 +54,35 @@ def exit_on_error(kept: Callable[[], str] | None = None) -> Iterator[None]:
         failure = sys.stdout.failure if kept is None and isinstance(sys.stdout, LastingStream) else None
         if isinstance(failure, OSError) and not isinstance(failure, BrokenPipeError):
             raise OSError(failure.errno, failure.strerror, "stdout")
+    except OtherRankFailed as error:
+        conclude(f"error: {error}", EXIT_STOPPED, is_own=False)
     except (ConfigError, CheckpointError, PlanError, UnusableInput) as error:
-        say(f"error: {error}")
-        raise typer.Exit(EXIT_UNUSABLE) from None
+        conclude(f"error: {error}", EXIT_UNUSABLE)
     except Interrupted as interruption:
         resumes = f" {kept()}; run the same command again to go on." if kept else ""
-        say(f"{signal.Signals(interruption.signal_number).name}: stopped.{resumes}")
-        raise typer.Exit(interruption.exit_code) from None
-    except (OSError, JobError) as error:
-        if isinstance(error.__cause__, RuntimeError):
+        name = signal.Signals(interruption.signal_number).name
+        conclude(f"{name}: stopped.{resumes}", interruption.exit_code, is_own=False)
+    except (OSError, JobError, RankError) as error:
+        if isinstance(error.__cause__, RuntimeError) and not isinstance(error, RankError):
             traceback.print_exception(error.__cause__)
         how = ""
         if kept is not None and isinstance(error, OSError):
             remedy = "make room" if error.errno in _FULL else "check the disk"
             how = f". {kept()}; {remedy} and run the same command again to go on"
-        say(f"error: {error}{how}")
-        raise typer.Exit(EXIT_STOPPED) from None
+        conclude(f"error: {error}{how}", EXIT_STOPPED)
+
+
+def conclude(text: str, exit_code: int, *, is_own: bool = True) -> NoReturn:
+    """Say why the command ends, and end it. Ranks leave it to their launcher; without one, rank 0 speaks for all.
+
+    Args:
+        is_own: whether the cause lies in this process, not in a signal or another rank.
+    """
+    if LAUNCHER in os.environ:
+        note_ending(Ending(int(os.environ["RANK"]), socket.gethostname(), text, exit_code, is_own))
+    elif os.environ.get("RANK", "0") == "0" or is_own:
+        say(text)
+    raise typer.Exit(exit_code) from None
 
 
 def say(text: str) -> None:
@@ -98,7 +114,7 @@ def raise_on_signals() -> Iterator[None]:
     """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        for each in _ending_signals():
+        for each in ending_signals():
             signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
         raise Interrupted(number)
 
@@ -115,15 +131,16 @@ def importing() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         said = f"zinfer: {signal.Signals(number).name}: stopped while starting, before anything was read or written.\n"
-        with suppress(OSError):
-            os.write(2, said.encode())
+        if LAUNCHER not in os.environ:
+            with suppress(OSError):
+                os.write(2, said.encode())
         os._exit(Interrupted(number).exit_code)
 
     with _handled_by(end):
         yield
 
 
-def _ending_signals() -> list[signal.Signals]:
+def ending_signals() -> list[signal.Signals]:
     """Return the signals that ask to end. SIGHUP stays ignored under nohup."""
     is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if is_deaf else [signal.SIGHUP])]
@@ -131,7 +148,7 @@ def _ending_signals() -> list[signal.Signals]:
 
 @contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], NoReturn]) -> Iterator[None]:
-    former = {number: signal.signal(number, handler) for number in _ending_signals()}
+    former = {number: signal.signal(number, handler) for number in ending_signals()}
     try:
         yield
     finally:

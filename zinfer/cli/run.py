@@ -29,6 +29,9 @@ def run(
         Task, typer.Option(metavar="<task>", help="Task for each row: generate, embed or classify.")
     ] = Task.GENERATE,
     pooling: Annotated[Pooling, typer.Option(help="Pooling of token vectors for embed.")] = Pooling.MEAN,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes that share the model, one per GPU; by default one on each GPU.")
+    ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of the output's earlier job.")] = False,
 ) -> None:
     """Complete every row of a JSONL file. Run the command again to resume after an interruption.
@@ -42,9 +45,20 @@ def run(
     """
     with exit_on_error(lambda: kept_message(output)), raise_on_signals():
         with importing():
+            from zinfer.cli.launch import choose_num_ranks, end_with_launcher, launch
+            from zinfer.config import resolve_settings
+
+            end_with_launcher()
+        settings = resolve_settings(config, {"device": device}, swaps=task is Task.GENERATE)
+        num_ranks = choose_num_ranks(ranks, settings.device)
+        if num_ranks > 1:
+            launch(num_ranks, lambda: kept_message(output))
+        with importing():
             from zinfer.jobs.job import run_job
             from zinfer.jobs.summary import summary_table
+            from zinfer.ranks.group import is_first
 
+        is_shown = is_first()
         summary = run_job(
             str(model),
             input,
@@ -58,7 +72,8 @@ def run(
             report=report,
             task=task.value,
             pooling=pooling.value,
-            console=Console(stderr=True),
+            console=Console(stderr=True) if is_shown else None,
         )
-    Console().print(summary_table(summary))
+    if is_shown:
+        Console().print(summary_table(summary))
     raise typer.Exit(summary.exit_code)

@@ -28,12 +28,12 @@ from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.offload.trace import Trace
 from zinfer.planning.memory import Footprint
 from zinfer.planning.placement import Plan
-from zinfer.probe.limits import choose_device, find_limits, free_device_bytes
+from zinfer.probe.limits import MachineLimits, choose_device, find_limits, free_device_bytes
 from zinfer.ranks.group import join_group
 from zinfer.ranks.model_ranks import ModelRanks
 
 Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings], PreparedModel]
-FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], int], Footprint]
+FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], MachineLimits, int], Footprint]
 
 
 class StreamedModel:
@@ -45,8 +45,8 @@ class StreamedModel:
         open_stream: makes a copy stream for the device.
         trace: records reads, copies and compute; by default a new one if the settings name a file for it.
         check_model: raises for an unsuitable model, before its weights are read or written.
-        find_reserve: computes the device memory to reserve from the module, its blocks and the free bytes; by default
-            for the batch that the settings state.
+        find_reserve: computes the device memory to reserve from the module, its blocks, the budgets and the free bytes;
+            by default for the batch that the settings state. Ranks get the same numbers, the smallest of any.
         replays_passes: the caller captures whole passes, in ``pass_graphs``, not only the module's forward.
         checksums: collects checksums of weights as they are read.
         prepare: partitions the module; by default over the weights of its checkpoint.
@@ -91,7 +91,11 @@ class StreamedModel:
                 check_model(self.module)
             check_min_out_tokens(self.module, settings.min_out_tokens)
             prepared = prepare(self.module, checkpoint, settings)
-            reserve = find_reserve(self.module, prepared.blocks, free_device_bytes(limits)) if find_reserve else None
+            free_bytes = free_device_bytes(limits)
+            if ranks is not None:
+                several = ranks.exchange((limits, free_bytes))
+                limits, free_bytes = limits.least(each for each, _ in several), min(each for _, each in several)
+            reserve = find_reserve(self.module, prepared.blocks, limits, free_bytes) if find_reserve else None
             pack = prepared.with_packed_copy
             prepared = ranks.first_alone(pack) if ranks else pack()
             owned.callback(prepared.close)

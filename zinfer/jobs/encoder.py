@@ -20,6 +20,7 @@ from zinfer.model.context_length import is_encoder_decoder
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec
 from zinfer.planning.memory import Footprint, find_encoding_footprint
+from zinfer.probe.limits import MachineLimits
 from zinfer.requests.completion import not_finite
 
 TOKENS_PER_PASS: Final = 16384
@@ -96,7 +97,7 @@ class EncodingCompleter(Completer):
         return found
 
 
-def encoder_reserve(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int, *, on_cuda: bool) -> FindReserve:
+def encoder_reserve(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass: int) -> FindReserve:
     """Return a function that computes the memory to reserve for full passes of rows as long as the longest prompt.
 
     Args:
@@ -105,8 +106,10 @@ def encoder_reserve(spec: ModelSpec, prompts: Sequence[Prompt], tokens_per_pass:
     row_len = max(len(prompt.token_ids) for prompt in prompts)
     num_rows = max(tokens_per_pass // row_len, 1)
 
-    def find_reserve(module: PreTrainedModel, blocks: Sequence[ModelBlock], free_bytes: int) -> Footprint:
-        return find_encoding_footprint(spec, find_dtype(module), num_rows, row_len, on_cuda=on_cuda)
+    def find_reserve(
+        module: PreTrainedModel, blocks: Sequence[ModelBlock], limits: MachineLimits, free_bytes: int
+    ) -> Footprint:
+        return find_encoding_footprint(spec, find_dtype(module), num_rows, row_len, on_cuda=limits.on_cuda)
 
     return find_reserve
 

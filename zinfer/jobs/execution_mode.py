@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import torch
@@ -28,7 +28,6 @@ from zinfer.jobs.weights import Weights
 from zinfer.model.batching_support import check_family
 from zinfer.model.spec import ModelSpec, is_generating_decoder
 from zinfer.planning.job_plan import ROWS_TOGETHER
-from zinfer.probe.limits import find_limits
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.sampling_params import DEFAULT_NEW_TOKENS
 from zinfer.units import duration
@@ -44,7 +43,9 @@ class ExecutionMode:
         model: on the meta device.
         tokenizer: used only by the calling thread.
         limits: length limits of a padded row.
+        weights: of the job; None on a rank that does not write it.
         meter: notified if the model needs padded batches.
+        num_ranks: processes that share the job's batches.
 
     Raises:
         ConfigError: the model does not support the task.
@@ -52,7 +53,7 @@ class ExecutionMode:
     Attributes:
         device: "cuda" or "cpu".
         batch_size: rows that share passes.
-        chooses_batch_size: whether a new job chooses its own batch size.
+        judges_batch_size: whether a new job judges its batch size by its first rows.
         completer: None before the first batch.
         computing_s: seconds in passes.
     """
@@ -64,8 +65,9 @@ class ExecutionMode:
         model: PreTrainedModel,
         tokenizer: Any,
         limits: LengthLimits,
-        weights: Weights,
+        weights: Weights | None,
         meter: Meter,
+        num_ranks: int = 1,
     ) -> None:
         _check_task(model, request.task)
         self._request, self._settings = request, settings
@@ -84,7 +86,8 @@ class ExecutionMode:
                 self._is_padded = True
                 meter.note(f"padded batches through transformers' generate, which are slower: {error}")
         self.batch_size = request.batch_size or (_PADDED_ROWS if self._is_padded else ROWS_TOGETHER)
-        self.chooses_batch_size = not (request.batch_size or self._is_padded or self._encodes)
+        self.judges_batch_size = not (request.batch_size or self._is_padded or self._encodes)
+        self._num_ranks = num_ranks
         self.completer: Completer | None = None
         self.computing_s = 0.0
         self._timeline: Timeline | None = None
@@ -92,8 +95,13 @@ class ExecutionMode:
     def reuse_batch_size(self, settings: Mapping[str, str | int]) -> None:
         """Use the batch size of the job being resumed, unless the caller set one."""
         former = settings.get("batch_size")
-        if self.chooses_batch_size and isinstance(former, int) and former > 0:
+        if self._request.batch_size is None and isinstance(former, int) and former > 0:
             self.batch_size = former
+
+    def limit_batch_size(self, num_rows: int) -> None:
+        """Lower the batch size, unless the caller set one, so that each of several ranks gets a batch."""
+        if self._request.batch_size is None and self._num_ranks > 1:
+            self.batch_size = min(self.batch_size, max(1, -(-num_rows // self._num_ranks)))
 
     def settings(self) -> dict[str, str | int]:
         """Return the settings that affect the rows' bytes."""
@@ -128,11 +136,13 @@ class ExecutionMode:
             meter.begin("loading")
             with _job_errors("loading the model", kept_message(self._request.output)), mute_key_report():
                 completer = self.completer = self._open(prompts, sizes)
-                self._weights.check_unchanged()
+                if self._weights is not None:
+                    self._weights.check_unchanged()
                 meter.note(f"weights: {weights_line(completer.stats(), self.device)}")
                 forecast = completer.forecast(prompts)
             meter.note(f"predicted: {forecast.text}")
-            meter.expect(forecast, len(prompts))
+            meter.expect(replace(forecast, tokens_per_s=forecast.tokens_per_s * self._num_ranks), len(prompts))
+            meter.predicted_row_s /= self._num_ranks
             meter.load = completer.load
             if self._request.report is not None:
                 self._timeline = Timeline(completer.stats, completer.load)
@@ -164,7 +174,8 @@ class ExecutionMode:
         kept = f"The rows in {self._request.output} are kept"
         with _job_errors(rows, kept), closing(self.completer.complete(prompts, missing)) as completed:
             for each in completed:
-                self._weights.hash_unread()
+                if self._weights is not None:
+                    self._weights.hash_unread()
                 yield each
         meter.end_batch()
         self.computing_s += time.monotonic() - begin_s
@@ -182,14 +193,14 @@ class ExecutionMode:
                 self.completer.close()
 
     def _open(self, prompts: Sequence[Prompt], sizes: Mapping[str, int]) -> Completer:
-        request, checksums = self._request, self._weights.checksums
+        request, checksums = self._request, self._weights.checksums if self._weights is not None else None
         if not self._encodes and not self._is_padded:
             return RaggedCompleter(request, self._settings.batching, sizes, checksums)
         options: dict[str, object] = {} if request.trace is None else {"trace": str(request.trace)}
         if self._is_padded and self._plans_room:
             options |= batch_shape(prompts)
         settings = resolve_settings(request.config, {"device": request.device, **options})
-        find_reserve = self._find_reserve(prompts, settings) if self._encodes else None
+        find_reserve = self._find_reserve(prompts) if self._encodes else None
         engine = InferenceEngine(request.model, settings, find_reserve=find_reserve, checksums=checksums)
         if self._is_padded:
             return PaddedCompleter(engine, self._tokenizer, self._limits.most_tokens)
@@ -198,14 +209,14 @@ class ExecutionMode:
             pad_token_id = self._tokenizer.pad_token_id
         return EncodingCompleter(engine, request.task, request.pooling, pad_token_id or 0, self._tokens_per_pass)
 
-    def _find_reserve(self, prompts: Sequence[Prompt], settings: Settings) -> FindReserve | None:
+    def _find_reserve(self, prompts: Sequence[Prompt]) -> FindReserve | None:
         """Return an encoder's memory reserve; None if its config does not give its width."""
         try:
             shape = ModelSpec.read_encoder(self._config)
         except PlanError as error:
             self._meter.note(f"no memory is reserved for activations, so weights may take too much: {error}")
             return None
-        return encoder_reserve(shape, prompts, self._tokens_per_pass, on_cuda=find_limits(settings).on_cuda)
+        return encoder_reserve(shape, prompts, self._tokens_per_pass)
 
     @property
     def _tokens_per_pass(self) -> int:

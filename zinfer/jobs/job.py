@@ -4,40 +4,44 @@ A row's bytes depend on the model, the input, the machine, and the settings and 
 other memory budgets do not change them.
 """
 
-import platform
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
 
-from zinfer import __version__
 from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.fingerprint import tokenizer_hash
-from zinfer.config import resolve_settings
+from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import say_without_effect
 from zinfer.display import shown
-from zinfer.errors import JobError
+from zinfer.errors import JobError, RankError
+from zinfer.jobs.completer import Completer
 from zinfer.jobs.execution_mode import ExecutionMode
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, RowWriter
-from zinfer.jobs.progress import Meter
+from zinfer.jobs.peer_worker import PeerWorker
+from zinfer.jobs.peers import Peers
+from zinfer.jobs.progress import Load, Meter
 from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader, prefetch_iter
 from zinfer.jobs.records import Records
 from zinfer.jobs.report import write_report
-from zinfer.jobs.request import JobRequest, PathLike, Pooling, Task, UnusableInput
+from zinfer.jobs.request import JobRequest, OtherRankFailed, PathLike, Pooling, Task, UnusableInput, kept_message
 from zinfer.jobs.rows import RowState, read_lines
 from zinfer.jobs.summary import JobSummary
+from zinfer.jobs.versions import software
 from zinfer.jobs.weights import Weights
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
+from zinfer.probe.limits import choose_device
+from zinfer.ranks.group import join_group
 from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, find_tokenizer
 from zinfer.units import name_values
 
@@ -59,6 +63,9 @@ def run_job(
     console: Console | None = None,
 ) -> JobSummary:
     """Complete every row of `input` into `output`; resumes an earlier run of the same job.
+
+    Processes that torchrun started share the job: each calls this with the same arguments. Rank 0 reads and writes all
+    files, the others compute batches, and all return the same summary.
 
     Args:
         model: a checkpoint folder with its tokenizer.
@@ -100,21 +107,68 @@ def run_job(
         pooling=Pooling(pooling),
     )
     request.check()
-    with shown(Meter(console)) as meter:
-        job = _Job(request, meter)
-        with closing(OutputFile(request.output)) as out, closing(job):
-            return job.run(out)
+    settings = resolve_settings(request.config, {"device": request.device}, swaps=request.generates)
+    group = join_group(choose_device(settings).type)
+    if group is not None and group.rank > 0:
+        with closing(PeerWorker(request, settings, group)) as worker:
+            return worker.run()
+    peers = None if group is None else Peers(group, lambda: kept_message(request.output))
+    try:
+        with shown(Meter(console)) as meter:
+            job = _Job(request, settings, meter, peers)
+            with closing(OutputFile(request.output)) as out, closing(job):
+                return job.run(out)
+    except BaseException as error:
+        if peers is None:
+            raise
+        peers.close()
+        is_signal = not isinstance(error, Exception)
+        # A rank's failure makes the others fail, and launchers end them by a signal: tell what was first.
+        failure = peers.settled_failure(is_signal) if is_signal or is_caused_by_ranks(error) else None
+        if failure is None or (is_signal and peers.was_signalled):
+            raise
+        raise failure from None
+
+
+def is_caused_by_ranks(error: BaseException) -> bool:
+    """Whether another rank's failure may be the cause: the model failed, or its ranks did."""
+    return isinstance(error, RankError | OtherRankFailed) or isinstance(error.__cause__, RuntimeError | OSError)
+
+
+def sum_loads(own: Load, others: Iterable[Load]) -> Load:
+    """Return the tokens and sequences of all ranks, with the passes of this one."""
+    several = [own, *others]
+    return replace(
+        own,
+        num_tokens=sum(each.num_tokens for each in several),
+        num_new_tokens=sum(each.num_new_tokens for each in several),
+        num_running=sum(each.num_running for each in several),
+        num_swapped_pages=sum(each.num_swapped_pages for each in several),
+    )
+
+
+class BatchSource:
+    """Hands out each batch once, to several threads."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches, self._lock = batches, threading.Lock()
+
+    def next(self) -> Batch | None:
+        """Return the next batch, None after the last."""
+        with self._lock:
+            return next(self._batches, None)
 
 
 class _Job:
-    """One run of a job: its input rows, its weights, and its execution mode."""
+    """One run of a job: its input rows, its weights, its execution mode, and the other ranks, if any."""
 
-    def __init__(self, request: JobRequest, meter: Meter) -> None:
-        self._request, self._meter = request, meter
-        generates = request.task is Task.GENERATE
-        settings = resolve_settings(request.config, {"device": request.device}, swaps=generates)
+    def __init__(self, request: JobRequest, settings: Settings, meter: Meter, peers: Peers | None) -> None:
+        self._request, self._meter, self._peers = request, meter, peers
+        generates = request.generates
         say_without_effect(settings, meter.note)
         self._checkpoint = Checkpoint.open(request.model)
+        if peers is not None:
+            peers.check_same(self._checkpoint.fingerprint, software())
         self._weights = Weights(self._checkpoint)
         model = build_meta_model(self._checkpoint, settings.dtype)
         limits = read_limits(model, settings.max_out_tokens, generates=generates)
@@ -122,7 +176,8 @@ class _Job:
         self._encoder = PromptEncoder(tokenizer, model.config.get_text_config().vocab_size, limits)
         # Another thread encodes the rows, and must not share its tokenizer.
         self._tokenizer = deepcopy(tokenizer)
-        self._mode = ExecutionMode(request, settings, model, self._tokenizer, limits, self._weights, meter)
+        num_ranks = 1 if peers is None else peers.num_ranks
+        self._mode = ExecutionMode(request, settings, model, self._tokenizer, limits, self._weights, meter, num_ranks)
         self._index = scan_input(request.input, may_be_empty=True)
         self._reader = PromptReader(self._encoder, self._index, request.max_new_tokens, generates=generates)
         rows = map(self._reader.read, read_lines(request.input))
@@ -131,21 +186,33 @@ class _Job:
 
     def run(self, out: OutputFile) -> JobSummary:
         """Compute the rows missing from the output."""
+        try:
+            return self._run(out)
+        except BaseException as error:
+            if self._peers is not None:
+                self._peers.abandon(error)
+            raise
+
+    def _run(self, out: OutputFile) -> JobSummary:
         meter, mode = self._meter, self._mode
+        mode.limit_batch_size(self._index.num_rows)
         if out.manifest is not None and not self._request.restart:
             mode.reuse_batch_size(out.manifest.settings)
         self._manifest = self._new_manifest()
         states = self._resume(out)
         meter.num_rows = self._index.num_rows
         meter.num_finished = meter.num_skipped = meter.num_rows - states.count(RowState.MISSING)
-        if mode.chooses_batch_size and not out.is_begun:
+        if mode.judges_batch_size and not out.is_begun:
             self._choose_batch_size()
         responses = OpenAIResponses(self._manifest.began, self._manifest.model_name, self._tokenizer)
         cutter = BatchCutter(self._reader, states, mode.batch_size)
         with closing(RowWriter(out, meter.add_finished)) as writer, closing(prefetch_iter(cutter)) as batches:
             records = Records(responses, writer.put, states)
-            for batch in batches:
-                self._finish(batch, out, records)
+            source = BatchSource(batches)
+            while (batch := source.next()) is not None:
+                self._finish(batch, out, records, source)
+            if self._peers is not None:
+                self._peers.wait()
         assert RowState.MISSING not in states
         if not out.is_begun:  # an empty input
             out.begin(self._manifest)
@@ -154,6 +221,8 @@ class _Job:
         out.check_unaltered()
         summary = self._summary(records)
         self._write_report(summary)
+        if self._peers is not None:
+            self._peers.finish(summary)
         return summary
 
     def close(self) -> None:
@@ -171,11 +240,7 @@ class _Job:
             },
             input={"sha256": self._index.sha256, "size_bytes": self._index.size_bytes},
             settings=self._mode.settings(),
-            versions={
-                "python": platform.python_version(),
-                "zinfer": __version__,
-                **{name: version(name) for name in ("torch", "transformers")},
-            },
+            versions=software(),
             began=datetime.now().astimezone(),
             model_name=Path(request.model).name or checkpoint.folder.name,
             weights=self._weights.files,
@@ -213,12 +278,25 @@ class _Job:
         batches = BatchCutter(self._reader, bytearray(self._index.num_rows), self._mode.batch_size)
         prompts = next((batch.prompts for batch in batches if batch.prompts), None)
         if prompts is not None:
-            size = self._mode.batch_size = self._mode.load(prompts, self._manifest.sizes).choose_batch_size(prompts)
-            self._manifest = replace(self._manifest, settings={**self._manifest.settings, "batch_size": size})
+            self._mode.batch_size = self._load(prompts).choose_batch_size(prompts)
+            self._mode.limit_batch_size(self._index.num_rows)
+            settings = {**self._manifest.settings, "batch_size": self._mode.batch_size}
+            self._manifest = replace(self._manifest, settings=settings)
 
-    def _finish(self, batch: Batch, out: OutputFile, records: Records) -> None:
-        """Compute a batch if needed, and write its missing rows."""
-        completer = self._mode.load(batch.prompts, self._manifest.sizes) if batch.prompts else None
+    def _load(self, prompts: Sequence[Prompt]) -> Completer:
+        """Return the completer. All ranks load the model for the first batch at the same time."""
+        mode, sizes, peers = self._mode, self._manifest.sizes, self._peers
+        if mode.completer is not None or peers is None:
+            return mode.load(prompts, sizes)
+        peers.open(prompts, sizes)
+        completer = mode.load(prompts, sizes)
+        peers.wait_ready(completer.sizes)
+        self._meter.load = lambda: sum_loads(completer.load(), peers.loads())
+        return completer
+
+    def _finish(self, batch: Batch, out: OutputFile, records: Records, source: "BatchSource") -> None:
+        """Compute a batch if needed, and write its missing rows. The other ranks begin with the first one computed."""
+        completer = self._load(batch.prompts) if batch.prompts else None
         if not out.is_begun:
             out.begin(self._manifest)
         assert out.manifest is not None
@@ -228,8 +306,12 @@ class _Job:
         missing = records.begin_batch(batch.missing)
         if completer is None:
             return
+        if self._peers is not None and not self._peers.has_started:
+            self._peers.start(source.next, records.begin_batch, records.write)
         with closing(self._mode.complete(batch.prompts, missing.keys())) as answers:
             for prompt, answer in answers:
+                if self._peers is not None:
+                    self._peers.check()
                 self._keep_weights(out)
                 if (ordinal := missing.get(id(prompt))) is not None:
                     records.write(ordinal, prompt, answer)
@@ -259,6 +341,7 @@ class _Job:
             failures=dict(records.failures.most_common()),
             device=self._mode.device,
             predicted_tokens_per_s=meter.predicted_tokens_per_s,
+            other_ranks=() if self._peers is None else self._peers.stats(),
         )
 
     def _write_report(self, summary: JobSummary) -> None:

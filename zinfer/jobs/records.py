@@ -5,6 +5,7 @@ A row has the format of its input row: the job's own, or OpenAI's.
 
 import json
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ class Encoding:
 
 
 class Records:
-    """Writes and counts the rows of one job.
+    """Writes and counts the rows of one job; thread-safe.
 
     Args:
         put: called with each row to write.
@@ -53,6 +54,7 @@ class Records:
         self.num_prompt_tokens = self.num_output_tokens = 0
         self.failures: Counter[str] = Counter()
         self._responses, self._put = responses, put
+        self._lock = threading.Lock()
 
     def begin_batch(self, missing: Iterable[tuple[int, Prompt | BadRow]]) -> dict[int, int]:
         """Write the error rows; return the ordinals of the others by the identity of their prompts."""
@@ -60,13 +62,18 @@ class Records:
         for ordinal, item in missing:
             if isinstance(item, BadRow):
                 record = error_response(item.id, 400, item.message) if item.is_openai else _error(item.id, item.message)
-                self._fail(ordinal, record, "malformed" if item.is_malformed else _reason(item.message))
+                with self._lock:
+                    self._fail(ordinal, record, "malformed" if item.is_malformed else _reason(item.message))
             else:
                 ordinals[id(item)] = ordinal
         return ordinals
 
     def write(self, ordinal: int, prompt: Prompt, answer: Sequence[Completion] | Encoding) -> None:
         """Write the row of a completed or encoded prompt, or an error row if it failed."""
+        with self._lock:
+            self._write(ordinal, prompt, answer)
+
+    def _write(self, ordinal: int, prompt: Prompt, answer: Sequence[Completion] | Encoding) -> None:
         row_id, form = prompt.row.id, prompt.row.openai
         parts: Sequence[Completion | Encoding] = [answer] if isinstance(answer, Encoding) else answer
         errors = [each.error for each in parts if each.error is not None]

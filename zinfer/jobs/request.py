@@ -12,6 +12,10 @@ from zinfer.errors import JobError
 PathLike = str | os.PathLike[str]
 
 
+class OtherRankFailed(JobError):
+    """Another rank of the job failed or is gone; the message names it, its host and the cause."""
+
+
 class UnusableInput(JobError):
     """Raised before any compute if a job's input, output or settings cannot be used."""
 
@@ -47,6 +51,11 @@ class JobRequest:
     report: Path | None
     task: Task = Task.GENERATE
     pooling: Pooling = Pooling.MEAN
+
+    @property
+    def generates(self) -> bool:
+        """Whether rows get generated tokens."""
+        return self.task is Task.GENERATE
 
     def check(self) -> None:
         """Raise UnusableInput for invalid numbers and paths."""

@@ -1,6 +1,6 @@
 """The summary of a finished job, as a value and as a table."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -31,6 +31,7 @@ class JobSummary:
         failures: number of rows that failed in this run, by reason.
         device: "cuda" or "cpu".
         predicted_tokens_per_s: new tokens per second predicted for the first batch; 0: unknown.
+        other_ranks: stats of ranks 1, 2 and so on, if several shared the job; ``stats`` are rank 0's.
     """
 
     num_rows: int
@@ -49,6 +50,7 @@ class JobSummary:
     failures: Mapping[str, int] = field(default_factory=dict)
     device: str = "cuda"
     predicted_tokens_per_s: float = 0.0
+    other_ranks: tuple[RunStats, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -97,6 +99,8 @@ def summary_rows(summary: JobSummary) -> list[list[tuple[str, str]]]:
         "passes": f"{summary.stats.passes:,}" if summary.stats else "",
     }
     bound = _bound_rows(summary.stats, summary.device) if summary.stats else {}
+    if summary.stats and summary.other_ranks:
+        bound |= _rank_rows([summary.stats, *summary.other_ranks], summary.device)
     sections = [[(name, str(value)) for name, value in section.items() if value] for section in (done, speed, bound)]
     return [section for section in sections if section]
 
@@ -140,6 +144,20 @@ def _bound_rows(stats: RunStats, device: str) -> dict[str, str]:
         "moved": _amounts(moved),
         "memory": _amounts(memory),
     }
+
+
+def _rank_rows(ranks: Sequence[RunStats], device: str) -> dict[str, str]:
+    """Return what the ranks moved, each and together."""
+
+    def amounts(sizes: Sequence[int], what: str) -> str:
+        return f"{human_bytes(sum(sizes))} {what} ({', '.join(map(human_bytes, sizes))})" if any(sizes) else ""
+
+    moved = [amounts([each.bytes_read_disk for each in ranks], "read from disk")]
+    if device == "cuda":
+        moved.append(amounts([each.bytes_to_device for each in ranks], "copied to the GPUs"))
+    moved.append(amounts([each.gathered_bytes for each in ranks], "gathered from other ranks"))
+    passes = ", ".join(f"{each.passes:,}" for each in ranks)
+    return {"ranks": f"{len(ranks)}: {passes} passes", "of all ranks": "; ".join(filter(None, moved))}
 
 
 def _bound(stats: RunStats) -> str:

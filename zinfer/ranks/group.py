@@ -62,6 +62,11 @@ def is_several() -> bool:
     return _variable(names, default=1) > 1
 
 
+def is_first() -> bool:
+    """Whether this process runs alone or is rank 0."""
+    return not is_several() or _variable(_RANK) == 0
+
+
 def join_group(device: str) -> RankGroup | None:
     """Join the processes that were started together; None in a process that runs alone.
 

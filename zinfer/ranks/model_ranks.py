@@ -5,6 +5,7 @@ import logging
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -26,6 +27,7 @@ _LEAST_PAUSE_S: Final = 20e-6
 _MOST_PAUSE_S: Final = 1e-3
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 _numbers = itertools.count()
+_open: "weakref.WeakSet[ModelRanks]" = weakref.WeakSet()
 _T = TypeVar("_T")
 
 
@@ -50,9 +52,6 @@ class ModelRanks:
         self._on_cuda = device.type == "cuda"
         self._num_exchanges = 0
         self._callbacks: list[Callable[[BaseException], None]] = []
-        self._slabs: Any = dist.new_group(
-            backend="nccl" if self._on_cuda else "gloo", timeout=timedelta(seconds=20 * SILENCE_S)
-        )
         self._prefix = f"model/{next(_numbers)}"
         # A connection serves one thread: that of the model, of `wait_for_turn`, of `_watch`, of whoever met a failure.
         self._store, self._coming, self._news, self._spare = (self._connect() for _ in range(4))
@@ -60,6 +59,15 @@ class ModelRanks:
         self._over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="zinfer-ranks", daemon=True)
         self._watcher.start()
+        _open.add(self)
+        try:
+            self.exchange(True)  # nothing ends a wait in `new_group` for a rank that has failed before
+            self._slabs: Any = dist.new_group(
+                backend="nccl" if self._on_cuda else "gloo", timeout=timedelta(seconds=20 * SILENCE_S)
+            )
+        except BaseException as failure:
+            self.leave_after(None, failure, None)
+            raise
 
     def gather(self, slab: torch.Tensor) -> None:
         """As `Ranks.gather`."""
@@ -161,6 +169,7 @@ class ModelRanks:
 
     def close(self) -> None:
         """Leave. Rank 0, which keeps the store, waits until the others have left, unless a rank has failed."""
+        _open.discard(self)
         self._over.set()
         self._watcher.join()
         if self.failure is not None:
@@ -236,3 +245,9 @@ class ModelRanks:
         self.failure = self.failure or failure
         for call in self._callbacks:
             call(failure)
+
+
+def fail_models(failure: BaseException) -> None:
+    """Fail every model of this process, also while it loads: all ranks' waits for its blocks raise. Thread-safe."""
+    for ranks in list(_open):
+        ranks.fail(failure)

@@ -1,0 +1,344 @@
+"""A job of several ranks writes the rows of one rank, whoever computes them and however they end."""
+
+import os
+import random
+import re
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from commands import Process, start
+from family_models import family_model
+from jobs_support import letters_model, letters_tokenizer, prompt_rows, read_rows, write_rows
+
+from zinfer.cli.rank_endings import Ending, first_cause
+from zinfer.jobs.manifest import read_manifest
+
+NUM_ROWS = 48
+CONFIG = '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}'
+END_S = 60  # in which a failure of one rank ends the others
+BAD_ROWS = [{"id": "misspelt", "prompt": "abc", "temperatur": 1}, {"id": "long", "prompt": "a" * 500}]
+
+
+class Job:
+    """`zinfer run` on the files of a folder, on one rank or several, in processes of its own."""
+
+    def __init__(self, folder: Path, output: str, *options: str, rows: str = "in.jsonl") -> None:
+        self.folder, self.output = folder, folder / output
+        files = ["--model", "model", "--input", rows, "--output", output, "--config", "ds.json"]
+        self.words = ["run", *files, "--device", "cpu", *options]
+
+    def start(self, num_ranks: int, limit_bytes: int | None = None) -> list[Process]:
+        """Start the ranks, as torchrun would."""
+        port = _free_port()
+        found = []
+        for rank in range(num_ranks):
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            found.append(start(self.words, self.folder, warm=True, limit_bytes=limit_bytes, variables=variables))
+        return found
+
+    def run(self, num_ranks: int, exit_code: int = 0) -> str:
+        """Run to the end; returns what rank 0 wrote to stdout."""
+        said = ended(self.start(num_ranks))
+        assert [code for code, _, _ in said] == [exit_code] * num_ranks, said
+        assert [(out, err) for _, out, err in said[1:]] == [("", "")] * (num_ranks - 1), "only rank 0 speaks"
+        return said[0][1]
+
+    def rows(self) -> list[bytes]:
+        """The lines of the output, sorted: ranks write them as they come."""
+        return sorted(self.output.read_bytes().splitlines())
+
+    def wait_for_rows(self, processes: Sequence[Process], num_bytes: int) -> None:
+        while not self.output.exists() or self.output.stat().st_size <= num_bytes:
+            assert all(process.poll() is None for process in processes), [each.communicate() for each in processes]
+            time.sleep(0.001)
+
+
+def ended(processes: Sequence[Process]) -> list[tuple[int | None, str, str]]:
+    """Exit codes, stdout and stderr of processes that end in time."""
+    try:
+        said = [process.communicate(timeout=END_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    letters_model(folder / "model", num_layers=4)
+    write_rows(folder / "in.jsonl", [*prompt_rows(NUM_ROWS), *BAD_ROWS])
+    (folder / "ds.json").write_text(CONFIG)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> tuple[list[bytes], str]:
+    """The rows of an undisturbed run of one rank, and its summary."""
+    job = Job(folder, "whole.jsonl", "--batch-size", "4")
+    said = job.run(1, exit_code=3)
+    assert len({row["id"] for row in read_rows(job.output)}) == NUM_ROWS + len(BAD_ROWS)
+    return job.rows(), said
+
+
+def read_bytes(said: str, what: str) -> list[float]:
+    """The bytes read from disk of a summary, in MB, those of all ranks first."""
+    line = re.search(rf"{what} +│ (.*)", said)
+    assert line, said
+    return [float(number) * (0.001 if unit == "kB" else 1) for number, unit in re.findall(r"([\d.]+) (kB|MB)", line[1])]
+
+
+def test_two_ranks_write_the_rows_of_one_and_read_half_each(folder: Path, whole: tuple[list[bytes], str]) -> None:
+    job = Job(folder, "two.jsonl", "--batch-size", "4")
+    said = job.run(2, exit_code=3)
+    rows, alone = whole
+    assert job.rows() == rows
+    assert f"{NUM_ROWS} done, 2 failed: 1 x malformed, 1 x too long" in said
+    [read] = read_bytes(alone, "moved")
+    together, first, second = read_bytes(said, "of all ranks")[:3]
+    assert first == pytest.approx(read / 2, rel=0.15)
+    assert second == pytest.approx(read / 2, rel=0.15)
+    assert together == pytest.approx(first + second, abs=0.02)
+    passes = re.search(r"ranks +│ 2: (\d+), (\d+) passes", said)
+    assert passes, said
+    assert min(map(int, passes.groups())) > 0, "both ranks compute"
+
+
+def test_the_job_chooses_a_batch_for_each_rank_and_keeps_it_on_another_number(folder: Path) -> None:
+    write_rows(folder / "few.jsonl", prompt_rows(9))
+    job = Job(folder, "chosen.jsonl", rows="few.jsonl")
+    job.run(2)
+    manifest = read_manifest(job.output.with_name(job.output.name + ".manifest.json"))
+    assert manifest is not None
+    assert manifest.settings["batch_size"] == 5
+    rows = job.rows()
+    alone = Job(folder, "stated.jsonl", "--batch-size", "5", rows="few.jsonl")
+    alone.run(1)
+    assert alone.rows() == rows
+    kept = job.output.read_bytes().splitlines(keepends=True)[2:]
+    job.output.write_bytes(b"".join(kept))
+    assert "7 rows before this run" in job.run(1)
+    assert job.rows() == rows
+
+
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_ranks_without_rows_end_with_the_others(folder: Path, num_rows: int) -> None:
+    write_rows(folder / f"{num_rows}.jsonl", prompt_rows(num_rows))
+    job = Job(folder, f"rows-{num_rows}.jsonl", rows=f"{num_rows}.jsonl")
+    assert f"{num_rows} done, 0 failed" in job.run(2)
+    assert len(job.rows()) == num_rows
+    assert f"{num_rows} rows before this run" in job.run(2) or not num_rows
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_other_and_the_job_resumes(
+    folder: Path, whole: tuple[list[bytes], str], rank: int
+) -> None:
+    rows, _ = whole
+    job = Job(folder, f"killed-{rank}.jsonl", "--batch-size", "4")
+    place = random.Random(rank).randrange(sum(map(len, rows)) // 2)
+    processes = job.start(2)
+    job.wait_for_rows(processes, place)
+    processes[rank].kill()
+    said = ended(processes)
+    assert said[rank][0] == -signal.SIGKILL
+    other_code, _, other_said = said[1 - rank]
+    assert other_code == 1, said
+    if rank == 1:
+        host = socket.gethostname()
+        assert f"error: rank 1 on {host} ended without a word: it was killed, or has lost its connection" in other_said
+        assert "The rows in killed-1.jsonl are kept; run the same command again to go on" in other_said
+        assert other_said.count("error:") == 1
+    kept = job.output.read_bytes().splitlines()
+    assert place < sum(len(line) + 1 for line in kept)
+    assert set(kept) < set(rows)
+    unwrapped = re.sub(r"[\s│]+", " ", job.run(2, exit_code=3))
+    assert f"; {len(kept)} rows before this run" in unwrapped
+    assert job.rows() == rows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_fifty_killed_ranks_lose_and_double_no_row(folder: Path, whole: tuple[list[bytes], str]) -> None:
+    rows, _ = whole
+    chance = random.Random(50)
+    job = Job(folder, "fifty.jsonl", "--batch-size", "4")
+    for _ in range(50):
+        if job.output.exists() and job.rows() == rows:
+            job.output.unlink()
+            job.output.with_name(job.output.name + ".manifest.json").unlink()
+        processes = job.start(4)
+        time.sleep(chance.uniform(0, 5))
+        processes[chance.randrange(4)].kill()
+        codes = [code for code, _, _ in ended(processes)]
+        assert set(codes) <= {1, 3, -signal.SIGKILL}, codes
+        kept = job.rows() if job.output.exists() else []
+        assert len(set(kept)) == len(kept)
+        assert set(kept) <= set(rows)
+    job.run(4, exit_code=3)
+    assert job.rows() == rows
+
+
+def test_signals_and_full_disks_end_all_ranks(folder: Path, whole: tuple[list[bytes], str]) -> None:
+    rows, _ = whole
+    job = Job(folder, "ended.jsonl", "--batch-size", "4")
+    processes = job.start(2)
+    job.wait_for_rows(processes, 0)
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    said = ended(processes)
+    assert said[0][0] == 130, said
+    assert said[0][2].endswith(
+        "zinfer: SIGINT: stopped. The rows in ended.jsonl are kept; run the same command again to go on.\n"
+    )
+    assert not said[1][2]
+    limit_bytes = sum(map(len, rows)) // 2
+    said = ended(job.start(2, limit_bytes))
+    assert said[0][0] == 1, said
+    assert "output ended.jsonl cannot be written: File too large" in said[0][2]
+    assert said[0][2].count("error:") == 1
+    assert not said[1][2]
+    job.run(2, exit_code=3)
+    assert job.rows() == rows
+
+
+def damaged(rank: str, what: str) -> None:
+    """Make the model of one rank fail in a pass, or its loading; runs in the process of the command."""
+    from zinfer.jobs.completer import RaggedCompleter
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("boom")
+
+    if os.environ["RANK"] == rank:
+        setattr(RaggedCompleter, what, fail)
+
+
+@pytest.mark.parametrize("what", ["__init__", "complete"])
+def test_an_error_of_another_rank_is_told_once_by_rank_0(folder: Path, what: str) -> None:
+    job = Job(folder, f"raised-{what}.jsonl", "--batch-size", "4")
+    port = _free_port()
+    processes = []
+    for rank in range(2):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+        prepare = (damaged, ("1", what))
+        processes.append(start(job.words, folder, warm=True, prepare=prepare, variables=variables))
+    said = ended(processes)
+    assert [code for code, _, _ in said] == [1, 1], said
+    assert f"error: rank 1 on {socket.gethostname()}: RuntimeError: boom. " in said[0][2]
+    assert "run the same command again to go on" in said[0][2]
+    assert "Traceback" not in said[0][2]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "class_name", "options"),
+    [("bert", "BertModel", ["--task", "embed"]), ("t5", "T5ForConditionalGeneration", [])],
+)
+def test_encoders_and_padded_batches_share_their_rows(
+    tmp_path: Path, model_type: str, class_name: str, options: list[str]
+) -> None:
+    family_model(model_type, class_name).save_pretrained(tmp_path / "model")
+    letters_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"id": f"row-{number}", "prompt": "abcdefgh"[: 1 + number % 8]} for number in range(12)]
+    write_rows(tmp_path / "in.jsonl", rows if options else [{**row, "max_new_tokens": 4} for row in rows])
+    (tmp_path / "ds.json").write_text(CONFIG)
+    jobs = [Job(tmp_path, f"{num_ranks}.jsonl", "--batch-size", "3", *options) for num_ranks in (1, 2)]
+    for num_ranks, job in enumerate(jobs, start=1):
+        job.run(num_ranks)
+    assert jobs[0].rows() == jobs[1].rows()
+    assert len(jobs[0].rows()) == 12
+
+
+def test_the_launcher_starts_ranks_and_speaks_for_them(folder: Path, whole: tuple[list[bytes], str]) -> None:
+    rows, _ = whole
+    job = Job(folder, "launched.jsonl", "--batch-size", "4", "--ranks", "2")
+    launcher = start(job.words, folder, warm=True)
+    job.wait_for_rows([launcher], 0)
+    ranks = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.send_signal(signal.SIGINT)
+    [(code, _, said)] = ended([launcher])
+    assert code == 130, said
+    assert said.count("SIGINT: stopped. The rows in launched.jsonl are kept; run the same command again") == 1
+    assert "Traceback" not in said
+    assert len(ranks) >= 2
+    assert not any(rank.is_running() for rank in ranks)
+    launcher = start(job.words, folder, warm=True)
+    [(code, out, said)] = ended([launcher])
+    assert code == 3, said
+    assert f"{NUM_ROWS} done, 2 failed" in out
+    assert out.count("zinfer run") == 1
+    assert "[W" not in said
+    assert job.rows() == rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_launcher_names_a_killed_rank(folder: Path, rank: str) -> None:
+    job = Job(folder, f"launched-{rank}.jsonl", "--batch-size", "4", "--ranks", "2")
+    launcher = start(job.words, folder, warm=True)
+    job.wait_for_rows([launcher], 0)
+    ranks = psutil.Process(launcher.pid).children(recursive=True)
+    [victim] = [each for each in ranks if each.environ().get("RANK") == rank]
+    victim.kill()
+    [(code, _, said)] = ended([launcher])
+    assert code == 1, said
+    assert f"error: rank {rank} on {socket.gethostname()} was killed by SIGKILL. The rows in" in said
+    assert said.count("zinfer: ") == 1
+    assert not any(each.is_running() for each in ranks)
+
+
+def test_a_wrong_number_of_ranks_is_refused(folder: Path) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    words = Job(folder, "wrong.jsonl", "--ranks", "3").words
+    [(code, _, said)] = ended([start(words, folder, warm=True, variables=variables)])
+    assert code == 2
+    assert said == "zinfer: error: --ranks is 3, but 2 processes were started; leave --ranks out\n"
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zinfer.cli.launch import choose_num_ranks
+    from zinfer.errors import ConfigError
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="--ranks 4 needs 4 GPUs, and torch sees 2; give fewer, or --device cpu"):
+        choose_num_ranks(4, "auto")
+    assert [choose_num_ranks(stated, "auto") for stated in (None, 1, 2)] == [2, 1, 2]
+    assert [choose_num_ranks(stated, "cpu") for stated in (None, 4)] == [1, 4]
+
+
+def ending(rank: int, text: str, exit_code: int, *, is_own: bool) -> Ending:
+    return Ending(rank, "host", text, exit_code, is_own)
+
+
+@pytest.mark.parametrize(
+    ("endings", "told"),
+    [
+        (
+            [ending(1, "error: boom", 1, is_own=True), ending(0, "error: rank 1: boom", 1, is_own=False)],
+            "error: rank 1: boom",
+        ),
+        (
+            [ending(1, "error: boom", 1, is_own=True), ending(0, "SIGTERM", 143, is_own=False)],
+            "rank 1 on host: error: boom",
+        ),
+        ([ending(1, "error: gone", 1, is_own=False), ending(0, "SIGTERM", 143, is_own=False)], "SIGTERM"),
+        ([], None),
+    ],
+)
+def test_the_first_cause_is_told(endings: list[Ending], told: str | None) -> None:
+    found = first_cause(endings)
+    assert (found and found.told) == told

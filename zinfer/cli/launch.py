@@ -1,0 +1,117 @@
+"""Starts the ranks of a command on this host, by torch's elastic launcher, and says how they ended."""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final, NoReturn
+from uuid import uuid4
+
+import typer
+
+from zinfer.cli.ending import EXIT_ROWS_FAILED, EXIT_STOPPED, ending_signals, say
+from zinfer.cli.rank_endings import LAUNCHER, first_cause, read_endings
+from zinfer.errors import ConfigError
+
+_PR_SET_PDEATHSIG: Final = 1
+_LOCAL: Final = "127.0.0.1"
+_AGAIN: Final = "run the same command again to go on"
+
+
+def choose_num_ranks(stated: int | None, device: str) -> int:
+    """Return how many processes a command starts for its job; 1: it computes itself.
+
+    Args:
+        stated: the number that the user gave.
+        device: the configured one: "auto", "cuda" or "cpu".
+
+    Raises:
+        ConfigError: the number differs from that of the processes started already, or is more than there are GPUs.
+    """
+    import torch
+
+    from zinfer.ranks.group import is_several
+
+    if is_several():
+        started = os.environ.get("WORLD_SIZE")
+        if stated is not None and started is not None and str(stated) != started:
+            raise ConfigError(f"--ranks is {stated}, but {started} processes were started; leave --ranks out")
+        return 1
+    num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if stated is None:
+        return max(1, num_gpus)
+    if stated > num_gpus and (num_gpus or device == "cuda"):
+        raise ConfigError(
+            f"--ranks {stated} needs {stated} GPUs, and torch sees {num_gpus}; give fewer, or --device cpu"
+        )
+    return stated
+
+
+def end_with_launcher() -> None:
+    """Let the kernel send SIGTERM to this process, a rank, when its launcher ends."""
+    if LAUNCHER not in os.environ:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if not Path(os.environ[LAUNCHER]).exists():  # it ended before
+        sys.exit(EXIT_STOPPED)
+
+
+def launch(num_ranks: int, kept: Callable[[], str]) -> NoReturn:
+    """Run this command in several processes, and end as rank 0 does.
+
+    Args:
+        kept: returns a message on what the same command can resume from.
+    """
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable(logging.CRITICAL)  # the launcher reports each signal that it passes on
+    with TemporaryDirectory(prefix="zinfer-ranks-") as folder:
+        endings = Path(folder) / "endings.jsonl"
+        endings.touch()
+        os.environ[LAUNCHER] = str(endings)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each wait that is over is a warning
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{_LOCAL}:0",
+            max_restarts=0,
+            local_addr=_LOCAL,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle=",".join(each.name for each in ending_signals()),
+        )
+        words = ["-m", "zinfer", *sys.argv[1:]]
+        try:
+            elastic_launch(config, sys.executable)(*words)
+        except SignalException as stopped:
+            text, exit_code = f"{stopped.sigval.name}: stopped. {kept()}; {_AGAIN}.", 128 + stopped.sigval
+        except ChildFailedError as error:
+            ending = first_cause(read_endings(endings))
+            killed = {rank: -failure.exitcode for rank, failure in error.failures.items() if failure.exitcode < 0}
+            first = next(iter(error.failures))  # the launcher ends the others by SIGTERM, and at last SIGKILL
+            killed = {rank: number for rank, number in killed.items() if rank == first or number != signal.SIGTERM}
+            if killed and (first in killed or ending is None or not ending.is_own):
+                rank, number = next(iter(killed.items()))
+                name = signal.Signals(number).name
+                text = f"error: rank {rank} on {socket.gethostname()} was killed by {name}. {kept()}; {_AGAIN}"
+                exit_code = EXIT_STOPPED
+            elif ending is not None:
+                text, exit_code = ending.told, ending.exit_code
+            else:
+                rank, failure = error.get_first_failure()
+                text, exit_code = f"error: rank {rank} ended with exit code {failure.exitcode}", failure.exitcode
+                if exit_code == EXIT_ROWS_FAILED:
+                    raise typer.Exit(exit_code) from None
+        else:
+            raise typer.Exit
+    say(text)
+    raise typer.Exit(exit_code) from None

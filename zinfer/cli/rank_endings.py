@@ -1,0 +1,51 @@
+"""How the ranks of a command ended: each notes it in a file of their launcher, which says one thing for all."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+LAUNCHER: Final = "ZINFER_RANK_ENDINGS"
+"""Names the file; set by the launcher."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a rank ended early.
+
+    Attributes:
+        text: for the user.
+        is_own: whether the cause lies in this rank, not in a signal or another rank.
+    """
+
+    rank: int
+    host: str
+    text: str
+    exit_code: int
+    is_own: bool
+
+    @property
+    def told(self) -> str:
+        """The text, with the rank unless it is 0, which speaks for the whole job."""
+        return self.text if self.rank == 0 else f"rank {self.rank} on {self.host}: {self.text}"
+
+
+def note_ending(ending: Ending) -> None:
+    """Append to the launcher's file."""
+    with open(os.environ[LAUNCHER], "ab", buffering=0) as file:
+        file.write(json.dumps(asdict(ending)).encode() + b"\n")
+
+
+def read_endings(file: Path) -> list[Ending]:
+    """Return what the ranks noted, in the order of time."""
+    return [Ending(**json.loads(line)) for line in file.read_bytes().splitlines()]
+
+
+def first_cause(endings: Sequence[Ending]) -> Ending | None:
+    """Return the ending to tell: rank 0's, which knows of the others', unless a signal ended it."""
+    told = [each for each in endings if each.rank == 0 and each.exit_code < 128]
+    own = [each for each in endings if each.is_own]
+    signalled = [each for each in endings if each.exit_code > 128]
+    return next(iter([*told, *own, *signalled, *endings]), None)

@@ -1,0 +1,160 @@
+"""A rank other than 0 in a job: it computes the batches that rank 0 sends. It reads no input and writes no output."""
+
+import queue
+import threading
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from signal import SIGINT, Signals
+from typing import Any, Final
+
+from zinfer.checkpoint import Checkpoint
+from zinfer.config import Settings
+from zinfer.errors import RankError
+from zinfer.jobs.completer import Completer
+from zinfer.jobs.execution_mode import ExecutionMode
+from zinfer.jobs.messages import Answered, Begin, Cause, End, Ended, Failed, Finished, Hello, Idle, Open, Ready, Work
+from zinfer.jobs.progress import Load, Meter
+from zinfer.jobs.request import JobRequest, OtherRankFailed
+from zinfer.jobs.summary import JobSummary
+from zinfer.jobs.versions import software
+from zinfer.model.build import build_meta_model
+from zinfer.model.context_length import read_limits
+from zinfer.ranks.group import RankGroup
+from zinfer.ranks.links import end_link, open_links
+from zinfer.ranks.model_ranks import fail_models
+from zinfer.requests.prompt_encoder import find_tokenizer
+
+_NEWS_S: Final = 1.0  # of counters, for the progress that rank 0 shows
+
+
+class PeerWorker:
+    """Computes batches for rank 0.
+
+    Args:
+        request: of the job; its input and output are rank 0's.
+        settings: of the job.
+        group: the processes of the job.
+
+    Raises:
+        RankError: rank 0 did not connect.
+    """
+
+    def __init__(self, request: JobRequest, settings: Settings, group: RankGroup) -> None:
+        self._group = group
+        trace = request.trace or settings.trace
+        self._request = replace(request, report=None, trace=trace and trace_of(trace, group.rank))
+        self._settings = settings
+        self._mode: ExecutionMode | None = None
+        self._over = threading.Event()
+        self._sending = threading.Lock()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._is_alone = False
+        [self._link] = open_links(group)
+        threading.Thread(target=self._receive, name="zinfer-rank-0", daemon=True).start()
+
+    def run(self) -> JobSummary:
+        """Compute what rank 0 sends until the job is done.
+
+        Raises:
+            OtherRankFailed: rank 0 ended early, or a rank that this one needs.
+        """
+        try:
+            return self._serve()
+        except BaseException as failure:
+            fail_models(failure)
+            cause, text = self._explain(failure)
+            self._send(Failed(cause, text))
+            if self._is_alone or cause is Cause.OTHER_RANK:
+                raise OtherRankFailed(text) from failure
+            raise
+
+    def close(self) -> None:
+        """Serve the other ranks until none computes, or one has failed; free memory and end the connection."""
+        self._over.set()
+        try:
+            if self._mode is not None:
+                self._mode.close()
+        finally:
+            end_link(self._link)
+
+    def _serve(self) -> JobSummary:
+        checkpoint = Checkpoint.open(self._request.model)
+        self._send(Hello(checkpoint.fingerprint, software()))
+        completer: Completer | None = None
+        while True:
+            match self._next():
+                case Open() as message:
+                    completer = self._load(checkpoint, message)
+                    self._send(Ready(completer.sizes))
+                    threading.Thread(target=self._count, args=(completer,), name="zinfer-news", daemon=True).start()
+                case Begin():
+                    self._send(Idle(Load() if completer is None else completer.load()))
+                case Work() as message:
+                    assert completer is not None
+                    self._compute(completer, message)
+                    self._send(Idle(completer.load()))
+                case End():
+                    self._over.set()
+                    self._send(Ended(None if completer is None else completer.stats()))
+                case Finished(summary):
+                    return summary
+                case message:
+                    raise AssertionError(f"rank 0 sent {message!r}")
+
+    def _load(self, checkpoint: Checkpoint, message: Open) -> Completer:
+        settings = self._settings
+        model = build_meta_model(checkpoint, settings.dtype)
+        limits = read_limits(model, settings.max_out_tokens, generates=self._request.generates)
+        tokenizer = find_tokenizer(checkpoint.folder)
+        self._mode = ExecutionMode(self._request, settings, model, tokenizer, limits, None, Meter())
+        return self._mode.load(message.prompts, message.sizes)
+
+    def _compute(self, completer: Completer, work: Work) -> None:
+        prompts = work.prompts
+        places = {id(prompt): place for place, prompt in enumerate(prompts)}
+        missing = {id(prompts[place]) for place in work.missing}
+        with closing(completer.complete(prompts, missing)) as completed:
+            for prompt, answer in completed:
+                if id(prompt) in missing:
+                    self._send(Answered(places[id(prompt)], answer, completer.load()))
+
+    def _count(self, completer: Completer) -> None:
+        """Send the counters now and then: answers come late in a batch, and together."""
+        while not self._over.wait(_NEWS_S):
+            self._send(completer.load())
+
+    def _next(self) -> Any:
+        message = self._inbox.get()
+        if message is None:
+            raise OtherRankFailed(f"rank 0 on {self._group.hosts[0]} ended the job")
+        return message
+
+    def _receive(self) -> None:
+        """Receive rank 0's messages; once it is gone, nothing is computed any more."""
+        with suppress(EOFError, OSError):
+            while not isinstance(message := self._link.recv(), Finished):
+                self._inbox.put(message)
+            self._inbox.put(message)
+            return
+        self._is_alone = True
+        self._inbox.put(None)
+        fail_models(RankError(f"rank 0 on {self._group.hosts[0]} ended the job"))
+
+    def _send(self, message: Any) -> None:
+        with suppress(OSError), self._sending:  # rank 0 is gone: `_receive` notices
+            self._link.send(message)
+
+    def _explain(self, failure: BaseException) -> tuple[Cause, str]:
+        if not isinstance(failure, Exception):
+            name = Signals(getattr(failure, "signal_number", SIGINT)).name
+            return Cause.SIGNAL, f"{name}: stopped"
+        cause = failure.__cause__ if isinstance(failure.__cause__, Exception) else failure
+        if isinstance(cause, RankError | OtherRankFailed):
+            return Cause.OTHER_RANK, str(cause)
+        return Cause.ERROR, f"{type(cause).__name__}: {cause}"
+
+
+def trace_of(trace: Path, rank: int) -> Path:
+    """Return the file of another rank's trace: ``trace.json`` becomes ``trace.1.json``."""
+    return trace.with_name(f"{trace.stem}.{rank}{trace.suffix}")

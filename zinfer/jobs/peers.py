@@ -1,0 +1,261 @@
+"""Rank 0's side of a job on several ranks: it hands batches out, and takes answers and failures in.
+
+A thread for each other rank waits for its messages, so a rank that dies is noticed at once, also while this one loads
+or computes.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from zinfer.errors import JobError
+from zinfer.jobs.completer import Answer
+from zinfer.jobs.messages import Answered, Begin, Cause, End, Ended, Failed, Finished, Hello, Idle, Open, Ready, Work
+from zinfer.jobs.progress import Load
+from zinfer.jobs.prompts import Batch, Prompt
+from zinfer.jobs.request import OtherRankFailed, UnusableInput
+from zinfer.jobs.rows import BadRow
+from zinfer.jobs.summary import JobSummary
+from zinfer.offload.stats import RunStats
+from zinfer.ranks.group import RankGroup
+from zinfer.ranks.links import end_link, open_links
+from zinfer.ranks.model_ranks import fail_models
+from zinfer.units import name_values
+
+_GRACE_S: Final = 2.0  # for news of the rank that failed first, if others fail with it
+_LATE_GRACE_S: Final = 0.2
+_AGAIN: Final = "run the same command again to go on"
+
+
+class Peers:
+    """The other ranks of a job.
+
+    Args:
+        group: the processes of this job.
+        kept: returns a message on the rows in the output.
+
+    Raises:
+        RankError: a rank did not connect.
+
+    Attributes:
+        num_ranks: the processes of the job, this one included.
+        has_started: whether the ranks compute batches.
+    """
+
+    def __init__(self, group: RankGroup, kept: Callable[[], str]) -> None:
+        self._kept = kept
+        self._changed = threading.Condition()
+        self._failures: list[tuple[Cause, JobError]] = []
+        self._is_closed = False
+        self._next: Callable[[], Batch | None] = lambda: None
+        self._begin: Callable[[Iterable[tuple[int, Prompt | BadRow]]], Mapping[int, int]] = lambda missing: {}
+        self._write: Callable[[int, Prompt, Answer], None] = lambda ordinal, prompt, answer: None
+        self.has_started = False
+        self.num_ranks = group.size
+        links = open_links(group)
+        self._peers = [Peer(rank, group.hosts[rank], link) for rank, link in enumerate(links, start=1)]
+        for peer in self._peers:
+            threading.Thread(target=self._listen, args=(peer,), name=f"zinfer-peer-{peer.rank}", daemon=True).start()
+
+    def check_same(self, fingerprint: str, versions: Mapping[str, str]) -> None:
+        """Wait for all ranks, and compare what they run.
+
+        Raises:
+            UnusableInput: a rank has another checkpoint, or other software.
+            OtherRankFailed: a rank failed.
+        """
+        self._wait(lambda: all(peer.hello is not None for peer in self._peers))
+        for peer in self._peers:
+            assert peer.hello is not None
+            if peer.hello.fingerprint != fingerprint:
+                raise UnusableInput(f"{peer.name} has another model than rank 0; give all ranks the same files")
+            if peer.hello.versions != versions:
+                theirs, ours = name_values(peer.hello.versions), name_values(versions)
+                raise UnusableInput(f"{peer.name} runs {theirs}, rank 0 {ours}; install the same on all hosts")
+
+    def open(self, prompts: Sequence[Prompt], sizes: Mapping[str, int]) -> None:
+        """Let all ranks load the model, while this one does."""
+        for peer in self._peers:
+            self._send(peer, Open(tuple(prompts), dict(sizes)))
+
+    def wait_ready(self, sizes: Mapping[str, int]) -> None:
+        """Wait until all ranks have loaded the model.
+
+        Raises:
+            JobError: a rank chose other sizes, which would change the bytes of its rows.
+            OtherRankFailed: a rank failed.
+        """
+        self._wait(lambda: all(peer.sizes is not None for peer in self._peers))
+        for peer in self._peers:
+            assert peer.sizes is not None
+            if dict(peer.sizes) != dict(sizes):
+                theirs, ours = name_values(peer.sizes), name_values(sizes)
+                raise JobError(
+                    f"{peer.name} chose other sizes than rank 0 ({theirs}; {ours}), which would change the rows; state "
+                    "them in the config, as zinfer.tokens_per_pass and others"
+                )
+
+    def start(
+        self,
+        next_batch: Callable[[], Batch | None],
+        begin: Callable[[Iterable[tuple[int, Prompt | BadRow]]], Mapping[int, int]],
+        write: Callable[[int, Prompt, Answer], None],
+    ) -> None:
+        """Let the ranks compute batches.
+
+        Args:
+            next_batch: returns the next batch, None after the last; called by several threads.
+            begin, write: as `Records.begin_batch` and `Records.write`, likewise.
+        """
+        self.has_started = True
+        self._next, self._begin, self._write = next_batch, begin, write
+        for peer in self._peers:
+            peer.is_busy = True
+            self._send(peer, Begin())
+
+    def wait(self) -> None:
+        """Wait until the ranks have computed their batches.
+
+        Raises:
+            OtherRankFailed, JobError: as `check`.
+        """
+        self._wait(lambda: not any(peer.is_busy for peer in self._peers))
+        for peer in self._peers:
+            self._send(peer, End())
+        self._wait(lambda: all(peer.is_ended for peer in self._peers))
+
+    def finish(self, summary: JobSummary) -> None:
+        """Tell the ranks that the job is done."""
+        for peer in self._peers:
+            self._send(peer, Finished(summary))
+
+    def check(self) -> None:
+        """Raise the failure of a rank, if any.
+
+        Raises:
+            OtherRankFailed: a rank failed.
+            JobError: a row of it could not be written.
+        """
+        if self._failures:
+            raise self.settled_failure() or AssertionError
+
+    def settled_failure(self, is_late: bool = False) -> JobError | None:
+        """Return why ranks failed, after a while in which the first of them has certainly been heard of.
+
+        Args:
+            is_late: whether that while is over, as when a launcher has had the time to send a signal.
+        """
+        with self._changed:
+            grace_s = _LATE_GRACE_S if is_late else _GRACE_S
+            self._changed.wait_for(lambda: any(cause is Cause.GONE for cause, _ in self._failures), grace_s)
+            return min(self._failures, key=lambda each: each[0])[1] if self._failures else None
+
+    @property
+    def was_signalled(self) -> bool:
+        """Whether no rank failed but by a signal that asked it to end."""
+        return all(cause in (Cause.SIGNAL, Cause.OTHER_RANK) for cause, _ in self._failures)
+
+    def loads(self) -> Iterator[Load]:
+        """Return the counters of the ranks, as last heard of."""
+        return (peer.load for peer in self._peers)
+
+    def stats(self) -> tuple[RunStats, ...]:
+        """Return the stats of the ranks that loaded the model, after `wait`."""
+        return tuple(peer.stats for peer in self._peers if peer.stats is not None)
+
+    def abandon(self, failure: BaseException) -> None:
+        """End the ranks early: the model of this one serves them no more."""
+        fail_models(failure)
+        self.close()
+
+    def close(self) -> None:
+        """End the connections; ranks that have not ended do so. May be called again."""
+        self._is_closed = True
+        for peer in self._peers:
+            end_link(peer.link)
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failures or is_over())
+        self.check()
+
+    def _listen(self, peer: "Peer") -> None:
+        try:
+            while not peer.is_ended:
+                message = peer.link.recv()
+                self._take(peer, message)
+                with self._changed:
+                    self._changed.notify_all()
+        except (EOFError, OSError):
+            if not self._is_closed and not peer.has_failed:
+                self._note(Cause.GONE, f"{peer.name} ended without a word: it was killed, or has lost its connection")
+        except JobError as failure:  # of the output
+            self._note(Cause.GONE, failure)
+        except BaseException as failure:
+            self._note(Cause.ERROR, f"{peer.name}, in rank 0: {type(failure).__name__}: {failure}")
+
+    def _take(self, peer: "Peer", message: Any) -> None:
+        match message:
+            case Hello():
+                peer.hello = message
+            case Ready():
+                peer.sizes = message.sizes
+            case Idle():
+                peer.load = message.load
+                self._hand_out(peer)
+            case Load():
+                peer.load = message
+            case Answered():
+                peer.load = message.load
+                prompt = peer.prompts[message.place]
+                if (ordinal := peer.missing.get(id(prompt))) is not None:
+                    self._write(ordinal, prompt, message.answer)
+            case Ended():
+                peer.stats, peer.is_ended = message.stats, True
+            case Failed():
+                peer.has_failed = True
+                self._note(message.cause, f"{peer.name}: {message.text}")
+            case _:
+                raise AssertionError(f"{peer.name} sent {message!r}")
+
+    def _hand_out(self, peer: "Peer") -> None:
+        while (batch := self._next()) is not None:
+            peer.missing, peer.prompts = self._begin(batch.missing), batch.prompts
+            if batch.prompts:
+                places = [place for place, each in enumerate(batch.prompts) if id(each) in peer.missing]
+                peer.link.send(Work(batch.prompts, tuple(places)))
+                return
+        peer.is_busy = False
+
+    def _send(self, peer: "Peer", message: Any) -> None:
+        with suppress(OSError):  # gone: its thread tells
+            peer.link.send(message)
+
+    def _note(self, cause: Cause, failure: JobError | str) -> None:
+        if isinstance(failure, str):
+            failure = OtherRankFailed(f"{failure}. {self._kept()}; {_AGAIN}")
+        with self._changed:
+            self._failures.append((cause, failure))
+            self._changed.notify_all()
+        fail_models(failure)
+
+
+class Peer:
+    """One other rank, as rank 0 knows it.
+
+    Attributes:
+        name: for messages.
+        prompts, missing: its current batch, as of `Batch` and `Records.begin_batch`.
+    """
+
+    def __init__(self, rank: int, host: str, link: Connection) -> None:
+        self.rank, self.name, self.link = rank, f"rank {rank} on {host}", link
+        self.hello: Hello | None = None
+        self.sizes: Mapping[str, int] | None = None
+        self.load = Load()
+        self.prompts: tuple[Prompt, ...] = ()
+        self.missing: Mapping[int, int] = {}
+        self.is_busy = self.is_ended = self.has_failed = False
+        self.stats: RunStats | None = None
