@@ -316,7 +316,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(ConfigError, match="--ranks 4 needs 4 GPUs, and torch sees 2; give fewer, or --device cpu"):
         choose_num_ranks(4, "auto")
-    assert [choose_num_ranks(stated, "auto") for stated in (None, 1, 2)] == [2, 1, 2]
+    assert [choose_num_ranks(stated, "auto") for stated in (None, 1, 2)] == [1, 1, 2]
     assert [choose_num_ranks(stated, "cpu") for stated in (None, 4)] == [1, 4]
 
 

@@ -27,7 +27,7 @@ def choose_num_ranks(stated: int | None, device: str) -> int:
     """Return how many processes a command starts for its job; 1: it computes itself.
 
     Args:
-        stated: the number that the user gave.
+        stated: the number that the user gave; None: one.
         device: the configured one: "auto", "cuda" or "cpu".
 
     Raises:
@@ -42,9 +42,9 @@ def choose_num_ranks(stated: int | None, device: str) -> int:
         if stated is not None and started is not None and str(stated) != started:
             raise ConfigError(f"--ranks is {stated}, but {started} processes were started; leave --ranks out")
         return 1
-    num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if stated is None:
-        return max(1, num_gpus)
+        return 1
+    num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if stated > num_gpus and (num_gpus or device == "cuda"):
         raise ConfigError(
             f"--ranks {stated} needs {stated} GPUs, and torch sees {num_gpus}; give fewer, or --device cpu"

@@ -30,7 +30,7 @@ def run(
     ] = Task.GENERATE,
     pooling: Annotated[Pooling, typer.Option(help="Pooling of token vectors for embed.")] = Pooling.MEAN,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes that share the model, one per GPU; by default one on each GPU.")
+        int | None, typer.Option(min=1, help="Processes that share the model, one per GPU; by default one.")
     ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the rows of the output's earlier job.")] = False,
 ) -> None:
