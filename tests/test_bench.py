@@ -169,6 +169,15 @@ def test_zipf_prefers_the_first_experts() -> None:
     assert plain.max() < 1.2 * plain.min()
 
 
+def test_zipf_chooses_expert_n_about_one_nth_as_often() -> None:
+    num_tokens = 1 << 16
+    logits = 3 + 0.1 * torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(0))
+    counts = torch.bincount(skewed_choice(logits, 1).flatten(), minlength=64)
+    wanted = num_tokens / sum(1 / n for n in range(1, 65))
+    for n in (1, 2, 4, 8, 16, 64):
+        assert counts[n - 1] * n == pytest.approx(wanted, rel=0.2), f"expert {n}"
+
+
 def test_zipf_needs_routers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--experts zipf: LlamaForCausalLM has no experts; use --experts uniform"):
         bench(folder_of(LLAMA, tmp_path), experts="zipf")

@@ -11,9 +11,10 @@ from zinfer.errors import ConfigError
 def skew_routers(model: nn.Module) -> int:
     """Make each router choose its experts by Zipf's law: expert number n about 1/n times as often as the first.
 
-    A hook on each router replaces its choice by the top of its own logits, standardized over the experts of each token,
-    minus log n. The routing weights stay those that the router computed, so the work is that of a trained mixture whose
-    experts are chosen unevenly; the text is as random as the weights.
+    A hook on each router replaces its choice by the top of its own logits minus log n, once they have Gumbel's
+    distribution over the experts of each token: its maximum then falls on n with a probability in proportion to 1/n
+    (the Gumbel-max trick). The routing weights stay those that the router computed, so the work is that of a trained
+    mixture whose experts are chosen unevenly; the text is as random as the weights.
 
     Returns:
         The number of routers.
@@ -41,5 +42,7 @@ def skewed_choice(logits_TE: torch.Tensor, num_chosen: int) -> torch.Tensor:
     logits_TE = logits_TE.float()
     spread_T1 = logits_TE.std(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     standard_TE = (logits_TE - logits_TE.mean(dim=-1, keepdim=True)) / spread_T1
+    below_TE = torch.special.ndtr(standard_TE.double()).clamp(1e-9, 1 - 1e-9)  # shares of a normal distribution
+    gumbel_TE = -torch.log(-torch.log(below_TE))
     ranks_E = torch.arange(1, logits_TE.shape[-1] + 1, device=logits_TE.device)
-    return (standard_TE - ranks_E.log()).topk(num_chosen, dim=-1).indices
+    return (gumbel_TE - ranks_E.log()).topk(num_chosen, dim=-1).indices
