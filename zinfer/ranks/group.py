@@ -123,7 +123,7 @@ _kept: list[TCPStore] = []
 
 
 def _leave() -> None:
-    """Leave the group at exit. A rank that failed does not wait for its last messages."""
+    """Leave torch's group at exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from zinfer.errors import RankError
 from zinfer.ranks.group import RankGroup
-from zinfer.ranks.rank_store import SILENCE_S, RankStore
+from zinfer.ranks.rank_store import SILENCE_S, RankStore, growing_pauses
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,6 @@ _BEAT_S: Final = 1
 _PATIENCE_S: Final = 1.0  # for a rank in the middle of a pass to ask for its next block
 _KEPT_TURNS: Final = 1000  # more than any rank is behind another
 _LEAVE_S: Final = 30
-_LEAST_PAUSE_S: Final = 20e-6
 _MOST_PAUSE_S: Final = 1e-3
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 _numbers = itertools.count()
@@ -71,8 +70,7 @@ class ModelRanks:
 
     def gather(self, slab: torch.Tensor) -> None:
         """As `Ranks.gather`."""
-        each = slab.nbytes // self.group.size
-        own = slab[self.group.rank * each : (self.group.rank + 1) * each]
+        own = self.partition.own_range(slab, slab.nbytes)
         self._await(_all_gather(slab, own, group=self._slabs, async_op=True))
 
     def scatter(self, part: torch.Tensor, slab: torch.Tensor | None, source: int) -> None:
@@ -184,12 +182,11 @@ class ModelRanks:
 
     def _await(self, work: Any) -> None:
         """Wait for a collective on the host, unless a rank fails; on a CUDA device only the current stream waits."""
-        pause_s = _LEAST_PAUSE_S
+        pauses = growing_pauses(_MOST_PAUSE_S)
         try:
             while not self._on_cuda and not work.is_completed():
                 self.check()
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+                time.sleep(next(pauses))
             work.wait()
         except RankError:
             raise

@@ -1,7 +1,7 @@
 """A connection to the store that rank 0 keeps: small values by key, for all ranks of a model."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -14,6 +14,14 @@ SILENCE_S: Final = 45
 _LEAST_PAUSE_S: Final = 20e-6
 _MOST_PAUSE_S: Final = 2e-3  # less than a block takes on its way
 _T = TypeVar("_T")
+
+
+def growing_pauses(most_s: float) -> Iterator[float]:
+    """Yield the seconds to sleep between questions: little at first, then twice as much each time."""
+    pause_s = _LEAST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, most_s)
 
 
 class RankStore:
@@ -60,12 +68,11 @@ class RankStore:
         """Whether a key is set within the timeout. Asks again and again: `Store.wait` logs every timeout it meets."""
 
         def poll() -> bool:
-            until_s, pause_s = time.monotonic() + timeout_s, _LEAST_PAUSE_S
+            until_s, pauses = time.monotonic() + timeout_s, growing_pauses(_MOST_PAUSE_S)
             while not self._store.check([key]):
                 if time.monotonic() >= until_s:
                     return False
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+                time.sleep(next(pauses))
             return True
 
         return self._ask(poll, timeout_s + SILENCE_S)
