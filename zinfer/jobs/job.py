@@ -4,9 +4,8 @@ A row's bytes depend on the model, the input, the machine, and the settings and 
 other memory budgets do not change them.
 """
 
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
@@ -20,7 +19,7 @@ from zinfer.checkpoint.fingerprint import tokenizer_hash
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import say_without_effect
 from zinfer.display import shown
-from zinfer.errors import JobError, RankError
+from zinfer.errors import JobError
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.execution_mode import ExecutionMode
 from zinfer.jobs.index import scan_input
@@ -28,12 +27,12 @@ from zinfer.jobs.manifest import Manifest
 from zinfer.jobs.openai_response import OpenAIResponses
 from zinfer.jobs.output import OutputFile, RowWriter
 from zinfer.jobs.peer_worker import PeerWorker
-from zinfer.jobs.peers import Peers
-from zinfer.jobs.progress import Load, Meter
+from zinfer.jobs.peers import BatchSource, Peers
+from zinfer.jobs.progress import Meter
 from zinfer.jobs.prompts import Batch, BatchCutter, Prompt, PromptReader, prefetch_iter
 from zinfer.jobs.records import Records
 from zinfer.jobs.report import write_report
-from zinfer.jobs.request import JobRequest, OtherRankFailed, PathLike, Pooling, Task, UnusableInput, kept_message
+from zinfer.jobs.request import JobRequest, PathLike, Pooling, Task, UnusableInput, kept_message
 from zinfer.jobs.rows import RowState, read_lines
 from zinfer.jobs.summary import JobSummary
 from zinfer.jobs.versions import software
@@ -119,44 +118,9 @@ def run_job(
             with closing(OutputFile(request.output)) as out, closing(job):
                 return job.run(out)
     except BaseException as error:
-        if peers is None:
-            raise
-        peers.close()
-        is_signal = not isinstance(error, Exception)
-        # A rank's failure makes the others fail, and launchers end them by a signal: tell what was first.
-        failure = peers.settled_failure(is_signal) if is_signal or is_caused_by_ranks(error) else None
-        if failure is None or (is_signal and peers.was_signalled):
-            raise
-        raise failure from None
-
-
-def is_caused_by_ranks(error: BaseException) -> bool:
-    """Whether another rank's failure may be the cause: the model failed, or its ranks did."""
-    return isinstance(error, RankError | OtherRankFailed) or isinstance(error.__cause__, RuntimeError | OSError)
-
-
-def sum_loads(own: Load, others: Iterable[Load]) -> Load:
-    """Return the tokens and sequences of all ranks, with the passes of this one."""
-    several = [own, *others]
-    return replace(
-        own,
-        num_tokens=sum(each.num_tokens for each in several),
-        num_new_tokens=sum(each.num_new_tokens for each in several),
-        num_running=sum(each.num_running for each in several),
-        num_swapped_pages=sum(each.num_swapped_pages for each in several),
-    )
-
-
-class BatchSource:
-    """Hands out each batch once, to several threads."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches, self._lock = batches, threading.Lock()
-
-    def next(self) -> Batch | None:
-        """Return the next batch, None after the last."""
-        with self._lock:
-            return next(self._batches, None)
+        if peers is not None and (first := peers.first_failure(error)) is not None:
+            raise first from None
+        raise
 
 
 class _Job:
@@ -291,10 +255,10 @@ class _Job:
         peers.open(prompts, sizes)
         completer = mode.load(prompts, sizes)
         peers.wait_ready(completer.sizes)
-        self._meter.load = lambda: sum_loads(completer.load(), peers.loads())
+        self._meter.load = lambda: completer.load().with_ranks(peers.loads())
         return completer
 
-    def _finish(self, batch: Batch, out: OutputFile, records: Records, source: "BatchSource") -> None:
+    def _finish(self, batch: Batch, out: OutputFile, records: Records, source: BatchSource) -> None:
         """Compute a batch if needed, and write its missing rows. The other ranks begin with the first one computed."""
         completer = self._load(batch.prompts) if batch.prompts else None
         if not out.is_begun:

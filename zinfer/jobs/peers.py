@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from zinfer.errors import JobError
+from zinfer.errors import JobError, RankError
 from zinfer.jobs.completer import Answer
 from zinfer.jobs.messages import Answered, Begin, Cause, End, Ended, Failed, Finished, Hello, Idle, Open, Ready, Work
 from zinfer.jobs.progress import Load
@@ -139,9 +139,22 @@ class Peers:
             JobError: a row of it could not be written.
         """
         if self._failures:
-            raise self.settled_failure() or AssertionError
+            raise self._settled_failure() or AssertionError
 
-    def settled_failure(self, is_late: bool = False) -> JobError | None:
+    def first_failure(self, error: BaseException) -> JobError | None:
+        """End the connections; return the failure of a rank that may have caused this rank's ``error``, if any.
+
+        A rank's failure makes the others fail, and launchers end them by a signal: what was first is told.
+        """
+        self.close()
+        is_signal = not isinstance(error, Exception)
+        if not is_signal and not _is_of_model(error):
+            return None
+        failure = self._settled_failure(is_late=is_signal)
+        only_signals = all(cause in (Cause.SIGNAL, Cause.OTHER_RANK) for cause, _ in self._failures)
+        return None if is_signal and only_signals else failure
+
+    def _settled_failure(self, is_late: bool = False) -> JobError | None:
         """Return why ranks failed, after a while in which the first of them has certainly been heard of.
 
         Args:
@@ -151,11 +164,6 @@ class Peers:
             grace_s = _LATE_GRACE_S if is_late else _GRACE_S
             self._changed.wait_for(lambda: any(cause is Cause.GONE for cause, _ in self._failures), grace_s)
             return min(self._failures, key=lambda each: each[0])[1] if self._failures else None
-
-    @property
-    def was_signalled(self) -> bool:
-        """Whether no rank failed but by a signal that asked it to end."""
-        return all(cause in (Cause.SIGNAL, Cause.OTHER_RANK) for cause, _ in self._failures)
 
     def loads(self) -> Iterator[Load]:
         """Return the counters of the ranks, as last heard of."""
@@ -242,6 +250,18 @@ class Peers:
         fail_models(failure)
 
 
+class BatchSource:
+    """Hands out each batch once, to several threads."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches, self._lock = batches, threading.Lock()
+
+    def next(self) -> Batch | None:
+        """Return the next batch, None after the last."""
+        with self._lock:
+            return next(self._batches, None)
+
+
 class Peer:
     """One other rank, as rank 0 knows it.
 
@@ -259,3 +279,8 @@ class Peer:
         self.missing: Mapping[int, int] = {}
         self.is_busy = self.is_ended = self.has_failed = False
         self.stats: RunStats | None = None
+
+
+def _is_of_model(error: BaseException) -> bool:
+    """Whether the model failed, or its ranks did."""
+    return isinstance(error, RankError | OtherRankFailed) or isinstance(error.__cause__, RuntimeError | OSError)

@@ -2,8 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rich.console import Console
@@ -50,6 +50,17 @@ class Load:
     num_new_tokens: int = 0
     num_running: int = 0
     num_swapped_pages: int = 0
+
+    def with_ranks(self, others: Iterable["Load"]) -> "Load":
+        """Return the tokens and sequences of all ranks, with the passes of this one."""
+        several = [self, *others]
+        return replace(
+            self,
+            num_tokens=sum(each.num_tokens for each in several),
+            num_new_tokens=sum(each.num_new_tokens for each in several),
+            num_running=sum(each.num_running for each in several),
+            num_swapped_pages=sum(each.num_swapped_pages for each in several),
+        )
 
 
 class Meter(Progress):
