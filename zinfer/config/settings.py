@@ -97,6 +97,18 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """Sizes of the modes in which ranks share a job; missing ones are 1. None for all: zinfer chooses."""
+
+    replicas: int | None = setting(
+        "zinfer.parallel.replicas", count(1), "groups of ranks that each have a whole model and their own rows"
+    )
+    zero: int | None = setting(
+        "zinfer.parallel.zero", count(1), "ranks that share one model: each has its range of every layer's bytes"
+    )
+
+
+@dataclass(frozen=True)
 class Batch:
     """The batch for which the plan reserves memory; all three fields are stated, or none."""
 
@@ -207,6 +219,7 @@ class Settings:
     aio: Aio = Aio()
     streaming: Streaming = Streaming()
     memory: Memory = Memory()
+    parallel: Parallel = Parallel()
     batch: Batch = Batch()
     batching: Batching = Batching()
     quantization: Quantization | None = None

@@ -41,6 +41,7 @@ class StreamingHooks:
         wrap: wraps the model's own forward.
         cuts: splits graphs at streamed blocks; nothing is streamed during capture.
         lock: held while the model runs.
+        check: called before each pass; raises if it cannot be computed.
 
     Attributes:
         passes: forwards of the model so far.
@@ -56,8 +57,10 @@ class StreamingHooks:
         wrap: Callable[[Forward], Forward] | None = None,
         cuts: GraphSplits | None = None,
         lock: AbstractContextManager[bool] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._model = model
+        self._check = check
         self._lock = lock or threading.RLock()
         self._cuts = cuts
         self._blocks = blocks
@@ -171,6 +174,8 @@ class StreamingHooks:
         try:
             self._in_pass = True
             self.settle()  # a submodule that was called alone and failed may still hold blocks
+            if self._check is not None:
+                self._check()
             self.passes += 1
             return forward(*args, **kwargs)
         finally:

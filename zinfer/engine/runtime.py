@@ -73,7 +73,7 @@ class Runtime:
         cuts: splits graphs at streamed blocks.
         lock: held while the model runs.
         checksums: collects checksums of weights as they are read.
-        ranks: the other ranks that share the weights.
+        ranks: the other ranks of the job; those among them that share the weights are its `members`.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class Runtime:
     ) -> None:
         self._plan = plan
         self._ranks = ranks
+        self._sharing = ranks if ranks is not None and ranks.partition.size > 1 else None
         self._gathers: GatherLane | None = None
         self._service: RankService | None = None
         self._trace = trace
@@ -125,15 +126,16 @@ class Runtime:
                 self._staging.close()
             streamed = [block.block for block in blocks if block.block.index in self._homes.sources]
             if streamed:
-                if ranks is not None:
-                    self._gathers = GatherLane(ranks, open_stream())
+                if self._sharing is not None:
+                    self._gathers = GatherLane(self._sharing, open_stream())
                 self._streamer = owned.enter_context(closing(self._open_streamer(streamed, settings.synchronous)))
-            self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer, wrap, cuts, lock)
+            check = None if ranks is None else ranks.check
+            self._hooks = StreamingHooks(model, blocks, self._homes.resident, self._streamer, wrap, cuts, lock, check)
             owned.callback(self._hooks.remove)
-            if ranks is not None and self._streamer is not None:
+            if self._sharing is not None and self._streamer is not None:
                 assert lock is not None, "the model's lock keeps its calls and the other ranks' uses apart"
                 device = streams[Tier.HOST].device
-                self._service = RankService(ranks, self._streamer, lock, device)
+                self._service = RankService(self._sharing, self._streamer, lock, device)
                 owned.callback(self._service.close)
             self._owned = owned.pop_all()
         self._bytes_read_loading = self._reader.bytes_read
@@ -149,7 +151,9 @@ class Runtime:
             return _take_tensors(by_index[block.index])
 
         homes = self._plan.homes
-        return Homes([block.block for block in blocks], homes, self._reader, self._lanes, take, checksums, self._ranks)
+        return Homes(
+            [block.block for block in blocks], homes, self._reader, self._lanes, take, checksums, self._sharing
+        )
 
     def _open_streamer(self, streamed: list[Block], synchronous: bool) -> Streamer:
         plan, stream = self._plan, self._lanes[Tier.HOST].stream
@@ -164,13 +168,19 @@ class Runtime:
         """Serve the other ranks until none asks for another block; called without the model's lock."""
         if self._service is not None:
             self._service.close()
+        elif self._ranks is not None and self._ranks.failure is None:
+            self._ranks.say_done()
+        if self._ranks is not None:
+            self._ranks.wait_for_others()
 
     def settle(self) -> None:
         """Release the blocks that a failed call still holds."""
         self._hooks.settle()
 
     def resume(self) -> None:
-        """Note that a call begins."""
+        """Note that a call begins; raises the error of a rank that has failed."""
+        if self._ranks is not None:
+            self._ranks.check()
         if self._streamer is not None:
             self._streamer.resume()
 
@@ -182,7 +192,7 @@ class Runtime:
 
     def can_borrow(self, memory: Sequence[torch.Tensor]) -> bool:
         """Whether a block that streams in every pass would fit in this device memory and stay there."""
-        if self._ranks is not None:  # what one rank caches, it would not gather for the others
+        if self._sharing is not None:  # what one rank caches, it would not gather for the others
             return False
         return self._streamer is not None and self._streamer.num_passing > 0 and bool(self._slots_in(memory))
 

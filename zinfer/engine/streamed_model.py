@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from socket import gethostname
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from zinfer.planning.memory import Footprint
 from zinfer.planning.placement import Plan
 from zinfer.probe.limits import MachineLimits, choose_device, find_limits, free_device_bytes
 from zinfer.ranks.group import join_group
+from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.model_ranks import ModelRanks
 
 Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings], PreparedModel]
@@ -79,11 +81,12 @@ class StreamedModel:
     ) -> None:
         check_trace(settings.trace)
         group = join_group(choose_device(settings).type)
+        mesh = Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])
         limits = find_limits(settings, group.num_local if group else 1)
         self.settings = settings
         self.device = limits.device
         with ExitStack() as owned:  # a failure deletes the files written so far
-            ranks = ModelRanks(group, self.device) if group else None
+            ranks = ModelRanks(group, self.device, mesh) if group else None
             if ranks is not None:
                 owned.push(ranks.leave_after)
             self.module, checkpoint = find_model(model, settings)

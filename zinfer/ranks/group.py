@@ -1,4 +1,4 @@
-"""The group of processes that share one model, from torchrun's or SLURM's environment."""
+"""The group of processes of one job, from torchrun's or SLURM's environment."""
 
 import atexit
 import os
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from zinfer.errors import ConfigError, RankError
-from zinfer.offload.partition import Partition
 
 _JOIN_S: Final = 300  # the others may still import torch
 _SIZE: Final = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
@@ -25,7 +24,7 @@ _NUM_LOCAL: Final = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WOR
 
 @dataclass(frozen=True)
 class RankGroup:
-    """This process among those that share a model.
+    """This process among those of a job.
 
     Attributes:
         rank: its number, from 0.
@@ -43,10 +42,6 @@ class RankGroup:
     hosts: tuple[str, ...]
     address: str
     port: int
-
-    @property
-    def partition(self) -> Partition:
-        return Partition(self.rank, self.size)
 
     def connect(self) -> TCPStore:
         """Return a connection of its own to the store: a wait on one connection holds up other calls on it."""

@@ -1,4 +1,9 @@
-"""The ranks of one model: the exchange of slabs, the turns, and the news of failures."""
+"""The ranks of one model: the exchange of slabs, the turns, and the news of failures.
+
+Slabs and turns are those of a sub-group of the ranks, which share one copy of the model's bytes (`zero` of the mesh).
+Values are exchanged, and beats and failures heard, among all ranks of the job: one that fails ends the others, whether
+or not they share slabs with it.
+"""
 
 import itertools
 import logging
@@ -14,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from zinfer.errors import RankError
+from zinfer.offload.partition import Partition
 from zinfer.ranks.group import RankGroup
+from zinfer.ranks.mesh import Mesh, Mode
 from zinfer.ranks.rank_store import SILENCE_S, RankStore, growing_pauses
 
 log = logging.getLogger(__name__)
@@ -22,7 +29,8 @@ log = logging.getLogger(__name__)
 _BEAT_S: Final = 1
 _PATIENCE_S: Final = 1.0  # for a rank in the middle of a pass to ask for its next block
 _KEPT_TURNS: Final = 1000  # more than any rank is behind another
-_LEAVE_S: Final = 30
+_LEFT: Final = 1 << 40  # added to the beats of a rank that has left, which is not lost
+_LEAVE_PAUSE_S: Final = 0.02
 _MOST_PAUSE_S: Final = 1e-3
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 _numbers = itertools.count()
@@ -36,16 +44,23 @@ class ModelRanks:
     Args:
         group: the processes.
         device: of the slabs; CUDA slabs are gathered by NCCL, others by gloo.
+        mesh: how they are arranged; by default all of them share slabs.
 
     Attributes:
-        partition: this rank's place among the ranks.
-        turn: number of turns taken.
+        mesh: how the processes are arranged.
+        members: the ranks that share slabs with this one, itself among them.
+        partition: this rank's place among the members.
+        turn: number of turns that the members have taken.
         failure: why the ranks cannot go on; None while they can.
     """
 
-    def __init__(self, group: RankGroup, device: torch.device) -> None:
+    def __init__(self, group: RankGroup, device: torch.device, mesh: Mesh | None = None) -> None:
         self.group = group
-        self.partition = group.partition
+        self.mesh = mesh or Mesh(zero=group.size)
+        self.mesh.check(group.size)
+        self.members = self.mesh.ranks_along("zero", group.rank)
+        self.partition = Partition(self.members.index(group.rank), len(self.members))
+        self._among = f"zero/{self.members[0]}"  # begins the keys of the members
         self.turn = 0
         self.failure: BaseException | None = None
         self._on_cuda = device.type == "cuda"
@@ -61,12 +76,22 @@ class ModelRanks:
         _open.add(self)
         try:
             self.exchange(True)  # nothing ends a wait in `new_group` for a rank that has failed before
-            self._slabs: Any = dist.new_group(
-                backend="nccl" if self._on_cuda else "gloo", timeout=timedelta(seconds=20 * SILENCE_S)
-            )
+            self._slabs = self.communicator("zero")
         except BaseException as failure:
             self.leave_after(None, failure, None)
             raise
+
+    def communicator(self, mode: Mode) -> Any:
+        """Return torch's process group of this rank's sub-group in a mode. All ranks of the job call it together.
+
+        Its collectives are waited for as those of `gather` are, so that a failure of a rank ends them.
+        """
+        backend, timeout = "nccl" if self._on_cuda else "gloo", timedelta(seconds=20 * SILENCE_S)
+        own: Any = None
+        for members in self.mesh.groups_along(mode):
+            made = dist.new_group(list(members), backend=backend, timeout=timeout)
+            own = made if self.group.rank in members else own
+        return own
 
     def gather(self, slab: torch.Tensor) -> None:
         """As `Ranks.gather`."""
@@ -75,8 +100,8 @@ class ModelRanks:
 
     def scatter(self, part: torch.Tensor, slab: torch.Tensor | None, source: int) -> None:
         """As `Ranks.scatter`."""
-        ranges = None if slab is None else list(torch.chunk(slab, self.group.size))
-        self._await(dist.scatter(part, ranges, src=source, group=self._slabs, async_op=True))
+        ranges = None if slab is None else list(torch.chunk(slab, self.partition.size))
+        self._await(dist.scatter(part, ranges, src=self.members[source], group=self._slabs, async_op=True))
 
     def exchange(self, value: _T) -> list[_T]:
         """Return every rank's value, by rank. All ranks call it in the same order, with what pickle takes.
@@ -117,32 +142,32 @@ class ModelRanks:
         Raises:
             RankError: another rank failed.
         """
-        key = f"turn/{self.turn}"
+        key = self._turn_key(self.turn)
         if not expected:
             self._store.arrives(key, _PATIENCE_S)
         taken = int(self._store.set_once(key, str(index)))
-        if self.group.rank == 0 and self.turn >= _KEPT_TURNS:
-            self._store.delete(f"turn/{self.turn - _KEPT_TURNS}")
+        if self.partition.rank == 0 and self.turn >= _KEPT_TURNS:
+            self._store.delete(self._turn_key(self.turn - _KEPT_TURNS))
         self.check()
         self.turn += 1
         return taken
 
     def wait_for_turn(self, timeout_s: float) -> tuple[int, int] | None:
-        """Wait until a rank asks for the next block; returns the turn's number and the block, None after the timeout.
+        """Wait until a member asks for the next block; returns the turn's number and the block, None after the timeout.
 
         Called by another thread than `take_turn`.
         """
         turn = self.turn
-        key = f"turn/{turn}"
+        key = self._turn_key(turn)
         return (turn, int(self._coming.get(key))) if self._coming.arrives(key, timeout_s) else None
 
     def say_done(self) -> None:
-        """Tell the other ranks that this one asks for no more blocks."""
+        """Tell the other members that this one asks for no more blocks."""
         self._store.set(f"done/{self.group.rank}", "1")
 
     def all_are_done(self) -> bool:
-        """Whether no rank asks for another block; called by the thread of `wait_for_turn`."""
-        return self._coming.has(*(f"done/{rank}" for rank in range(self.group.size)))
+        """Whether no member asks for another block; called by the thread of `wait_for_turn`."""
+        return self._coming.has(*(f"done/{rank}" for rank in self.members))
 
     def fail(self, failure: BaseException) -> None:
         """As `Ranks.fail`; only the first failure of all ranks is told. May be called by any thread."""
@@ -165,20 +190,34 @@ class ModelRanks:
             self.fail(failure)
         self.close()
 
+    def wait_for_others(self) -> None:
+        """On rank 0, which keeps the store, wait until no rank asks for another block, or one has failed."""
+        every = [f"done/{rank}" for rank in range(self.group.size)]
+        while self.group.rank == 0 and self.failure is None and not self._store.has(*every):
+            time.sleep(_LEAVE_PAUSE_S)
+
     def close(self) -> None:
-        """Leave. Rank 0, which keeps the store, waits until the others have left, unless a rank has failed."""
+        """Leave. Rank 0 waits until the others have left, unless a rank has failed."""
         _open.discard(self)
-        self._over.set()
-        self._watcher.join()
-        if self.failure is not None:
-            return
-        num_left = self._store.add("left", 1)
-        until_s = time.monotonic() + _LEAVE_S
-        while self.group.rank == 0 and num_left < self.group.size and time.monotonic() < until_s:
-            time.sleep(0.01)
-            num_left = self._store.add("left", 0)
-        for store in (self._store, self._coming, self._news, self._spare):
-            store.close()
+        try:
+            if self.group.rank == 0:
+                self._leave_last()
+            self._over.set()
+            self._watcher.join()
+            if self.failure is None:
+                self._store.add(f"beat/{self.group.rank}", _LEFT)
+        except RankError as error:  # the store is gone, and with it whoever waits for this rank
+            log.debug("left alone: %s", error)
+        finally:
+            self._over.set()
+        if self.failure is None:
+            for store in (self._store, self._coming, self._news, self._spare):
+                store.close()
+
+    def _leave_last(self) -> None:
+        """Wait for the others, with the watcher awake: of one that is lost no leave is heard."""
+        while self.failure is None and not all(beat >= _LEFT for beat in self._beats(self._store)[1:]):
+            time.sleep(_LEAVE_PAUSE_S)
 
     def _await(self, work: Any) -> None:
         """Wait for a collective on the host, unless a rank fails; on a CUDA device only the current stream waits."""
@@ -203,7 +242,8 @@ class ModelRanks:
                 beats = self._beats(self._spare)
             except RankError as lost:
                 return lost
-        names = " and ".join(self._named(rank) for rank, beat in enumerate(beats) if beat == before[rank])
+        still = [rank for rank, beat in enumerate(beats) if beat == before[rank] < _LEFT]
+        names = " and ".join(map(self._named, still))
         return RankError(f"{names or 'a rank'} ended or was killed: {str(error).splitlines()[0]}")
 
     def _watch(self) -> None:
@@ -217,7 +257,7 @@ class ModelRanks:
                     return
                 now_s, beats = time.monotonic(), self._beats(self._news)
                 heard = [then if then[0] == beat else (beat, now_s) for then, beat in zip(heard, beats, strict=True)]
-                silent = [rank for rank, (_, at_s) in enumerate(heard) if now_s - at_s > SILENCE_S]
+                silent = [rank for rank, (beat, at_s) in enumerate(heard) if beat < _LEFT and now_s - at_s > SILENCE_S]
                 if silent:
                     self._note(RankError(f"{self._named(silent[0])} has not answered for {SILENCE_S} s"))
                     return
@@ -231,6 +271,9 @@ class ModelRanks:
         failure = RankError(f"{self._named(0)} is gone, which all ranks need: {why}")
         self._note(failure)
         return failure
+
+    def _turn_key(self, turn: int) -> str:
+        return f"{self._among}/turn/{turn}"
 
     def _beats(self, store: RankStore) -> list[int]:
         return [store.add(f"beat/{rank}", 0) for rank in range(self.group.size)]
