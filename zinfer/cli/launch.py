@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 from uuid import uuid4
 
 import typer
@@ -17,6 +17,9 @@ import typer
 from zinfer.cli.ending import EXIT_ROWS_FAILED, EXIT_STOPPED, ending_signals, say
 from zinfer.cli.rank_endings import LAUNCHER, first_cause, read_endings
 from zinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zinfer.config.settings import Parallel
 
 _PR_SET_PDEATHSIG: Final = 1
 _LOCAL: Final = "127.0.0.1"
@@ -50,6 +53,13 @@ def choose_num_ranks(stated: int | None, device: str) -> int:
             f"--ranks {stated} needs {stated} GPUs, and torch sees {num_gpus}; give fewer, or --device cpu"
         )
     return stated
+
+
+def check_mesh(parallel: "Parallel", num_ranks: int) -> None:
+    """Raise ConfigError unless the configured sizes of modes multiply to this number of ranks."""
+    from zinfer.ranks.mesh import Mesh
+
+    Mesh.of(vars(parallel), [_LOCAL] * num_ranks)
 
 
 def end_with_launcher() -> None:

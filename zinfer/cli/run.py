@@ -45,13 +45,14 @@ def run(
     """
     with exit_on_error(lambda: kept_message(output)), raise_on_signals():
         with importing():
-            from zinfer.cli.launch import choose_num_ranks, end_with_launcher, launch
+            from zinfer.cli.launch import check_mesh, choose_num_ranks, end_with_launcher, launch
             from zinfer.config import resolve_settings
 
             end_with_launcher()
         settings = resolve_settings(config, {"device": device}, swaps=task is Task.GENERATE)
         num_ranks = choose_num_ranks(ranks, settings.device)
         if num_ranks > 1:
+            check_mesh(settings.parallel, num_ranks)
             launch(num_ranks, lambda: kept_message(output))
         with importing():
             from zinfer.jobs.job import run_job

@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from socket import gethostname
 
 from rich.console import Console
 
@@ -41,6 +42,7 @@ from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
 from zinfer.probe.limits import choose_device
 from zinfer.ranks.group import join_group
+from zinfer.ranks.mesh import Mesh
 from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, find_tokenizer
 from zinfer.units import name_values
 
@@ -108,6 +110,7 @@ def run_job(
     request.check()
     settings = resolve_settings(request.config, {"device": request.device}, swaps=request.generates)
     group = join_group(choose_device(settings).type)
+    Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])  # before anything is loaded
     if group is not None and group.rank > 0:
         with closing(PeerWorker(request, settings, group)) as worker:
             return worker.run()

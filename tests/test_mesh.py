@@ -1,0 +1,205 @@
+"""Ranks in a mesh of modes: replicas with a whole model each, and the ZeRO ranks that share one."""
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import random_prompts, tiny_checkpoint
+from jobs_support import letters_model, prompt_rows, read_rows, write_rows
+from ranks_support import Failed, Ranks, run_ranks
+
+import zinfer
+from zinfer.config import resolve_settings
+from zinfer.errors import ConfigError, RankError
+from zinfer.jobs.job import run_job
+from zinfer.jobs.summary import JobSummary
+from zinfer.offload.stats import RunStats
+from zinfer.ranks.mesh import MODES, Mesh
+
+NUM_LAYERS = 4
+CPU_HOMES = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+
+
+def config(parallel: object, homes: str = "cpu") -> dict[str, Any]:
+    return {
+        "zero_optimization": {"offload_param": {"device": homes}},
+        "zinfer": {"device": "cpu", "parallel": parallel},
+    }
+
+
+def test_coordinates_vary_fastest_in_the_last_mode() -> None:
+    mesh = Mesh(replicas=2, zero=3, tensor=2)
+    assert mesh.size == 12
+    places = [tuple(mesh.coordinates(rank)[mode] for mode in MODES) for rank in range(mesh.size)]
+    assert places == sorted(places)
+    assert places[7] == (1, 0, 0, 0, 1)
+    assert mesh.ranks_along("tensor", 7) == (6, 7)
+    assert mesh.ranks_along("zero", 7) == (7, 9, 11)
+    assert mesh.ranks_along("replicas", 7) == (1, 7)
+    assert mesh.ranks_along("pipeline", 7) == (7,)
+    for mode in MODES:
+        groups = list(mesh.groups_along(mode))
+        assert sorted(rank for members in groups for rank in members) == list(range(12)), "each rank in one sub-group"
+        assert all(mesh.ranks_along(mode, rank) == members for members in groups for rank in members)
+
+
+@pytest.mark.parametrize(
+    ("stated", "hosts", "wanted"),
+    [
+        ({"zero": None, "replicas": None}, ["a"], Mesh()),
+        ({}, ["a"] * 4, Mesh(zero=4)),
+        ({}, ["a", "a", "b", "b"], Mesh(replicas=2, zero=2)),
+        ({}, ["a", "b", "c"], Mesh(replicas=3)),
+        ({}, ["a", "b", "a", "b"], Mesh(zero=4)),
+        ({}, ["a", "a", "b"], Mesh(zero=3)),
+        ({"zero": 2, "replicas": None}, ["a", "b"], Mesh(zero=2)),
+        ({"zero": 2, "replicas": 2}, ["a"] * 4, Mesh(replicas=2, zero=2)),
+    ],
+)
+def test_a_mesh_follows_the_configuration_or_the_hosts(
+    stated: dict[str, int | None], hosts: list[str], wanted: Mesh
+) -> None:
+    assert Mesh.of(stated, hosts) == wanted
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        ({"zero": 0}, "zinfer.parallel.zero = 0: expected a whole number of at least 1"),
+        ({"zeros": 2}, "unknown key zinfer.parallel.zeros; did you mean zinfer.parallel.zero?"),
+        ({"tensor": 2}, "zinfer.parallel.tensor = 2 is not available yet"),
+        ({"pipeline": 2}, "zinfer.parallel.pipeline = 2 is not available yet"),
+        ({"expert": 2}, "zinfer.parallel.expert = 2 is not available yet"),
+        (4, "zinfer.parallel = 4: expected an object"),
+    ],
+)
+def test_bad_sizes_are_refused(parallel: object, said: str) -> None:
+    with pytest.raises(ConfigError, match="^" + said.replace(".", r"\.").replace("?", r"\?")):
+        resolve_settings({"zinfer": {"parallel": parallel}})
+
+
+def test_a_mesh_of_other_ranks_is_refused(tmp_path: Path) -> None:
+    said = (
+        r'zinfer\.parallel = \{"replicas": 2, "zero": 2\} needs 4 ranks, and there are 3; start 4 ranks \(--ranks 4, '
+        r'or torchrun\), choose sizes whose product is 3, or remove the key \("auto"\)'
+    )
+    with pytest.raises(ConfigError, match=said):
+        Mesh.of({"replicas": 2, "zero": 2}, ["a"] * 3)
+    with pytest.raises(ConfigError, match=r'parallel = \{"zero": 2\} needs 2 ranks, and there is 1; start 2 ranks'):
+        zinfer.init_inference(tiny_checkpoint("llama", tmp_path), config({"zero": 2}))
+    assert resolve_settings({"zinfer": {"parallel": "auto"}}) == resolve_settings({})
+
+
+def computed(rank: int, folder: Path, meshes: list[object], num_calls: int) -> list[tuple[torch.Tensor, RunStats]]:
+    """Logits and stats under each mesh, after numbers of calls that differ by rank."""
+    found = []
+    for place, parallel in enumerate(meshes):
+        engine = zinfer.init_inference(folder, config(parallel, ("cpu", "nvme")[place % 2]))
+        try:
+            ids = torch.tensor(random_prompts(1, min_tokens=7, max_tokens=7, seed=rank + 1))
+            with torch.no_grad():
+                logits = [engine(input_ids=ids).logits for _ in range(num_calls or 1 + rank)][-1]
+            found.append((logits.clone(), engine.stats()))
+        finally:
+            engine.destroy()
+    return found
+
+
+def test_replicas_compute_the_bits_of_one_process_and_share_no_bytes(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", tmp_path, num_layers=NUM_LAYERS, tie=False)
+    meshes: list[object] = [{"replicas": 2, "zero": 2}, {"replicas": 4}]
+    several = run_ranks(4, computed, folder, meshes, 0)
+    page_bytes = 4096 * (NUM_LAYERS + 3)
+    for rank, found in enumerate(several):
+        alone = computed(rank, folder, ["auto", "auto"], 1)
+        for place, (logits, stats) in enumerate(found):
+            wanted, whole = alone[place % 2]
+            shares = (2, 1)[place]
+            assert torch.equal(logits, wanted), f"rank {rank}, {meshes[place]}"
+            assert abs(stats.loaded_bytes - whole.loaded_bytes / shares) <= page_bytes, "homed bytes of this rank"
+            streamed = sum(each[place][1].streamed_bytes_per_pass for each in several)
+            assert streamed == 4 // shares * whole.streamed_bytes_per_pass, "each replica streams the model once"
+            assert (stats.gathered_bytes > 0) == (shares > 1)
+
+
+def job(rank: int, folder: Path, output: str, parallel: object) -> JobSummary:
+    given = CPU_HOMES | {"zinfer": {"parallel": parallel}}
+    files = (folder / "model", folder / "in.jsonl", folder / output)
+    return run_job(*files, config=given, device="cpu", batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mesh")
+    letters_model(folder / "model", num_layers=NUM_LAYERS)
+    write_rows(folder / "in.jsonl", prompt_rows(36))
+    return folder
+
+
+def test_a_job_of_replicas_writes_each_row_once(folder: Path) -> None:
+    alone = job(0, folder, "alone.jsonl", "auto")
+    wanted = {row["id"]: row for row in read_rows(folder / "alone.jsonl")}
+    assert len({row["text"] for row in wanted.values()}) > 8
+    found = run_ranks(4, job, folder, "mesh.jsonl", {"replicas": 2, "zero": 2})
+    rows = read_rows(folder / "mesh.jsonl")
+    assert len(rows) == len(wanted) == 36
+    assert {row["id"]: row for row in rows} == wanted
+    first = found[0]
+    assert all(each.num_done == 36 for each in found)
+    ranks = [first.stats, *first.other_ranks]
+    assert alone.stats is not None
+    assert len(ranks) == 4
+    for stats in ranks:
+        assert stats is not None
+        assert stats.loaded_bytes == pytest.approx(alone.stats.loaded_bytes / 2, rel=0.15)
+        assert stats.host_bytes < alone.stats.host_bytes
+        assert stats.gathered_bytes > 0
+    assert sum(stats.passes > 0 for stats in ranks if stats) == 4, "all ranks compute"
+
+
+def lasting(rank: int, folder: Path) -> float:
+    """Calls until another rank fails; returns how long it took to raise. No rank gathers from another."""
+    engine = zinfer.init_inference(folder, config({"replicas": 4}))
+    ids = torch.tensor(random_prompts(1, min_tokens=7, max_tokens=7))
+    (folder / f"begun-{rank}").touch()
+    while True:
+        begin_s = time.monotonic()
+        try:
+            with torch.no_grad():
+                engine(input_ids=ids)
+        except RankError as failure:
+            took_s = time.monotonic() - begin_s
+            engine.destroy()
+            (folder / f"said-{rank}").write_text(str(failure))
+            return took_s
+
+
+def leaving(rank: int, folder: Path) -> str:
+    """Replica 1 ends at once; 0 and 2 go on, and rank 2 fails some seconds later."""
+    engine = zinfer.init_inference(folder, config({"replicas": 3}))
+    ids = torch.tensor(random_prompts(1, min_tokens=7, max_tokens=7))
+    until_s = time.monotonic() + (0, 0, 3)[rank]
+    while time.monotonic() < until_s:
+        engine(input_ids=ids)
+    engine.destroy()  # rank 0 keeps the store, and waits for rank 2
+    return "left"
+
+
+def test_replicas_end_apart_or_with_a_failed_one(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", tmp_path, num_layers=NUM_LAYERS)
+    assert run_ranks(3, leaving, folder) == ["left"] * 3
+    ranks = Ranks(4, lasting, folder)
+    until_s = time.monotonic() + 60
+    while not all((folder / f"begun-{rank}").exists() for rank in range(4)):
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    begin_s = time.monotonic()
+    ranks.kill(0, signal.SIGKILL)  # the store's
+    found = ranks.results()
+    assert not any(isinstance(each, Failed) for each in found), found
+    assert time.monotonic() - begin_s < 30
+    for rank in (1, 2, 3):
+        assert "rank 0" in (folder / f"said-{rank}").read_text()
