@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +16,8 @@ from zinfer.errors import CheckpointError, ConfigError, PlanError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from zinfer.cli.plan_ranks import Arranged
+    from zinfer.planning.job_plan import Job
     from zinfer.planning.plan import Case
 
 
@@ -39,8 +40,12 @@ def plan(
         Path | None, typer.Option(help="Plan the job of this JSONL file, by a sample of its rows.")
     ] = None,
     ranks: Annotated[
-        int, typer.Option(min=1, help="GPUs of the machine that share the model, each with its part of the rows.")
+        int, typer.Option(min=1, help="GPUs of all machines together; compares the ways to share the job among them.")
     ] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines, all alike, that the ranks are on.")] = 1,
+    parallel: Annotated[
+        str, typer.Option(help="How the ranks share the job, such as 'replicas=2,zero=4'; auto: the fastest way.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
 ) -> None:
     """Predict memory, speed and the bottleneck of a batch or a job, and suggest how to make it faster.
@@ -70,66 +75,65 @@ def plan(
     with exit_on_error():
         if rows is not None and input is not None:
             raise ConfigError("--rows and --input both set the number of rows; remove one of the two")
-        case = _case(model, config, machine, probe, ranks)
-        if rows is None and input is None:
-            document, table, lines = _plan_batch(case, (-(-(batch_size or 32) // ranks), prompt_len, new_tokens))
-        else:
-            document, table, lines = _plan_job(case, model, config, rows, input, (prompt_len, new_tokens))
-        if ranks > 1:
-            from zinfer.planning.step_time import speed
-
-            together = ranks * document["tokens_per_s"]
-            document |= {"ranks": ranks, "tokens_per_s_of_all_ranks": together}
-            lines.insert(0, f"the table is for one of {ranks} ranks; all together: {speed(together)}")
+        case = _case(model, config, machine, probe, parallel)
+        document, tables, lines = (
+            _plan_batch(case, (batch_size or 32, prompt_len, new_tokens), (ranks, nodes))
+            if rows is None and input is None
+            else _plan_job(case, model, config, (rows, input), (prompt_len, new_tokens), (ranks, nodes))
+        )
         if as_json:
             print(json.dumps(document, indent=2))
             return
         console = Console()
-        console.print(table)
+        for table in tables:
+            console.print(table)
         for line in lines:
             print_text(console, line)
 
 
-_Found = tuple[dict[str, Any], "Table", list[str]]
-"""A plan as a JSON document, as a table, and the lines printed below the table."""
+_Found = tuple[dict[str, Any], list["Table"], list[str]]
+"""A plan as a JSON document, as tables, and the lines printed below them."""
 
 
-def _plan_batch(case: "Case", lengths: tuple[int, int, int]) -> _Found:
+def _plan_batch(case: "Case", lengths: tuple[int, int, int], ranks: tuple[int, int]) -> _Found:
     with importing():
+        from zinfer.cli.plan_ranks import arrange
         from zinfer.planning.advice import advise, fitting_changes
         from zinfer.planning.memory import Request
         from zinfer.planning.plan import plan_batch
         from zinfer.planning.tables import plan_document, plan_table
 
-    request = Request(*lengths)
+    arranged = arrange(case, Request(*lengths), *ranks)
+    case, request = arranged.case, Request(*lengths).part(arranged.num_groups)
     try:
         planned = plan_batch(case, request)
     except PlanError as error:
         raise _with_changes(error, fitting_changes(case, request)) from error
     advice = advise(planned)
     lines = [str(planned.prediction), *(f"advice: {each}" for each in advice)]
-    return plan_document(planned, advice), plan_table(planned), lines
+    found = plan_document(planned, advice), [plan_table(planned)], lines
+    return _with_ranks(found, arranged, planned.prediction.tokens_per_s)
 
 
 def _plan_job(
-    case: "Case", model: Path, config: Path | None, rows: int | None, input: Path | None, lengths: tuple[int, int]
+    case: "Case",
+    model: Path,
+    config: Path | None,
+    rows: tuple[int | None, Path | None],
+    lengths: tuple[int, int],
+    ranks: tuple[int, int],
 ) -> _Found:
     with importing():
+        from zinfer.cli.plan_ranks import arrange
         from zinfer.config.source import config_keys
-        from zinfer.jobs.token_rows import sample_lengths
         from zinfer.planning.advice import fitting_job_changes, job_advice
-        from zinfer.planning.job_plan import Job, plan_job
+        from zinfer.planning.job_plan import plan_job
         from zinfer.planning.tables import job_document, job_table
 
-    given, (prompt_len, new_tokens) = config_keys(config), lengths
-    num_ranks = case.partition.size
-    job, skipped = Job(-(-(rows or 1) // num_ranks), [prompt_len], [new_tokens]), []
-    if input is not None:
-        vocab, limits = case.outline.spec.vocab, case.outline.limits(case.settings)
-        job, num_rows, num_unusable = sample_lengths(input, model, vocab, new_tokens, limits)
-        job = replace(job, num_rows=-(-job.num_rows // num_ranks))
-        if num_unusable:
-            skipped.append(f"{num_unusable:,} of {num_rows:,} sampled rows would fail, and are left out")
+    given = config_keys(config)
+    whole, skipped = _job(case, model, rows, lengths)
+    arranged = arrange(case, whole, *ranks)
+    case, job = arranged.case, whole.part(arranged.num_groups)
     try:
         planned = plan_job(case, job)
     except PlanError as error:
@@ -137,7 +141,35 @@ def _plan_job(
     advice = job_advice(planned, given)
     configuration = f"configuration: {json.dumps(planned.configuration(given))}"
     lines = [*skipped, configuration, *(f"advice: {each}" for each in advice)]
-    return job_document(job, planned, advice, given), job_table(job, planned), lines
+    found = job_document(job, planned, advice, given), [job_table(job, planned)], lines
+    return _with_ranks(found, arranged, planned.tokens_per_s)
+
+
+def _job(
+    case: "Case", model: Path, rows: tuple[int | None, Path | None], lengths: tuple[int, int]
+) -> tuple["Job", list[str]]:
+    """Return the whole job, of stated rows or a file's, and notes on rows that are left out."""
+    with importing():
+        from zinfer.jobs.token_rows import sample_lengths
+        from zinfer.planning.job_plan import Job
+
+    (num_rows, input), (prompt_len, new_tokens) = rows, lengths
+    if input is None:
+        return Job(num_rows or 1, [prompt_len], [new_tokens]), []
+    vocab, limits = case.outline.spec.vocab, case.outline.limits(case.settings)
+    job, num_sampled, num_unusable = sample_lengths(input, model, vocab, new_tokens, limits)
+    if not num_unusable:
+        return job, []
+    return job, [f"{num_unusable:,} of {num_sampled:,} sampled rows would fail, and are left out"]
+
+
+def _with_ranks(found: _Found, arranged: "Arranged", tokens_per_s: float) -> _Found:
+    """Add what is to be said of several ranks; ``tokens_per_s`` are those of one."""
+    document, tables, lines = found
+    if arranged.case.mesh.size == 1:
+        return found
+    more = arranged.document(tokens_per_s)
+    return document | more, [*tables, arranged.table()], [*arranged.lines(tokens_per_s), *lines]
 
 
 def _with_changes(error: PlanError, changes: Iterable[str]) -> PlanError:
@@ -145,8 +177,8 @@ def _with_changes(error: PlanError, changes: Iterable[str]) -> PlanError:
     return PlanError(f"{error}; what would fit: {words}") if words else error
 
 
-def _case(model: Path, config: Path | None, machine_name: str | None, probe: Path | None, ranks: int) -> "Case":
-    """Return the model and what each rank has of the machine to plan for. Checks the machine first."""
+def _case(model: Path, config: Path | None, machine_name: str | None, probe: Path | None, parallel: str) -> "Case":
+    """Return the model, and the machine for one process alone. Checks the machine first."""
     if machine_name is not None and probe is not None:
         raise ConfigError("--machine and --probe both set the speed of the machine; remove one of the two")
     if machine_name is not None:
@@ -154,14 +186,14 @@ def _case(model: Path, config: Path | None, machine_name: str | None, probe: Pat
 
         check_preset_name(machine_name)
     with importing():
+        from zinfer.cli.plan_ranks import parse_parallel
         from zinfer.config import resolve_settings
         from zinfer.model.known_models import KNOWN_MODELS
         from zinfer.model.outline import holds_config_alone, is_known_model, read_outline
-        from zinfer.offload.partition import Partition
         from zinfer.planning.plan import Case
         from zinfer.planning.presets import find_preset, probed_machine, this_machine
 
-    settings = resolve_settings(config)
+    settings = resolve_settings(config, {"parallel": parse_parallel(parallel)})
     machine = None
     if machine_name is not None:
         machine = find_preset(machine_name, settings)
@@ -176,6 +208,4 @@ def _case(model: Path, config: Path | None, machine_name: str | None, probe: Pat
             raise CheckpointError(f"{error}; or plan for the published model: --model {near[0]}") from error
         raise
     machine = machine or this_machine(settings, outline.files)
-    if ranks == 1:
-        return Case(outline, machine, settings)
-    return Case(outline, machine.of_rank(ranks), settings, Partition(0, ranks))
+    return Case(outline, machine, settings)

@@ -28,6 +28,7 @@ _CHOSEN: Final = ("tokens_per_pass", "max_sequences", "kv_cache_memory", "kv_cac
 _FEWEST_TURNS: Final = 3  # of the cache: simulations with fewer have no steady middle
 _FEWEST_SIMULATED: Final = 64
 _MOST_SIMULATED: Final = 1024
+_MOST_ROUGHLY_SIMULATED: Final = 512
 _TURNS: Final = 6  # of the cache: enough for its filling and draining to be a small part
 
 
@@ -49,13 +50,18 @@ class Job:
         """Prompt length and new tokens of the longest row in the sample."""
         return max(zip(self.prompt_lens, self.new_tokens, strict=True), key=sum)
 
-    def simulated(self, num_fitting: int) -> "Job":
+    def part(self, count: int) -> "Job":
+        """Return the part of one group of ranks, of so many groups."""
+        return replace(self, num_rows=-(-self.num_rows // count))
+
+    def simulated(self, num_fitting: int, most: int) -> "Job":
         """Return the job with a sample large enough to simulate typical passes; repeats rows if it has too few.
 
         Args:
             num_fitting: maximum sequences in the cache at once.
+            most: maximum rows of the sample.
         """
-        count = min(self.num_rows, max(_FEWEST_SIMULATED, min(_TURNS * num_fitting, _MOST_SIMULATED)))
+        count = min(self.num_rows, max(_FEWEST_SIMULATED, min(_TURNS * num_fitting, most)))
         places = [number % len(self.prompt_lens) for number in range(count)]
         return Job(self.num_rows, [self.prompt_lens[i] for i in places], [self.new_tokens[i] for i in places])
 
@@ -112,8 +118,13 @@ class JobPlan:
         return {**given, "zinfer": {**kept, **self.keys()}}
 
 
-def plan_job(case: Case, job: Job) -> JobPlan:
+def plan_job(case: Case, job: Job, *, is_rough: bool = False) -> JobPlan:
     """Plan a job; choose the fastest values for sizes that the settings leave open.
+
+    Args:
+        case: the model, the machine and the settings.
+        job: the job.
+        is_rough: try a few sizes only, which takes a fifth of the time and is for comparing cases.
 
     Raises:
         PlanError: nothing fits, not even the smallest sizes.
@@ -128,16 +139,21 @@ def plan_job(case: Case, job: Job) -> JobPlan:
         shares = sorted({min(int(usual_bytes * share), host.usual_bytes) for share in _HOSTED_KV_SHARES})
         usual_counts = _HOSTED_MAX_SEQUENCES
     # All choices simulate the same rows: with fewer rows, filling and draining the cache would weigh more.
-    job = job.simulated(shares[-1] // kv.token_bytes(case.outline.dtype) // sum(job.longest))
+    most = _MOST_ROUGHLY_SIMULATED if is_rough else _MOST_SIMULATED
+    job = job.simulated(shares[-1] // kv.token_bytes(case.outline.dtype) // sum(job.longest), most)
     simulations = Simulations(job.prompt_lens, job.new_tokens, case.outline.spec.common_window)
     kv_bytes = shares if stated.kv_cache_memory is None else [stated.kv_cache_memory]
-    sizes = _TOKENS_PER_PASS if stated.tokens_per_pass is None else [stated.tokens_per_pass]
+    sizes: Sequence[int] = _TOKENS_PER_PASS if stated.tokens_per_pass is None else [stated.tokens_per_pass]
     counts = usual_counts if stated.max_sequences is None else [stated.max_sequences]
+    if is_rough:
+        kv_bytes, sizes = kv_bytes[1::2] or kv_bytes, list(sizes[1::2]) or sizes
     # The best number of tokens depends on the memory left for weights, so both are tried together.
     usual = replace(stated, max_sequences=stated.max_sequences or usual_counts[1])
     tried = [replace(usual, tokens_per_pass=size, kv_cache_memory=nbytes) for nbytes in kv_bytes for size in sizes]
-    best = _fastest(case, tried, job, simulations).batching
-    return _fastest(case, [replace(best, max_sequences=count) for count in counts], job, simulations)
+    found = _fastest(case, tried, job, simulations)
+    if is_rough:
+        return found
+    return _fastest(case, [replace(found.batching, max_sequences=count) for count in counts], job, simulations)
 
 
 def _fastest(case: Case, choices: Sequence[Batching], job: Job, simulations: Simulations) -> JobPlan:

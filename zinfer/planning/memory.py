@@ -53,6 +53,10 @@ class Request:
         """Tokens of a finished sequence."""
         return self.prompt_len + self.new_tokens
 
+    def part(self, count: int) -> "Request":
+        """Return the part of one group of ranks, of so many groups."""
+        return replace(self, batch_size=-(-self.batch_size // count))
+
     def __str__(self) -> str:
         return f"{self.batch_size:,} prompts of {self.prompt_len:,} tokens, {self.new_tokens:,} new ones each"
 

@@ -6,12 +6,13 @@ from zinfer.config import Settings
 from zinfer.errors import ConfigError, PlanError
 from zinfer.model.outline import Outline
 from zinfer.offload.block import Tier
-from zinfer.offload.partition import WHOLE, Partition
+from zinfer.offload.partition import Partition
 from zinfer.planning.memory import Footprint, Request, beside_request, find_footprint, weight_budget
 from zinfer.planning.placement import Plan, make_plan
 from zinfer.planning.presets import Machine
 from zinfer.planning.step_time import PassClock, Prediction, find_work
 from zinfer.probe.limits import MachineLimits
+from zinfer.ranks.mesh import ALONE, Mesh
 from zinfer.units import human_bytes
 
 
@@ -19,13 +20,18 @@ from zinfer.units import human_bytes
 class Case:
     """The input of a plan: a model, a machine and a configuration.
 
-    ``partition``: the ranks that share the model; ``machine`` is then what one of them has.
+    ``mesh``: the ranks of the job; ``machine`` is then what one of them has (`Machine.of_mesh`).
     """
 
     outline: Outline
     machine: Machine
     settings: Settings
-    partition: Partition = WHOLE
+    mesh: Mesh = ALONE
+
+    @property
+    def partition(self) -> Partition:
+        """The division of slabs among the ranks that share them."""
+        return Partition(0, self.mesh.zero)
 
     def check_length(self, prompt_len: int, new_tokens: int) -> None:
         """Raise ConfigError if such sequences are longer than the model or the configuration allows."""
@@ -43,7 +49,13 @@ class Case:
     def clock(self, plan: Plan, *, is_fused: bool = False) -> PassClock:
         """Return the clock that predicts passes under a plan; ``is_fused`` as in `ModelSpec`."""
         work = find_work(self.outline.blocks, replace(self.outline.spec, is_fused=is_fused))
-        return PassClock(plan, work, self.machine.rates)
+        return PassClock(plan, work, self.machine.rates, reduced_bytes=self._reduced_bytes)
+
+    @property
+    def _reduced_bytes(self) -> int:
+        """Bytes of the sums over tensor ranks, per token: of the attention's output and the MLP's, in each layer."""
+        spec = self.outline.spec
+        return 2 * len(self.outline.layers) * spec.hidden * self.outline.dtype.itemsize if self.mesh.tensor > 1 else 0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from zinfer.errors import ConfigError
 from zinfer.planning.preset_names import check_preset_name
 from zinfer.probe.limits import HOST_SHARE, MachineLimits, find_limits, free_device_bytes
 from zinfer.probe.rates import Rates
+from zinfer.ranks.mesh import Mesh
 
 # Measured shares of an H200's published 989 TFLOP/s (dense bf16) and 4.8 TB/s; assumed for other cards too.
 _MATRIX_SHARE: Final = 0.8
@@ -34,13 +35,28 @@ class Machine:
     device_memory_bytes: int
     rates: Rates
 
-    def of_rank(self, num_ranks: int) -> "Machine":
-        """Return what each of several ranks on this machine has: its own device, and its part of the host's memory."""
-        limits = self.limits
-        shared = replace(
-            limits, host_bytes=limits.host_bytes // num_ranks, pinned_bytes=limits.pinned_bytes // num_ranks
+    def of_mesh(self, mesh: Mesh, num_hosts: int = 1) -> "Machine":
+        """Return what one ZeRO rank has of this machine: its device, and its part of the host's memory and rates.
+
+        Tensor ranks count as one of them, with the memory and the rates of all their devices: what a pass divides among
+        them is then as long as on one device that is so much larger.
+
+        Args:
+            mesh: how the ranks of all hosts are arranged.
+            num_hosts: machines like this one.
+        """
+        limits, count = self.limits, mesh.tensor
+        num_local = mesh.size // num_hosts
+        part = replace(
+            limits,
+            device_bytes=limits.device_bytes * count,
+            host_bytes=limits.host_bytes * count // num_local,
+            pinned_bytes=limits.pinned_bytes * count // num_local,
         )
-        return replace(self, name=f"{self.name}, {num_ranks} ranks", limits=shared)
+        rates = self.rates.shared(num_local, num_local / (mesh.zero * count)).times(count)
+        ranks = f"{mesh.size} ranks" + (f" on {num_hosts} machines" if num_hosts > 1 else "")
+        name = f"{self.name}, {ranks}" if mesh.size > 1 else self.name
+        return replace(self, name=name, limits=part, device_memory_bytes=self.device_memory_bytes * count, rates=rates)
 
 
 def _preset(name: str, device_memory_bytes: int, host_memory_bytes: int, rates: Rates) -> Machine:
@@ -76,6 +92,9 @@ PRESETS: Final = {
                 device_bytes_per_s=4.1e12,
                 flops_per_s=790e12,
                 origin="preset h200",
+                gather_bytes_per_s=400e9,
+                all_reduce_bytes_per_s=286e9,
+                links_together=((2, 110.9e9), (4, 183e9)),
             ),
         ),
     )
@@ -88,7 +107,9 @@ memory and a disk that reads 5.6 GB/s are those of DeepSpeed's ZeRO-Inference re
 Host copies of 20 GB/s are an assumption, what four threads do on a common server.
 
 h200: an NVIDIA H200 in a server with 512 GB; every rate was measured: copies from pinned memory, direct reads by 8
-threads, host copies by 16, a copy within the device, a bf16 product of 8192 x 8192 matrices.
+threads, host copies by 16, a copy within the device, a bf16 product of 8192 x 8192 matrices; between GPUs joined by
+NVLink gathers of four (350 to 437 GB/s), an all-reduce of 128 MiB of two, and the links of two and four at once.
+Nothing is assumed of gathers among a6000s.
 """
 
 

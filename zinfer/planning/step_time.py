@@ -5,9 +5,10 @@
 Each term is the work of one resource divided by its rate. Resources overlap, so the slowest one determines the pass.
 Only attention does not overlap with the products around it: reading the KV cache counts for both terms. Streaming
 continues from one pass into the next, so the pipeline fills only once, in the first pass. Each of several ranks copies
-its range of what streams over its own link; the disk and the host's memory they share. Not modelled: kernel launches,
-gathers among ranks, and waits for a free slot while a lane has work (with one block much larger than the others, or
-with homes on disk and host).
+its range of what streams over its own link, and gathers the slabs that are divided; the disk and the host's memory they
+share. Sums over tensor ranks do not overlap with products. Not modelled: kernel launches, the latency of exchanges
+among ranks, what gathers take from products, and waits for a free slot while a lane has work (with one block much
+larger than the others, or with homes on disk and host).
 """
 
 from collections.abc import Iterable, Sequence
@@ -115,7 +116,8 @@ class PassTime:
     """Seconds of work of each resource in one pass over ``num_tokens`` tokens.
 
     ``device_s``: reading weights and KV cache; ``cache_s``: the cache's part of it; ``between_s``: work between
-    products, that is activations, dequantization, attention over prompts, and the slowdown by concurrent copies.
+    products, that is activations, dequantization, attention over prompts, and the slowdown by concurrent copies;
+    ``gather_s``: slabs made whole from the ranges of all ranks; ``reduce_s``: sums over tensor ranks.
     """
 
     num_tokens: int
@@ -126,22 +128,25 @@ class PassTime:
     device_s: float
     cache_s: float = 0.0
     between_s: float = 0.0
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
 
     @property
     def terms(self) -> dict[str, float]:
-        """Seconds by the resource's name."""
-        return {
+        """Seconds by the resource's name; gathers only if there are any."""
+        terms = {
             "disk": self.disk_s,
             "link": self.link_s,
             "host copies": self.host_s,
-            "matrix work": self.matrix_s + self.cache_s + self.between_s,
+            "matrix work": self.matrix_s + self.cache_s + self.between_s + self.reduce_s,
             "device memory": self.device_s,
         }
+        return terms | ({"gathers": self.gather_s} if self.gather_s else {})
 
     @property
     def transfer_s(self) -> float:
         """Seconds of streaming, by its slowest stage."""
-        return max(self.disk_s, self.link_s, self.host_s)
+        return max(self.disk_s, self.link_s, self.host_s, self.gather_s)
 
     @property
     def seconds(self) -> float:
@@ -186,11 +191,13 @@ class PassClock:
     Args:
         plan: homes and buffers.
         work: work of all blocks in the plan's order, from `find_work`.
-        rates: rates of the machine.
+        rates: rates of the machine, as one rank has them.
+        reduced_bytes: bytes per token that tensor ranks sum up.
     """
 
-    def __init__(self, plan: Plan, work: Sequence[BlockWork], rates: Rates) -> None:
+    def __init__(self, plan: Plan, work: Sequence[BlockWork], rates: Rates, *, reduced_bytes: int = 0) -> None:
         self._rates = rates
+        self._num_ranks, self._reduced_bytes = plan.num_ranks, reduced_bytes
         self._slot_bytes = plan.slot_bytes
         layers = [each for each in work if each.every_token]
         others = [each for each in work if not each.every_token]
@@ -205,6 +212,10 @@ class PassClock:
         streamed.sort(
             key=lambda entry: entry[1].tier is not Tier.DISK
         )  # blocks from disk are cached on the device first
+        divided = [
+            each for each, home in zip(work, plan.homes, strict=True) if home.tier is not Tier.DEVICE or home.shared
+        ]
+        self._gathered_bytes = sum(each.num_uses * each.block.nbytes for each in divided) if plan.num_ranks > 1 else 0
         # Pageable slabs are copied through pinned staging; on a CPU, without pinned memory, directly.
         whole = [_moved_bytes(each, home, stages=plan.pinned_bytes > 0) for each, home in streamed]
         moved = [(disk, host, link // plan.num_ranks) for disk, host, link in whole]
@@ -234,7 +245,8 @@ class PassClock:
             hosted_bytes: KV-cache bytes copied from host memory; write-backs use the link's other direction.
         """
         rates = self._rates
-        num_staying = lent_bytes // self._slot_bytes if self._slot_bytes else 0
+        # What one rank caches in lent memory it would not gather for the others.
+        num_staying = lent_bytes // self._slot_bytes if self._slot_bytes and self._num_ranks == 1 else 0
         disk_bytes, pageable_bytes, link_bytes = self._moved_bytes[min(num_staying, len(self._moved_bytes) - 1)]
         flops = _FLOPS_PER_PARAMETER * (self._layer_params * num_tokens + self._other_params * num_rows)
         moved_bytes = _LINK_TOUCHES * link_bytes + num_tokens * self._between_bytes
@@ -252,6 +264,8 @@ class PassClock:
             device_s=(self._nbytes + cache_bytes) / rates.device_bytes_per_s,
             cache_s=cache_bytes / rates.device_bytes_per_s,
             between_s=moved_bytes / rates.device_bytes_per_s + attention_flops / (_ATTENTION_SHARE * rates.flops_per_s),
+            gather_s=_seconds(self._gathered_bytes, rates.gather_bytes_per_s),
+            reduce_s=_seconds(num_tokens * self._reduced_bytes, rates.all_reduce_bytes_per_s),
         )
 
     def predict(self, request: Request, footprint: Footprint) -> Prediction:
@@ -278,6 +292,11 @@ class PassClock:
         """
         flops = _FLOPS_PER_PARAMETER * self._layer_params
         return 2 * token_bytes / self._rates.disk_bytes_per_s < flops / self._rates.flops_per_s
+
+
+def _seconds(nbytes: int, bytes_per_s: float | None) -> float:
+    """Return the seconds of an exchange among ranks; 0 if its rate is not known."""
+    return nbytes / bytes_per_s if bytes_per_s else 0.0
 
 
 def _moved_bytes(work: BlockWork, home: Home, *, stages: bool) -> tuple[int, int, int]:

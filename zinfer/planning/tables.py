@@ -50,16 +50,20 @@ def _titled(case: Case) -> Table:
 
 def _add_memory(table: Table, planned: BatchPlan) -> None:
     plan, footprint, tier_bytes = planned.plan, planned.footprint, planned.tier_bytes
+    slots, staging = plan.num_slots * plan.slot_bytes, plan.num_staging * plan.staging_bytes
+    weights = {tier: tier_bytes[tier] for tier in Tier}
+    if plan.num_ranks > 1:  # of each rank: its ranges
+        weights = {Tier.DEVICE: plan.device_bytes - slots, Tier.HOST: plan.host_bytes - staging}
     table.add_section()
     device = {
-        "weights": tier_bytes[Tier.DEVICE],
-        "slots": plan.num_slots * plan.slot_bytes,
+        "weights": weights[Tier.DEVICE],
+        "slots": slots,
         "KV cache": footprint.kv_bytes,
         "activations": footprint.activation_bytes,
     }
     free = f"{human_bytes(sum(device.values()))} of {human_bytes(planned.case.machine.device_memory_bytes)}"
     table.add_row("device memory", f"{_listed(device)}: {free}")
-    host = {"weights": tier_bytes[Tier.HOST], "staging": plan.num_staging * plan.staging_bytes}
+    host = {"weights": weights[Tier.HOST], "staging": staging}
     free = f"{human_bytes(plan.host_bytes)} of {human_bytes(planned.limits.host_bytes)}"
     table.add_row("host memory", f"{_listed(host)}: {free}, {human_bytes(plan.pinned_bytes)} pinned")
 

@@ -1,6 +1,6 @@
 """Rates of a machine, used by predictions and for shares of a ceiling."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,9 @@ class Rates:
         device_bytes_per_s: device memory, reads plus writes.
         flops_per_s: dense matrix products in the compute dtype.
         origin: source of the figures, for display: a measurement with its date, or a preset's name.
+        gather_bytes_per_s: slabs that each of several ranks makes whole from all their ranges; None: not known.
+        all_reduce_bytes_per_s: tensors that several ranks sum up; None: not known.
+        links_together: (number of links of one host, bytes per second of all of them at once), by number.
     """
 
     link_bytes_per_s: float
@@ -22,3 +25,34 @@ class Rates:
     device_bytes_per_s: float
     flops_per_s: float
     origin: str
+    gather_bytes_per_s: float | None = None
+    all_reduce_bytes_per_s: float | None = None
+    links_together: tuple[tuple[int, float], ...] = ()
+
+    def shared(self, num_local: int, num_copies: float) -> "Rates":
+        """Return what a rank has of these rates beside the others of its host.
+
+        Args:
+            num_local: ranks of the host, whose links are busy at once. Beyond the most that were measured together,
+                each link keeps that share.
+            num_copies: copies of the weights that they stream from the host's one disk and memory.
+        """
+        measured = [(count, total) for count, total in sorted(self.links_together) if count <= num_local]
+        each = min([self.link_bytes_per_s, *(total / count for count, total in measured[-1:])])
+        return replace(
+            self,
+            link_bytes_per_s=each,
+            disk_bytes_per_s=self.disk_bytes_per_s / num_copies,
+            host_bytes_per_s=self.host_bytes_per_s / num_copies,
+        )
+
+    def times(self, count: int) -> "Rates":
+        """Return the rates of so many devices that compute and copy as one; the host's stay."""
+        gather = self.gather_bytes_per_s
+        return replace(
+            self,
+            link_bytes_per_s=count * self.link_bytes_per_s,
+            device_bytes_per_s=count * self.device_bytes_per_s,
+            flops_per_s=count * self.flops_per_s,
+            gather_bytes_per_s=None if gather is None else count * gather,
+        )

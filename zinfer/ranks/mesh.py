@@ -119,5 +119,9 @@ class Mesh:
         return " x ".join(f"{mode} {size}" for mode, size in self.stated.items())
 
 
+ALONE: Final = Mesh()
+"""One process."""
+
+
 def _ranks(count: int) -> str:
     return f"{count} rank{'' if count == 1 else 's'}"

@@ -1,0 +1,185 @@
+"""Compare the ways to arrange ranks: each mesh is planned and predicted by the same arithmetic as one process. Pure."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from rich.table import Table
+
+from zinfer.errors import PlanError
+from zinfer.planning.job_plan import Job, JobPlan, plan_job
+from zinfer.planning.memory import Footprint, Request
+from zinfer.planning.plan import BatchPlan, Case, plan_batch
+from zinfer.ranks.mesh import Mesh
+from zinfer.units import human_bytes
+
+_MOST_ROWS: Final = 12
+_NOT_YET: Final = "* tensor ranks are not available yet"
+
+PlanFor = Callable[[Case, int], BatchPlan | JobPlan]
+"""Plans the part of one group of ranks with rows of its own, of so many groups."""
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """The plan of one rank under one mesh.
+
+    Attributes:
+        mesh: the arrangement.
+        planned: for a group of tensor ranks, with its part of the rows; None if that does not fit.
+        failure: why it does not fit.
+    """
+
+    mesh: Mesh
+    planned: BatchPlan | JobPlan | None
+    failure: str = ""
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a run can use this mesh."""
+        return self.mesh.tensor == 1
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of ranks with rows of their own."""
+        return self.mesh.size // self.mesh.tensor
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second of all ranks; 0 if it does not fit."""
+        if self.planned is None:
+            return 0.0
+        of_one = self.planned.prediction if isinstance(self.planned, BatchPlan) else self.planned
+        return self.num_groups * of_one.tokens_per_s
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource that limits most passes."""
+        if self.planned is None:
+            return "does not fit"
+        if isinstance(self.planned, BatchPlan):
+            return self.planned.prediction.decode.bottleneck
+        return self.planned.simulated.bottleneck
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of each rank: weights, slots, KV cache and activations."""
+        used = 0 if self.planned is None else self.planned.plan.device_bytes
+        return (used + self._footprint.kv_bytes + self._footprint.activation_bytes) // self.mesh.tensor
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of each rank."""
+        used = 0 if self.planned is None else self.planned.plan.host_bytes
+        return (used + self._footprint.host_bytes) // self.mesh.tensor
+
+    @property
+    def _footprint(self) -> Footprint:
+        if self.planned is None:
+            return Footprint(0, 0, 0)
+        return self.planned.footprint if isinstance(self.planned, BatchPlan) else self.planned.budget.footprint
+
+
+def meshes_of(num_ranks: int, num_hosts: int = 1) -> Iterator[Mesh]:
+    """Yield the meshes of replicas, ZeRO and tensor ranks whose exchanges stay within a host."""
+    num_local = num_ranks // num_hosts
+    for within in _divisors(num_local):
+        for tensor in _divisors(within):
+            yield Mesh(replicas=num_ranks // within, zero=within // tensor, tensor=tensor)
+
+
+def of_mesh(case: Case, mesh: Mesh, num_hosts: int = 1) -> Case:
+    """Return the case of one rank of a mesh on machines as the case's."""
+    return replace(case, machine=case.machine.of_mesh(mesh, num_hosts), mesh=mesh)
+
+
+def plan_meshes(case: Case, num_ranks: int, num_hosts: int, plan: PlanFor) -> list[MeshPlan]:
+    """Plan every mesh, the fastest first; those that do not fit come last.
+
+    Tensor ranks are left out where the rate of their sums is not known.
+
+    Args:
+        case: of one process alone on the machine.
+        num_ranks: ranks of all machines.
+        num_hosts: machines; divides ``num_ranks``.
+    """
+    found = []
+    for mesh in meshes_of(num_ranks, num_hosts):
+        if mesh.tensor > 1 and case.machine.rates.all_reduce_bytes_per_s is None:
+            continue
+        try:
+            found.append(MeshPlan(mesh, plan(of_mesh(case, mesh, num_hosts), mesh.size // mesh.tensor)))
+        except PlanError as error:
+            found.append(MeshPlan(mesh, None, str(error)))
+    return sorted(found, key=lambda each: (-each.tokens_per_s, each.mesh.tensor, each.mesh.replicas))
+
+
+def fastest_mesh(found: Sequence[MeshPlan]) -> Mesh | None:
+    """Return the fastest mesh that fits and is available; None if none does."""
+    return next((each.mesh for each in found if each.is_available and each.planned is not None), None)
+
+
+def batch_planner(request: Request) -> PlanFor:
+    """Return what plans a group's part of a batch."""
+    return lambda case, count: plan_batch(case, request.part(count))
+
+
+def job_planner(job: Job, *, is_rough: bool = False) -> PlanFor:
+    """Return what plans a group's part of a job; ``is_rough`` as for `plan_job`."""
+    return lambda case, count: plan_job(case, job.part(count), is_rough=is_rough)
+
+
+def deepspeed_mp_size(case: Case) -> int:
+    """Return the GPUs that DeepSpeed's guide would split the model over: those that hold all weights at once."""
+    return -(-case.outline.nbytes // case.machine.device_memory_bytes)
+
+
+def mesh_table(found: Sequence[MeshPlan]) -> Table:
+    """Return a table of the meshes, in at most 80 columns."""
+    table = Table(title="ways to arrange the ranks", title_justify="left")
+    for name in ("replicas", "zero", "tensor", "tokens/s", "bound by", "GPU, each", "host, each"):
+        table.add_column(name, justify="left" if name == "bound by" else "right")
+    for each in found[:_MOST_ROWS]:
+        mesh, fits = each.mesh, each.planned is not None
+        numbers = [f"{mesh.replicas}", f"{mesh.zero}", f"{mesh.tensor}" + ("" if each.is_available else "*")]
+        memory = [human_bytes(nbytes) if fits else "" for nbytes in (each.device_bytes, each.host_bytes)]
+        table.add_row(*numbers, f"{each.tokens_per_s:,.1f}" if fits else "", each.bottleneck, *memory)
+    return table
+
+
+def mesh_lines(case: Case, found: Sequence[MeshPlan], num_hosts: int) -> list[str]:
+    """Return what the table leaves unsaid."""
+    outline, memory = case.outline, case.machine.device_memory_bytes
+    sizes = f"{human_bytes(outline.nbytes)} of weights, {human_bytes(memory)} a GPU"
+    lines = [f"GPUs that hold all weights at once, DeepSpeed's mp_size: {deepspeed_mp_size(case)} ({sizes})"]
+    if not all(each.is_available for each in found):
+        lines.append(_NOT_YET)
+    unknown = {"gathers": case.machine.rates.gather_bytes_per_s, "sums": case.machine.rates.all_reduce_bytes_per_s}
+    if names := [name for name, rate in unknown.items() if rate is None]:
+        taken = "gathers count as hidden" + (", tensor ranks are left out" if "sums" in names else "")
+        lines.append(
+            f"no rates of {' and '.join(names)} among these ranks, so {taken}; `zinfer probe --ranks` measures"
+        )
+    if num_hosts > 1:
+        lines.append("between machines only replicas are compared: the rate of the network is not known")
+    return lines
+
+
+def mesh_documents(found: Sequence[MeshPlan]) -> list[dict[str, Any]]:
+    """Return the meshes for `--json`."""
+    return [
+        {
+            "parallel": each.mesh.stated,
+            "available": each.is_available,
+            "tokens_per_s": each.tokens_per_s,
+            "bottleneck": each.bottleneck,
+            "device_bytes_per_rank": each.device_bytes,
+            "host_bytes_per_rank": each.host_bytes,
+            "failure": each.failure,
+        }
+        for each in found
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
