@@ -1,0 +1,177 @@
+"""The table of meshes against hand arithmetic, and how `zinfer plan` chooses among them."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plan_support import SMALL_LLAMA, machine_with, outline_of, rates, write_config
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from zinfer.cli import app
+from zinfer.config import resolve_settings
+from zinfer.config.settings import Settings
+from zinfer.model.outline import Outline
+from zinfer.offload.block import Tier
+from zinfer.planning.memory import Request
+from zinfer.planning.mesh_plan import MeshPlan, batch_planner, fastest_mesh, mesh_table, meshes_of, plan_meshes
+from zinfer.planning.plan import BatchPlan, Case
+from zinfer.probe.rates import Rates
+from zinfer.ranks.mesh import Mesh
+
+FROM_HOST = resolve_settings({"zero_optimization": {"offload_param": {"device": "cpu"}}})
+FROM_DISK = resolve_settings({"zero_optimization": {"offload_param": {"device": "nvme"}}})
+REQUEST = Request(16, 8, 8)
+LINK, TOGETHER, GATHER, REDUCE = 10e6, 15e6, 12e6, 1e12
+KNOWN = {"gather_bytes_per_s": GATHER, "all_reduce_bytes_per_s": REDUCE, "links_together": ((2, TOGETHER),)}
+SLOW: Rates = replace(rates(link_bytes_per_s=LINK), **KNOWN)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def outline(tmp_path_factory: pytest.TempPathFactory) -> Outline:
+    return outline_of(write_config(tmp_path_factory.mktemp("small"), SMALL_LLAMA))
+
+
+def planned(
+    outline: Outline,
+    settings: Settings = FROM_HOST,
+    speeds: Rates = SLOW,
+    *,
+    host_bytes: int = 10**10,
+    ranks: int = 2,
+    nodes: int = 1,
+) -> dict[Mesh, MeshPlan]:
+    """The meshes of a batch of eight rows a rank."""
+    case = Case(outline, machine_with(2_000_000_000, host_bytes, speeds), settings)
+    request = replace(REQUEST, batch_size=8 * ranks)
+    found = plan_meshes(case, ranks, nodes, batch_planner(request))
+    assert [each.tokens_per_s for each in found] == sorted((each.tokens_per_s for each in found), reverse=True)
+    return {each.mesh: each for each in found}
+
+
+def batch_plan(found: MeshPlan) -> BatchPlan:
+    assert isinstance(found.planned, BatchPlan)
+    return found.planned
+
+
+def layers_bytes(outline: Outline) -> int:
+    return sum(outline.plain_blocks[index].nbytes for index in outline.layers)
+
+
+def test_link_bound_meshes_take_the_seconds_of_their_bytes(outline: Outline) -> None:
+    found = planned(outline)
+    streamed, num_new = layers_bytes(outline), REQUEST.batch_size * REQUEST.new_tokens
+    each = TOGETHER / 2  # of two links at once, less than one alone
+    passes_s = {
+        Mesh(replicas=2): streamed / each,
+        Mesh(zero=2): max(streamed / 2 / each, streamed / GATHER),
+        Mesh(tensor=2): streamed / (2 * each),
+    }
+    assert found.keys() == passes_s.keys()
+    for mesh, seconds in passes_s.items():
+        assert found[mesh].tokens_per_s == pytest.approx(num_new / (REQUEST.new_tokens * seconds), rel=0.01), mesh
+    assert [found[mesh].bottleneck for mesh in passes_s] == ["link", "gathers", "link"]
+    assert fastest_mesh(list(found.values())) == Mesh(zero=2), "tensor ranks are faster, but not available"
+    fast = planned(outline, speeds=replace(SLOW, gather_bytes_per_s=1e12))
+    assert fast[Mesh(zero=2)].tokens_per_s == pytest.approx(
+        num_new / REQUEST.new_tokens * TOGETHER / streamed, rel=0.01
+    )
+    assert fast[Mesh(zero=2)].bottleneck == "link"
+
+
+def test_memory_is_what_each_rank_keeps(outline: Outline) -> None:
+    found = planned(outline)
+    streamed, outer = layers_bytes(outline), outline.nbytes - layers_bytes(outline)
+    for mesh, share in ((Mesh(replicas=2), 1), (Mesh(zero=2), 2), (Mesh(tensor=2), 2)):
+        planned_for = batch_plan(found[mesh])
+        plan, footprint = planned_for.plan, planned_for.footprint
+        ring = plan.num_staging * plan.staging_bytes // mesh.tensor
+        assert found[mesh].host_bytes == pytest.approx(streamed / share + ring, rel=0.01), mesh
+        # Outer blocks and slots are whole on a ZeRO rank; a tensor rank has half of each.
+        there = outer + plan.num_slots * plan.slot_bytes + footprint.kv_bytes + footprint.activation_bytes
+        assert found[mesh].device_bytes == pytest.approx(there / mesh.tensor, rel=0.01), mesh
+
+
+def test_replicas_share_the_memory_and_the_disk_of_their_host(outline: Outline) -> None:
+    from_disk = planned(outline, FROM_DISK, replace(SLOW, disk_bytes_per_s=1e6))
+    passes = {mesh: batch_plan(each).prediction.decode for mesh, each in from_disk.items()}
+    read = sum(extent.nbytes for index in outline.layers for extent in outline.plain_blocks[index].extents)
+    assert passes[Mesh(replicas=2)].disk_s == pytest.approx(2 * read / 1e6), "both read all of it from one disk"
+    assert passes[Mesh(zero=2)].disk_s == passes[Mesh(tensor=2)].disk_s == pytest.approx(read / 1e6)
+    assert from_disk[Mesh(zero=2)].tokens_per_s == pytest.approx(2 * from_disk[Mesh(replicas=2)].tokens_per_s, rel=0.02)
+    tight = planned(outline, host_bytes=int(1.5 * layers_bytes(outline)))
+    assert batch_plan(tight[Mesh(replicas=2)]).plan.num_blocks(Tier.DISK) > 0, "two copies are more than the host holds"
+    assert batch_plan(tight[Mesh(zero=2)]).plan.num_blocks(Tier.DISK) == 0
+
+
+def test_hosts_are_joined_by_replicas_only() -> None:
+    assert set(meshes_of(4, 2)) == {
+        Mesh(replicas=2, zero=2),
+        Mesh(replicas=2, tensor=2),
+        Mesh(replicas=4),
+    }
+    assert len(set(meshes_of(8))) == 10
+    assert all(mesh.size == 8 for mesh in meshes_of(8))
+
+
+def test_two_hosts_are_twice_as_fast_as_one(outline: Outline) -> None:
+    one, two = planned(outline), planned(outline, ranks=4, nodes=2)
+    for mesh in (Mesh(zero=2), Mesh(tensor=2)):
+        apart = two[replace(mesh, replicas=2)]
+        assert apart.host_bytes == one[mesh].host_bytes
+        assert apart.tokens_per_s == pytest.approx(2 * one[mesh].tokens_per_s, rel=0.02)
+
+
+def test_unknown_rates_are_said_and_the_table_is_narrow(outline: Outline) -> None:
+    found = planned(outline, speeds=rates())
+    assert found.keys() == {Mesh(replicas=2), Mesh(zero=2)}, "nothing is known of sums"
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(mesh_table([*planned(outline).values()]))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("2*" in line for line in lines) == 1
+
+
+def zinfer_plan(*options: str) -> Result:
+    words = ["plan", "--machine", "h200", "--batch-size", "16", "--prompt-len", "64", "--new-tokens", "8", *options]
+    return CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+
+
+def test_the_command_lists_and_chooses(tmp_path: Path) -> None:
+    folder = str(write_config(tmp_path, SMALL_LLAMA))
+    result = zinfer_plan("--model", folder, "--ranks", "4", "--nodes", "2", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["ranks"] == 4
+    assert found["nodes"] == 2
+    assert found["deepspeed_mp_size"] == 1
+    assert len(found["meshes"]) == 3
+    chosen = next(each for each in found["meshes"] if each["available"])
+    assert chosen["parallel"] == found["parallel"]
+    assert chosen["tokens_per_s"] == found["tokens_per_s_of_all_ranks"]
+    stated = json.loads(
+        zinfer_plan("--model", folder, "--ranks", "4", "--parallel", "replicas=1,zero=4", "--json").stdout
+    )
+    assert stated["parallel"] == {"zero": 4}
+    assert stated["request"]["batch_size"] == 4
+    text = zinfer_plan("--model", folder, "--ranks", "2").stdout
+    assert "DeepSpeed's mp_size: 1" in text
+    assert "* tensor ranks are not available yet" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--ranks", "3", "--nodes", "2"), "--ranks 3 do not divide among --nodes 2"),
+        (("--ranks", "2", "--parallel", "zero"), "--parallel = 'zero': expected sizes of modes, such as replicas=2"),
+        (("--ranks", "2", "--parallel", "zero=3"), 'zinfer.parallel = {"zero": 3} needs 3 ranks, and there are 2'),
+        (("--ranks", "2", "--parallel", "zeros=2"), "unknown key parallel.zeros; did you mean parallel.zero?"),
+        (("--ranks", "2", "--parallel", "tensor=2"), 'parallel.tensor = "2" is not available yet'),
+    ],
+)
+def test_bad_ranks_are_refused(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    result = zinfer_plan("--model", str(write_config(tmp_path, SMALL_LLAMA)), *options)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
