@@ -3,6 +3,7 @@
 import logging
 import os
 import resource
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinfer.probe.card import PcieLink, parse_links, query_links, read_uuid
-from zinfer.probe.warnings import parse_cpus, read_facts
+from zinfer.probe.warnings import read_facts
+from zinfer.ranks.numa import parse_cpus, pin_to_node
 
 LINES = """\
 GPU-aaaa-1, 00000000:18:00.0, 16, 16, 5, 5
@@ -79,6 +81,7 @@ def test_this_machines_links_are_those_of_its_gpus() -> None:
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands for /sys."""
     monkeypatch.setattr("zinfer.probe.warnings._SYSTEM", tmp_path)
+    monkeypatch.setattr("zinfer.ranks.numa._SYSTEM", tmp_path)
     monkeypatch.setattr("zinfer.probe.limits._CGROUP", tmp_path / "fs/cgroup")
     return tmp_path
 
@@ -107,6 +110,21 @@ def test_facts_of_a_system_with_two_nodes(root: Path) -> None:
     assert facts.cgroup_bytes == 1_000_000
     assert facts.node_cpus == {0: frozenset({0, 1, 2, 3, 8, 9}), 1: frozenset({4, 5, 6, 7}), 2: frozenset()}
     assert facts.gpu_nodes == (1, None, None, None)
+
+
+def test_threads_are_pinned_to_the_node_of_their_gpu(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: dict[int, frozenset[int]] = {}
+    monkeypatch.setattr("os.sched_getaffinity", lambda task: {0, 1, 2, 3, 4, 5})
+    monkeypatch.setattr("os.sched_setaffinity", lambda task, cpus: pinned.update({task: frozenset(cpus)}))
+    make_files(root, {"devices/system/node/node0/cpulist": "0-3\n"})
+    assert pin_to_node(0) == frozenset(), "one node: nothing to choose"
+    make_files(root, {f"devices/system/node/node{node}/cpulist": text for node, text in ((1, "4-7\n"), (2, "8-9\n"))})
+    for node in (None, 2, 3):
+        assert pin_to_node(node) == frozenset(), "not known, or all its processors are others'"
+    assert not pinned
+    assert pin_to_node(1) == {4, 5}
+    assert threading.get_native_id() in pinned
+    assert set(pinned.values()) == {frozenset({4, 5})}
 
 
 @pytest.mark.parametrize(

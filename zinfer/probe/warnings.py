@@ -11,6 +11,7 @@ import psutil
 
 from zinfer.probe.findings import Findings
 from zinfer.probe.limits import cgroup_limit
+from zinfer.ranks.numa import read_node, read_node_cpus
 from zinfer.units import human_bytes
 
 _SYSTEM: Final = Path("/sys")
@@ -46,22 +47,10 @@ def read_facts(gpu_addresses: Sequence[str | None]) -> HostFacts:
         cgroup_bytes=cgroup_limit(),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         huge_pages=_read_huge_pages(),
-        node_cpus={
-            int(folder.name.removeprefix("node")): parse_cpus((folder / "cpulist").read_text())
-            for folder in (_SYSTEM / "devices/system/node").glob("node[0-9]*")
-        },
+        node_cpus=read_node_cpus(),
         own_cpus=frozenset(os.sched_getaffinity(0)),
-        gpu_nodes=tuple(_read_node(address) for address in gpu_addresses),
+        gpu_nodes=tuple(read_node(address) for address in gpu_addresses),
     )
-
-
-def parse_cpus(text: str) -> frozenset[int]:
-    """Parse a kernel CPU list such as ``0-3,8``; empty for a node without processors."""
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return frozenset(cpus)
 
 
 def _read_huge_pages() -> bool:
@@ -70,16 +59,6 @@ def _read_huge_pages() -> bool:
         return "[never]" not in (_SYSTEM / "kernel/mm/transparent_hugepage/enabled").read_text()
     except FileNotFoundError:  # a kernel without them
         return False
-
-
-def _read_node(address: str | None) -> int | None:
-    if address is None:
-        return None
-    try:
-        node = int((_SYSTEM / "bus/pci/devices" / address / "numa_node").read_text())
-    except FileNotFoundError:  # a container or a virtual machine may hide it
-        return None
-    return None if node < 0 else node
 
 
 def find_warnings(findings: Findings, facts: HostFacts) -> tuple[str, ...]:

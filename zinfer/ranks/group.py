@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from zinfer.errors import ConfigError, RankError
+from zinfer.ranks.numa import gpu_node, pin_to_node
 
 _JOIN_S: Final = 300  # the others may still import torch
 _SIZE: Final = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
@@ -89,6 +90,8 @@ def _join(device: str) -> RankGroup:
                 'as GPUs, or set zinfer.device to "cpu"'
             )
         torch.cuda.set_device(local_rank)
+        if num_local > 1:  # one process alone computes with all processors
+            pin_to_node(gpu_node(torch.device("cuda", local_rank)))
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not dist.is_initialized() and name not in os.environ:
