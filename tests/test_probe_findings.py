@@ -81,8 +81,8 @@ def test_the_planner_gets_the_figures_of_one_device_and_disk() -> None:
     slower = DiskFindings("/old", 8, (DiskRate("read", 4096, 1, 1e9, direct=True),))
     findings = made_up_findings(disks=(slower, DISK))
     origin = "measured by zinfer probe on 2026-11-21"
-    assert findings.to_rates() == Rates(55e9, 20e9, 56e9, 4.1e12, 790e12, origin)
-    assert findings.to_rates(1, 8) == Rates(55e9, 1e9, 56e9, 4.1e12, 700e12, origin)
+    assert findings.to_rates() == Rates(55e9, 20e9, 56e9, 4.1e12, 790e12, origin, links_together=((2, 110e9),))
+    assert findings.to_rates(1, 8) == Rates(55e9, 1e9, 56e9, 4.1e12, 700e12, origin, links_together=((2, 110e9),))
 
 
 def test_what_was_not_measured_is_said() -> None:

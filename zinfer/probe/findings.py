@@ -14,6 +14,7 @@ from zinfer.nvme.whole_file import replace_file
 from zinfer.probe.card import MachineCard
 from zinfer.probe.disk import DiskFindings
 from zinfer.probe.measure import DeviceFindings, LinksTogether, MemoryRates
+from zinfer.probe.ranks import RankRates
 from zinfer.probe.rates import Rates
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class Findings:
         together: rates of several links at once; empty with one device.
         disks: one entry per device number, the last measured one last.
         warnings: bottlenecks of the machine, each with its remedy.
+        ranks: what several processes reach at once, an entry for each number of them.
     """
 
     version: Literal[1]
@@ -41,6 +43,7 @@ class Findings:
     memory: MemoryRates
     disks: tuple[DiskFindings, ...]
     warnings: tuple[str, ...]
+    ranks: tuple[RankRates, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.devices) != max(1, len(self.card.gpus)):
@@ -58,9 +61,23 @@ class Findings:
         return None if reads is None else reads.bytes_per_s
 
     def with_disks_of(self, older: "Findings") -> "Findings":
-        """Add the disks that only the older findings have."""
+        """Add the disks, and numbers of ranks, that only the older findings have."""
         kept = tuple(disk for disk in older.disks if self.find_disk(disk.number) is None)
-        return replace(self, disks=kept + self.disks)
+        sizes = {(each.num_ranks, each.num_hosts) for each in self.ranks}
+        ranks = tuple(each for each in older.ranks if (each.num_ranks, each.num_hosts) not in sizes)
+        return replace(self, disks=kept + self.disks, ranks=ranks + self.ranks)
+
+    @property
+    def most_ranks(self) -> RankRates | None:
+        """What the most ranks of one host that were measured reach; None if none were."""
+        return max((each for each in self.ranks if each.num_hosts == 1), key=lambda each: each.num_ranks, default=None)
+
+    @property
+    def links_together(self) -> tuple[tuple[int, float], ...]:
+        """As of `Rates`: from ranks if they were measured, else from copies of one process to several devices."""
+        found = {each.num_devices: each.to_device_bytes_per_s for each in self.together}
+        found |= {each.num_ranks: each.to_device_bytes_per_s for each in self.ranks if each.num_hosts == 1}
+        return tuple(sorted(found.items()))
 
     def to_rates(self, device_index: int = 0, disk_number: int | None = None) -> Rates:
         """Return the planner's rates for a device and a disk, by default the last measured one.
@@ -73,11 +90,16 @@ class Findings:
         reads = self.read_bytes_per_s(disk_number)
         if reads is None:
             raise ConfigError(f"the probe of {self.taken_on} has not read this disk; run `zinfer probe --path FOLDER`")
-        return self.devices[device_index].rates(
+        rates = self.devices[device_index].rates(
             host_bytes_per_s=self.memory.copy_all_bytes_per_s,
             disk_bytes_per_s=reads,
             origin=f"measured by zinfer probe on {self.taken_on}",
         )
+        rates = replace(rates, links_together=self.links_together)
+        if (ranks := self.most_ranks) is None:
+            return rates
+        gathers, sums = ranks.gather_bytes_per_s, ranks.all_reduce_bytes_per_s
+        return replace(rates, gather_bytes_per_s=gathers, all_reduce_bytes_per_s=sums)
 
     def to_json(self) -> str:
         """Return a JSON document for `parse_findings`."""

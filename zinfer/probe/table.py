@@ -7,6 +7,7 @@ from rich.table import Table
 from zinfer.probe.disk import DiskRate
 from zinfer.probe.findings import Findings
 from zinfer.probe.measure import DeviceFindings
+from zinfer.probe.ranks import RankRates
 
 _GIGA = 1e9
 _MEBI = 1 << 20
@@ -33,7 +34,25 @@ def findings_table(findings: Findings) -> Table:
     for together in findings.together:
         how = f"pinned memory to {together.num_devices} GPUs at once, summed"
         _add(table, f"{together.num_devices} links together", together.to_device_bytes_per_s, how)
+    for ranks in findings.ranks:
+        table.add_section()
+        _add_ranks(table, ranks)
     return table
+
+
+def _add_ranks(table: Table, ranks: RankRates) -> None:
+    name = f"{ranks.num_ranks} ranks"
+    hosts = f" on {ranks.num_hosts} hosts" if ranks.num_hosts > 1 else ""
+    size = f"{ranks.nbytes / _MEBI:g} MiB by {ranks.backend}{hosts}"
+    _add(table, f"{name}, links", ranks.to_device_bytes_per_s, "all at once, summed over a host")
+    _add(table, f"{name}, gathers", ranks.gather_bytes_per_s, f"{size}, made whole on each")
+    _add(table, f"{name}, sums", ranks.all_reduce_bytes_per_s, size)
+    nodes = ", ".join("?" if node is None else str(node) for node in ranks.nodes)
+    if any(node is not None for node in ranks.nodes):
+        table.add_row(f"{name}, NUMA nodes", nodes, "", "of each rank's GPU")
+    joined = {link for row in ranks.joined_by for link in row if link != "X"}
+    if joined:
+        table.add_row("GPUs joined by", ", ".join(sorted(joined)), "", "nvidia-smi topo -m")
 
 
 def sweep_table(rates: Sequence[DiskRate]) -> Table:

@@ -7,7 +7,7 @@ then that node's too.
 import logging
 import os
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -49,7 +49,7 @@ def gpu_node(device: torch.device) -> int | None:
     """Return the NUMA node of a CUDA device; None for others, and if it is not known."""
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)
     if not hasattr(found, "pci_bus_id"):  # an older torch
         return None
     return read_node(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
