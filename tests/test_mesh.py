@@ -1,5 +1,6 @@
 """Ranks in a mesh of modes: replicas with a whole model each, and the ZeRO ranks that share one."""
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from checkpoints import random_prompts, tiny_checkpoint
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
+from probe_support import made_up_device, made_up_findings
 from ranks_support import Failed, Ranks, run_ranks
 
 import zinfer
@@ -17,6 +19,10 @@ from zinfer.errors import ConfigError, RankError
 from zinfer.jobs.job import run_job
 from zinfer.jobs.summary import JobSummary
 from zinfer.offload.stats import RunStats
+from zinfer.probe.card import read_card
+from zinfer.probe.findings import Findings, record
+from zinfer.probe.measure import LinkRates
+from zinfer.probe.ranks import RankRates
 from zinfer.ranks.mesh import MODES, Mesh
 
 NUM_LAYERS = 4
@@ -125,8 +131,8 @@ def test_replicas_compute_the_bits_of_one_process_and_share_no_bytes(tmp_path: P
             assert (stats.gathered_bytes > 0) == (shares > 1)
 
 
-def job(rank: int, folder: Path, output: str, parallel: object) -> JobSummary:
-    given = CPU_HOMES | {"zinfer": {"parallel": parallel}}
+def job(rank: int, folder: Path, output: str, parallel: object, **options: object) -> JobSummary:
+    given = CPU_HOMES | {"zinfer": {"parallel": parallel, **options}}
     files = (folder / "model", folder / "in.jsonl", folder / output)
     return run_job(*files, config=given, device="cpu", batch_size=3)
 
@@ -158,6 +164,44 @@ def test_a_job_of_replicas_writes_each_row_once(folder: Path) -> None:
         assert stats.host_bytes < alone.stats.host_bytes
         assert stats.gathered_bytes > 0
     assert sum(stats.passes > 0 for stats in ranks if stats) == 4, "all ranks compute"
+
+
+def measured(gather_bytes_per_s: float) -> Findings:
+    """This machine, with a slow link and these gathers of two ranks."""
+    card = read_card("cpu")
+    link = LinkRates("host copies", 1 << 20, 1e6, None, None)
+    ranks = RankRates(2, 1, "gloo", 1 << 20, 2e6, gather_bytes_per_s, 1e6, (None, None), ())
+    device = made_up_device(link=link, pcie=None)
+    return made_up_findings(card=card, devices=(device,), together=(), ranks=(ranks,))
+
+
+def measured_job(rank: int, folder: Path, cache: Path, parallels: list[object]) -> list[JobSummary]:
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    # So little cache that it is lent to no weights, which all stream.
+    options = {"kv_cache_memory": "400KB"}
+    return [job(rank, folder, f"{cache.name}-{place}.jsonl", each, **options) for place, each in enumerate(parallels)]
+
+
+@pytest.mark.parametrize(("gather_bytes_per_s", "chosen"), [(1e3, "replicas 2"), (1e12, "zero 2")])
+def test_a_job_chooses_by_what_was_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gather_bytes_per_s: float, chosen: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    record(measured(gather_bytes_per_s))
+    found = run_ranks(2, measured_job, folder, tmp_path, ["auto", {"zero": 2}])
+    (auto, stated), _ = found
+    notes = [note for note in auto.notes if note.startswith("ranks: ")]
+    assert len(notes) == 1
+    assert notes[0].startswith(f"ranks: {chosen}, the fastest of ")
+    assert not any(note.startswith("ranks: ") for note in stated.notes), "what is stated is not compared"
+    for summary, gathers in ((auto, chosen == "zero 2"), (stated, True)):
+        ranks = [summary.stats, *summary.other_ranks]
+        assert [stats is not None and stats.gathered_bytes > 0 for stats in ranks] == [gathers] * 2
+    texts = [
+        {row["id"]: row["text"] for row in read_rows(folder / f"{tmp_path.name}-{place}.jsonl")} for place in (0, 1)
+    ]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 36
 
 
 def lasting(rank: int, folder: Path) -> float:

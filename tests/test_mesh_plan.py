@@ -46,7 +46,7 @@ def planned(
     """The meshes of a batch of eight rows a rank."""
     case = Case(outline, machine_with(2_000_000_000, host_bytes, speeds), settings)
     request = replace(REQUEST, batch_size=8 * ranks)
-    found = plan_meshes(case, ranks, nodes, batch_planner(request))
+    found = plan_meshes(case, meshes_of(ranks, nodes), nodes, batch_planner(request))
     assert [each.tokens_per_s for each in found] == sorted((each.tokens_per_s for each in found), reverse=True)
     return {each.mesh: each for each in found}
 

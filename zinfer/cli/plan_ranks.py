@@ -90,7 +90,7 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
     """
     with importing():
         from zinfer.planning.memory import Request
-        from zinfer.planning.mesh_plan import batch_planner, fastest_mesh, job_planner, of_mesh, plan_meshes
+        from zinfer.planning.mesh_plan import batch_planner, fastest_mesh, job_planner, meshes_of, of_mesh, plan_meshes
         from zinfer.ranks.mesh import Mesh
 
     if num_ranks % num_hosts:
@@ -102,7 +102,7 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
     mesh, several = Mesh.of(stated, hosts), []
     if num_ranks > 1:
         planner = batch_planner(work) if isinstance(work, Request) else job_planner(work, is_rough=True)
-        several = plan_meshes(case, num_ranks, num_hosts, planner)
+        several = plan_meshes(case, meshes_of(num_ranks, num_hosts), num_hosts, planner)
         if not any(stated.values()):
             mesh = fastest_mesh(several) or mesh
     return Arranged(case, of_mesh(case, mesh, num_hosts), several, num_hosts)

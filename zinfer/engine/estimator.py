@@ -57,6 +57,7 @@ class PassEstimator:
     Attributes:
         files: of the checkpoint; None for weights that were in memory.
         is_fused: whether fused kernels compute norms, rotations and gates.
+        num_local: ranks on this host; ``num_copies`` of the weights they stream.
     """
 
     module: nn.Module
@@ -65,6 +66,8 @@ class PassEstimator:
     device: torch.device
     files: tuple[Path, ...] | None
     is_fused: bool
+    num_local: int = 1
+    num_copies: float = 1.0
 
     def predict(self, request: Request) -> Prediction:
         """Predict a `generate` of this shape.
@@ -86,7 +89,7 @@ class PassEstimator:
 
     @functools.cached_property
     def rates(self) -> Rates:
-        return known_rates(self.device, self.files)
+        return known_rates(self.device, self.files).shared(self.num_local, self.num_copies)
 
     @property
     def known_rates(self) -> Rates | None:

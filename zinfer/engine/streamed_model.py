@@ -137,7 +137,17 @@ class StreamedModel:
         if settings.kernel_inject:
             self._acceleration.inject(prepared.packs, replayed=graphs is not None)
         files = tuple(prepared.files) or None
-        self.estimator = PassEstimator(self.module, self._blocks, self.plan, self.device, files, bool(self.injected))
+        num_local = group.num_local if group else 1
+        self.estimator = PassEstimator(
+            self.module,
+            self._blocks,
+            self.plan,
+            self.device,
+            files,
+            bool(self.injected),
+            num_local,
+            num_local / mesh.zero,
+        )
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Run work that calls the module's forward: one thread at a time, no gradients, cleaned up on any exit.

@@ -16,6 +16,7 @@ from zinfer.config.settings import mute_key_report
 from zinfer.engine.engine import InferenceEngine
 from zinfer.engine.streamed_model import FindReserve
 from zinfer.errors import ConfigError, JobError, PlanError
+from zinfer.jobs.arrangement import with_mesh
 from zinfer.jobs.completer import Answer, Completer, RaggedCompleter
 from zinfer.jobs.encoder import TOKENS_PER_PASS, EncodingCompleter, encoder_reserve
 from zinfer.jobs.padded import PaddedCompleter, batch_shape
@@ -124,14 +125,19 @@ class ExecutionMode:
         stated = {name: value for name, value in asdict(settings.batching).items() if value is not None}
         return found | {"batching": "continuous"} | stated
 
-    def load(self, prompts: Sequence[Prompt], sizes: Mapping[str, int]) -> Completer:
+    def load(
+        self, prompts: Sequence[Prompt], sizes: Mapping[str, int], parallel: Mapping[str, int] | None = None
+    ) -> Completer:
         """Return the completer; the first call loads the model and plans memory for these prompts.
 
         Args:
             prompts: the first batch; padded batches are planned for its shape.
             sizes: sizes of the completer that began the job, if this run resumes it.
+            parallel: sizes of the modes that ranks are arranged in; None: as configured.
         """
         if self.completer is None:
+            if parallel is not None:
+                self._request = with_mesh(self._request, parallel)
             meter = self._meter
             meter.begin("loading")
             with _job_errors("loading the model", kept_message(self._request.output)), mute_key_report():

@@ -21,6 +21,7 @@ from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import say_without_effect
 from zinfer.display import shown
 from zinfer.errors import JobError
+from zinfer.jobs.arrangement import choose_mesh
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.execution_mode import ExecutionMode
 from zinfer.jobs.index import scan_input
@@ -130,7 +131,7 @@ class _Job:
     """One run of a job: its input rows, its weights, its execution mode, and the other ranks, if any."""
 
     def __init__(self, request: JobRequest, settings: Settings, meter: Meter, peers: Peers | None) -> None:
-        self._request, self._meter, self._peers = request, meter, peers
+        self._request, self._settings, self._meter, self._peers = request, settings, meter, peers
         generates = request.generates
         say_without_effect(settings, meter.note)
         self._checkpoint = Checkpoint.open(request.model)
@@ -255,8 +256,9 @@ class _Job:
         mode, sizes, peers = self._mode, self._manifest.sizes, self._peers
         if mode.completer is not None or peers is None:
             return mode.load(prompts, sizes)
-        peers.open(prompts, sizes)
-        completer = mode.load(prompts, sizes)
+        mesh = choose_mesh(self._request, self._settings, prompts, self._index.num_rows, peers.hosts, self._meter.note)
+        peers.open(prompts, sizes, mesh)
+        completer = mode.load(prompts, sizes, mesh.stated)
         peers.wait_ready(completer.sizes)
         self._meter.load = lambda: completer.load().with_ranks(peers.loads())
         return completer

@@ -21,10 +21,11 @@ class Hello:
 
 @dataclass(frozen=True)
 class Open:
-    """From rank 0: load the model, planned for the first prompts; ``sizes`` as for `ExecutionMode.load`."""
+    """From rank 0: load the model, planned for the first prompts; arguments as for `ExecutionMode.load`."""
 
     prompts: tuple[Prompt, ...]
     sizes: Mapping[str, int]
+    parallel: Mapping[str, int]
 
 
 @dataclass(frozen=True)

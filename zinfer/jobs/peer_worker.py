@@ -108,7 +108,7 @@ class PeerWorker:
         limits = read_limits(model, settings.max_out_tokens, generates=self._request.generates)
         tokenizer = find_tokenizer(checkpoint.folder)
         self._mode = ExecutionMode(self._request, settings, model, tokenizer, limits, None, Meter())
-        return self._mode.load(message.prompts, message.sizes)
+        return self._mode.load(message.prompts, message.sizes, message.parallel)
 
     def _compute(self, completer: Completer, work: Work) -> None:
         prompts = work.prompts

@@ -21,6 +21,7 @@ from zinfer.jobs.summary import JobSummary
 from zinfer.offload.stats import RunStats
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.links import end_link, open_links
+from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.model_ranks import fail_models
 from zinfer.units import name_values
 
@@ -41,6 +42,7 @@ class Peers:
 
     Attributes:
         num_ranks: the processes of the job, this one included.
+        hosts: the host of each.
         has_started: whether the ranks compute batches.
     """
 
@@ -53,7 +55,7 @@ class Peers:
         self._begin: Callable[[Iterable[tuple[int, Prompt | BadRow]]], Mapping[int, int]] = lambda missing: {}
         self._write: Callable[[int, Prompt, Answer], None] = lambda ordinal, prompt, answer: None
         self.has_started = False
-        self.num_ranks = group.size
+        self.num_ranks, self.hosts = group.size, group.hosts
         links = open_links(group)
         self._peers = [Peer(rank, group.hosts[rank], link) for rank, link in enumerate(links, start=1)]
         for peer in self._peers:
@@ -75,10 +77,10 @@ class Peers:
                 theirs, ours = name_values(peer.hello.versions), name_values(versions)
                 raise UnusableInput(f"{peer.name} runs {theirs}, rank 0 {ours}; install the same on all hosts")
 
-    def open(self, prompts: Sequence[Prompt], sizes: Mapping[str, int]) -> None:
+    def open(self, prompts: Sequence[Prompt], sizes: Mapping[str, int], mesh: Mesh) -> None:
         """Let all ranks load the model, while this one does."""
         for peer in self._peers:
-            self._send(peer, Open(tuple(prompts), dict(sizes)))
+            self._send(peer, Open(tuple(prompts), dict(sizes), mesh.stated))
 
     def wait_ready(self, sizes: Mapping[str, int]) -> None:
         """Wait until all ranks have loaded the model.

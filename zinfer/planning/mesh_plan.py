@@ -1,6 +1,6 @@
 """Compare the ways to arrange ranks: each mesh is planned and predicted by the same arithmetic as one process. Pure."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -33,11 +33,6 @@ class MeshPlan:
     mesh: Mesh
     planned: BatchPlan | JobPlan | None
     failure: str = ""
-
-    @property
-    def is_available(self) -> bool:
-        """Whether a run can use this mesh."""
-        return self.mesh.tensor == 1
 
     @property
     def num_groups(self) -> int:
@@ -90,21 +85,22 @@ def meshes_of(num_ranks: int, num_hosts: int = 1) -> Iterator[Mesh]:
 
 def of_mesh(case: Case, mesh: Mesh, num_hosts: int = 1) -> Case:
     """Return the case of one rank of a mesh on machines as the case's."""
-    return replace(case, machine=case.machine.of_mesh(mesh, num_hosts), mesh=mesh)
+    return replace(case, machine=case.machine.of_mesh(mesh, num_hosts, case.settings.memory), mesh=mesh)
 
 
-def plan_meshes(case: Case, num_ranks: int, num_hosts: int, plan: PlanFor) -> list[MeshPlan]:
-    """Plan every mesh, the fastest first; those that do not fit come last.
+def plan_meshes(case: Case, meshes: Iterable[Mesh], num_hosts: int, plan: PlanFor) -> list[MeshPlan]:
+    """Plan meshes, the fastest first; those that do not fit come last.
 
     Tensor ranks are left out where the rate of their sums is not known.
 
     Args:
         case: of one process alone on the machine.
-        num_ranks: ranks of all machines.
-        num_hosts: machines; divides ``num_ranks``.
+        meshes: of `meshes_of`, all or some.
+        num_hosts: machines.
+        plan: plans the part of one group of ranks.
     """
     found = []
-    for mesh in meshes_of(num_ranks, num_hosts):
+    for mesh in meshes:
         if mesh.tensor > 1 and case.machine.rates.all_reduce_bytes_per_s is None:
             continue
         try:
@@ -116,7 +112,7 @@ def plan_meshes(case: Case, num_ranks: int, num_hosts: int, plan: PlanFor) -> li
 
 def fastest_mesh(found: Sequence[MeshPlan]) -> Mesh | None:
     """Return the fastest mesh that fits and is available; None if none does."""
-    return next((each.mesh for each in found if each.is_available and each.planned is not None), None)
+    return next((each.mesh for each in found if each.mesh.is_available and each.planned is not None), None)
 
 
 def batch_planner(request: Request) -> PlanFor:
@@ -141,7 +137,7 @@ def mesh_table(found: Sequence[MeshPlan]) -> Table:
         table.add_column(name, justify="left" if name == "bound by" else "right")
     for each in found[:_MOST_ROWS]:
         mesh, fits = each.mesh, each.planned is not None
-        numbers = [f"{mesh.replicas}", f"{mesh.zero}", f"{mesh.tensor}" + ("" if each.is_available else "*")]
+        numbers = [f"{mesh.replicas}", f"{mesh.zero}", f"{mesh.tensor}" + ("" if each.mesh.is_available else "*")]
         memory = [human_bytes(nbytes) if fits else "" for nbytes in (each.device_bytes, each.host_bytes)]
         table.add_row(*numbers, f"{each.tokens_per_s:,.1f}" if fits else "", each.bottleneck, *memory)
     return table
@@ -152,7 +148,7 @@ def mesh_lines(case: Case, found: Sequence[MeshPlan], num_hosts: int) -> list[st
     outline, memory = case.outline, case.machine.device_memory_bytes
     sizes = f"{human_bytes(outline.nbytes)} of weights, {human_bytes(memory)} a GPU"
     lines = [f"GPUs that hold all weights at once, DeepSpeed's mp_size: {deepspeed_mp_size(case)} ({sizes})"]
-    if not all(each.is_available for each in found):
+    if not all(each.mesh.is_available for each in found):
         lines.append(_NOT_YET)
     unknown = {"gathers": case.machine.rates.gather_bytes_per_s, "sums": case.machine.rates.all_reduce_bytes_per_s}
     if names := [name for name, rate in unknown.items() if rate is None]:
@@ -170,7 +166,7 @@ def mesh_documents(found: Sequence[MeshPlan]) -> list[dict[str, Any]]:
     return [
         {
             "parallel": each.mesh.stated,
-            "available": each.is_available,
+            "available": each.mesh.is_available,
             "tokens_per_s": each.tokens_per_s,
             "bottleneck": each.bottleneck,
             "device_bytes_per_rank": each.device_bytes,

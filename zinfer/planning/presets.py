@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from zinfer.config import Settings
+from zinfer.config import Memory, Settings
 from zinfer.errors import ConfigError
 from zinfer.planning.preset_names import check_preset_name
 from zinfer.probe.limits import HOST_SHARE, MachineLimits, find_limits, free_device_bytes
@@ -17,6 +17,7 @@ from zinfer.ranks.mesh import Mesh
 # Measured shares of an H200's published 989 TFLOP/s (dense bf16) and 4.8 TB/s; assumed for other cards too.
 _MATRIX_SHARE: Final = 0.8
 _DEVICE_MEMORY_SHARE: Final = 0.85
+NOTHING_STATED: Final = Memory()
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Machine:
     device_memory_bytes: int
     rates: Rates
 
-    def of_mesh(self, mesh: Mesh, num_hosts: int = 1) -> "Machine":
+    def of_mesh(self, mesh: Mesh, num_hosts: int = 1, memory: Memory = NOTHING_STATED) -> "Machine":
         """Return what one ZeRO rank has of this machine: its device, and its part of the host's memory and rates.
 
         Tensor ranks count as one of them, with the memory and the rates of all their devices: what a pass divides among
@@ -44,19 +45,24 @@ class Machine:
         Args:
             mesh: how the ranks of all hosts are arranged.
             num_hosts: machines like this one.
+            memory: budgets of the configuration; a stated one of device memory is for each rank.
         """
         limits, count = self.limits, mesh.tensor
         num_local = mesh.size // num_hosts
+        free_bytes, device_bytes = self.device_memory_bytes, limits.device_bytes
+        if not limits.on_cuda:  # one memory for all
+            free_bytes //= num_local
+            device_bytes = device_bytes // num_local if memory.max_device_memory is None else device_bytes
         part = replace(
             limits,
-            device_bytes=limits.device_bytes * count,
+            device_bytes=device_bytes * count,
             host_bytes=limits.host_bytes * count // num_local,
             pinned_bytes=limits.pinned_bytes * count // num_local,
         )
         rates = self.rates.shared(num_local, num_local / (mesh.zero * count)).times(count)
         ranks = f"{mesh.size} ranks" + (f" on {num_hosts} machines" if num_hosts > 1 else "")
         name = f"{self.name}, {ranks}" if mesh.size > 1 else self.name
-        return replace(self, name=name, limits=part, device_memory_bytes=self.device_memory_bytes * count, rates=rates)
+        return replace(self, name=name, limits=part, device_memory_bytes=free_bytes * count, rates=rates)
 
 
 def _preset(name: str, device_memory_bytes: int, host_memory_bytes: int, rates: Rates) -> Machine:

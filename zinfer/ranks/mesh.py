@@ -83,6 +83,11 @@ class Mesh:
         return {mode: getattr(self, mode) for mode in MODES}
 
     @property
+    def is_available(self) -> bool:
+        """Whether runs can use all its modes."""
+        return self.size == self.replicas * self.zero
+
+    @property
     def stated(self) -> dict[str, int]:
         """The sizes above 1, as `zinfer.parallel` takes them; `{"zero": 1}` for one rank."""
         return {mode: size for mode, size in self.sizes.items() if size > 1} or {"zero": 1}

@@ -1,0 +1,83 @@
+"""How the ranks of a job are arranged: as stated, or in the way that is predicted to be the fastest."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from zinfer.config import Settings
+from zinfer.config.source import config_keys
+from zinfer.errors import PlanError
+from zinfer.jobs.prompts import Prompt
+from zinfer.jobs.request import JobRequest
+from zinfer.model.outline import read_outline
+from zinfer.planning.job_plan import Job
+from zinfer.planning.mesh_plan import MeshPlan, fastest_mesh, job_planner, meshes_of, plan_meshes
+from zinfer.planning.plan import Case
+from zinfer.planning.presets import this_machine
+from zinfer.probe.card import read_card
+from zinfer.probe.findings import recall
+from zinfer.probe.limits import choose_device
+from zinfer.ranks.mesh import Mesh
+
+_MOST_COMPARED_ROWS: Final = 512
+
+
+def choose_mesh(
+    request: JobRequest,
+    settings: Settings,
+    prompts: Sequence[Prompt],
+    num_rows: int,
+    hosts: Sequence[str],
+    say: Callable[[str], object],
+) -> Mesh:
+    """Return the stated mesh, or the fastest one if `zinfer probe` has measured ranks of this machine.
+
+    Otherwise, and for models whose jobs are not predicted, ranks share the model within each host.
+
+    Args:
+        request: of the job.
+        settings: of the job.
+        prompts: the first batch.
+        num_rows: of the job.
+        hosts: the host of each rank.
+        say: called with what was chosen, and by what.
+    """
+    stated = vars(settings.parallel)
+    usual = Mesh.of(stated, hosts)
+    found = recall(read_card(choose_device(settings).type))
+    num_hosts = len(set(hosts))
+    if any(stated.values()) or usual.size == 1 or found is None or found.most_ranks is None or usual.size % num_hosts:
+        return usual
+    try:
+        outline = read_outline(request.model, settings.dtype, settings.quantization)
+        case = Case(outline, this_machine(settings, outline.files), settings)
+        several = plan_meshes(
+            case, _available(usual.size, num_hosts), num_hosts, job_planner(_job(prompts, num_rows), is_rough=True)
+        )
+    except PlanError:  # jobs of this model are not predicted
+        return usual
+    chosen = fastest_mesh(several) or usual
+    say(f"ranks: {chosen}, the fastest of {_told(several)}")
+    return chosen
+
+
+def with_mesh(request: JobRequest, parallel: Mapping[str, int]) -> JobRequest:
+    """Return the request with these sizes in its configuration."""
+    given = config_keys(request.config)
+    section = given.get("zinfer")
+    own = dict(section) if isinstance(section, Mapping) else {}
+    return replace(request, config={**given, "zinfer": {**own, "parallel": dict(parallel)}})
+
+
+def _available(num_ranks: int, num_hosts: int) -> list[Mesh]:
+    return [mesh for mesh in meshes_of(num_ranks, num_hosts) if mesh.is_available]
+
+
+def _job(prompts: Sequence[Prompt], num_rows: int) -> Job:
+    several = prompts[:_MOST_COMPARED_ROWS]
+    lengths = [len(each.token_ids) for each in several]
+    return Job(num_rows, lengths, [each.max_new_tokens for each in several])
+
+
+def _told(several: Sequence[MeshPlan]) -> str:
+    return ", ".join(f"{each.mesh} ({each.tokens_per_s:,.1f} tokens/s)" for each in several)
