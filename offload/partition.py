@@ -6,7 +6,7 @@ from typing import Final
 import torch
 
 from zinfer.nvme.aligned import align_up
-from zinfer.offload.block import SLAB_ALIGNMENT_BYTES, Block, Extent, SlabLayout, SlabTensor
+from zinfer.offload.block import SLAB_ALIGNMENT_BYTES, Block, Extent, Home, SlabLayout, SlabTensor, Tier
 from zinfer.offload.chunks import part_of
 
 
@@ -37,6 +37,11 @@ class Partition:
         """Return this rank's range of a slab of ``nbytes`` as a view (uint8)."""
         begin, end = self.bounds(nbytes)
         return slab[begin:end]
+
+    def homed_bytes(self, block: Block, home: Home) -> int:
+        """Return the bytes of a block that this rank keeps in its home, or streams from there."""
+        begin, end = self.bounds(block.nbytes)
+        return end - begin if home.tier is not Tier.DEVICE or home.shared else block.nbytes
 
     def share_of(self, block: Block) -> Block:
         """Return this rank's range of a block as a block of its own, whose slab begins with the range.

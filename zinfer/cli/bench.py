@@ -31,6 +31,9 @@ def bench(
     compare: Annotated[
         str, typer.Option(help="Rivals to run on the same prompts, such as 'accelerate,deepspeed'; they need the disk.")
     ] = "",
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes that share the weights and the rows, one per GPU.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Only the JSON line on stdout.")] = False,
 ) -> None:
     """Measure a job with random weights: of the model only config.json is needed.
@@ -49,10 +52,15 @@ def bench(
     with exit_on_error(), raise_on_signals():
         cap_bytes = None if memory_cap is None else _cap_bytes(memory_cap)
         with importing():
-            from zinfer.jobs.bench import BenchRequest, run_bench
+            from zinfer.cli.launch import check_mesh, choose_num_ranks, end_with_launcher, launch
+            from zinfer.config import resolve_settings
+            from zinfer.jobs.bench import run_bench
+            from zinfer.jobs.bench_result import BenchRequest
             from zinfer.jobs.bench_summary import bench_document, bench_table
             from zinfer.jobs.rivals import chosen_rivals
+            from zinfer.ranks.group import is_first
 
+        end_with_launcher()
         request = BenchRequest(
             model=model,
             new_tokens=new_tokens,
@@ -66,7 +74,13 @@ def bench(
             experts=experts,
             compare=chosen_rivals(compare),
         )
-        result = run_bench(request, Console(stderr=True))
+        if (num_ranks := choose_num_ranks(ranks, device)) > 1:
+            check_mesh(resolve_settings(config, request.keys()).parallel, num_ranks)
+            launch(num_ranks, lambda: "Nothing was kept")
+        is_shown = is_first()
+        result = run_bench(request, Console(stderr=True) if is_shown else None)
+        if not is_shown:
+            return
         if not as_json:
             Console().print(bench_table(result))
         print(json.dumps(bench_document(result)))

@@ -5,9 +5,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from socket import gethostname
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,7 @@ from zinfer.config import Settings, resolve_settings
 from zinfer.display import shown
 from zinfer.engine.random_weights import RandomWeights
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError
+from zinfer.jobs.bench_result import BenchRequest, BenchResult
 from zinfer.jobs.comparison import BATCH_SIZE, Compared, check_room, compare
 from zinfer.jobs.memory_cap import held_beyond
 from zinfer.jobs.progress import Load, Meter
@@ -29,119 +31,14 @@ from zinfer.model.context_length import read_limits
 from zinfer.model.known_models import KNOWN_MODELS
 from zinfer.model.outline import is_known_model, made_up_model
 from zinfer.offload.block import Tier
-from zinfer.offload.stats import RunStats
-from zinfer.planning.simulation import JobPrediction
+from zinfer.offload.partition import Partition
+from zinfer.probe.limits import choose_device
+from zinfer.ranks.group import all_values, join_group
+from zinfer.ranks.mesh import Mesh
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.units import human_bytes
 
-WEIGHTS: Final[Mapping[str, Mapping[str, object]]] = {
-    "fp16": {"dtype": "fp16"},
-    "int8": {"quantization": {"bits": 8}},
-    "int4": {"quantization": {"bits": 4, "group_size": 128}},
-    "fp8": {"quantization": {"bits": 8, "format": "fp8"}},
-}
-"""The keys that each choice of ``--weights`` states."""
-
 _SEED: Final = 0
-
-
-@dataclass(frozen=True)
-class BenchRequest:
-    """The arguments of `run_bench`.
-
-    Attributes:
-        model: a folder with config.json, or a name in `KNOWN_MODELS`. Weights in the folder are not read.
-        new_tokens: generated after each prompt; end tokens do not end it.
-        rows, prompt_len: random prompts, and the tokens of each.
-        input: JSONL with the prompts instead.
-        weights: a key of `WEIGHTS`; None: as config and config.json say.
-        memory_cap: bytes of device memory to use at most; on a GPU the rest is held. None: all that is free.
-        config: as for `LLM`.
-        device: "auto", "cuda" or "cpu".
-        experts: "uniform" or "zipf", see `zinfer.engine.routing`.
-        compare: rivals to run on the same prompts, with a real checkpoint of 16 bits (or config.json's dtype).
-    """
-
-    model: str
-    new_tokens: int
-    rows: int | None = None
-    prompt_len: int = 512
-    input: Path | None = None
-    weights: str | None = None
-    memory_cap: int | None = None
-    config: Path | Mapping[str, object] | None = None
-    device: str = "auto"
-    experts: str = "uniform"
-    compare: tuple[str, ...] = ()
-
-    def keys(self) -> dict[str, Any]:
-        """Return the configuration's keys that the arguments state.
-
-        Raises:
-            ConfigError: there is no such ``weights``, or the number of rows is stated twice or not at all.
-        """
-        if self.rows is not None and self.input is not None:
-            raise ConfigError("--rows and --input both set the number of rows; remove one of the two")
-        if self.rows is None and self.input is None:
-            raise ConfigError("--rows or --input is missing; give the number of random prompts, or a file of prompts")
-        if self.weights is not None and self.weights not in WEIGHTS:
-            raise ConfigError(f"--weights: expected one of {', '.join(WEIGHTS)}, got {self.weights!r}")
-        # A GPU's free memory is what the cap leaves, and has to hold all; a CPU has no memory of its own to hold.
-        on_cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
-        cap = {} if self.memory_cap is None or on_cuda else {"max_device_memory": self.memory_cap}
-        return {"device": self.device, **(WEIGHTS[self.weights] if self.weights else {}), **cap}
-
-
-@dataclass(frozen=True)
-class BenchResult:
-    """What a bench found.
-
-    Attributes:
-        device: the device's name.
-        predicted: for these prompts, before any of them ran.
-        seconds: from the first pass's beginning to the last completion.
-        start_s: seconds to write random weights, to build the model and to fill its homes.
-        num_prompt_tokens, num_new_tokens: of all rows.
-        stats: bytes moved and stalls.
-        tier_bytes: bytes of the slabs by home.
-        busy_s: seconds of work of each resource in the passes that ran, at the known rates.
-        file, file_bytes: the file that all weights were read from.
-        held_bytes, context_bytes: device memory that was held to enforce the cap, and used by CUDA's context.
-        compared: the rivals.
-    """
-
-    model: str
-    device: str
-    num_rows: int
-    predicted: JobPrediction
-    seconds: float
-    start_s: float
-    num_prompt_tokens: int
-    num_new_tokens: int
-    stats: RunStats
-    tier_bytes: Mapping[str, int]
-    busy_s: Mapping[str, float]
-    file: Path
-    file_bytes: int
-    held_bytes: int = 0
-    context_bytes: int = 0
-    compared: tuple[Compared, ...] = ()
-
-    @property
-    def tokens_per_s(self) -> float:
-        """New tokens per second."""
-        return self.num_new_tokens / self.seconds
-
-    @property
-    def prompt_tokens_per_s(self) -> float:
-        """Prompt tokens per second, over the same seconds."""
-        return self.num_prompt_tokens / self.seconds
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Seconds that link, disk and compute were busy, at their known rates, as shares of `seconds`."""
-        names = {"link": "link", "disk": "disk", "compute": "matrix work"}
-        return {name: self.busy_s[term] / self.seconds for name, term in names.items()}
 
 
 def run_bench(request: BenchRequest, console: Console | None = None) -> BenchResult:
@@ -155,25 +52,42 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
         ConfigError, CheckpointError, PlanError: nothing was computed.
         JobError: a prompt failed.
         OSError: the disk failed, or has no room for the random weights.
+        RankError: another rank failed.
     """
     keys = request.keys()
     settings = resolve_settings(request.config, keys, swaps=True)
+    group = join_group(choose_device(settings).type)
+    mesh = Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])
+    place, members = (group.rank, mesh.ranks_along("zero", group.rank)) if group else (0, (0,))
+    partition = Partition(members.index(place), len(members))
     scratch = settings.offload.nvme_path
     if scratch is not None:
         scratch.mkdir(parents=True, exist_ok=True)
     with shown(Meter(console)) as meter, tempfile.TemporaryDirectory(prefix="zinfer-bench-", dir=scratch) as temporary:
         folder = Path(temporary)
         checkpoint, prompts = _prepare(request, settings, folder)
+        prompts = _share_of(prompts, request, place, mesh.size)
         if any(map(is_installed, request.compare)):
             check_room(checkpoint, folder)
         with held_beyond(request.memory_cap, settings) as held:
             meter.begin("loading")
-            weights, begin_s = RandomWeights(folder, experts=request.experts), time.perf_counter()
+            weights, begin_s = RandomWeights(folder, request.experts, partition), time.perf_counter()
             with _open(request, checkpoint, keys, weights) as llm:
                 start_s = time.perf_counter() - begin_s
                 found = _measure(request, llm, weights, prompts, meter, start_s, held)
+            if group is not None:
+                return BenchResult.together(all_values(group, found))
             meter.begin("comparing")
             return replace(found, compared=_compared(request, checkpoint, prompts, found, folder))
+
+
+def _share_of(prompts: list[list[int]], request: BenchRequest, rank: int, num_ranks: int) -> list[list[int]]:
+    """Return the prompts of a rank: every so many of them."""
+    if num_ranks > 1 and request.compare:
+        raise ConfigError("--compare runs rivals beside one process; leave it out, or --ranks")
+    if len(prompts) < num_ranks:
+        raise ConfigError(f"{len(prompts)} prompts are too few for {num_ranks} ranks; give --rows {num_ranks} at least")
+    return prompts[rank::num_ranks]
 
 
 def _compared(
@@ -263,6 +177,7 @@ def _measure(
     assert begin_s is not None
     seconds = time.monotonic() - begin_s
     homed = list(zip(weights.blocks, llm.plan.homes, strict=True))
+    own_bytes = weights.partition.homed_bytes
     device = torch.cuda.get_device_name() if llm.device.type == "cuda" else "cpu"
     return BenchResult(
         model=request.model,
@@ -274,10 +189,12 @@ def _measure(
         num_prompt_tokens=sum(lengths),
         num_new_tokens=num_new,
         stats=llm.stats(),
-        tier_bytes={tier.name: sum(block.block.nbytes for block, home in homed if home.tier is tier) for tier in Tier},
+        tier_bytes={
+            tier.name: sum(own_bytes(block.block, home) for block, home in homed if home.tier is tier) for tier in Tier
+        },
         busy_s=llm.predict_passes().busy_s,
         file=weights.file,
-        file_bytes=weights.file.stat().st_size,
+        file_bytes=weights.file_bytes,
         held_bytes=held[0],
         context_bytes=held[1],
     )

@@ -1,14 +1,25 @@
 """The result of a bench, as a table and as a JSON document."""
 
-from typing import Any
+from typing import Any, Final
 
 from rich.table import Table
 
-from zinfer.jobs.bench import BenchResult
+from zinfer.jobs.bench_result import BenchResult
 from zinfer.jobs.comparison import Compared
 from zinfer.jobs.summary import JobSummary, section_table, summary_rows
 from zinfer.planning.step_time import speed
 from zinfer.units import duration, human_bytes
+
+_SUMMED: Final = (
+    "bytes_read_disk",
+    "loaded_bytes",
+    "bytes_to_device",
+    "streamed_bytes_per_pass",
+    "disk_bytes_per_pass",
+    "device_bytes",
+    "host_bytes",
+)
+"""Counters of each rank's stats that add up."""
 
 
 def bench_table(result: BenchResult) -> Table:
@@ -65,12 +76,14 @@ def _as_job(result: BenchResult) -> JobSummary:
         stats=result.stats,
         notes=(),
         device="cpu" if result.device == "cpu" else "cuda",
+        other_ranks=tuple(each.stats for each in result.ranks[1:]),
     )
 
 
 def bench_document(result: BenchResult) -> dict[str, Any]:
     """Return the result for the JSON line; bytes, seconds, and shares from 0 to 1."""
-    stats, predicted = result.stats, result.predicted
+    predicted, ranks = result.predicted, result.ranks or (result,)
+    several = {"ranks": [_rank_document(each) for each in ranks]} if result.ranks else {}
     return {
         "command": "bench",
         "model": result.model,
@@ -86,20 +99,28 @@ def bench_document(result: BenchResult) -> dict[str, Any]:
         "bottleneck": predicted.bottleneck,
         "shares": result.shares,
         "start_s": result.start_s,
-        "load_s": stats.load_s,
-        "passes": stats.passes,
+        "load_s": max(each.stats.load_s for each in ranks),
+        "passes": sum(each.stats.passes for each in ranks),
         "bytes_by_home": dict(result.tier_bytes),
-        "blocks_by_home": stats.blocks_by_home,
-        "bytes_read_disk": stats.bytes_read_disk,
-        "loaded_bytes": stats.loaded_bytes,
-        "bytes_to_device": stats.bytes_to_device,
-        "streamed_bytes_per_pass": stats.streamed_bytes_per_pass,
-        "disk_bytes_per_pass": stats.disk_bytes_per_pass,
-        "device_bytes": stats.device_bytes,
-        "host_bytes": stats.host_bytes,
-        "stall_s": stats.stall_s,
+        "blocks_by_home": result.stats.blocks_by_home,
+        **{name: sum(getattr(each.stats, name) for each in ranks) for name in _SUMMED},
+        "stall_s": result.stats.stall_s,
         "random_file_bytes": result.file_bytes,
         "held_bytes": result.held_bytes,
         "context_bytes": result.context_bytes,
         "compared": [vars(each) for each in result.compared],
+        **several,
+    }
+
+
+def _rank_document(result: BenchResult) -> dict[str, Any]:
+    return {
+        "rows": result.num_rows,
+        "seconds": result.seconds,
+        "tokens_per_s": result.tokens_per_s,
+        "shares": result.shares,
+        "passes": result.stats.passes,
+        "bytes_by_home": dict(result.tier_bytes),
+        **{name: getattr(result.stats, name) for name in (*_SUMMED, "gathered_bytes")},
+        "random_file_bytes": result.file_bytes,
     }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ _SIZE: Final = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 _RANK: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 _LOCAL_RANK: Final = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _NUM_LOCAL: Final = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,20 @@ def join_group(device: str) -> RankGroup | None:
         RankError: the other processes did not join within five minutes.
     """
     return _join(device) if is_several() else None
+
+
+def all_values(group: RankGroup, value: _T) -> list[_T]:
+    """Return every rank's value, by rank, once all of them are done with their models; all ranks call it.
+
+    Raises:
+        RankError: a rank has ended.
+    """
+    found: list[Any] = [None] * group.size
+    try:
+        dist.all_gather_object(found, value)
+    except RuntimeError as error:
+        raise RankError(f"a rank ended before it told what it has found: {str(error).splitlines()[0]}") from error
+    return found
 
 
 @cache

@@ -1,0 +1,108 @@
+"""`zinfer bench` on several ranks: each makes and keeps its share, and one summary tells of all."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks_support import Failed, Ranks, run_ranks
+from test_bench import LLAMA, folder_of
+from typer.testing import CliRunner
+
+from zinfer.engine.random_weights import write_random
+from zinfer.jobs.bench import run_bench
+from zinfer.jobs.bench_result import BenchRequest, BenchResult
+
+ROWS = 6
+
+
+def benched(rank: int, model: str, cache: Path, parallel: object, homes: list[str]) -> list[BenchResult]:
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    found = []
+    for device in homes:
+        given = {"zero_optimization": {"offload_param": {"device": device}}, "zinfer": {"parallel": parallel}}
+        found.append(run_bench(BenchRequest(model, 4, rows=ROWS, prompt_len=8, device="cpu", config=given)))
+    return found
+
+
+def command(rank: int, model: str, cache: Path, *options: str) -> tuple[int, str, str]:
+    """The command in a process that torchrun started."""
+    from zinfer.cli import app
+
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    shape = ("--rows", str(ROWS), "--prompt-len", "8", "--new-tokens", "4", "--device", "cpu")
+    found = CliRunner().invoke(app, ["bench", "--model", model, *shape, *options])
+    return found.exit_code, found.stdout, found.stderr
+
+
+def test_each_rank_makes_and_keeps_its_half(tmp_path: Path) -> None:
+    model, homes = folder_of(LLAMA, tmp_path), ["nvme", "none"]
+    alone = benched(0, model, tmp_path, "auto", homes)
+    first, second = run_ranks(2, benched, model, tmp_path, {"zero": 2}, homes)
+    for place, (whole, together) in enumerate(zip(alone, first, strict=True)):
+        assert second[place].ranks == together.ranks, "all ranks know of all"
+        assert together.num_rows == whole.num_rows == ROWS
+        assert together.num_new_tokens == whole.num_new_tokens == 4 * ROWS
+        assert [each.num_rows for each in together.ranks] == [3, 3]
+        assert together.tokens_per_s == together.num_new_tokens / max(each.seconds for each in together.ranks)
+        layers = 4
+        for each in together.ranks:
+            slack = 4096 * (layers + 3)
+            assert abs(each.file_bytes - whole.file_bytes / 2) <= slack, "writes its ranges only"
+            assert abs(each.stats.loaded_bytes - whole.stats.loaded_bytes / 2) <= slack
+            assert each.stats.streamed_bytes_per_pass == whole.stats.streamed_bytes_per_pass / 2
+            assert each.stats.disk_bytes_per_pass == whole.stats.disk_bytes_per_pass / 2
+            assert each.stats.gathered_bytes > 0
+        for tier in ("HOST", "DISK"):
+            assert together.tier_bytes[tier] == whole.tier_bytes[tier]
+    outer, layers_bytes = alone[0].tier_bytes["DEVICE"], alone[0].tier_bytes["DISK"]
+    assert [each.tier_bytes["DEVICE"] for each in first[1].ranks] == [outer + layers_bytes / 2] * 2
+
+
+def test_replicas_have_all_of_it(tmp_path: Path) -> None:
+    model = folder_of(LLAMA, tmp_path)
+    [alone] = benched(0, model, tmp_path, "auto", ["cpu"])
+    [[together], _] = run_ranks(2, benched, model, tmp_path, {"replicas": 2}, ["cpu"])
+    assert [each.stats.loaded_bytes for each in together.ranks] == [alone.stats.loaded_bytes] * 2
+    assert together.tier_bytes == {tier: 2 * nbytes for tier, nbytes in alone.tier_bytes.items()}
+
+
+def test_the_first_rank_speaks(tmp_path: Path) -> None:
+    model = folder_of(LLAMA, tmp_path)
+    (code, said, _), silent = run_ranks(2, command, model, tmp_path)
+    assert code == 0
+    assert silent == (0, "", "")
+    assert said.count("zinfer bench") == 1
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    for name in ("rows", "passes", "loaded_bytes", "host_bytes", "random_file_bytes"):
+        assert found[name] == sum(each[name] for each in found["ranks"])
+    assert found["rows"] == ROWS
+    assert "gathered from other ranks" in " ".join(said.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--compare", "accelerate"), "--compare runs rivals beside one process; leave it out, or --ranks"),
+        (("--ranks", "3"), "--ranks is 3, but 2 processes were started; leave --ranks out"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+    found = Ranks(2, command, folder_of(LLAMA, tmp_path), tmp_path, *options).results()
+    assert not any(isinstance(each, Failed) for each in found)
+    assert [code for code, _, _ in found] == [2, 2]
+    assert said in " ".join(found[0][2].split())
+
+
+def test_a_range_has_the_bytes_of_the_whole(tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    nbytes = (17 << 20) + 5
+    assert write_random(whole, nbytes, torch.float16) == whole.stat().st_size
+    ranges = [((16 << 20) - 300, (16 << 20) + 300), (5000, 9000), (9000, 9100)]
+    assert write_random(part, nbytes, torch.float16, ranges) == 4096 * (2 + 2), "whole pages, those that touch once"
+    assert part.stat().st_size == whole.stat().st_size
+    assert part.stat().st_blocks * 512 < whole.stat().st_size / 2, "the rest are holes"
+    for begin, end in ranges:
+        assert part.read_bytes()[begin:end] == whole.read_bytes()[begin:end]

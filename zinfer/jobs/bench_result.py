@@ -1,0 +1,144 @@
+"""What a bench is asked for, and what it found, on one process or several."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from zinfer.errors import ConfigError
+from zinfer.jobs.comparison import Compared
+from zinfer.offload.stats import RunStats
+from zinfer.planning.simulation import JobPrediction
+
+WEIGHTS: Final[Mapping[str, Mapping[str, object]]] = {
+    "fp16": {"dtype": "fp16"},
+    "int8": {"quantization": {"bits": 8}},
+    "int4": {"quantization": {"bits": 4, "group_size": 128}},
+    "fp8": {"quantization": {"bits": 8, "format": "fp8"}},
+}
+"""The keys that each choice of ``--weights`` states."""
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """The arguments of `run_bench`.
+
+    Attributes:
+        model: a folder with config.json, or a name in `KNOWN_MODELS`. Weights in the folder are not read.
+        new_tokens: generated after each prompt; end tokens do not end it.
+        rows, prompt_len: random prompts, and the tokens of each.
+        input: JSONL with the prompts instead.
+        weights: a key of `WEIGHTS`; None: as config and config.json say.
+        memory_cap: bytes of device memory to use at most; on a GPU the rest is held. None: all that is free.
+        config: as for `LLM`.
+        device: "auto", "cuda" or "cpu".
+        experts: "uniform" or "zipf", see `zinfer.engine.routing`.
+        compare: rivals to run on the same prompts, with a real checkpoint of 16 bits (or config.json's dtype).
+    """
+
+    model: str
+    new_tokens: int
+    rows: int | None = None
+    prompt_len: int = 512
+    input: Path | None = None
+    weights: str | None = None
+    memory_cap: int | None = None
+    config: Path | Mapping[str, object] | None = None
+    device: str = "auto"
+    experts: str = "uniform"
+    compare: tuple[str, ...] = ()
+
+    def keys(self) -> dict[str, Any]:
+        """Return the configuration's keys that the arguments state.
+
+        Raises:
+            ConfigError: there is no such ``weights``, or the number of rows is stated twice or not at all.
+        """
+        if self.rows is not None and self.input is not None:
+            raise ConfigError("--rows and --input both set the number of rows; remove one of the two")
+        if self.rows is None and self.input is None:
+            raise ConfigError("--rows or --input is missing; give the number of random prompts, or a file of prompts")
+        if self.weights is not None and self.weights not in WEIGHTS:
+            raise ConfigError(f"--weights: expected one of {', '.join(WEIGHTS)}, got {self.weights!r}")
+        # A GPU's free memory is what the cap leaves, and has to hold all; a CPU has no memory of its own to hold.
+        on_cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+        cap = {} if self.memory_cap is None or on_cuda else {"max_device_memory": self.memory_cap}
+        return {"device": self.device, **(WEIGHTS[self.weights] if self.weights else {}), **cap}
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """What a bench found.
+
+    Attributes:
+        device: the device's name.
+        predicted: for these prompts, before any of them ran.
+        seconds: from the first pass's beginning to the last completion.
+        start_s: seconds to write random weights, to build the model and to fill its homes.
+        num_prompt_tokens, num_new_tokens: of all rows.
+        stats: bytes moved and stalls.
+        tier_bytes: bytes of the slabs by home.
+        busy_s: seconds of work of each resource in the passes that ran, at the known rates.
+        file, file_bytes: the file that all weights were read from.
+        held_bytes, context_bytes: device memory that was held to enforce the cap, and used by CUDA's context.
+        compared: the rivals.
+        ranks: of each rank, if several shared the rows; the other fields are then of all, but for what is of a machine
+            (``device``, ``file``, ``held_bytes``, ``context_bytes``), ``busy_s`` and ``stats``, which are rank 0's.
+    """
+
+    model: str
+    device: str
+    num_rows: int
+    predicted: JobPrediction
+    seconds: float
+    start_s: float
+    num_prompt_tokens: int
+    num_new_tokens: int
+    stats: RunStats
+    tier_bytes: Mapping[str, int]
+    busy_s: Mapping[str, float]
+    file: Path
+    file_bytes: int
+    held_bytes: int = 0
+    context_bytes: int = 0
+    compared: tuple[Compared, ...] = ()
+    ranks: "tuple[BenchResult, ...]" = ()
+
+    @classmethod
+    def together(cls, ranks: "Sequence[BenchResult]") -> "BenchResult":
+        """Return what ranks found that ran at the same time."""
+        first, predicted = ranks[0], [each.predicted for each in ranks]
+        return replace(
+            first,
+            num_rows=sum(each.num_rows for each in ranks),
+            predicted=replace(
+                first.predicted,
+                seconds=max(each.seconds for each in predicted),
+                tokens_per_s=sum(each.tokens_per_s for each in predicted),
+            ),
+            seconds=max(each.seconds for each in ranks),
+            start_s=max(each.start_s for each in ranks),
+            num_prompt_tokens=sum(each.num_prompt_tokens for each in ranks),
+            num_new_tokens=sum(each.num_new_tokens for each in ranks),
+            tier_bytes={tier: sum(each.tier_bytes[tier] for each in ranks) for tier in first.tier_bytes},
+            file_bytes=sum(each.file_bytes for each in ranks),
+            ranks=tuple(ranks),
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second."""
+        return self.num_new_tokens / self.seconds
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Prompt tokens per second, over the same seconds."""
+        return self.num_prompt_tokens / self.seconds
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Seconds that link, disk and compute were busy, at their known rates, as shares of `seconds`."""
+        names = {"link": "link", "disk": "disk", "compute": "matrix work"}
+        return {name: self.busy_s[term] / self.seconds for name, term in names.items()}
