@@ -1,7 +1,9 @@
 """Ranks in a mesh of modes: replicas with a whole model each, and the ZeRO ranks that share one."""
 
+import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from checkpoints import random_prompts, tiny_checkpoint
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 from probe_support import made_up_device, made_up_findings
 from ranks_support import Failed, Ranks, run_ranks
+from typer.testing import CliRunner
 
 import zinfer
+from zinfer.cli import app
 from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError, RankError
 from zinfer.jobs.job import run_job
@@ -164,6 +168,39 @@ def test_a_job_of_replicas_writes_each_row_once(folder: Path) -> None:
         assert stats.host_bytes < alone.stats.host_bytes
         assert stats.gathered_bytes > 0
     assert sum(stats.passes > 0 for stats in ranks if stats) == 4, "all ranks compute"
+
+
+def test_a_lost_replica_ends_the_job(folder: Path) -> None:
+    (folder / "many").mkdir()
+    write_rows(folder / "many" / "in.jsonl", prompt_rows(1500))
+    (folder / "many" / "model").symlink_to(folder / "model")
+    ranks = Ranks(3, job, folder / "many", "lost.jsonl", {"replicas": 3})
+    output, until_s = folder / "many" / "lost.jsonl", time.monotonic() + 60
+    while not (output.exists() and output.stat().st_size):
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    begin_s = time.monotonic()
+    ranks.kill(2, signal.SIGKILL)
+    first, second, lost = ranks.results()
+    assert time.monotonic() - begin_s < 30, "no gather tells of the loss, so passes have to"
+    assert lost is None
+    assert [first.kind, second.kind] == ["OtherRankFailed"] * 2
+    assert f"rank 2 on {socket.gethostname()} ended without a word" in first.text
+    rows = read_rows(output)
+    assert 0 < len(rows) < 1500
+    assert len({row["id"] for row in rows}) == len(rows)
+
+
+def test_the_command_refuses_before_it_starts_ranks(folder: Path) -> None:
+    (folder / "ds.json").write_text(json.dumps({"zinfer": {"parallel": {"zero": 2, "replicas": 2}}}))
+    files = {"--model": "model", "--input": "in.jsonl", "--output": "refused.jsonl", "--config": "ds.json"}
+    words = [word for option, name in files.items() for word in (option, str(folder / name))]
+    for command, words_for in (("run", words), ("bench", [*words[:2], *words[-2:], "--rows", "4"])):
+        found = CliRunner().invoke(app, [command, *words_for, "--device", "cpu", "--ranks", "3"])
+        assert found.exit_code == 2, found.output
+        said = " ".join(found.stderr.split())
+        assert 'zinfer.parallel = {"replicas": 2, "zero": 2} needs 4 ranks, and there are 3' in said
+    assert not (folder / "refused.jsonl").exists()
 
 
 def measured(gather_bytes_per_s: float) -> Findings:
