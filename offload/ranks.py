@@ -24,17 +24,20 @@ from zinfer.offload.transfer import Target, Transfer
 
 
 class Ranks(Protocol):
-    """The other ranks of a model. All of them call `gather` and `scatter` in the same order.
+    """The other ranks of a model. All of them call `allocate`, `gather` and `scatter` in the same order.
 
     ``partition`` tells which range of each slab this rank owns.
     """
 
     partition: Partition
 
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return memory of a slot (uint8), which the other ranks may read while a slab is gathered into it."""
+
     def gather(self, slab: torch.Tensor) -> None:
         """Fill a slab (uint8, `Partition.gathered_bytes` long) with the ranges of all ranks, its own being in place.
 
-        On a CUDA device it is enqueued on the current stream.
+        On a CUDA device it is enqueued on the current stream; after a failure the slab holds anything.
         """
 
     def scatter(self, part: torch.Tensor, slab: torch.Tensor | None, source: int) -> None:

@@ -25,11 +25,15 @@ class Slot:
 
     @classmethod
     def allocate(cls, nbytes: int, stream: CopyStream) -> "Slot":
-        """Allocate a slot of device memory (uint8).
+        """Allocate a slot of device memory (uint8)."""
+        return cls.over(torch.empty(nbytes, dtype=torch.uint8, device=stream.device), stream)
+
+    @classmethod
+    def over(cls, buffer: torch.Tensor, stream: CopyStream) -> "Slot":
+        """Make a slot of new device memory (uint8).
 
         torch may return memory that enqueued compute still uses: the slot is reusable after that compute.
         """
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=stream.device)
         return cls(buffer, stream.mark_compute())
 
     @classmethod

@@ -85,9 +85,10 @@ def _run(
     pipe: Connection, rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # Ranks may share a GPU, for tests on one.
+    num_places = torch.cuda.device_count() or size
+    os.environ.update(LOCAL_RANK=str(rank % num_places), TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1")
     try:
         found = function(rank, *args)
     except Exception as failure:

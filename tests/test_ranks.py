@@ -24,8 +24,13 @@ BITS = (None, 8, 4)
 NUM_LAYERS = 8
 
 
-def config(homes: str, bits: int | None = None) -> dict[str, Any]:
-    options: dict[str, Any] = {"device": "cpu"}
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def config(homes: str, bits: int | None = None, device: str = "cpu") -> dict[str, Any]:
+    options: dict[str, Any] = {"device": device}
+    if device == "cuda":  # which several ranks may share
+        options["max_device_memory"] = "4GB"
     if bits is not None:
         options["quantization"] = {"bits": bits, "group_size": 16} if bits == 4 else {"bits": bits}
     return {"zero_optimization": {"offload_param": {"device": homes}}, "zinfer": options}
@@ -47,7 +52,7 @@ def computed(rank: int, jobs: list[Job], num_calls: tuple[int, ...]) -> list[tup
             for _ in range(num_calls[rank]):
                 with torch.no_grad():
                     outputs = outputs_of(engine(**given))
-            found.append(({name: tensor.clone() for name, tensor in outputs.items()}, engine.stats()))
+            found.append(({name: tensor.cpu() for name, tensor in outputs.items()}, engine.stats()))
         finally:
             engine.destroy()
     return found
@@ -76,10 +81,11 @@ def check_equal(jobs: list[Job], size: int, num_calls: tuple[int, ...]) -> None:
                 assert torch.equal(outputs[name], tensor), f"{job[0].name}, {job[1]}, rank {rank}: {name}"
 
 
-def test_ranks_compute_the_bits_of_one_process(folders: list[Path]) -> None:
+@DEVICES
+def test_ranks_compute_the_bits_of_one_process(folders: list[Path], device: str) -> None:
     llama, gpt2, mixtral = folders
     cases = [(llama, "cpu", 4), (llama, "none", None), (gpt2, "nvme", None), (mixtral, "cpu", 8), (mixtral, "none", 4)]
-    check_equal([(folder, config(homes, bits), {}) for folder, homes, bits in cases], 2, (3, 1))
+    check_equal([(folder, config(homes, bits, device), {}) for folder, homes, bits in cases], 2, (3, 1))
 
 
 @pytest.mark.slow
@@ -108,8 +114,9 @@ def test_every_class_computes_the_bits_of_one_process(tmp_path: Path) -> None:
     check_equal(jobs, 2, (1, 2))
 
 
-def test_each_rank_reads_and_keeps_its_part(llama: Path) -> None:
-    jobs: list[Job] = [(llama, config(homes), {}) for homes in HOMES]
+@DEVICES
+def test_each_rank_reads_and_keeps_its_part(llama: Path, device: str) -> None:
+    jobs: list[Job] = [(llama, config(homes, device=device), {}) for homes in HOMES]
     one = [stats for _, stats in computed(0, jobs, (2,))]
     two = run_ranks(2, computed, jobs, (2, 2))
     for place, whole in enumerate(one):
@@ -146,18 +153,19 @@ def test_a_module_in_memory_is_shared(llama: Path) -> None:
         assert torch.equal(logits, module_outputs(rank, llama))
 
 
-def texts(rank: int, folder: Path) -> list[list[int]]:
+def texts(rank: int, folder: Path, device: str) -> list[list[int]]:
     """Continuous batching of one row on rank 0 and nine on rank 1."""
-    with zinfer.LLM(folder, config("cpu")) as llm:
+    with zinfer.LLM(folder, config("cpu", device=device)) as llm:
         several = random_prompts(1 + 8 * rank, min_tokens=3, max_tokens=30, seed=rank)
         prompts = [{"prompt_token_ids": each} for each in several]
         params = zinfer.SamplingParams(max_new_tokens=12 - 7 * rank)
         return [list(each.token_ids) for each in llm.generate(prompts, params)]
 
 
-def test_continuous_batching_needs_no_equal_passes(llama: Path) -> None:
-    found = run_ranks(2, texts, llama)
-    assert found == [texts(rank, llama) for rank in range(2)]
+@DEVICES
+def test_continuous_batching_needs_no_equal_passes(llama: Path, device: str) -> None:
+    found = run_ranks(2, texts, llama, device)
+    assert found == [texts(rank, llama, device) for rank in range(2)]
     assert len({token for row in found[1] for token in row}) > 8
 
 
@@ -183,9 +191,9 @@ def test_blocks_from_disk_host_and_device_mix(llama: Path, synchronous: bool) ->
     assert found[0][1] == found[1][1], "the same plan"
 
 
-def long_run(rank: int, folder: Path, begun: Path) -> float:
+def long_run(rank: int, folder: Path, begun: Path, device: str) -> float:
     """Calls until another rank fails; returns how long this one took to raise after the last call began."""
-    engine = zinfer.init_inference(folder, config("nvme"))
+    engine = zinfer.init_inference(folder, config("nvme", device=device))
     while True:
         begin_s = time.monotonic()
         try:
@@ -199,10 +207,13 @@ def long_run(rank: int, folder: Path, begun: Path) -> float:
             return took_s
 
 
+@DEVICES
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_lost_rank_ends_the_others(llama: Path, tmp_path: Path, lost: int, number: signal.Signals) -> None:
-    ranks = Ranks(2, long_run, llama, tmp_path)
+def test_a_lost_rank_ends_the_others(
+    llama: Path, tmp_path: Path, lost: int, number: signal.Signals, device: str
+) -> None:
+    ranks = Ranks(2, long_run, llama, tmp_path, device)
     until_s = time.monotonic() + 60
     while not all((tmp_path / str(rank)).exists() for rank in range(2)):
         assert time.monotonic() < until_s

@@ -218,6 +218,7 @@ class Batcher:
     def _receive(self, drawn: _Drawing) -> list[Event]:
         """Take the tokens of the pass before; returns the requests they complete, and the tokens of others."""
         sampled = drawn.result.take()
+        self._runner.model.check_ranks()
         self.pass_ends_s.append(time.perf_counter())
         if len(self.pass_ends_s) > _MOST_NOTED_PASSES:  # the batcher has not been idle for days
             del self.pass_sizes[: _MOST_NOTED_PASSES // 2], self.pass_ends_s[: _MOST_NOTED_PASSES // 2]

@@ -59,6 +59,18 @@ class InferenceEngine(AroundModule, StreamedModel):
         nn.Module.__init__(self)
         StreamedModel.__init__(self, model, settings, **options)
 
+    def call(self, work: Callable[[], Any]) -> Any:
+        """As `StreamedModel.call`; with other ranks it returns once the device is done, for they may fail until then.
+
+        Raises:
+            RankError: another rank failed.
+        """
+        found = StreamedModel.call(self, work)
+        if self._ranks is not None and self._ended is not None:
+            self._ended.synchronize()
+            self.check_ranks()
+        return found
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward without gradients; tensors in the arguments are moved to the device.
 

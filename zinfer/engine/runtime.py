@@ -157,7 +157,11 @@ class Runtime:
 
     def _open_streamer(self, streamed: list[Block], synchronous: bool) -> Streamer:
         plan, stream = self._plan, self._lanes[Tier.HOST].stream
-        slots = DeviceSlots(Slot.allocate(plan.slot_bytes, stream) for _ in range(plan.num_slots))
+        if self._sharing is None:
+            slots = DeviceSlots(Slot.allocate(plan.slot_bytes, stream) for _ in range(plan.num_slots))
+        else:
+            buffers = (self._sharing.allocate(plan.slot_bytes) for _ in range(plan.num_slots))
+            slots = DeviceSlots(Slot.over(buffer, stream) for buffer in buffers)
         sources = self._homes.sources
         lanes = {**self._lanes, Tier.DEVICE: self._lanes[Tier.HOST]}  # ranges on the device are copied within it
         return Streamer(
@@ -178,9 +182,7 @@ class Runtime:
         self._hooks.settle()
 
     def resume(self) -> None:
-        """Note that a call begins; raises the error of a rank that has failed."""
-        if self._ranks is not None:
-            self._ranks.check()
+        """Note that a call begins."""
         if self._streamer is not None:
             self._streamer.resume()
 

@@ -131,6 +131,7 @@ class StreamedModel:
             )
             owned.pop_all()
         self._runtime: Runtime | None = runtime
+        self._ranks = ranks
         self._process_id = os.getpid()
         self._close = weakref.finalize(self, _close, self._acceleration, runtime, ranks, self._process_id)
         self._acceleration.keep_experts()
@@ -170,6 +171,14 @@ class StreamedModel:
             self._ended = runtime.pause()
             self._wall_s += time.perf_counter() - begin_s
             runtime.settle()
+
+    def check_ranks(self) -> None:
+        """Raise the RankError of a rank that failed; call it once the device is done, before results are used.
+
+        Work that is enqueued when a rank fails comes to its end on the device, with slabs that lack its ranges.
+        """
+        if self._ranks is not None:
+            self._ranks.check()
 
     def stats(self, other_bytes: int = 0) -> RunStats:
         """Return bytes moved, memory used and stalls since the engine was made; callable from any thread.

@@ -109,6 +109,7 @@ def _join(device: str) -> RankGroup:
         if num_local > 1:  # one process alone computes with all processors
             pin_to_node(gpu_node(torch.device("cuda", local_rank)))
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not dist.is_initialized() and name not in os.environ:
             raise ConfigError(f"{name} is not set, which {size} processes need to find each other; start with torchrun")

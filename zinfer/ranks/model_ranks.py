@@ -22,6 +22,7 @@ from zinfer.errors import RankError
 from zinfer.offload.partition import Partition
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.mesh import Mesh, Mode
+from zinfer.ranks.peer_copies import Card, PeerCopies, can_copy
 from zinfer.ranks.rank_store import SILENCE_S, RankStore, growing_pauses
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ class ModelRanks:
 
     Args:
         group: the processes.
-        device: of the slabs; CUDA slabs are gathered by NCCL, others by gloo.
+        device: of the slabs. GPUs of one host copy them from each other if they can; else NCCL gathers them. Slabs in
+            host memory are gathered by gloo.
         mesh: how they are arranged; by default all of them share slabs.
 
     Attributes:
@@ -63,7 +65,9 @@ class ModelRanks:
         self._among = f"zero/{self.members[0]}"  # begins the keys of the members
         self.turn = 0
         self.failure: BaseException | None = None
+        self._device = device
         self._on_cuda = device.type == "cuda"
+        self._copies: PeerCopies | None = None
         self._num_exchanges = 0
         self._callbacks: list[Callable[[BaseException], None]] = []
         self._prefix = f"model/{next(_numbers)}"
@@ -75,31 +79,47 @@ class ModelRanks:
         self._watcher.start()
         _open.add(self)
         try:
-            self.exchange(True)  # nothing ends a wait in `new_group` for a rank that has failed before
-            self._slabs = self.communicator("zero")
+            copies = self._can_copy()  # nothing ends a wait in `new_group` for a rank that has failed before
+            self._slabs = self.communicator("zero", "gloo" if copies else None)
+            if copies:
+                self._copies = PeerCopies(self.partition, device, self._slabs)
         except BaseException as failure:
             self.leave_after(None, failure, None)
             raise
 
-    def communicator(self, mode: Mode) -> Any:
+    def communicator(self, mode: Mode, backend: str | None = None) -> Any:
         """Return torch's process group of this rank's sub-group in a mode. All ranks of the job call it together.
 
-        Its collectives are waited for as those of `gather` are, so that a failure of a rank ends them.
+        Args:
+            mode: of the mesh.
+            backend: "gloo" or "nccl"; by default that of the slabs' device.
         """
-        backend, timeout = "nccl" if self._on_cuda else "gloo", timedelta(seconds=20 * SILENCE_S)
+        backend, timeout = backend or ("nccl" if self._on_cuda else "gloo"), timedelta(seconds=20 * SILENCE_S)
         own: Any = None
         for members in self.mesh.groups_along(mode):
             made = dist.new_group(list(members), backend=backend, timeout=timeout)
             own = made if self.group.rank in members else own
         return own
 
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """As `Ranks.allocate`."""
+        if self._copies is not None:
+            return self._copies.allocate(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
     def gather(self, slab: torch.Tensor) -> None:
         """As `Ranks.gather`."""
+        if self._copies is not None:
+            self._copies.gather(slab)
+            return
         own = self.partition.own_range(slab, slab.nbytes)
         self._await(_all_gather(slab, own, group=self._slabs, async_op=True))
 
     def scatter(self, part: torch.Tensor, slab: torch.Tensor | None, source: int) -> None:
         """As `Ranks.scatter`."""
+        if self._copies is not None:
+            self._copies.scatter(part, slab, source)
+            return
         ranges = None if slab is None else list(torch.chunk(slab, self.partition.size))
         self._await(dist.scatter(part, ranges, src=self.members[source], group=self._slabs, async_op=True))
 
@@ -210,6 +230,8 @@ class ModelRanks:
             log.debug("left alone: %s", error)
         finally:
             self._over.set()
+            if self._copies is not None:
+                self._copies.close()
         if self.failure is None:
             for store in (self._store, self._coming, self._news, self._spare):
                 store.close()
@@ -218,6 +240,15 @@ class ModelRanks:
         """Wait for the others, with the watcher awake: of one that is lost no leave is heard."""
         while self.failure is None and not all(beat >= _LEFT for beat in self._beats(self._store)[1:]):
             time.sleep(_LEAVE_PAUSE_S)
+
+    def _can_copy(self) -> bool:
+        """Whether the members of every sub-group can copy from each other, by their GPUs."""
+        if not self._on_cuda:
+            self.exchange(True)
+            return False
+        every = self.exchange(Card.of(self.group.hosts[self.group.rank], self._device))
+        can = can_copy(self.partition.rank, [every[rank] for rank in self.members])
+        return all(self.exchange(can)) and self.partition.size > 1
 
     def _await(self, work: Any) -> None:
         """Wait for a collective on the host, unless a rank fails; on a CUDA device only the current stream waits."""
@@ -283,6 +314,8 @@ class ModelRanks:
 
     def _note(self, failure: BaseException) -> None:
         self.failure = self.failure or failure
+        if self._copies is not None:  # after the failure is set: what the device computes from now on is not used
+            self._copies.give_up()
         for call in self._callbacks:
             call(failure)
 
