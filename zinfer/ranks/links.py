@@ -3,6 +3,7 @@
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
@@ -15,8 +16,11 @@ from zinfer.errors import RankError
 from zinfer.ranks.group import RankGroup
 
 
-def open_links(group: RankGroup) -> list[Connection]:
+def open_links(group: RankGroup, broadcast: Callable[[Any], Any] | None = None) -> list[Connection]:
     """Connect the ranks; called by all of them.
+
+    Args:
+        broadcast: returns on all ranks what rank 0 gives; by default over all processes.
 
     Returns:
         On rank 0 the connections to ranks 1, 2 and so on; elsewhere one, to rank 0.
@@ -25,7 +29,8 @@ def open_links(group: RankGroup) -> list[Connection]:
         RankError: a rank did not connect.
     """
     try:
-        return _accept(group) if group.rank == 0 else [_connect(group)]
+        broadcast = broadcast or _broadcast
+        return _accept(group, broadcast) if group.rank == 0 else [_connect(group, broadcast)]
     except (RuntimeError, OSError, EOFError, AuthenticationError) as error:
         here = f"rank {group.rank} on {group.hosts[group.rank]}"
         raise RankError(f"{here} could not connect to the other ranks: {type(error).__name__}: {error}") from error
@@ -37,19 +42,19 @@ def end_link(link: Connection) -> None:
         end.shutdown(socket.SHUT_RDWR)
 
 
-def _accept(group: RankGroup) -> list[Connection]:
+def _accept(group: RankGroup, broadcast: Callable[[Any], Any]) -> list[Connection]:
     key = secrets.token_bytes(32)
     found: dict[int, Connection] = {}
     with Listener((group.address, 0), backlog=group.size, authkey=key) as listener:
-        _broadcast((listener.address, key))
+        broadcast((listener.address, key))
         while len(found) < group.size - 1:
             connection: Any = listener.accept()
             found[connection.recv()] = connection
     return [found[rank] for rank in range(1, group.size)]
 
 
-def _connect(group: RankGroup) -> Connection:
-    (_, port), key = _broadcast(None)
+def _connect(group: RankGroup, broadcast: Callable[[Any], Any]) -> Connection:
+    (_, port), key = broadcast(None)
     connection: Any = Client((socket.gethostbyname(group.address), port), authkey=key)
     connection.send(group.rank)
     return connection  # type: ignore[no-any-return]

@@ -200,6 +200,14 @@ class ModelRanks:
         except RankError as error:  # rank 0 is gone, which the others notice by themselves
             log.debug("the other ranks cannot be told: %s", error)
 
+    def name_of(self, rank: int) -> str:
+        """Return a rank's name for messages: its number and host."""
+        return f"rank {rank} on {self.group.hosts[rank]}"
+
+    def find_cause(self, error: BaseException) -> BaseException:
+        """Return why a connection to another rank has ended: the failure that a rank tells within some seconds."""
+        return self.failure or self._broken(error)
+
     def on_failure(self, call: Callable[[BaseException], None]) -> None:
         """As `Ranks.on_failure`."""
         self._callbacks.append(call)
@@ -263,7 +271,7 @@ class ModelRanks:
         except RuntimeError as error:
             raise self._broken(error) from error
 
-    def _broken(self, error: RuntimeError) -> BaseException:
+    def _broken(self, error: BaseException) -> BaseException:
         """Return the error of a broken connection, with the rank that told of a failure or no longer beats."""
         with self._failing:
             try:
@@ -310,7 +318,7 @@ class ModelRanks:
         return [store.add(f"beat/{rank}", 0) for rank in range(self.group.size)]
 
     def _named(self, rank: int) -> str:
-        return f"rank {rank} on {self.group.hosts[rank]}"
+        return self.name_of(rank)
 
     def _note(self, failure: BaseException) -> None:
         self.failure = self.failure or failure
