@@ -60,6 +60,7 @@ class Batcher:
     Attributes:
         pass_sizes: of the passes since `begin`, limited to the last ones.
         pass_ends_s: when the tokens of each pass were on the host (`time.perf_counter`), without the pass under way.
+        received_ids: the tokens taken last, of the pass before.
 
     Args:
         runner: runs the passes.
@@ -94,6 +95,7 @@ class Batcher:
         self.num_new_tokens = 0
         self.pass_sizes: list[PassSize] = []
         self.pass_ends_s: list[float] = []
+        self.received_ids: Sequence[int] = ()
 
     def begin(self) -> None:
         """Forget the passes so far; no request may be unfinished."""
@@ -219,6 +221,7 @@ class Batcher:
         """Take the tokens of the pass before; returns the requests they complete, and the tokens of others."""
         sampled = drawn.result.take()
         self._runner.model.check_ranks()
+        self.received_ids = sampled.token_ids
         self.pass_ends_s.append(time.perf_counter())
         if len(self.pass_ends_s) > _MOST_NOTED_PASSES:  # the batcher has not been idle for days
             del self.pass_sizes[: _MOST_NOTED_PASSES // 2], self.pass_ends_s[: _MOST_NOTED_PASSES // 2]

@@ -12,7 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zinfer.batching.batcher import Batcher
+from zinfer.batching.following_loop import FollowingLoop
 from zinfer.batching.handle import Handle
+from zinfer.batching.lockstep import Follower, agree, open_lockstep
 from zinfer.batching.request import RequestBuilder
 from zinfer.batching.runner import PassRunner, open_pages
 from zinfer.batching.serving_loop import ServingLoop
@@ -33,6 +35,7 @@ from zinfer.planning.memory import Footprint
 from zinfer.planning.placement import Plan
 from zinfer.planning.simulation import JobEstimator, JobPrediction
 from zinfer.probe.limits import MachineLimits, find_limits
+from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.prompt_encoder import PromptLike, find_tokenizer
 from zinfer.requests.sampling_params import SamplingParams
@@ -54,6 +57,7 @@ class LLM:
             memory is full; None: if a path is stated and swapping is faster than recomputing.
         checksums: collects checksums of the weights as they are read.
         prepare: partitions the module; by default over the weights of its checkpoint.
+        lockstep: the ranks that compute each pass together, if any; all of them make the same calls.
         kwargs: the same keys as in ``config``.
 
     A thread of its own runs the passes (`ServingLoop`); any number of threads may call, and their prompts share passes.
@@ -73,6 +77,7 @@ class LLM:
         swaps_to_disk: bool | None = None,
         checksums: TensorChecksums | None = None,
         prepare: Prepare = PreparedModel.of,
+        lockstep: ModelRanks | None = None,
         **kwargs: object,
     ) -> None:
         settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module), swaps=True)
@@ -84,6 +89,9 @@ class LLM:
             module: PreTrainedModel, blocks: Sequence[ModelBlock], limits: MachineLimits, free_bytes: int
         ) -> Footprint:
             nonlocal budget
+            if lockstep is not None:
+                several = lockstep.exchange((limits, free_bytes))
+                limits, free_bytes = limits.least(each for each, _ in several), min(each for _, each in several)
             most = read_limits(module, settings.max_out_tokens).most_tokens
             budget = find_budget(
                 ModelSpec.read(module.config), module.dtype, blocks, settings, limits, free_bytes, most
@@ -102,12 +110,19 @@ class LLM:
         )
         assert budget is not None
         try:
-            self._open(settings, budget, tokenizer, swaps_to_disk)
+            self._open(settings, budget, tokenizer, swaps_to_disk, lockstep)
         except BaseException:
             self._model.destroy()
             raise
 
-    def _open(self, settings: Settings, budget: BatchingBudget, tokenizer: Any, swaps_to_disk: bool | None) -> None:
+    def _open(
+        self,
+        settings: Settings,
+        budget: BatchingBudget,
+        tokenizer: Any,
+        swaps_to_disk: bool | None,
+        ranks: ModelRanks | None,
+    ) -> None:
         """Open the cache, the scheduler and the serving loop over the model."""
         module = self._model.module
         self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
@@ -121,19 +136,27 @@ class LLM:
         if folder is not None and swaps_to_disk is None:
             swaps_to_disk = self._model.estimator.disk_spares_time(token_bytes)
         budget = replace(budget, swaps_to_disk=folder is not None and bool(swaps_to_disk))
+        if ranks is not None:
+            budget = agree(ranks, budget)
         self._cache = open_pages(self._model, spec, budget)
         self._graphs = self._model.pass_graphs
         self._runner = PassRunner(self._model, self._cache, self._graphs)
         window = spec.common_window
         self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, window)
+        lockstep = open_lockstep(ranks) if ranks is not None else None
         closers = (
+            *(() if lockstep is None else (lockstep.close,)),
             self._cache.close,
             self._model.destroy,
             self._batcher.close,
             self._runner.close,
             self._builder.close,
         )
-        self._loop = ServingLoop(self._batcher, device, closers)
+        self._loop = (
+            FollowingLoop(self._batcher, device, closers, lockstep, self._builder.receive)
+            if isinstance(lockstep, Follower)
+            else ServingLoop(self._batcher, device, closers, lockstep)
+        )
         self._loop.close_with(self)
         self._estimator = JobEstimator(budget, window, token_bytes, self._model.estimator.pass_time)
 
@@ -242,13 +265,7 @@ class LLM:
             RuntimeError: requests are under way, or the LLM was closed.
         """
         self._check_open()
-
-        def reset(is_idle: bool) -> None:
-            if not is_idle:
-                raise RuntimeError("requests of this LLM are under way; wait for their completions, or cancel them")
-            self._batcher.forget_prefixes()
-
-        self._loop.between_passes(reset)
+        self._loop.drop_prefixes()
 
     def generate(
         self,

@@ -5,7 +5,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from zinfer.errors import ConfigError
 from zinfer.requests.completion import Completion, text_seed
@@ -17,6 +17,19 @@ from zinfer.requests.stop_criteria import StopCriteria
 
 _PROMPTS_AT_ONCE: Final = 1024
 """Prompts encoded together: a tokenizer needs over ten times the memory of their tokens while it runs."""
+
+
+class SentRequest(NamedTuple):
+    """What other ranks need of a request: the fields of `Request`, and whether it has a detokenizer."""
+
+    prompt_index: int
+    sample_index: int
+    prompt_ids: "array[int]"
+    params: SamplingParams
+    seed: int
+    end_token_ids: frozenset[int]
+    bad_word_ids: tuple[tuple[int, ...], ...]
+    has_detokenizer: bool
 
 
 @dataclass(eq=False)
@@ -44,6 +57,14 @@ class Request:
     end_token_ids: frozenset[int]
     bad_word_ids: Sequence[tuple[int, ...]]
     detokenizer: Detokenizer | None = None
+
+    @property
+    def sent(self) -> SentRequest:
+        """The request without its state, to be sent to other ranks; equal for equal requests."""
+        place = self.prompt_index, self.sample_index, self.prompt_ids, self.params, self.seed
+        return SentRequest(
+            *place, self.end_token_ids, tuple(map(tuple, self.bad_word_ids)), self.detokenizer is not None
+        )
 
 
 class RequestBuilder:
@@ -101,6 +122,20 @@ class RequestBuilder:
                     refused += [Completion.failed(index, sample, str(error)) for sample in range(own.n)]
         return requests, refused
 
+    def receive(self, sent: SentRequest) -> Request:
+        """Make the request that another rank sent."""
+        return Request(
+            sent.prompt_index,
+            sent.sample_index,
+            sent.prompt_ids,
+            sent.params,
+            sent.seed,
+            StopCriteria(self._tokenizer, sent.params, sent.end_token_ids),
+            sent.end_token_ids,
+            sent.bad_word_ids,
+            self._detokenizer(sent.params, sent.has_detokenizer),
+        )
+
     def close(self) -> None:
         """End the chat-template process, if there is one."""
         with self._lock:
@@ -133,10 +168,15 @@ class RequestBuilder:
                 StopCriteria(self._tokenizer, params, ends),
                 ends,
                 bad_word_ids,
-                Detokenizer(self._tokenizer, params.stop, skips_special=params.skip_special_tokens) if deltas else None,
+                self._detokenizer(params, deltas),
             )
             for sample in range(params.n)
         ]
+
+    def _detokenizer(self, params: SamplingParams, is_wanted: bool) -> Detokenizer | None:
+        if not is_wanted:
+            return None
+        return Detokenizer(self._tokenizer, params.stop, skips_special=params.skip_special_tokens)
 
 
 def _paired(

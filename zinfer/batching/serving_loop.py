@@ -4,6 +4,9 @@
 takes commands between two passes. So a signal, which Python delivers to the main thread, cannot interrupt any
 bookkeeping. A pass that fails ends its requests with the error, and the loop continues with the next ones; if cleaning
 up after the failure fails too, the loop ends and refuses later requests.
+
+Among ranks that compute a model together, the first one's loop leads the others' (`zinfer.batching.lockstep`); a pass
+that fails on one of them ends the loops of all.
 """
 
 import os
@@ -14,17 +17,26 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Protocol
 
 import torch
 
 from zinfer.batching.batcher import Batcher
-from zinfer.batching.handle import Handle, Token
+from zinfer.batching.handle import Event, Handle, Token
+from zinfer.batching.lockstep import Leader
 from zinfer.batching.request import Request
-from zinfer.errors import PlanError
+from zinfer.errors import PlanError, RankError
 from zinfer.requests.completion import Completion
 
-_T = TypeVar("_T")
+
+class Call(Protocol):
+    """The requests of one call, and where their results go."""
+
+    @property
+    def requests(self) -> Sequence[Request]: ...
+
+    def put(self, event: Event | BaseException) -> None:
+        """As `Handle.put`."""
 
 
 class ServingLoop:
@@ -34,12 +46,20 @@ class ServingLoop:
         batcher: only the loop calls it from now on.
         device: the batcher's device.
         closers: called on the loop's thread at its end, the last one first, even if others raise.
+        leader: tells the ranks that follow this one; None: there are none.
     """
 
-    def __init__(self, batcher: Batcher, device: torch.device, closers: Sequence[Callable[[], object]]) -> None:
+    def __init__(
+        self,
+        batcher: Batcher,
+        device: torch.device,
+        closers: Sequence[Callable[[], object]],
+        leader: Leader | None = None,
+    ) -> None:
         self._batcher = batcher
         self._closers = closers
-        self._handles: dict[Request, Handle] = {}  # of unfinished requests
+        self._leader = leader
+        self._handles: dict[Request, Call] = {}  # of unfinished requests
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._process_id = os.getpid()
         self._closing = False
@@ -51,6 +71,8 @@ class ServingLoop:
             torch.cuda.synchronize(device)
         self._thread = threading.Thread(target=self._run, args=(device,), name="zinfer-serve", daemon=True)
         self._thread.start()
+        if leader is not None:
+            leader.on_failure(lambda failure: self._commands.put(lambda: None))  # the loop looks
 
     def submit(self, handle: Handle) -> None:
         """Start the requests of a handle, all in the same pass if they fit.
@@ -65,22 +87,22 @@ class ServingLoop:
         if not handle.is_over:
             self._commands.put(partial(self._cancel, handle))
 
-    def between_passes(self, work: Callable[[bool], _T]) -> _T:
-        """Call ``work(is_idle)`` on the loop's thread between two passes; returns its result. Raises as `submit`."""
-        result: Future[_T] = Future()
+    def drop_prefixes(self) -> None:
+        """Drop the prefix cache between two passes.
 
-        def run() -> None:
-            try:
-                result.set_result(work(not self._handles))
-            except BaseException as error:  # reraised by `result`
-                result.set_exception(error)
-
-        self._post(run)
-        return result.result()
+        Raises:
+            RuntimeError: requests are under way; or as `submit`.
+        """
+        done: Future[RuntimeError | None] = Future()
+        self._post(lambda: done.set_result(self._drop_prefixes()))
+        if (failure := done.result()) is not None:
+            raise failure
 
     def check_open(self) -> None:
-        """Raise RuntimeError if the loop was closed or has ended."""
+        """Raise RuntimeError if the loop was closed or has ended; RankError if another rank ended it."""
         if self._closing:
+            if isinstance(self._failure, RankError):
+                raise self._failure
             raise RuntimeError("this LLM was closed; make a new one") from self._failure
 
     def close(self) -> None:
@@ -115,9 +137,12 @@ class ServingLoop:
     def _is_own_thread(self) -> bool:
         return threading.get_ident() == self._thread.ident
 
-    def _post(self, command: Callable[[], object]) -> None:
+    def _check_caller(self) -> None:
         if self._is_own_thread():
             raise RuntimeError("an LLM was called within a pass of its own, in a forward hook perhaps; call it after")
+
+    def _post(self, command: Callable[[], object]) -> None:
+        self._check_caller()
         with self._order:
             self.check_open()
             self._commands.put(command)
@@ -128,6 +153,8 @@ class ServingLoop:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             self._serve()
+            if self._leader is not None:
+                self._leader.send(is_last=True)
         except BaseException as failure:  # `abort` failed too: raised by the next call or `close`
             self._failure = error = failure
         self.stop()
@@ -150,36 +177,65 @@ class ServingLoop:
                 if self._handles and self._commands.empty():
                     self._pass()
                 else:
+                    if self._leader is not None and self._commands.empty():
+                        self._leader.send()
                     self._commands.get()()
             except BaseException as error:  # a hook may raise anything
+                if self._leader is not None:
+                    self._leader.fail(error)
+                    raise
                 self._batcher.abort()
                 self._end_all(error)
 
     def _pass(self) -> None:
-        for request, event in self._batcher.step():
+        if self._leader is not None:
+            self._leader.send(has_pass=True)
+        events = self._batcher.step()
+        if self._leader is not None:
+            self._leader.checksum.add(self._batcher.pass_sizes[-1:], self._batcher.received_ids)
+        for request, event in events:
             self._deliver(request, event)
 
     def _admit(self, handle: Handle) -> None:
+        if self._leader is not None:
+            self._leader.admit(handle)
+        self._begin(handle)
+
+    def _begin(self, call: Call) -> None:
         if not self._handles:
             self._batcher.begin()
-        for request in handle.requests:
-            self._handles[request] = handle
+        for request in call.requests:
+            self._handles[request] = call
             try:
                 self._batcher.add(request)
             except PlanError as error:
                 self._deliver(request, Completion.failed(request.prompt_index, request.sample_index, str(error)))
 
     def _cancel(self, handle: Handle) -> None:
-        for request, completion in self._batcher.cancel([each for each in handle.requests if each in self._handles]):
+        if self._leader is not None:
+            self._leader.cancel(handle)
+        self._end_requests(handle.requests)
+
+    def _end_requests(self, requests: Sequence[Request]) -> None:
+        for request, completion in self._batcher.cancel([each for each in requests if each in self._handles]):
             self._deliver(request, completion)
 
+    def _drop_prefixes(self) -> RuntimeError | None:
+        """Drop the prefix cache; returns the error if that is not possible."""
+        if self._leader is not None:
+            self._leader.drop_prefixes()
+        if self._handles:
+            return RuntimeError("requests of this LLM are under way; wait for their completions, or cancel them")
+        self._batcher.forget_prefixes()
+        return None
+
     def _deliver(self, request: Request, event: Token | Completion) -> None:
-        handle = self._handles.pop(request) if isinstance(event, Completion) else self._handles[request]
-        handle.put((request, event))
+        call = self._handles.pop(request) if isinstance(event, Completion) else self._handles[request]
+        call.put((request, event))
 
     def _end_all(self, error: BaseException) -> None:
-        for handle in set(self._handles.values()):
-            handle.put(error)
+        for call in dict.fromkeys(self._handles.values()):
+            call.put(error)
         self._handles.clear()
 
 

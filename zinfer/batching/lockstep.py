@@ -1,0 +1,268 @@
+"""Keeps the ranks that compute a model together in step: all of them make the same passes, in the same order.
+
+[Note: one rank decides]
+Ranks that divide each layer's products meet in collectives, which hang unless every rank computes the same tokens of
+the same sequences. What a pass computes depends on the requests that have arrived by then, and they arrive at other
+times on other ranks. So the group's first rank leads: before each pass it sends the others a `Step` with the requests
+that were submitted, the calls that were cancelled and whether the prefix cache was dropped since the pass before. The
+others apply these steps to their own scheduler, and nothing else. All that follows from them is equal on all ranks:
+sizes are agreed when the model is loaded, seeds are part of the requests, equal logits give equal tokens, and the
+scheduler reads neither clocks nor the memory that is free.
+
+A step carries requests, not only their numbers: a rank without calls of its own computes along. A rank that makes the
+same calls as the first gets their results (`Claims`).
+
+The first rank is ahead of the device by a pass, so the message costs no time there. Each step has a checksum of what
+the first rank scheduled and sampled so far; a rank that finds another ends all, rather than hang or answer wrongly.
+"""
+
+import threading
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
+from multiprocessing.connection import Connection, wait
+from typing import Final, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+from zinfer.batching.handle import Handle
+from zinfer.batching.request import SentRequest
+from zinfer.errors import ConfigError, RankError
+from zinfer.nvme.pool import Pool
+from zinfer.planning.kv_budget import BatchingBudget
+from zinfer.ranks.links import end_link, open_links
+from zinfer.ranks.model_ranks import ModelRanks
+from zinfer.scheduling.schedule import PassSize
+
+_BEAT_S: Final = 1.0
+
+
+class Admitted(NamedTuple):
+    """The requests of call ``number`` start."""
+
+    number: int
+    requests: tuple[SentRequest, ...]
+
+
+class Cancelled(NamedTuple):
+    """The unfinished requests of call ``number`` end."""
+
+    number: int
+
+
+class PrefixesDropped(NamedTuple):
+    """The prefix cache is dropped, unless requests are under way."""
+
+
+Change: TypeAlias = Admitted | Cancelled | PrefixesDropped
+
+
+class Step(NamedTuple):
+    """From the first rank: what to change, and whether a pass follows.
+
+    Attributes:
+        changes: in order.
+        has_pass: whether a pass follows.
+        checksum: of the passes before.
+        is_last: whether the first rank ends its loop.
+    """
+
+    changes: Sequence[Change]
+    has_pass: bool
+    checksum: int
+    is_last: bool = False
+
+
+class Leader:
+    """The first rank's side: it collects changes and sends them before each pass.
+
+    Args:
+        ranks: the group.
+        links: to the other ranks, by rank.
+    """
+
+    def __init__(self, ranks: ModelRanks, links: Sequence[Connection]) -> None:
+        self._ranks, self._links = ranks, links
+        self.checksum = Checksum()
+        self._changes: list[Change] = []
+        self._numbers: WeakKeyDictionary[Handle, int] = WeakKeyDictionary()
+        self._num_calls = 0
+        self._is_over = False
+        self._watcher = threading.Thread(target=self._watch, name="zinfer-lockstep", daemon=True)
+        self._watcher.start()
+
+    def admit(self, handle: Handle) -> None:
+        """Note that a call starts."""
+        self._numbers[handle] = self._num_calls
+        self._changes.append(Admitted(self._num_calls, tuple(request.sent for request in handle.requests)))
+        self._num_calls += 1
+
+    def cancel(self, handle: Handle) -> None:
+        """Note that a call is cancelled."""
+        if (number := self._numbers.get(handle)) is not None:
+            self._changes.append(Cancelled(number))
+
+    def drop_prefixes(self) -> None:
+        """Note that the prefix cache is dropped."""
+        self._changes.append(PrefixesDropped())
+
+    def send(self, *, has_pass: bool = False, is_last: bool = False) -> None:
+        """Send the changes since the last call; nothing if there are none and no pass follows.
+
+        Args:
+            has_pass, is_last: as in `Step`.
+
+        Raises:
+            RankError: another rank failed.
+        """
+        self._ranks.check()
+        if not (self._changes or has_pass or is_last):
+            return
+        self._is_over = is_last
+        message = Step(self._changes, has_pass, self.checksum.value, is_last)
+        self._changes = []
+        for link in self._links:
+            try:
+                link.send(message)
+            except OSError as error:
+                raise self._ranks.find_cause(error) from error
+
+    def on_failure(self, call: Callable[[BaseException], None]) -> None:
+        """Call from another thread once a rank has failed; a send under way ends then."""
+
+        def end(failure: BaseException) -> None:
+            self._end_links()
+            call(failure)
+
+        self._ranks.on_failure(end)
+
+    def fail(self, failure: BaseException) -> None:
+        """End the other ranks' loops."""
+        self._ranks.fail(failure)
+
+    def close(self) -> None:
+        """End the connections."""
+        self._is_over = True
+        self._end_links()
+        self._watcher.join()
+
+    def _end_links(self) -> None:
+        for link in self._links:
+            end_link(link)
+
+    def _watch(self) -> None:
+        """Notice the end of another rank at once, also while this one computes or waits for requests."""
+        wait(self._links)
+        if not self._is_over:
+            self._ranks.fail(self._ranks.find_cause(EOFError("its connection ended")))
+
+
+class Follower:
+    """Another rank's side: it receives the first rank's steps.
+
+    Args:
+        ranks: the group.
+        link: to the first rank.
+    """
+
+    def __init__(self, ranks: ModelRanks, link: Connection) -> None:
+        self._ranks, self._link = ranks, link
+        self.checksum = Checksum()
+
+    def listen(self, take: Callable[[Step], None], lose: Callable[[BaseException], None]) -> None:
+        """Call from another thread, for each step as it arrives, and once a rank has failed.
+
+        Args:
+            take: called for each step.
+            lose: called with the failure, perhaps several times.
+        """
+        self._ranks.on_failure(lose)
+
+        def listen() -> None:
+            try:
+                while True:
+                    step: Step = self._link.recv()
+                    take(step)
+                    if step.is_last:
+                        return
+            except (EOFError, OSError) as error:
+                lose(self._ranks.find_cause(error))
+            except BaseException as failure:  # of unpickling
+                lose(failure)
+
+        threading.Thread(target=listen, name="zinfer-lockstep", daemon=True).start()
+
+    def check(self, step: Step) -> None:
+        """Compare what this rank has computed with the first one.
+
+        Raises:
+            RankError: it differs, or another rank failed.
+        """
+        self._ranks.check()
+        if step.checksum != self.checksum.value:
+            raise RankError(
+                f"{self._ranks.name_of(self._ranks.group.rank)} made another pass, or drew other tokens, than "
+                f"{self._ranks.name_of(0)}; give all ranks the same files, software and kind of device"
+            )
+
+    def name_first(self) -> str:
+        """Return the first rank's name for messages."""
+        return self._ranks.name_of(0)
+
+    def fail(self, failure: BaseException) -> None:
+        """End the other ranks' loops."""
+        self._ranks.fail(failure)
+
+    def close(self) -> None:
+        """End the connection."""
+        end_link(self._link)
+
+
+class Checksum:
+    """Of the passes and tokens so far, equal on ranks in step."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, sizes: Sequence[PassSize], token_ids: Sequence[int]) -> None:
+        """Add the sizes of launched passes, and the tokens that were received meanwhile."""
+        numbers = array("q", [*chain.from_iterable(sizes), *token_ids])
+        self.value = zlib.crc32(numbers.tobytes(), self.value)
+
+
+def open_lockstep(ranks: ModelRanks) -> Leader | Follower:
+    """Connect the ranks of a group; called by all of them.
+
+    Raises:
+        RankError: a rank failed.
+    """
+    pool = Pool(1, "zinfer-links")
+    opening = pool.submit(lambda: open_links(ranks.group, lambda value: ranks.exchange(value)[0]))
+    while True:
+        with suppress(TimeoutError):
+            links = opening.result(_BEAT_S)
+            break
+        ranks.check()  # the thread is left alone: nothing ends its wait
+    pool.close()
+    return Leader(ranks, links) if ranks.group.rank == 0 else Follower(ranks, links[0])
+
+
+def agree(ranks: ModelRanks, budget: BatchingBudget) -> BatchingBudget:
+    """Return the budget that all ranks of a group use; called by all of them.
+
+    The first rank chooses whether to swap to disk. Pages are not lent to weights: which blocks fit there depends on a
+    rank's own memory.
+
+    Raises:
+        ConfigError: a rank has other sizes, though all had the same limits.
+    """
+    budgets = ranks.exchange(replace(budget, lends=False))
+    for rank, each in enumerate(budgets):
+        if replace(each, swaps_to_disk=budgets[0].swaps_to_disk) != budgets[0]:
+            raise ConfigError(
+                f"{ranks.name_of(rank)} has other sizes of passes and of the KV cache than {ranks.name_of(0)}; give "
+                "all ranks the same configuration and model"
+            )
+    return budgets[0]
