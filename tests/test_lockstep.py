@@ -1,22 +1,20 @@
 """Ranks in lockstep make the same passes, whatever happens on each of them at other times, and get the same results."""
 
-import os
 import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch
 from checkpoints import random_prompts
 from jobs_support import letters_model
 from ranks_support import run_ranks
 
 from zinfer import LLM, Completion, SamplingParams
-from zinfer.ranks.group import join_group
-from zinfer.ranks.model_ranks import ModelRanks
+from zinfer.ranks.mesh import Mesh
 
 SIZES: dict[str, Any] = {"device": "cpu", "kv_page_size": 8, "kv_cache_memory": "200kB", "tokens_per_pass": 40}
 Passes = list[tuple[Any, ...]]
@@ -28,18 +26,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def in_lockstep(folder: Path, **options: Any) -> Iterator[tuple[LLM, Passes]]:
-    """An `LLM` of the whole model on this rank, in lockstep with the others', and the passes that it makes."""
-    group = join_group("cpu")
-    assert group is not None
-    ranks = ModelRanks(group, torch.device("cpu"))
-    del os.environ["WORLD_SIZE"]  # each rank has the whole model
-    try:
-        with LLM(folder, lockstep=ranks, **{**SIZES, **options}) as llm:
-            yield llm, recorded(llm)
-    finally:
-        os.environ["WORLD_SIZE"] = str(group.size)
-        ranks.close()
+def in_lockstep(folder: Path, size: int, **options: Any) -> Iterator[tuple[LLM, Passes]]:
+    """An `LLM` in lockstep with those of other ranks, each with the whole model, and the passes that it makes."""
+    with keeping_step(size), LLM(folder, parallel={"replicas": size}, **{**SIZES, **options}) as llm:
+        yield llm, recorded(llm)
+
+
+@contextmanager
+def keeping_step(size: int) -> Iterator[None]:
+    """Let each ``size`` neighbouring replicas make the same passes, as the ranks of one model do."""
+
+    def ranks_in_step(mesh: Mesh, rank: int) -> tuple[int, ...]:
+        first = rank // size * size
+        return tuple(range(first, first + size))
+
+    with patch.object(Mesh, "ranks_in_step", ranks_in_step):
+        yield
 
 
 def recorded(llm: LLM) -> Passes:
@@ -57,7 +59,7 @@ def recorded(llm: LLM) -> Passes:
 
 def generated(rank: int, folder: Path) -> tuple[Passes, list[list[Completion]]]:
     chance = random.Random(rank)
-    with in_lockstep(folder) as (llm, passes):
+    with in_lockstep(folder, 2) as (llm, passes):
         found = []
         for call in range(4):
             time.sleep(chance.uniform(0, 0.1))

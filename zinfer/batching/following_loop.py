@@ -91,7 +91,7 @@ class FollowingLoop(ServingLoop):
 
     def _late(self) -> RankError:
         return RankError(
-            f"{self._follower.name_first()} has not made the same call in {_MOST_WAIT_S} s; ranks that share a model "
+            f"{self._follower.first_name} has not made the same call in {_MOST_WAIT_S} s; ranks that share a model "
             "make the same calls with the same arguments"
         )
 
@@ -106,7 +106,7 @@ class FollowingLoop(ServingLoop):
             self._follower.checksum.add(self._batcher.pass_sizes[-1:], self._batcher.received_ids)
         if step.is_last:
             self._is_led = False
-            self._end_all(RankError(f"{self._follower.name_first()} has closed its LLM"))
+            self._end_all(RankError(f"{self._follower.first_name} has closed its LLM"))
 
     def _apply(self, change: Change) -> None:
         match change:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from zinfer.batching.batcher import Batcher
 from zinfer.batching.following_loop import FollowingLoop
 from zinfer.batching.handle import Handle
-from zinfer.batching.lockstep import Follower, agree, open_lockstep
+from zinfer.batching.lockstep import Follower, open_lockstep
 from zinfer.batching.request import RequestBuilder
 from zinfer.batching.runner import PassRunner, open_pages
 from zinfer.batching.serving_loop import ServingLoop
@@ -35,7 +35,6 @@ from zinfer.planning.memory import Footprint
 from zinfer.planning.placement import Plan
 from zinfer.planning.simulation import JobEstimator, JobPrediction
 from zinfer.probe.limits import MachineLimits, find_limits
-from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.prompt_encoder import PromptLike, find_tokenizer
 from zinfer.requests.sampling_params import SamplingParams
@@ -57,7 +56,6 @@ class LLM:
             memory is full; None: if a path is stated and swapping is faster than recomputing.
         checksums: collects checksums of the weights as they are read.
         prepare: partitions the module; by default over the weights of its checkpoint.
-        lockstep: the ranks that compute each pass together, if any; all of them make the same calls.
         kwargs: the same keys as in ``config``.
 
     A thread of its own runs the passes (`ServingLoop`); any number of threads may call, and their prompts share passes.
@@ -77,7 +75,6 @@ class LLM:
         swaps_to_disk: bool | None = None,
         checksums: TensorChecksums | None = None,
         prepare: Prepare = PreparedModel.of,
-        lockstep: ModelRanks | None = None,
         **kwargs: object,
     ) -> None:
         settings = resolve_settings(config, kwargs, is_module=isinstance(model, nn.Module), swaps=True)
@@ -89,9 +86,6 @@ class LLM:
             module: PreTrainedModel, blocks: Sequence[ModelBlock], limits: MachineLimits, free_bytes: int
         ) -> Footprint:
             nonlocal budget
-            if lockstep is not None:
-                several = lockstep.exchange((limits, free_bytes))
-                limits, free_bytes = limits.least(each for each, _ in several), min(each for _, each in several)
             most = read_limits(module, settings.max_out_tokens).most_tokens
             budget = find_budget(
                 ModelSpec.read(module.config), module.dtype, blocks, settings, limits, free_bytes, most
@@ -110,19 +104,12 @@ class LLM:
         )
         assert budget is not None
         try:
-            self._open(settings, budget, tokenizer, swaps_to_disk, lockstep)
+            self._open(settings, budget, tokenizer, swaps_to_disk)
         except BaseException:
             self._model.destroy()
             raise
 
-    def _open(
-        self,
-        settings: Settings,
-        budget: BatchingBudget,
-        tokenizer: Any,
-        swaps_to_disk: bool | None,
-        ranks: ModelRanks | None,
-    ) -> None:
+    def _open(self, settings: Settings, budget: BatchingBudget, tokenizer: Any, swaps_to_disk: bool | None) -> None:
         """Open the cache, the scheduler and the serving loop over the model."""
         module = self._model.module
         self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
@@ -136,16 +123,14 @@ class LLM:
         if folder is not None and swaps_to_disk is None:
             swaps_to_disk = self._model.estimator.disk_spares_time(token_bytes)
         budget = replace(budget, swaps_to_disk=folder is not None and bool(swaps_to_disk))
-        if ranks is not None:
-            budget = agree(ranks, budget)
+        lockstep, budget = open_lockstep(self._model.ranks, budget)
         self._cache = open_pages(self._model, spec, budget)
         self._graphs = self._model.pass_graphs
         self._runner = PassRunner(self._model, self._cache, self._graphs)
         window = spec.common_window
         self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, window)
-        lockstep = open_lockstep(ranks) if ranks is not None else None
         closers = (
-            *(() if lockstep is None else (lockstep.close,)),
+            *([lockstep.close] if lockstep is not None else []),
             self._cache.close,
             self._model.destroy,
             self._batcher.close,

@@ -79,8 +79,11 @@ class Leader:
     """The first rank's side: it collects changes and sends them before each pass.
 
     Args:
-        ranks: the group.
-        links: to the other ranks, by rank.
+        ranks: all ranks of the job.
+        links: to the others that compute the same passes.
+
+    Attributes:
+        checksum: of this rank's passes.
     """
 
     def __init__(self, ranks: ModelRanks, links: Sequence[Connection]) -> None:
@@ -137,6 +140,8 @@ class Leader:
             call(failure)
 
         self._ranks.on_failure(end)
+        if self._ranks.failure is not None:
+            end(self._ranks.failure)
 
     def fail(self, failure: BaseException) -> None:
         """End the other ranks' loops."""
@@ -163,12 +168,18 @@ class Follower:
     """Another rank's side: it receives the first rank's steps.
 
     Args:
-        ranks: the group.
-        link: to the first rank.
+        ranks: all ranks of the job.
+        first: the rank that leads.
+        link: to it.
+
+    Attributes:
+        first_name: its name, for messages.
+        checksum: of this rank's passes.
     """
 
-    def __init__(self, ranks: ModelRanks, link: Connection) -> None:
+    def __init__(self, ranks: ModelRanks, first: int, link: Connection) -> None:
         self._ranks, self._link = ranks, link
+        self.first_name = ranks.name_of(first)
         self.checksum = Checksum()
 
     def listen(self, take: Callable[[Step], None], lose: Callable[[BaseException], None]) -> None:
@@ -179,6 +190,8 @@ class Follower:
             lose: called with the failure, perhaps several times.
         """
         self._ranks.on_failure(lose)
+        if self._ranks.failure is not None:
+            lose(self._ranks.failure)
 
         def listen() -> None:
             try:
@@ -204,12 +217,8 @@ class Follower:
         if step.checksum != self.checksum.value:
             raise RankError(
                 f"{self._ranks.name_of(self._ranks.group.rank)} made another pass, or drew other tokens, than "
-                f"{self._ranks.name_of(0)}; give all ranks the same files, software and kind of device"
+                f"{self.first_name}; give all ranks the same files, software and kind of device"
             )
-
-    def name_first(self) -> str:
-        """Return the first rank's name for messages."""
-        return self._ranks.name_of(0)
 
     def fail(self, failure: BaseException) -> None:
         """End the other ranks' loops."""
@@ -232,37 +241,45 @@ class Checksum:
         self.value = zlib.crc32(numbers.tobytes(), self.value)
 
 
-def open_lockstep(ranks: ModelRanks) -> Leader | Follower:
-    """Connect the ranks of a group; called by all of them.
+def open_lockstep(ranks: ModelRanks | None, budget: BatchingBudget) -> tuple[Leader | Follower | None, BatchingBudget]:
+    """Connect the ranks that compute the same passes; called by all processes of a job.
+
+    Returns:
+        This rank's side, None if it computes its passes alone; and the budget that the ranks have agreed on.
 
     Raises:
+        ConfigError: the ranks have other budgets, though all had the same limits.
         RankError: a rank failed.
     """
+    members = (0,) if ranks is None else ranks.mesh.ranks_in_step(ranks.group.rank)
+    if ranks is None or len(members) == 1:
+        return None, budget
+    budget = _agree(ranks, members, budget)
     pool = Pool(1, "zinfer-links")
-    opening = pool.submit(lambda: open_links(ranks.group, lambda value: ranks.exchange(value)[0]))
+    opening = pool.submit(lambda: open_links(ranks.group, members, ranks.exchange))
     while True:
         with suppress(TimeoutError):
             links = opening.result(_BEAT_S)
             break
         ranks.check()  # the thread is left alone: nothing ends its wait
     pool.close()
-    return Leader(ranks, links) if ranks.group.rank == 0 else Follower(ranks, links[0])
+    if ranks.group.rank == members[0]:
+        return Leader(ranks, links), budget
+    return Follower(ranks, members[0], links[0]), budget
 
 
-def agree(ranks: ModelRanks, budget: BatchingBudget) -> BatchingBudget:
-    """Return the budget that all ranks of a group use; called by all of them.
+def _agree(ranks: ModelRanks, members: Sequence[int], budget: BatchingBudget) -> BatchingBudget:
+    """Return the first member's budget, after a check that the others' are the same.
 
     The first rank chooses whether to swap to disk. Pages are not lent to weights: which blocks fit there depends on a
     rank's own memory.
-
-    Raises:
-        ConfigError: a rank has other sizes, though all had the same limits.
     """
     budgets = ranks.exchange(replace(budget, lends=False))
-    for rank, each in enumerate(budgets):
-        if replace(each, swaps_to_disk=budgets[0].swaps_to_disk) != budgets[0]:
+    first = budgets[members[0]]
+    for rank in members:
+        if replace(budgets[rank], swaps_to_disk=first.swaps_to_disk) != first:
             raise ConfigError(
-                f"{ranks.name_of(rank)} has other sizes of passes and of the KV cache than {ranks.name_of(0)}; give "
-                "all ranks the same configuration and model"
+                f"{ranks.name_of(rank)} has other sizes of passes and of the KV cache than "
+                f"{ranks.name_of(members[0])}; give all ranks the same configuration and model"
             )
-    return budgets[0]
+    return first

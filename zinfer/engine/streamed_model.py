@@ -62,6 +62,7 @@ class StreamedModel:
         estimator: predicts the seconds of a pass.
         trace: records reads, copies and compute; None without one.
         pass_graphs: for a caller that captures whole passes; None if that is not possible.
+        ranks: the ranks of the job; None in a process that runs alone.
 
     Raises:
         CheckpointError, ConfigError, PlanError, OSError: as `zinfer.init_inference`.
@@ -130,6 +131,7 @@ class StreamedModel:
                 ranks=ranks,
             )
             owned.pop_all()
+        self.ranks = ranks
         self._runtime: Runtime | None = runtime
         self._ranks = ranks
         self._process_id = os.getpid()

@@ -114,6 +114,10 @@ class Mesh:
         first = rank - self.coordinates(rank)[mode] * stride
         return tuple(first + place * stride for place in range(self.sizes[mode]))
 
+    def ranks_in_step(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that compute the same passes as a rank, itself among them, ascending."""
+        return self.ranks_along("tensor", rank)
+
     def groups_along(self, mode: Mode) -> Iterator[tuple[int, ...]]:
         """Yield all sub-groups of a mode, in the order of their first ranks, the same for every process."""
         for rank in range(self.size):
