@@ -10,10 +10,12 @@ from unittest.mock import patch
 
 import pytest
 from checkpoints import random_prompts
-from jobs_support import letters_model
+from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 from ranks_support import run_ranks
 
 from zinfer import LLM, Completion, SamplingParams
+from zinfer.jobs.job import run_job
+from zinfer.jobs.summary import JobSummary, summary_rows
 from zinfer.ranks.mesh import Mesh
 
 SIZES: dict[str, Any] = {"device": "cpu", "kv_page_size": 8, "kv_cache_memory": "200kB", "tokens_per_pass": 40}
@@ -73,3 +75,26 @@ def test_equal_calls_make_equal_passes(folder: Path) -> None:
     first, *others = run_ranks(2, generated, folder)
     for found in others:
         assert found == first
+
+
+def job(rank: int, folder: Path, output: str, num_ranks: int) -> JobSummary:
+    given = {"zero_optimization": {"offload_param": {"device": "cpu"}}, "zinfer": {"parallel": {"replicas": num_ranks}}}
+    files = (folder, folder / "in.jsonl", folder / output)
+    with keeping_step(2 if num_ranks > 1 else 1):
+        return run_job(*files, config=given, device="cpu", batch_size=3)
+
+
+def test_groups_of_ranks_write_each_row_once(folder: Path) -> None:
+    write_rows(folder / "in.jsonl", prompt_rows(36))
+    job(0, folder, "alone.jsonl", 1)
+    wanted = {row["id"]: row for row in read_rows(folder / "alone.jsonl")}
+    found = run_ranks(4, job, folder, "groups.jsonl", 4)
+    rows = read_rows(folder / "groups.jsonl")
+    assert len(rows) == len(wanted) == 36
+    assert {row["id"]: row for row in rows} == wanted
+    stats = [found[0].stats, *found[0].other_ranks]
+    passes = [each.passes for each in stats]
+    assert passes[0] == passes[1] > 0
+    assert passes[2] == passes[3] > 0
+    said = dict(row for section in summary_rows(found[0]) for row in section)
+    assert said["ranks"] == f"4, 2 to each pass: {', '.join(map(str, passes))} passes"

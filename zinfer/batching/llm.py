@@ -231,6 +231,11 @@ class LLM:
         """Pages of preempted sequences that were swapped out to host memory or disk."""
         return self._batcher.num_swapped_pages
 
+    @property
+    def is_following(self) -> bool:
+        """Whether another rank decides what passes this one makes; they may be calls ahead of those made here."""
+        return isinstance(self._loop, FollowingLoop)
+
     def passes(self) -> list[tuple[PassSize, float]]:
         """Return size and seconds of each pass since the LLM was last idle, without the first pass."""
         ends_s = self._batcher.pass_ends_s

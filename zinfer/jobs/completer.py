@@ -137,5 +137,5 @@ class RaggedCompleter(Completer):
                 found[index].append(completion)
                 if len(found[index]) == prompts[index].params.n:
                     yield prompts[index], tuple(sorted(found.pop(index), key=lambda each: each.sample_index))
-        if self._llm.num_new_tokens > before:
+        if self._llm.num_new_tokens > before and not self._llm.is_following:
             self.predicted_s += self._llm.predict_passes().seconds

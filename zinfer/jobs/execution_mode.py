@@ -46,7 +46,7 @@ class ExecutionMode:
         limits: length limits of a padded row.
         weights: of the job; None on a rank that does not write it.
         meter: notified if the model needs padded batches.
-        num_ranks: processes that share the job's batches.
+        num_shares: groups of ranks that share the job's batches.
 
     Raises:
         ConfigError: the model does not support the task.
@@ -54,6 +54,7 @@ class ExecutionMode:
     Attributes:
         device: "cuda" or "cpu".
         batch_size: rows that share passes.
+        num_shares: as given.
         judges_batch_size: whether a new job judges its batch size by its first rows.
         completer: None before the first batch.
         computing_s: seconds in passes.
@@ -68,7 +69,7 @@ class ExecutionMode:
         limits: LengthLimits,
         weights: Weights | None,
         meter: Meter,
-        num_ranks: int = 1,
+        num_shares: int = 1,
     ) -> None:
         _check_task(model, request.task)
         self._request, self._settings = request, settings
@@ -88,7 +89,7 @@ class ExecutionMode:
                 meter.note(f"padded batches through transformers' generate, which are slower: {error}")
         self.batch_size = request.batch_size or (_PADDED_ROWS if self._is_padded else ROWS_TOGETHER)
         self.judges_batch_size = not (request.batch_size or self._is_padded or self._encodes)
-        self._num_ranks = num_ranks
+        self.num_shares = num_shares
         self.completer: Completer | None = None
         self.computing_s = 0.0
         self._timeline: Timeline | None = None
@@ -100,9 +101,9 @@ class ExecutionMode:
             self.batch_size = former
 
     def limit_batch_size(self, num_rows: int) -> None:
-        """Lower the batch size, unless the caller set one, so that each of several ranks gets a batch."""
-        if self._request.batch_size is None and self._num_ranks > 1:
-            self.batch_size = min(self.batch_size, max(1, -(-num_rows // self._num_ranks)))
+        """Lower the batch size, unless the caller set one, so that each of several shares gets a batch."""
+        if self._request.batch_size is None and self.num_shares > 1:
+            self.batch_size = min(self.batch_size, max(1, -(-num_rows // self.num_shares)))
 
     def settings(self) -> dict[str, str | int]:
         """Return the settings that affect the rows' bytes."""
@@ -147,8 +148,8 @@ class ExecutionMode:
                 meter.note(f"weights: {weights_line(completer.stats(), self.device)}")
                 forecast = completer.forecast(prompts)
             meter.note(f"predicted: {forecast.text}")
-            meter.expect(replace(forecast, tokens_per_s=forecast.tokens_per_s * self._num_ranks), len(prompts))
-            meter.predicted_row_s /= self._num_ranks
+            meter.expect(replace(forecast, tokens_per_s=forecast.tokens_per_s * self.num_shares), len(prompts))
+            meter.predicted_row_s /= self.num_shares
             meter.load = completer.load
             if self._request.report is not None:
                 self._timeline = Timeline(completer.stats, completer.load)

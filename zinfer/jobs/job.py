@@ -144,8 +144,8 @@ class _Job:
         self._encoder = PromptEncoder(tokenizer, model.config.get_text_config().vocab_size, limits)
         # Another thread encodes the rows, and must not share its tokenizer.
         self._tokenizer = deepcopy(tokenizer)
-        num_ranks = 1 if peers is None else peers.num_ranks
-        self._mode = ExecutionMode(request, settings, model, self._tokenizer, limits, self._weights, meter, num_ranks)
+        num_shares = 1 if peers is None else Mesh.of(vars(settings.parallel), peers.hosts).num_shares
+        self._mode = ExecutionMode(request, settings, model, self._tokenizer, limits, self._weights, meter, num_shares)
         self._index = scan_input(request.input, may_be_empty=True)
         self._reader = PromptReader(self._encoder, self._index, request.max_new_tokens, generates=generates)
         rows = map(self._reader.read, read_lines(request.input))
@@ -258,6 +258,7 @@ class _Job:
             return mode.load(prompts, sizes)
         mesh = choose_mesh(self._request, self._settings, prompts, self._index.num_rows, peers.hosts, self._meter.note)
         peers.open(prompts, sizes, mesh)
+        mode.num_shares = mesh.num_shares
         completer = mode.load(prompts, sizes, mesh.stated)
         peers.wait_ready(completer.sizes)
         self._meter.load = lambda: completer.load().with_ranks(peers.loads())
@@ -277,6 +278,8 @@ class _Job:
             return
         if self._peers is not None and not self._peers.has_started:
             self._peers.start(source.next, records.begin_batch, records.write)
+        if self._peers is not None:
+            self._peers.share(batch.prompts, missing.keys())
         with closing(self._mode.complete(batch.prompts, missing.keys())) as answers:
             for prompt, answer in answers:
                 if self._peers is not None:
@@ -311,6 +314,7 @@ class _Job:
             device=self._mode.device,
             predicted_tokens_per_s=meter.predicted_tokens_per_s,
             other_ranks=() if self._peers is None else self._peers.stats(),
+            num_in_step=1 if self._peers is None else self._peers.num_in_step,
         )
 
     def _write_report(self, summary: JobSummary) -> None:

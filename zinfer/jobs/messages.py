@@ -37,12 +37,12 @@ class Ready:
 
 @dataclass(frozen=True)
 class Begin:
-    """From rank 0: ask for batches."""
+    """From rank 0: ask for batches, and answer; the ranks that follow this one compute them too."""
 
 
 @dataclass(frozen=True)
 class Idle:
-    """From a rank: it has finished its batch, if any, and takes another one."""
+    """From the first of the ranks that share passes: it has finished its batch, if any, and takes another one."""
 
     load: Load
 

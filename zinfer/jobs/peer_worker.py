@@ -1,4 +1,7 @@
-"""A rank other than 0 in a job: it computes the batches that rank 0 sends. It reads no input and writes no output."""
+"""A rank other than 0 in a job: it computes the batches that rank 0 sends. It reads no input and writes no output.
+
+Of ranks that make the same passes only the first asks for batches and answers; rank 0 sends them to the others too.
+"""
 
 import queue
 import threading
@@ -42,6 +45,7 @@ class PeerWorker:
 
     def __init__(self, request: JobRequest, settings: Settings, group: RankGroup) -> None:
         self._group = group
+        self._answers = False
         trace = request.trace or settings.trace
         self._request = replace(request, report=None, trace=trace and trace_of(trace, group.rank))
         self._settings = settings
@@ -89,11 +93,13 @@ class PeerWorker:
                     self._send(Ready(completer.sizes))
                     threading.Thread(target=self._count, args=(completer,), name="zinfer-news", daemon=True).start()
                 case Begin():
+                    self._answers = True
                     self._send(Idle(Load() if completer is None else completer.load()))
                 case Work() as message:
                     assert completer is not None
                     self._compute(completer, message)
-                    self._send(Idle(completer.load()))
+                    if self._answers:
+                        self._send(Idle(completer.load()))
                 case End():
                     self._over.set()
                     self._send(Ended(None if completer is None else completer.stats()))
@@ -116,7 +122,7 @@ class PeerWorker:
         missing = {id(prompts[place]) for place in work.missing}
         with closing(completer.complete(prompts, missing)) as completed:
             for prompt, answer in completed:
-                if id(prompt) in missing:
+                if self._answers and id(prompt) in missing:
                     self._send(Answered(places[id(prompt)], answer, completer.load()))
 
     def _count(self, completer: Completer) -> None:

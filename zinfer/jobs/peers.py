@@ -2,17 +2,20 @@
 
 A thread for each other rank waits for its messages, so a rank that dies is noticed at once, also while this one loads
 or computes.
+
+Ranks that make the same passes take each batch together: the first of them asks for it and answers, and the others, its
+followers, compute it along with it.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from zinfer.errors import JobError, RankError
 from zinfer.jobs.completer import Answer
 from zinfer.jobs.messages import Answered, Begin, Cause, End, Ended, Failed, Finished, Hello, Idle, Open, Ready, Work
+from zinfer.jobs.peer import Peer
 from zinfer.jobs.progress import Load
 from zinfer.jobs.prompts import Batch, Prompt
 from zinfer.jobs.request import OtherRankFailed, UnusableInput
@@ -41,8 +44,8 @@ class Peers:
         RankError: a rank did not connect.
 
     Attributes:
-        num_ranks: the processes of the job, this one included.
-        hosts: the host of each.
+        hosts: the host of each process of the job.
+        num_in_step: the ranks that take each batch together.
         has_started: whether the ranks compute batches.
     """
 
@@ -55,9 +58,11 @@ class Peers:
         self._begin: Callable[[Iterable[tuple[int, Prompt | BadRow]]], Mapping[int, int]] = lambda missing: {}
         self._write: Callable[[int, Prompt, Answer], None] = lambda ordinal, prompt, answer: None
         self.has_started = False
-        self.num_ranks, self.hosts = group.size, group.hosts
+        self.hosts, self.num_in_step = group.hosts, 1
         links = open_links(group)
         self._peers = [Peer(rank, group.hosts[rank], link) for rank, link in enumerate(links, start=1)]
+        self._leaders: list[Peer] = []
+        self._followers: dict[int, list[Peer]] = {}  # by the rank that leads them
         for peer in self._peers:
             threading.Thread(target=self._listen, args=(peer,), name=f"zinfer-peer-{peer.rank}", daemon=True).start()
 
@@ -79,6 +84,13 @@ class Peers:
 
     def open(self, prompts: Sequence[Prompt], sizes: Mapping[str, int], mesh: Mesh) -> None:
         """Let all ranks load the model, while this one does."""
+        first_of = {peer.rank: mesh.ranks_in_step(peer.rank)[0] for peer in self._peers}
+        self._leaders = [peer for peer in self._peers if first_of[peer.rank] == peer.rank]
+        self._followers = {first: [] for first in (0, *first_of.values())}
+        for peer in self._peers:
+            if peer not in self._leaders:
+                self._followers[first_of[peer.rank]].append(peer)
+        self.num_in_step = 1 + len(self._followers[0])
         for peer in self._peers:
             self._send(peer, Open(tuple(prompts), dict(sizes), mesh.stated))
 
@@ -113,9 +125,17 @@ class Peers:
         """
         self.has_started = True
         self._next, self._begin, self._write = next_batch, begin, write
-        for peer in self._peers:
+        for peer in self._leaders:
             peer.is_busy = True
             self._send(peer, Begin())
+
+    def share(self, prompts: Sequence[Prompt], missing: Collection[int]) -> None:
+        """Let the ranks that make the same passes as this one compute its next batch.
+
+        Args:
+            missing: identities of the prompts whose rows the output lacks.
+        """
+        self._send_work(self._followers[0], prompts, missing)
 
     def wait(self) -> None:
         """Wait until the ranks have computed their batches.
@@ -168,8 +188,8 @@ class Peers:
             return min(self._failures, key=lambda each: each[0])[1] if self._failures else None
 
     def loads(self) -> Iterator[Load]:
-        """Return the counters of the ranks, as last heard of."""
-        return (peer.load for peer in self._peers)
+        """Return the counters of the other shares, as last heard of."""
+        return (peer.load for peer in self._leaders)
 
     def stats(self) -> tuple[RunStats, ...]:
         """Return the stats of the ranks that loaded the model, after `wait`."""
@@ -191,7 +211,7 @@ class Peers:
             self._changed.wait_for(lambda: self._failures or is_over())
         self.check()
 
-    def _listen(self, peer: "Peer") -> None:
+    def _listen(self, peer: Peer) -> None:
         try:
             while not peer.is_ended:
                 message = peer.link.recv()
@@ -206,7 +226,7 @@ class Peers:
         except BaseException as failure:
             self._note(Cause.ERROR, f"{peer.name}, in rank 0: {type(failure).__name__}: {failure}")
 
-    def _take(self, peer: "Peer", message: Any) -> None:
+    def _take(self, peer: Peer, message: Any) -> None:
         match message:
             case Hello():
                 peer.hello = message
@@ -230,16 +250,20 @@ class Peers:
             case _:
                 raise AssertionError(f"{peer.name} sent {message!r}")
 
-    def _hand_out(self, peer: "Peer") -> None:
+    def _hand_out(self, peer: Peer) -> None:
         while (batch := self._next()) is not None:
             peer.missing, peer.prompts = self._begin(batch.missing), batch.prompts
             if batch.prompts:
-                places = [place for place, each in enumerate(batch.prompts) if id(each) in peer.missing]
-                peer.link.send(Work(batch.prompts, tuple(places)))
+                self._send_work([peer, *self._followers[peer.rank]], batch.prompts, peer.missing)
                 return
         peer.is_busy = False
 
-    def _send(self, peer: "Peer", message: Any) -> None:
+    def _send_work(self, peers: Iterable[Peer], prompts: Sequence[Prompt], missing: Collection[int]) -> None:
+        places = tuple(place for place, each in enumerate(prompts) if id(each) in missing)
+        for peer in peers:
+            self._send(peer, Work(tuple(prompts), places))
+
+    def _send(self, peer: Peer, message: Any) -> None:
         with suppress(OSError):  # gone: its thread tells
             peer.link.send(message)
 
@@ -262,25 +286,6 @@ class BatchSource:
         """Return the next batch, None after the last."""
         with self._lock:
             return next(self._batches, None)
-
-
-class Peer:
-    """One other rank, as rank 0 knows it.
-
-    Attributes:
-        name: for messages.
-        prompts, missing: its current batch, as of `Batch` and `Records.begin_batch`.
-    """
-
-    def __init__(self, rank: int, host: str, link: Connection) -> None:
-        self.rank, self.name, self.link = rank, f"rank {rank} on {host}", link
-        self.hello: Hello | None = None
-        self.sizes: Mapping[str, int] | None = None
-        self.load = Load()
-        self.prompts: tuple[Prompt, ...] = ()
-        self.missing: Mapping[int, int] = {}
-        self.is_busy = self.is_ended = self.has_failed = False
-        self.stats: RunStats | None = None
 
 
 def _is_of_model(error: BaseException) -> bool:

@@ -32,6 +32,7 @@ class JobSummary:
         device: "cuda" or "cpu".
         predicted_tokens_per_s: new tokens per second predicted for the first batch; 0: unknown.
         other_ranks: stats of ranks 1, 2 and so on, if several shared the job; ``stats`` are rank 0's.
+        num_in_step: how many ranks make each pass together.
     """
 
     num_rows: int
@@ -51,6 +52,7 @@ class JobSummary:
     device: str = "cuda"
     predicted_tokens_per_s: float = 0.0
     other_ranks: tuple[RunStats, ...] = ()
+    num_in_step: int = 1
 
     @property
     def tokens_per_s(self) -> float:
@@ -100,7 +102,7 @@ def summary_rows(summary: JobSummary) -> list[list[tuple[str, str]]]:
     }
     bound = _bound_rows(summary.stats, summary.device) if summary.stats else {}
     if summary.stats and summary.other_ranks:
-        bound |= _rank_rows([summary.stats, *summary.other_ranks], summary.device)
+        bound |= _rank_rows([summary.stats, *summary.other_ranks], summary)
     sections = [[(name, str(value)) for name, value in section.items() if value] for section in (done, speed, bound)]
     return [section for section in sections if section]
 
@@ -146,18 +148,19 @@ def _bound_rows(stats: RunStats, device: str) -> dict[str, str]:
     }
 
 
-def _rank_rows(ranks: Sequence[RunStats], device: str) -> dict[str, str]:
+def _rank_rows(ranks: Sequence[RunStats], summary: JobSummary) -> dict[str, str]:
     """Return what the ranks moved, each and together."""
 
     def amounts(sizes: Sequence[int], what: str) -> str:
         return f"{human_bytes(sum(sizes))} {what} ({', '.join(map(human_bytes, sizes))})" if any(sizes) else ""
 
     moved = [amounts([each.bytes_read_disk for each in ranks], "read from disk")]
-    if device == "cuda":
+    if summary.device == "cuda":
         moved.append(amounts([each.bytes_to_device for each in ranks], "copied to the GPUs"))
     moved.append(amounts([each.gathered_bytes for each in ranks], "gathered from other ranks"))
     passes = ", ".join(f"{each.passes:,}" for each in ranks)
-    return {"ranks": f"{len(ranks)}: {passes} passes", "of all ranks": "; ".join(filter(None, moved))}
+    together = f", {summary.num_in_step} to each pass" if summary.num_in_step > 1 else ""
+    return {"ranks": f"{len(ranks)}{together}: {passes} passes", "of all ranks": "; ".join(filter(None, moved))}
 
 
 def _bound(stats: RunStats) -> str:

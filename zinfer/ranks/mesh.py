@@ -118,6 +118,11 @@ class Mesh:
         """Return the ranks that compute the same passes as a rank, itself among them, ascending."""
         return self.ranks_along("tensor", rank)
 
+    @property
+    def num_shares(self) -> int:
+        """The number of groups of ranks that each compute rows of their own."""
+        return self.size // len(self.ranks_in_step(0))
+
     def groups_along(self, mode: Mode) -> Iterator[tuple[int, ...]]:
         """Yield all sub-groups of a mode, in the order of their first ranks, the same for every process."""
         for rank in range(self.size):
