@@ -6,7 +6,7 @@ calls are paired by their requests. Which of two equal calls gets which results 
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final, NamedTuple, TypeAlias
 
@@ -153,17 +153,16 @@ class Claims:
                 call.drop()
             self._led.clear()
 
-    def fail_waiting(self, error: BaseException, least_s: float) -> None:
+    def fail_waiting(self, make_error: Callable[[], BaseException], least_s: float) -> None:
         """End the calls that have waited for so many seconds."""
         until_s = time.monotonic() - least_s
         with self._lock:
-            late = [each for each in self._waiting if each.since_s <= until_s]
-            self._waiting = [each for each in self._waiting if each.since_s > until_s]
-            for each in late:
-                each.fail(error)
+            for each in [each for each in self._waiting if each.since_s <= until_s]:
+                self._waiting.remove(each)
+                each.fail(make_error())
 
     def end(self, error: BaseException) -> None:
         """End the calls that wait; later ones raise ``error`` unless their results are here already."""
         with self._lock:
             self._end = error
-        self.fail_waiting(error, 0)
+        self.fail_waiting(lambda: error, 0)

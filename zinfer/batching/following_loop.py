@@ -6,6 +6,7 @@ cancelling one here has no effect. The loop ends when the first rank has ended i
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from queue import Empty
 from typing import Final
@@ -80,10 +81,9 @@ class FollowingLoop(ServingLoop):
             while self._is_led or not self._closing:
                 if self._is_led and self._lost is not None:
                     raise self._lost
-                try:
+                with suppress(Empty):
                     self._commands.get(timeout=_LOOK_S)()
-                except Empty:
-                    self._claims.fail_waiting(self._late(), _MOST_WAIT_S)
+                self._claims.fail_waiting(self._late, _MOST_WAIT_S)
         except BaseException as failure:
             self._is_led = False
             self._follower.fail(failure)

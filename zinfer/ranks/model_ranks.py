@@ -194,9 +194,12 @@ class ModelRanks:
         if self.failure is not None:
             return
         self._note(failure)
+        told = str(failure)
+        if not isinstance(failure, RankError):  # which names the rank
+            told = f"{self._named(self.group.rank)}: {type(failure).__name__}: {failure}"
         try:
             with self._failing:
-                self._spare.set_once("failed", f"{self._named(self.group.rank)}: {type(failure).__name__}: {failure}")
+                self._spare.set_once("failed", told)
         except RankError as error:  # rank 0 is gone, which the others notice by themselves
             log.debug("the other ranks cannot be told: %s", error)
 
