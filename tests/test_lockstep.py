@@ -15,15 +15,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from checkpoints import random_prompts
-from jobs_support import letters_model, prompt_rows, read_rows, write_rows
+from jobs_support import letters_model
 from llm_support import token_bytes
+from lockstep_support import keeping_step
 from ranks_support import Ranks, run_ranks
 
 from zinfer import LLM, SamplingParams
 from zinfer.errors import RankError
-from zinfer.jobs.job import run_job
-from zinfer.jobs.summary import JobSummary, summary_rows
-from zinfer.ranks.mesh import Mesh
 
 SIZES: dict[str, Any] = {"device": "cpu", "kv_page_size": 8, "kv_cache_memory": "200kB", "tokens_per_pass": 40}
 NUM_THREADS = 4
@@ -43,18 +41,6 @@ def in_lockstep(folder: Path, size: int, **options: Any) -> Iterator[tuple[LLM, 
     """An `LLM` in lockstep with those of other ranks, each with the whole model, and the passes that it makes."""
     with keeping_step(size), LLM(folder, parallel={"replicas": size}, **{**SIZES, **options}) as llm:
         yield llm, recorded(llm)
-
-
-@contextmanager
-def keeping_step(size: int) -> Iterator[None]:
-    """Let each ``size`` neighbouring replicas make the same passes, as the ranks of one model do."""
-
-    def ranks_in_step(mesh: Mesh, rank: int) -> tuple[int, ...]:
-        first = rank // size * size
-        return tuple(range(first, first + size))
-
-    with patch.object(Mesh, "ranks_in_step", ranks_in_step):
-        yield
 
 
 def recorded(llm: LLM) -> Passes:
@@ -189,7 +175,7 @@ def check_alone(folder: Path, results: Results) -> None:
                         assert replace(each, logprobs=other.logprobs) == other  # they depend on the batch's size
                         num_checked += 1
     assert num_cancelled > 0
-    assert num_checked > 50
+    assert num_checked > 25
 
 
 def parting(rank: int, folder: Path) -> list[str]:
@@ -286,26 +272,3 @@ def test_a_lost_rank_ends_the_other(folder: Path, tmp_path: Path, lost: int, num
         ranks.end()
     assert time.monotonic() - begin_s < (30 if number == signal.SIGKILL else 90)
     assert f"rank {lost} on {socket.gethostname()}" in (tmp_path / f"told-{1 - lost}").read_text()
-
-
-def job(rank: int, folder: Path, output: str, num_ranks: int) -> JobSummary:
-    given = {"zero_optimization": {"offload_param": {"device": "cpu"}}, "zinfer": {"parallel": {"replicas": num_ranks}}}
-    files = (folder, folder / "in.jsonl", folder / output)
-    with keeping_step(2 if num_ranks > 1 else 1):
-        return run_job(*files, config=given, device="cpu", batch_size=3)
-
-
-def test_groups_of_ranks_write_each_row_once(folder: Path) -> None:
-    write_rows(folder / "in.jsonl", prompt_rows(36))
-    job(0, folder, "alone.jsonl", 1)
-    wanted = {row["id"]: row for row in read_rows(folder / "alone.jsonl")}
-    found = run_ranks(4, job, folder, "groups.jsonl", 4)
-    rows = read_rows(folder / "groups.jsonl")
-    assert len(rows) == len(wanted) == 36
-    assert {row["id"]: row for row in rows} == wanted
-    stats = [found[0].stats, *found[0].other_ranks]
-    passes = [each.passes for each in stats]
-    assert passes[0] == passes[1] > 0
-    assert passes[2] == passes[3] > 0
-    said = dict(row for section in summary_rows(found[0]) for row in section)
-    assert said["ranks"] == f"4, 2 to each pass: {', '.join(map(str, passes))} passes"

@@ -20,23 +20,20 @@ import threading
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from multiprocessing.connection import Connection, wait
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 from zinfer.batching.handle import Handle
 from zinfer.batching.request import SentRequest
 from zinfer.errors import ConfigError, RankError
-from zinfer.nvme.pool import Pool
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.ranks.links import end_link, open_links
+from zinfer.ranks.links import end_link
+from zinfer.ranks.member_links import open_member_links
 from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.scheduling.schedule import PassSize
-
-_BEAT_S: Final = 1.0
 
 
 class Admitted(NamedTuple):
@@ -255,14 +252,7 @@ def open_lockstep(ranks: ModelRanks | None, budget: BatchingBudget) -> tuple[Lea
     if ranks is None or len(members) == 1:
         return None, budget
     budget = _agree(ranks, members, budget)
-    pool = Pool(1, "zinfer-links")
-    opening = pool.submit(lambda: open_links(ranks.group, members, ranks.exchange))
-    while True:
-        with suppress(TimeoutError):
-            links = opening.result(_BEAT_S)
-            break
-        ranks.check()  # the thread is left alone: nothing ends its wait
-    pool.close()
+    links = open_member_links(ranks, members)
     if ranks.group.rank == members[0]:
         return Leader(ranks, links), budget
     return Follower(ranks, members[0], links[0]), budget
