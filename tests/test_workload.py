@@ -1,5 +1,9 @@
 """Prompts begin at the pace at which texts end: no pass between carries decodes alone, and pages stay in use."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,3 +138,22 @@ def test_pages_that_are_found_no_more_are_needed_beside_those_of_texts_that_begi
     for text in texts:
         scheduler.end(text)
     assert scheduler.num_wanted_pages == 0
+
+
+def test_shared_prefixes_are_the_same_in_every_process() -> None:
+    program = (
+        "from array import array; from zinfer.scheduling.workload import SharedPrefixCounter as Counter;"
+        "print([page.hex() for page in Counter(4)._hashes(array('i', range(20)))])"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert said[0] == said[1]
+    assert len(set(said[0].split())) == 4

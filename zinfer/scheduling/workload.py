@@ -8,10 +8,12 @@ all waiting sequences fit at once, no others follow, and starting them at once t
 
 from array import array
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import Final
 
 from zinfer.scheduling.sequence import Sequence
 
+_HASH_BYTES: Final = 8
 _LEAST_PACE: Final = 8192
 """Tokens that a pass may always have: about what a GPU computes while 16-bit weights cross its link."""
 
@@ -20,6 +22,7 @@ class SharedPrefixCounter:
     """Counts the full pages that prompts share as prefixes, which are needed only once.
 
     Pages are compared by hash, so a collision may count two different pages as one; the counts are for planning only.
+    The hash is the same in every process, so that ranks that share passes plan the same ones.
 
     Attributes:
         num_repeated: pages that the prompts save by sharing: all their full pages minus the distinct ones.
@@ -28,8 +31,8 @@ class SharedPrefixCounter:
     def __init__(self, page_size: int) -> None:
         self.num_repeated = 0
         self._page_size = page_size
-        self._counts: dict[int, int] = {}
-        self._pages: dict[int, tuple[int, ...]] = {}
+        self._counts: dict[bytes, int] = {}
+        self._pages: dict[int, tuple[bytes, ...]] = {}
 
     def add(self, number: int, prompt_ids: "array[int]") -> None:
         """Count the prompt of a new sequence number."""
@@ -50,11 +53,12 @@ class SharedPrefixCounter:
                 counts[page] = count
                 self.num_repeated -= 1
 
-    def _hashes(self, prompt_ids: "array[int]") -> Iterator[int]:
+    def _hashes(self, prompt_ids: "array[int]") -> Iterator[bytes]:
         """Yield the hash of each page and its prefix, without the last token, which is always computed."""
-        page = 0
+        page = b""
         for begin in range(0, len(prompt_ids) - self._page_size, self._page_size):
-            page = hash((page, prompt_ids[begin : begin + self._page_size].tobytes()))
+            tokens = prompt_ids[begin : begin + self._page_size].tobytes()
+            page = blake2b(page + tokens, digest_size=_HASH_BYTES).digest()
             yield page
 
 
