@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import torch
+
 from zinfer.ranks.mesh import Mesh
 
 
@@ -17,6 +19,17 @@ def keeping_step(size: int) -> Iterator[None]:
 
     with patch.object(Mesh, "ranks_in_step", ranks_in_step):
         yield
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: several wait for one another, which takes long beside other processes."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def keep_step(size: int) -> None:

@@ -1,11 +1,12 @@
 """Ranks in lockstep make the same passes, whatever happens on each of them at other times, and get the same results."""
 
+import asyncio
 import random
 import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -17,11 +18,12 @@ import torch
 from checkpoints import random_prompts
 from jobs_support import letters_model
 from llm_support import token_bytes
-from lockstep_support import keeping_step
+from lockstep_support import keeping_step, one_thread
 from ranks_support import Ranks, run_ranks
 
-from zinfer import LLM, SamplingParams
-from zinfer.errors import RankError
+from zinfer import LLM, AsyncLLM, SamplingParams
+from zinfer.errors import ConfigError, RankError
+from zinfer.requests.completion import CompletionDelta
 
 SIZES: dict[str, Any] = {"device": "cpu", "kv_page_size": 8, "kv_cache_memory": "200kB", "tokens_per_pass": 40}
 NUM_THREADS = 4
@@ -158,7 +160,7 @@ def test_calls_of_several_threads_make_equal_passes(folder: Path, size: int) -> 
 def check_alone(folder: Path, results: Results) -> None:
     """Compare with the completions of one process, but for those that were cancelled."""
     num_cancelled = num_checked = 0
-    with LLM(folder, **SIZES) as llm:
+    with one_thread(), LLM(folder, **SIZES) as llm:
         for thread in range(NUM_THREADS):
             for call, found in zip(given_calls(thread), results[thread], strict=True):
                 wanted = {
@@ -176,6 +178,65 @@ def check_alone(folder: Path, results: Results) -> None:
                         num_checked += 1
     assert num_cancelled > 0
     assert num_checked > 25
+
+
+def asynchronous(rank: int, folder: Path) -> list[list[CompletionDelta]]:
+    """What tasks of an `AsyncLLM` get, of which one leaves early and others begin at times of this rank's own."""
+    chance = random.Random(rank)
+
+    async def run(llm: AsyncLLM, number: int) -> list[CompletionDelta]:
+        await asyncio.sleep(chance.uniform(0, 0.05))
+        params = SamplingParams(max_new_tokens=5 + number, temperature=1, ignore_eos=True)
+        found = []
+        async with aclosing(llm.generate("abcde"[: 1 + number % 3], params)) as deltas:
+            async for delta in deltas:
+                found.append(delta)
+                if number == 5:
+                    break
+        return found
+
+    async def run_all() -> list[list[CompletionDelta]]:
+        async with AsyncLLM(folder, parallel={"replicas": 2}, **SIZES) as llm:
+            return await asyncio.gather(*(run(llm, number) for number in range(8)))
+
+    with keeping_step(2):
+        return asyncio.run(run_all())
+
+
+def test_tasks_get_equal_tokens(folder: Path) -> None:
+    first, second = run_ranks(2, asynchronous, folder)
+    assert first == second
+    assert [len(deltas) for deltas in first] == [5 + number if number != 5 else 1 for number in range(8)]
+
+
+def agreed(rank: int, folder: Path) -> tuple[list[tuple[int, ...]], str]:
+    """The sizes of ranks that state other ones, where they can agree and where not."""
+    page_bytes = SIZES["kv_page_size"] * token_bytes(folder)
+    stated = {"max_sequences": 4 + rank, "tokens_per_pass": 30 - rank, "kv_cache_memory": (20 - rank) * page_bytes}
+    found: list[tuple[int, ...]] = []
+    for tier in ("device", "host"):
+        with in_lockstep(folder, 2, kv_cache_tier=tier, **stated) as (llm, _):
+            llm.generate("ab", max_new_tokens=5)
+            budget = llm.batching
+            found.append(
+                (budget.max_sequences, budget.tokens_per_pass, budget.num_pages, budget.kv_bytes // page_bytes)
+            )
+    try:
+        with in_lockstep(folder, 2, kv_page_size=8 << rank):
+            return found, "agreed"
+    except ConfigError as error:
+        return found, str(error)
+
+
+def test_ranks_agree_on_the_least_sizes(folder: Path) -> None:
+    first, second = run_ranks(2, agreed, folder)
+    assert first == second
+    sizes, told = first
+    assert sizes == [(4, 29, 19, 19)] * 2
+    host = socket.gethostname()
+    assert told.startswith(f"rank 1 on {host} has other sizes than rank 0 on {host} (tokens_per_pass 40")
+    assert "kv_page_size 16" in told
+    assert told.endswith("; give all ranks the same configuration and model")
 
 
 def parting(rank: int, folder: Path) -> list[str]:

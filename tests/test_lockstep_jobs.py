@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from commands import start
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
-from lockstep_support import keep_step, keeping_step
+from lockstep_support import keep_step, keeping_step, one_thread
 from ranks_support import run_ranks
 from test_ranks_jobs import Job, ended
 
@@ -38,7 +38,8 @@ def in_groups(rank: int, model: Path, rows: Path, output: Path, options: dict[st
 
 def test_groups_of_ranks_write_each_row_once(folder: Path) -> None:
     files = (folder / "model", folder / "in.jsonl")
-    run_job(*files, folder / "alone.jsonl", device="cpu", batch_size=3)
+    with one_thread():
+        run_job(*files, folder / "alone.jsonl", device="cpu", batch_size=3)
     wanted = {row["id"]: row for row in read_rows(folder / "alone.jsonl")}
     found = run_ranks(4, in_groups, *files, folder / "groups.jsonl", {})
     rows = read_rows(folder / "groups.jsonl")

@@ -16,19 +16,19 @@ The first rank is ahead of the device by a pass, so the message costs no time th
 the first rank scheduled and sampled so far; a rank that finds another ends all, rather than hang or answer wrongly.
 """
 
+import pickle
 import threading
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import chain
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
+from zinfer.batching.agreement import agree
 from zinfer.batching.handle import Handle
 from zinfer.batching.request import SentRequest
-from zinfer.errors import ConfigError, RankError
+from zinfer.errors import RankError
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.ranks.links import end_link
 from zinfer.ranks.member_links import open_member_links
@@ -121,11 +121,11 @@ class Leader:
         if not (self._changes or has_pass or is_last):
             return
         self._is_over = is_last
-        message = Step(self._changes, has_pass, self.checksum.value, is_last)
+        message = pickle.dumps(Step(self._changes, has_pass, self.checksum.value, is_last))
         self._changes = []
         for link in self._links:
             try:
-                link.send(message)
+                link.send_bytes(message)
             except OSError as error:
                 raise self._ranks.find_cause(error) from error
 
@@ -193,7 +193,7 @@ class Follower:
         def listen() -> None:
             try:
                 while True:
-                    step: Step = self._link.recv()
+                    step: Step = pickle.loads(self._link.recv_bytes())
                     take(step)
                     if step.is_last:
                         return
@@ -234,8 +234,8 @@ class Checksum:
 
     def add(self, sizes: Sequence[PassSize], token_ids: Sequence[int]) -> None:
         """Add the sizes of launched passes, and the tokens that were received meanwhile."""
-        numbers = array("q", [*chain.from_iterable(sizes), *token_ids])
-        self.value = zlib.crc32(numbers.tobytes(), self.value)
+        for numbers in (*sizes, token_ids):
+            self.value = zlib.crc32(array("q", numbers), self.value)
 
 
 def open_lockstep(ranks: ModelRanks | None, budget: BatchingBudget) -> tuple[Leader | Follower | None, BatchingBudget]:
@@ -245,31 +245,14 @@ def open_lockstep(ranks: ModelRanks | None, budget: BatchingBudget) -> tuple[Lea
         This rank's side, None if it computes its passes alone; and the budget that the ranks have agreed on.
 
     Raises:
-        ConfigError: the ranks have other budgets, though all had the same limits.
+        ConfigError: the ranks cannot agree on the sizes of pages, or on what is swapped.
         RankError: a rank failed.
     """
     members = (0,) if ranks is None else ranks.mesh.ranks_in_step(ranks.group.rank)
     if ranks is None or len(members) == 1:
         return None, budget
-    budget = _agree(ranks, members, budget)
+    budget = agree(ranks, members, budget)
     links = open_member_links(ranks, members)
     if ranks.group.rank == members[0]:
         return Leader(ranks, links), budget
     return Follower(ranks, members[0], links[0]), budget
-
-
-def _agree(ranks: ModelRanks, members: Sequence[int], budget: BatchingBudget) -> BatchingBudget:
-    """Return the first member's budget, after a check that the others' are the same.
-
-    The first rank chooses whether to swap to disk. Pages are not lent to weights: which blocks fit there depends on a
-    rank's own memory.
-    """
-    budgets = ranks.exchange(replace(budget, lends=False))
-    first = budgets[members[0]]
-    for rank in members:
-        if replace(budgets[rank], swaps_to_disk=first.swaps_to_disk) != first:
-            raise ConfigError(
-                f"{ranks.name_of(rank)} has other sizes of passes and of the KV cache than "
-                f"{ranks.name_of(members[0])}; give all ranks the same configuration and model"
-            )
-    return first
