@@ -126,6 +126,8 @@ class Extent:
     """Bytes of a checkpoint file and their place in a slab; elements are cast when the two dtypes differ.
 
     A tensor may consist of several extents: stacking and concatenating along the first axis only place bytes.
+    Columns of a matrix are ``rows`` equal runs of bytes, whose beginnings are ``pitch`` bytes apart in the file and
+    ``slab_pitch`` in the slab; ``nbytes`` counts the runs alone.
     """
 
     file: Path
@@ -134,10 +136,28 @@ class Extent:
     dtype: torch.dtype
     slab_offset: int
     slab_dtype: torch.dtype
+    rows: int = 1
+    pitch: int = 0
+    slab_pitch: int = 0
 
     @property
     def slab_nbytes(self) -> int:
         return self.nbytes // self.dtype.itemsize * self.slab_dtype.itemsize
+
+    @property
+    def span_nbytes(self) -> int:
+        """Bytes in the file from the first run's beginning to the last one's end."""
+        return (self.rows - 1) * self.pitch + self.nbytes // self.rows
+
+    def rows_of(self, begin: int, count: int) -> "Extent":
+        """Return ``count`` of the runs from run ``begin`` on."""
+        return replace(
+            self,
+            offset=self.offset + begin * self.pitch,
+            slab_offset=self.slab_offset + begin * self.slab_pitch,
+            nbytes=self.nbytes // self.rows * count,
+            rows=count,
+        )
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ WHOLE: Final = Partition()
 
 def _clip(extent: Extent, begin: int, end: int) -> Extent | None:
     """Return the part of an extent within a slab's bytes ``begin`` to ``end``, with offsets from ``begin``; or None."""
+    assert extent.rows == 1, "slabs of columns are read whole"
     first = max(extent.slab_offset, begin) - extent.slab_offset
     last = min(extent.slab_offset + extent.slab_nbytes, end) - extent.slab_offset
     if first >= last:

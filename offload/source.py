@@ -74,12 +74,14 @@ class DiskSource(Source):
     def send(self, part: int, stream: CopyStream, target: torch.Tensor, staging: StagingBuffer | None) -> None:
         assert staging is not None
         placements = self._chunks[part].placements
-        sources = [staging.tensor[piece.staging_offset : piece.staging_offset + piece.nbytes] for piece in placements]
+        sources = [piece.source(staging.tensor) for piece in placements]
+        if staging.tensor.device.type == "cpu":  # runs cross the link as one; on a device the copy's stream packs them
+            sources = [source.contiguous() for source in sources]
         for each in self._hashes:
             if not each.is_done:
-                each.add(part, self.num_parts, sources)
+                each.add(part, self.num_parts, [source.reshape(-1) for source in sources])
         for piece, source in zip(placements, sources, strict=True):
-            place = target[piece.slab_offset : piece.slab_offset + piece.slab_nbytes]
+            place = piece.target(target)
             if piece.dtype == piece.slab_dtype:
                 stream.copy(place, source)
             else:

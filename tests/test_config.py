@@ -144,10 +144,10 @@ def test_agreeing_spellings_are_fine() -> None:
     ("kwargs", "message"),
     [
         (
-            {"tensor_parallel": {"tp_size": 2}},
-            "tensor_parallel.tp_size = 2 is not available yet: splitting layers over",
+            {"tensor_parallel": {"autotp_size": 2}},
+            "tensor_parallel.autotp_size = 2 is not available yet: splitting layers over",
         ),
-        ({"tp": {"tp_size": 2}}, "tp.tp_size = 2 is not available yet: "),
+        ({"tp": {"tp_group": "all"}}, 'tp.tp_group = "all" is not available yet: '),
         ({"moe": {"ep_size": 2}}, "moe.ep_size = 2 is not available yet: spreading experts over several GPUs"),
         ({"ep_size": 2}, "ep_size = 2 is not available yet: "),
         (
@@ -171,7 +171,7 @@ def test_what_is_not_available_yet_is_refused(kwargs: dict[str, Any], message: s
 
 
 def test_a_refused_feature_says_which_value_is_fine() -> None:
-    assert _refusal(mp_size=2).endswith("; remove it or set it to 1")
+    assert _refusal(ep_size=2).endswith("; remove it or set it to 1")
     assert _refusal(save_mp_checkpoint_path="/x").endswith("; remove it or set it to null")
 
 

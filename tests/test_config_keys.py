@@ -82,12 +82,12 @@ SUPPORTED = {
     "replace_with_kernel_inject": ["kernel_inject"],
     "enable_cuda_graph": [],
     "injection_policy": ["injection_dict"],
+    "tensor_parallel.tp_size": [],
+    "mp_size": [],
 }
 UNSUPPORTED = {
-    "tensor_parallel.tp_size": [],
     "tensor_parallel.mpu": [],
     "tensor_parallel.tp_group": [],
-    "mp_size": [],
     "mpu": [],
     "training_mp_size": [],
     "moe.ep_size": [],

@@ -160,8 +160,9 @@ def test_values_that_deepspeed_takes() -> None:
     assert settings.quantization is not None
     assert settings.quantization.rules[0].bits == 4
     assert resolve_settings(kwargs={"synchronous": 1}).synchronous
-    with pytest.raises(ConfigError, match=r'^mp_size = "2" is not available yet'):
-        resolve_settings({"mp_size": "2"})
+    assert resolve_settings({"mp_size": "2"}).parallel.tensor == 2
+    with pytest.raises(ConfigError, match=r'^ep_size = "2" is not available yet'):
+        resolve_settings({"ep_size": "2"})
 
 
 def test_paths_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,9 @@ def test_the_four_patterns(folder: Path, eager: PreTrainedModel, tmp_path: Path)
 @pytest.mark.parametrize(
     "kwargs", [{"mp_size": 2}, {"tensor_parallel": {"tp_size": 2}}, {"tp": {"tp_size": 4}}], ids=str
 )
-def test_several_gpus_are_refused(folder: Path, kwargs: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="is not available yet: splitting layers over several GPUs; remove it or set"):
+def test_one_process_does_not_divide_layers(folder: Path, kwargs: dict[str, Any]) -> None:
+    wanted = r"tensor_parallel\.tp_size = (\d) needs \1 processes, and this process runs alone; start \1 with `torchrun"
+    with pytest.raises(ConfigError, match=wanted):
         zinfer.init_inference(folder, **kwargs)
 
 

@@ -73,7 +73,7 @@ def test_the_links_lead_somewhere() -> None:
 
 
 def test_the_readme_names_what_is_refused() -> None:
-    assert "`tensor_parallel`, `mp_size` and `ep_size` above 1 are refused" in TEXT
-    for config in ({"tensor_parallel": {"tp_size": 2}}, {"mp_size": 2}, {"ep_size": 2}, {"moe": {"ep_size": 2}}):
+    assert "`ep_size` above 1 is refused" in TEXT
+    for config in ({"ep_size": 2}, {"moe": {"ep_size": 2}}):
         with pytest.raises(ConfigError, match=r"is not available yet: .* over several GPUs"):
             resolve_settings(config)

@@ -20,6 +20,7 @@ from zinfer.batching.attention import attend
 from zinfer.kernels.attention_arguments import AttentionRule
 from zinfer.model.batching_support import ADAPTED, check_family
 from zinfer.model.module_patches import ModulePatches
+from zinfer.model.sharding.heads import head_range
 
 
 def patch_attention(model: PreTrainedModel, patches: ModulePatches) -> None:
@@ -37,15 +38,17 @@ def patch_attention(model: PreTrainedModel, patches: ModulePatches) -> None:
             patches.patch(module, partial(forward, module))
 
 
-def _alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
-    """Return the slopes of ALiBi (Press et al. 2022, "Train short, test long") as in BLOOM and Falcon.
+def _alibi_slopes(module: BloomAttention | FalconAttention, device: torch.device) -> torch.Tensor:
+    """Return the slopes of ALiBi (Press et al. 2022, "Train short, test long") for the heads of an attention.
 
-    [heads] float32: powers of one base for the largest power of two of heads, and of a finer base for the rest.
+    [heads] float32: powers of one base for the largest power of two of heads, and of a finer base for the rest. The
+    heads of one rank have the slopes that they have among those of all ranks.
     """
+    first, num_heads = head_range(module, module.num_heads)
     whole = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (head + 1) / whole) for head in range(whole)]
     slopes += [2 ** (-4 * (2 * head + 1) / whole) for head in range(num_heads - whole)]
-    return torch.tensor(slopes, dtype=torch.float32, device=device)
+    return torch.tensor(slopes[first : first + module.num_heads], dtype=torch.float32, device=device)
 
 
 def _bloom(
@@ -57,7 +60,7 @@ def _bloom(
     """
     tokens = hidden_states.shape[1]
     fused = module.query_key_value(hidden_states).view(tokens, module.num_heads, 3, module.head_dim)
-    slopes = _alibi_slopes(module.num_heads, hidden_states.device)
+    slopes = _alibi_slopes(module, hidden_states.device)
     rule = AttentionRule(module.inv_norm_factor, alibi_slopes=slopes)
     out = attend(module.layer_idx, fused[:, :, 0], fused[:, :, 1], fused[:, :, 2], rule)
     return module.dense(out.reshape(1, tokens, -1)) + residual, None
@@ -84,7 +87,7 @@ def _falcon(
         rotated = rotate_falcon(query.transpose(0, 1)[None], key.transpose(0, 1)[None], *position_embeddings)
         query, key = (part[0].transpose(0, 1) for part in rotated)
     else:
-        slopes = _alibi_slopes(module.num_heads, hidden_states.device) * module.inv_norm_factor
+        slopes = _alibi_slopes(module, hidden_states.device) * module.inv_norm_factor
     out = attend(module.layer_idx, query, key, value, AttentionRule(module.inv_norm_factor, alibi_slopes=slopes))
     return module.dense(out.reshape(1, out.shape[0], -1)), None
 

@@ -56,16 +56,19 @@ KEYS: tuple[Key, ...] = (
     unsupported("checkpoint_config.save_mp_checkpoint_path", "saving a split checkpoint"),
     unsupported("save_mp_checkpoint_path", "saving a split checkpoint"),
     section("tensor_parallel", "tensor parallelism", "tp"),
-    unsupported("tensor_parallel.tp_size", SEVERAL_GPUS, idle=(1,)),
+    supported(
+        "tensor_parallel.tp_size", values.count(1), "ranks that divide each layer", same_as="zinfer.parallel.tensor"
+    ),
     unsupported("tensor_parallel.autotp_size", SEVERAL_GPUS, idle=(0, 1)),
     *(
         unsupported(f"tensor_parallel.{name}", SEVERAL_GPUS)
         for name in ("mpu", "tp_group", "partition_config", "preset_model")
     ),
-    *ignored("tensor_parallel", "says how layers are split; none is split here", "enabled", "tp_grain_size"),
+    *ignored("tensor_parallel", "tp_size alone says whether layers are split", "enabled"),
+    *ignored("tensor_parallel", "layers are split by heads, and by groups of quantized columns", "tp_grain_size"),
     *ignored("tensor_parallel", OWN_EXCHANGE, "tp_overlap_comm"),
-    *ignored("", "says how finely layers are split; none is split here", "tp_grain_size"),
-    unsupported("mp_size", SEVERAL_GPUS, idle=(1,)),
+    *ignored("", "layers are split by heads, and by groups of quantized columns", "tp_grain_size"),
+    supported("mp_size", values.count(1), "old spelling", same_as="zinfer.parallel.tensor"),
     unsupported("training_mp_size", "checkpoints that training has split", idle=(1,)),
     unsupported("mpu", SEVERAL_GPUS),
     *ignored("", "written by DeepSpeed itself, from injection_policy", "injection_policy_tuple"),
@@ -171,7 +174,6 @@ KEYS: tuple[Key, ...] = (
     *ignored("", SAVING, "nebula", "datastates"),
     section("zinfer", "zinfer's own keys; keyword arguments may omit the section"),
     section("zinfer.parallel", 'how ranks share a job: sizes of modes that multiply to the number of ranks, or "auto"'),
-    unsupported("zinfer.parallel.tensor", SEVERAL_GPUS, idle=(1,)),
     unsupported("zinfer.parallel.pipeline", PIPELINE, idle=(1,)),
     unsupported("zinfer.parallel.expert", EXPERT_PARALLEL, idle=(1,)),
     *QUANTIZATION_KEYS,

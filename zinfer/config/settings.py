@@ -106,6 +106,9 @@ class Parallel:
     zero: int | None = setting(
         "zinfer.parallel.zero", count(1), "ranks that share one model: each has its range of every layer's bytes"
     )
+    tensor: int | None = setting(
+        "zinfer.parallel.tensor", count(1), "ranks that divide each layer, compute a part each and sum outputs"
+    )
 
 
 @dataclass(frozen=True)

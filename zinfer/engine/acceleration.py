@@ -32,7 +32,7 @@ _DECODE: Final = "_optimize_model_for_decode"
 
 
 def open_graphs(
-    plan: Plan, settings: Settings, device: torch.device, *, by_default: bool = False
+    plan: Plan, settings: Settings, device: torch.device, *, by_default: bool = False, exchanges: bool = False
 ) -> ForwardGraphs | None:
     """Return the graphs that the settings ask for; None if they do not, or if nothing can be replayed.
 
@@ -40,12 +40,15 @@ def open_graphs(
 
     Args:
         by_default: whether to use graphs if the settings do not mention them, for forwards that they may speed up.
+        exchanges: whether ranks sum outputs within a forward.
     """
     if not (by_default if settings.cuda_graph is None else settings.cuda_graph):
         return None
     capturer = capturer_for(device)
     if capturer is None:
         hindrance = "graphs need a CUDA device"
+    elif exchanges:
+        hindrance = "sums over ranks (tensor_parallel.tp_size) are not captured"
     elif settings.check_finite:
         hindrance = "zinfer.check_finite looks at every layer"
     elif settings.batching.kv_cache_tier == "host":

@@ -66,7 +66,7 @@ class InferenceEngine(AroundModule, StreamedModel):
             RankError: another rank failed.
         """
         found = StreamedModel.call(self, work)
-        if self._ranks is not None and self._ended is not None:
+        if self.ranks is not None and self._ended is not None:
             self._ended.synchronize()
             self.check_ranks()
         return found
@@ -80,6 +80,7 @@ class InferenceEngine(AroundModule, StreamedModel):
         """
 
         def forward() -> Any:
+            self.agree("forward", args, kwargs)
             check_forward(self.module, args, kwargs, self.settings.max_out_tokens)
             return self.module(*moved(args, self.device), **moved(kwargs, self.device))
 
@@ -180,6 +181,7 @@ class InferenceEngine(AroundModule, StreamedModel):
             )
 
         def generate() -> Any:
+            self.agree("generate", args, kwargs)
             check_generate(self.module, args, kwargs, self.settings.max_out_tokens)
             return self._acceleration.generate(*moved(args, self.device), **moved(kwargs, self.device))
 

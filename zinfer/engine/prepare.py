@@ -15,6 +15,7 @@ from zinfer.model.build import find_dtype, report_device
 from zinfer.model.dtype import warn_of_overflow
 from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.quantized_forms import check_patterns
+from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.weight_matching import Weight, load_buffers, match_weights
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchFile
@@ -39,6 +40,7 @@ class PreparedModel:
         weights: the place of each parameter and buffer in the checkpoint; empty for weights in memory.
         wanted_packs: layers that could share a matrix product, if kernels are to be injected.
         module_file: the file that weights from memory were written to, for blocks on disk.
+        sharding: how the module was divided, if it holds one rank's shard of each layer.
     """
 
     module: PreTrainedModel
@@ -48,23 +50,40 @@ class PreparedModel:
     weights: Mapping[str, Weight]
     wanted_packs: tuple[FusionGroup, ...]
     module_file: ModuleFile | None = None
+    sharding: Sharding | None = None
 
     @classmethod
-    def of(cls, module: PreTrainedModel, checkpoint: Checkpoint | None, settings: Settings) -> "PreparedModel":
+    def of(
+        cls,
+        module: PreTrainedModel,
+        checkpoint: Checkpoint | None,
+        settings: Settings,
+        sharding: Sharding | None = None,
+    ) -> "PreparedModel":
         """Partition a module whose weights are in a checkpoint or in memory.
+
+        Args:
+            sharding: divides the module, which then has the rank's shapes.
 
         Raises:
             CheckpointError: the checkpoint lacks weights of the module, or the module's layers cannot be found.
             ConfigError: a quantization rule matches no parameter, or a weight that cannot be quantized as asked.
         """
         check_patterns(settings.quantization, module)
-        return cls._of(module, checkpoint, settings)
-
-    @classmethod
-    def _of(cls, module: PreTrainedModel, checkpoint: Checkpoint | None, settings: Settings) -> "PreparedModel":
         scheme = find_stored_scheme(checkpoint) if checkpoint else None
         weights = match_weights(module, checkpoint, scheme) if checkpoint else {}
-        return cls._partition(module, checkpoint, weights, scheme.checksums if scheme else {}, settings)
+        if sharding is not None:
+            weights = sharding.cut_weights(weights)
+            sharding.apply(module)
+        checksums = scheme.checksums if scheme else {}
+        return replace(cls._partition(module, checkpoint, weights, checksums, settings), sharding=sharding)
+
+    def _over(self, copy: Checkpoint) -> "PreparedModel":
+        """Return the model over another checkpoint, of the module's own shapes."""
+        scheme = find_stored_scheme(copy)
+        weights = match_weights(self.module, copy, scheme)
+        made = self._partition(self.module, copy, weights, scheme.checksums if scheme else {}, self.settings)
+        return replace(made, sharding=self.sharding)
 
     @classmethod
     def _partition(
@@ -90,8 +109,9 @@ class PreparedModel:
         if self.checkpoint is None:
             file = module_file(self.blocks, self.settings)
             return self if file is None else replace(self, blocks=file.blocks, module_file=file)
-        copy = stored_copy(self.checkpoint, list(self.blocks), find_dtype(self.module), self.settings)
-        return self._of(self.module, copy, self.settings) if copy else self
+        shard = self.sharding.shard if self.sharding else None
+        copy = stored_copy(self.checkpoint, list(self.blocks), find_dtype(self.module), self.settings, shard)
+        return self._over(copy) if copy else self
 
     def close(self) -> None:
         """Delete the file that was written for it, if any; may be called again."""

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from socket import gethostname
 from typing import Any
@@ -16,13 +16,17 @@ from transformers import PreTrainedModel
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.acceleration import Acceleration, open_graphs
+from zinfer.engine.agreement import check_agreement
 from zinfer.engine.estimator import PassEstimator
 from zinfer.engine.interrupts import deferred
 from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.runtime import Runtime, check_trace
+from zinfer.engine.shard_hooks import ShardHooks, find_shard
+from zinfer.errors import ConfigError, LengthError
 from zinfer.model.build import find_model
 from zinfer.model.context_length import check_min_out_tokens
 from zinfer.model.partition import ModelBlock
+from zinfer.model.sharding.sharding import Sharding
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
 from zinfer.offload.tensor_checksums import TensorChecksums
@@ -34,7 +38,7 @@ from zinfer.ranks.group import join_group
 from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.model_ranks import ModelRanks
 
-Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings], PreparedModel]
+Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings, Sharding | None], PreparedModel]
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], MachineLimits, int], Footprint]
 
 
@@ -51,7 +55,7 @@ class StreamedModel:
             by default for the batch that the settings state. Ranks get the same numbers, the smallest of any.
         replays_passes: the caller captures whole passes, in ``pass_graphs``, not only the module's forward.
         checksums: collects checksums of weights as they are read.
-        prepare: partitions the module; by default over the weights of its checkpoint.
+        prepare: partitions the module, divided among ranks or not; by default over the weights of its checkpoint.
 
     Attributes:
         module: the transformers module, or the plain one that was given. Between uses its streamed parameters are
@@ -83,6 +87,7 @@ class StreamedModel:
         check_trace(settings.trace)
         group = join_group(choose_device(settings).type)
         mesh = Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])
+        shard = find_shard(mesh, group)
         limits = find_limits(settings, group.num_local if group else 1)
         self.settings = settings
         self.device = limits.device
@@ -94,7 +99,11 @@ class StreamedModel:
             if check_model:
                 check_model(self.module)
             check_min_out_tokens(self.module, settings.min_out_tokens)
-            prepared = prepare(self.module, checkpoint, settings)
+            sharding: Sharding | None = None
+            if shard is not None:
+                sharding = Sharding.of(self.module, shard, settings.block_classes, settings.quantization)
+                owned.callback(sharding.undo)
+            prepared = prepare(self.module, checkpoint, settings, sharding)
             free_bytes = free_device_bytes(limits)
             if ranks is not None:
                 several = ranks.exchange((limits, free_bytes))
@@ -112,9 +121,15 @@ class StreamedModel:
             self._began_s: float | None = None
             self._ended: Event | None = None  # of the last call, on the device; None while one runs
             self.trace = trace or (Trace() if settings.trace else None)
-            graphs = open_graphs(self.plan, settings, self.device, by_default=replays_passes)
+            graphs = open_graphs(
+                self.plan, settings, self.device, by_default=replays_passes, exchanges=shard is not None
+            )
             self.pass_graphs = graphs if replays_passes else None
             self._acceleration = Acceleration(self.module, self.device, None if replays_passes else graphs)
+            hooks: ShardHooks | None = None
+            if ranks is not None and sharding is not None:
+                hooks = ShardHooks(self.module, sharding, ranks)
+                owned.callback(hooks.remove)
             runtime = Runtime(
                 self.module,
                 prepared.blocks,
@@ -132,10 +147,10 @@ class StreamedModel:
             )
             owned.pop_all()
         self.ranks = ranks
+        self._divided = ranks if shard is not None else None
         self._runtime: Runtime | None = runtime
-        self._ranks = ranks
         self._process_id = os.getpid()
-        self._close = weakref.finalize(self, _close, self._acceleration, runtime, ranks, self._process_id)
+        self._close = weakref.finalize(self, _close, self._acceleration, runtime, hooks, ranks, self._process_id)
         self._acceleration.keep_experts()
         if settings.kernel_inject:
             self._acceleration.inject(prepared.packs, replayed=graphs is not None)
@@ -159,7 +174,23 @@ class StreamedModel:
         """
         self.check_process()  # before the lock: another thread may have held it when the process was forked
         with self._lock, torch.no_grad():
-            return deferred(lambda: self._call(work, self._running()))
+            try:
+                return deferred(lambda: self._call(work, self._running()))
+            except (ConfigError, LengthError):  # raised before any compute, on all ranks
+                raise
+            except BaseException as failure:
+                if self._divided is not None:  # the others would wait for this rank's part
+                    self._divided.fail(failure)
+                raise
+
+    def agree(self, what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Check, if ranks divide each layer, that all of them make the same call; within `call`.
+
+        Raises:
+            RankError: as `check_agreement`.
+        """
+        if self._divided is not None:
+            check_agreement(self._divided, what, args, kwargs, self.device)
 
     def _call(self, work: Callable[[], Any], runtime: Runtime) -> Any:
         begin_s = time.perf_counter()
@@ -179,8 +210,8 @@ class StreamedModel:
 
         Work that is enqueued when a rank fails comes to its end on the device, with slabs that lack its ranges.
         """
-        if self._ranks is not None:
-            self._ranks.check()
+        if self.ranks is not None:
+            self.ranks.check()
 
     def stats(self, other_bytes: int = 0) -> RunStats:
         """Return bytes moved, memory used and stalls since the engine was made; callable from any thread.
@@ -267,11 +298,19 @@ class StreamedModel:
         return self._runtime
 
 
-def _close(acceleration: Acceleration, runtime: Runtime, ranks: ModelRanks | None, process_id: int) -> None:
+def _close(
+    acceleration: Acceleration,
+    runtime: Runtime,
+    hooks: ShardHooks | None,
+    ranks: ModelRanks | None,
+    process_id: int,
+) -> None:
     """Clean up in the process that made the engine; holds no reference to it, so that it can be collected."""
     if os.getpid() == process_id:
         with ExitStack() as owned:
             if ranks is not None:
                 owned.callback(ranks.close)
+            if hooks is not None:
+                owned.callback(hooks.remove)
             owned.callback(runtime.close)
             owned.callback(acceleration.remove)

@@ -53,7 +53,7 @@ def measure_errors(source: Checkpoint, store: Checkpoint) -> Iterator[MatrixErro
     stored = match_weights(model, store, find_stored_scheme(store))
     for name, matrix in stored.items():
         weight = full[name]
-        if isinstance(matrix, StoredMatrix) and not isinstance(weight, StoredMatrix):
+        if isinstance(matrix, StoredMatrix) and isinstance(weight, TensorEntry | JoinedTensor):
             transposed = isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)
             yield _compare(name, weight, matrix, transposed=transposed)
 

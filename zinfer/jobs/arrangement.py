@@ -70,7 +70,8 @@ def with_mesh(request: JobRequest, parallel: Mapping[str, int]) -> JobRequest:
 
 
 def _available(num_ranks: int, num_hosts: int) -> list[Mesh]:
-    return [mesh for mesh in meshes_of(num_ranks, num_hosts) if mesh.is_available]
+    """All that any model can be run by; dividing layers is for latency, and not every family can."""
+    return [mesh for mesh in meshes_of(num_ranks, num_hosts) if mesh.is_available and mesh.tensor == 1]
 
 
 def _job(prompts: Sequence[Prompt], num_rows: int) -> Job:

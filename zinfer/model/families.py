@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from zinfer.model.batching_support import is_known
+from zinfer.model.sharding.plans import is_divided
 
 _RMS: Final = "RMS norm"
 _HALVES: Final = "rotation by halves"
@@ -22,19 +23,22 @@ class Family:
         model_type: the `model_type` in config.json, of the first class.
         classes: the tested transformers classes that `architectures` may name.
         fused: its fused kernels, as in `InferenceEngine.injected`, without the products of linear layers.
-        is_tensor_parallel: whether its layers can be split over several devices.
     """
 
     name: str
     model_type: str
     classes: tuple[str, ...]
     fused: tuple[str, ...] = ()
-    is_tensor_parallel: bool = False
 
     @property
     def is_batched(self) -> bool:
         """Whether `zinfer.LLM` and jobs run it by continuous batching."""
         return is_known(self.model_type)
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether its layers can be divided among ranks."""
+        return is_divided(self.model_type)
 
 
 def _causal(name: str, model_type: str, model_class: str, *fused: str) -> Family:

@@ -20,6 +20,7 @@ from zinfer.errors import ConfigError
 from zinfer.kernels.quantized import FRAGMENT_ROWS
 from zinfer.model.layers import find_layers, find_shared
 from zinfer.model.quantized_forms import Form, find_form, find_rounding
+from zinfer.model.sharding.weights import CutTensor
 from zinfer.model.weight_matching import Weight
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
 from zinfer.quantization.conversion import Quantizing, Rounding, Squares
@@ -234,7 +235,7 @@ class _Partitioner:
     def _conversion(self, block: Block, names: list[str]) -> Conversion:
         """Return the conversion of the block's stored weights into its slab."""
         stored: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
-        entries: list[TensorEntry | JoinedTensor] = []
+        entries: list[TensorEntry | JoinedTensor | CutTensor] = []
         matrices: dict[str, StoredMatrix] = {}
         for name, tensor in zip(names, block.layout.tensors, strict=True):
             weight = self.weights.get(name)
@@ -253,8 +254,11 @@ class _Partitioner:
         return Conversion(layout, extents, make)
 
 
-def find_extents(weight: TensorEntry | JoinedTensor, tensor: SlabTensor) -> Iterator[Extent]:
+def find_extents(weight: TensorEntry | JoinedTensor | CutTensor, tensor: SlabTensor) -> Iterator[Extent]:
     """Yield the extents of a parameter; in the slab its pieces follow one another."""
+    if isinstance(weight, CutTensor):
+        yield from weight.extents(tensor)
+        return
     begin = tensor.offset
     for piece in weight.pieces:
         yield Extent(piece.file, piece.offset, piece.nbytes, piece.dtype, begin, tensor.dtype)

@@ -15,10 +15,11 @@ from zinfer.checkpoint import Checkpoint, JoinedTensor, TensorEntry
 from zinfer.checkpoint.faults import listed
 from zinfer.errors import CheckpointError
 from zinfer.model.conversion_mapping import convert_names
+from zinfer.model.sharding.weights import CutTensor
 from zinfer.quantization.foreign import Scheme
 from zinfer.quantization.stored import StoredMatrix
 
-Weight: TypeAlias = TensorEntry | JoinedTensor | StoredMatrix
+Weight: TypeAlias = TensorEntry | JoinedTensor | CutTensor | StoredMatrix
 """Where the values of a parameter are stored."""
 
 # Older checkpoints hold tensors computed today: rotary frequencies, causal masks (transformers drops them too).
@@ -161,7 +162,7 @@ def _refuse_spare(checkpoint: Checkpoint, unplaced: Iterable[TensorEntry | Store
         )
 
 
-def _check_form(name: str, entry: TensorEntry | JoinedTensor, wanted: tuple[tuple[int, ...], bool]) -> None:
+def _check_form(name: str, entry: TensorEntry | JoinedTensor | CutTensor, wanted: tuple[tuple[int, ...], bool]) -> None:
     shape, floating = wanted
     if len(shape) == 3 and entry.shape == (shape[0], shape[2], shape[1]) != shape:
         raise CheckpointError(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
-import torch.distributed as dist
 
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.probe.measure import PerSecond, settle
@@ -79,7 +78,7 @@ def measure_ranks(ranks: ModelRanks, device: torch.device, sizes: Sizes) -> Rank
 
         push_s = _seconds_together(push, ranks, device, sizes.repeats)
         gather_s = _seconds_together(lambda: ranks.gather(slab), ranks, device, sizes.repeats)
-        reduce_s = _seconds_together(lambda: dist.all_reduce(summed, group=sums), ranks, device, sizes.repeats)
+        reduce_s = _seconds_together(lambda: sums.all_reduce(summed), ranks, device, sizes.repeats)
     return RankRates(
         num_ranks=num_ranks,
         num_hosts=num_hosts,

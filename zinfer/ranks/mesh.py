@@ -48,20 +48,26 @@ class Mesh:
 
     @classmethod
     def of(cls, stated: Mapping[str, int | None], hosts: Sequence[str]) -> "Mesh":
-        """Return the mesh of a configuration, or if it states no size, ZeRO on each host and replicas across hosts.
+        """Return the mesh of a configuration. If it states no size, see `by_hosts`; if only `tensor`, replicas of that.
 
         Args:
             stated: sizes by mode as in `zinfer.parallel`; None: not stated.
             hosts: the host of each rank.
 
         Raises:
-            ConfigError: the sizes do not multiply to the number of ranks.
+            ConfigError: the sizes do not multiply to the number of ranks, or cannot be combined.
         """
         sizes = {mode: size for mode, size in stated.items() if size is not None}
-        if not sizes:
-            return cls.by_hosts(hosts)
+        tensor = sizes.get("tensor", 1)
+        if sizes.keys() <= {"tensor"} and len(hosts) % tensor == 0:
+            return cls.by_hosts(hosts) if tensor == 1 else cls(replicas=len(hosts) // tensor, tensor=tensor)
         mesh = cls(**sizes)
         mesh.check(len(hosts))
+        if not mesh.is_available:
+            raise ConfigError(
+                f"zinfer.parallel = {json.dumps(mesh.stated)} is not available yet: ranks that gather slabs and ranks "
+                "that divide layers at once; set zero or tensor to 1, with replicas in its place"
+            )
         return mesh
 
     @classmethod
@@ -85,7 +91,7 @@ class Mesh:
     @property
     def is_available(self) -> bool:
         """Whether runs can use all its modes."""
-        return self.size == self.replicas * self.zero
+        return self.size in (self.replicas * self.zero, self.replicas * self.tensor)
 
     @property
     def stated(self) -> dict[str, int]:
@@ -95,8 +101,9 @@ class Mesh:
     def check(self, num_ranks: int) -> None:
         """Raise ConfigError unless the mesh has this number of ranks."""
         if self.size != num_ranks:
+            spelling = "" if self.tensor == 1 else " (tensor_parallel.tp_size)"
             raise ConfigError(
-                f"zinfer.parallel = {json.dumps(self.stated)} needs {_ranks(self.size)}, and there "
+                f"zinfer.parallel = {json.dumps(self.stated)}{spelling} needs {_ranks(self.size)}, and there "
                 f"{'is' if num_ranks == 1 else 'are'} {num_ranks}; start {_ranks(self.size)} (--ranks {self.size}, or "
                 f'torchrun), choose sizes whose product is {num_ranks}, or remove the key ("auto")'
             )

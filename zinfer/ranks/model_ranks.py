@@ -11,7 +11,8 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
@@ -20,10 +21,12 @@ import torch.distributed as dist
 
 from zinfer.errors import RankError
 from zinfer.offload.partition import Partition
+from zinfer.ranks.communicator import Communicator, TorchCommunicator
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.mesh import Mesh, Mode
-from zinfer.ranks.peer_copies import Card, PeerCopies, can_copy
-from zinfer.ranks.rank_store import SILENCE_S, RankStore, growing_pauses
+from zinfer.ranks.peer_communicator import PeerCommunicator
+from zinfer.ranks.peer_memory import Card, PeerMemory, can_copy
+from zinfer.ranks.rank_store import SILENCE_S, RankStore
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +35,6 @@ _PATIENCE_S: Final = 1.0  # for a rank in the middle of a pass to ask for its ne
 _KEPT_TURNS: Final = 1000  # more than any rank is behind another
 _LEFT: Final = 1 << 40  # added to the beats of a rank that has left, which is not lost
 _LEAVE_PAUSE_S: Final = 0.02
-_MOST_PAUSE_S: Final = 1e-3
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 _numbers = itertools.count()
 _open: "weakref.WeakSet[ModelRanks]" = weakref.WeakSet()
 _T = TypeVar("_T")
@@ -66,9 +67,8 @@ class ModelRanks:
         self.turn = 0
         self.failure: BaseException | None = None
         self._device = device
-        self._on_cuda = device.type == "cuda"
-        self._copies: PeerCopies | None = None
-        self._num_exchanges = 0
+        self._communicators: dict[Mode, Communicator] = {}
+        self._num_exchanges: Counter[Sequence[int]] = Counter()
         self._callbacks: list[Callable[[BaseException], None]] = []
         self._prefix = f"model/{next(_numbers)}"
         # A connection serves one thread: that of the model, of `wait_for_turn`, of `_watch`, of whoever met a failure.
@@ -79,72 +79,63 @@ class ModelRanks:
         self._watcher.start()
         _open.add(self)
         try:
-            copies = self._can_copy()  # nothing ends a wait in `new_group` for a rank that has failed before
-            self._slabs = self.communicator("zero", "gloo" if copies else None)
-            if copies:
-                self._copies = PeerCopies(self.partition, device, self._slabs)
+            self._slabs = self.communicator("zero")
         except BaseException as failure:
             self.leave_after(None, failure, None)
             raise
 
-    def communicator(self, mode: Mode, backend: str | None = None) -> Any:
-        """Return torch's process group of this rank's sub-group in a mode. All ranks of the job call it together.
-
-        Args:
-            mode: of the mesh.
-            backend: "gloo" or "nccl"; by default that of the slabs' device.
-        """
-        backend, timeout = backend or ("nccl" if self._on_cuda else "gloo"), timedelta(seconds=20 * SILENCE_S)
-        own: Any = None
-        for members in self.mesh.groups_along(mode):
-            made = dist.new_group(list(members), backend=backend, timeout=timeout)
-            own = made if self.group.rank in members else own
-        return own
+    def communicator(self, mode: Mode) -> Communicator:
+        """Return the communicator of this rank's sub-group in a mode. All ranks of the job call it together."""
+        if mode not in self._communicators:
+            self._communicators[mode] = self._open_communicator(mode)
+        return self._communicators[mode]
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """As `Ranks.allocate`."""
-        if self._copies is not None:
-            return self._copies.allocate(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._slabs.allocate(nbytes)
 
     def gather(self, slab: torch.Tensor) -> None:
         """As `Ranks.gather`."""
-        if self._copies is not None:
-            self._copies.gather(slab)
-            return
-        own = self.partition.own_range(slab, slab.nbytes)
-        self._await(_all_gather(slab, own, group=self._slabs, async_op=True))
+        self._slabs.gather(slab)
 
     def scatter(self, part: torch.Tensor, slab: torch.Tensor | None, source: int) -> None:
         """As `Ranks.scatter`."""
-        if self._copies is not None:
-            self._copies.scatter(part, slab, source)
-            return
-        ranges = None if slab is None else list(torch.chunk(slab, self.partition.size))
-        self._await(dist.scatter(part, ranges, src=self.members[source], group=self._slabs, async_op=True))
+        self._slabs.scatter(part, slab, source)
 
-    def exchange(self, value: _T) -> list[_T]:
+    def exchange(self, value: _T, members: Sequence[int] = ()) -> list[_T]:
         """Return every rank's value, by rank. All ranks call it in the same order, with what pickle takes.
+
+        Args:
+            value: this rank's.
+            members: the ranks that call it, this one among them; by default all of the job.
 
         Raises:
             RankError: another rank failed.
         """
-        name, self._num_exchanges = f"exchange/{self._num_exchanges}", self._num_exchanges + 1
-        self._store.set(f"{name}/{self.group.rank}", pickle.dumps(value))
+        members = tuple(members) or tuple(range(self.group.size))
+        number = self._num_exchanges[members]
+        self._num_exchanges[members] += 1
+        among = "exchange/" + "-".join(map(str, members))
+        self._store.set(f"{among}/{number}/{self.group.rank}", pickle.dumps(value))
         found: list[_T] = []
-        for rank in range(self.group.size):
-            while not self._store.arrives(f"{name}/{rank}", _BEAT_S):
+        for rank in members:
+            while not self._store.arrives(f"{among}/{number}/{rank}", _BEAT_S):
                 self.check()
-            found.append(pickle.loads(self._store.get(f"{name}/{rank}")))
+            found.append(pickle.loads(self._store.get(f"{among}/{number}/{rank}")))
+        if number:  # all have read the values before these
+            self._store.delete(f"{among}/{number - 1}/{self.group.rank}")
         return found
 
     def first_alone(self, work: Callable[[], _T]) -> _T:
-        """Run work on rank 0 and then on the others, which find what it has left on disk.
+        """Run work on one rank and then on the others, which find what it has left on disk.
+
+        Where ranks divide layers, each of the first group works first, for its own part.
 
         Raises:
             RankError: another rank failed.
         """
-        if self.group.rank == 0:
+        places = self.mesh.coordinates(self.group.rank).items()
+        if all(place == 0 for mode, place in places if mode != "tensor"):
             done = work()
             self.exchange(True)
             return done
@@ -241,8 +232,8 @@ class ModelRanks:
             log.debug("left alone: %s", error)
         finally:
             self._over.set()
-            if self._copies is not None:
-                self._copies.close()
+            for each in self._communicators.values():
+                each.close()
         if self.failure is None:
             for store in (self._store, self._coming, self._news, self._spare):
                 store.close()
@@ -252,27 +243,27 @@ class ModelRanks:
         while self.failure is None and not all(beat >= _LEFT for beat in self._beats(self._store)[1:]):
             time.sleep(_LEAVE_PAUSE_S)
 
-    def _can_copy(self) -> bool:
-        """Whether the members of every sub-group can copy from each other, by their GPUs."""
-        if not self._on_cuda:
+    def _open_communicator(self, mode: Mode) -> Communicator:
+        members = self.mesh.ranks_along(mode, self.group.rank)
+        partition = Partition(members.index(self.group.rank), len(members))
+        copies = self._can_copy(members)  # nothing ends a wait in `new_group` for a rank that has failed before
+        backend = "nccl" if self._device.type == "cuda" and not copies else "gloo"
+        own: Any = None
+        for each in self.mesh.groups_along(mode):
+            made = dist.new_group(list(each), backend=backend, timeout=timedelta(seconds=20 * SILENCE_S))
+            own = made if self.group.rank in each else own
+        if copies:
+            return PeerCommunicator(PeerMemory(partition, self._device, own))
+        return TorchCommunicator(own, members, partition, self._device, self.check, self._broken)
+
+    def _can_copy(self, members: Sequence[int]) -> bool:
+        """Whether the members of every sub-group of a mode can copy from each other, by their GPUs."""
+        if self._device.type != "cuda":
             self.exchange(True)
             return False
         every = self.exchange(Card.of(self.group.hosts[self.group.rank], self._device))
-        can = can_copy(self.partition.rank, [every[rank] for rank in self.members])
-        return all(self.exchange(can)) and self.partition.size > 1
-
-    def _await(self, work: Any) -> None:
-        """Wait for a collective on the host, unless a rank fails; on a CUDA device only the current stream waits."""
-        pauses = growing_pauses(_MOST_PAUSE_S)
-        try:
-            while not self._on_cuda and not work.is_completed():
-                self.check()
-                time.sleep(next(pauses))
-            work.wait()
-        except RankError:
-            raise
-        except RuntimeError as error:
-            raise self._broken(error) from error
+        can = can_copy(members.index(self.group.rank), [every[rank] for rank in members])
+        return all(self.exchange(can)) and len(members) > 1
 
     def _broken(self, error: BaseException) -> BaseException:
         """Return the error of a broken connection, with the rank that told of a failure or no longer beats."""
@@ -325,8 +316,8 @@ class ModelRanks:
 
     def _note(self, failure: BaseException) -> None:
         self.failure = self.failure or failure
-        if self._copies is not None:  # after the failure is set: what the device computes from now on is not used
-            self._copies.give_up()
+        for each in [*self._communicators.values()]:  # after the failure is set: what they give now is not used
+            each.give_up()
         for call in self._callbacks:
             call(failure)
 

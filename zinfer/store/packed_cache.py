@@ -19,6 +19,7 @@ from zinfer.config import Settings
 from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.partition import ModelBlock
+from zinfer.model.sharding.cut import Shard
 from zinfer.quantization.native.identity import Identity
 from zinfer.store.folder import Caller, find_manifest
 from zinfer.store.writing import write_store
@@ -31,14 +32,18 @@ ENGINE: Final = Caller(
     f"{KEY}:", KEY, "write a store with `zinfer quantize --device cpu` and give that as the model", waits=True
 )
 """An engine that writes its own store."""
-_NAME_CHARS: Final = 60  # of up to 4 bytes: with the digits within the 255 bytes of a file name
+_NAME_CHARS: Final = 55  # of up to 4 bytes: with the digits and the rank within the 255 bytes of a file name
 _NUM_DIGITS: Final = 12
 _NOTHING: Final = Quantization(rules=())
 """For quantized checkpoints: quantized matrices are copied, full-precision weights stay in full precision."""
 
 
 def stored_copy(
-    checkpoint: Checkpoint, blocks: Sequence[ModelBlock], dtype: torch.dtype, settings: Settings
+    checkpoint: Checkpoint,
+    blocks: Sequence[ModelBlock],
+    dtype: torch.dtype,
+    settings: Settings,
+    shard: Shard | None = None,
 ) -> Checkpoint | None:
     """Open the store of a checkpoint under `nvme_path`, writing it if it does not exist; None if none is needed.
 
@@ -49,6 +54,7 @@ def stored_copy(
         blocks: of the partitioned model; a store is needed if one of them must be converted.
         dtype: that products are computed in.
         settings: the engine's.
+        shard: the rank whose part of each layer the blocks hold; it has a store of its own.
 
     Raises:
         ConfigError: the folder cannot be used, or a store cannot have these settings.
@@ -65,15 +71,17 @@ def stored_copy(
             f"{KEY}: weights are converted for the disk out of a model's folder, not out of a list of files; give the "
             "folder with config.json as the checkpoint"
         )
-    identity = Identity.of(checkpoint, rules, dtype)
+    identity = Identity.of(checkpoint, rules, dtype, shard=str(shard) if shard else None)
     name = f"{_model_name(checkpoint.folder)}-{identity.digest()[:_NUM_DIGITS]}"
+    if shard is not None:
+        name += f"-{shard.rank}-of-{shard.size}"
     folder = nvme_path.absolute() / name
     with _damage_explained(folder):
         manifest = find_manifest(folder, identity, ENGINE)
     if manifest is None or not manifest.finished:
         make_folder(folder.parent)
         wanted = replace(settings, quantization=rules, dtype=dtype)
-        _write(checkpoint, folder, wanted, sum(block.block.nbytes for block in blocks))
+        _write(checkpoint, folder, wanted, sum(block.block.nbytes for block in blocks), shard)
     with _damage_explained(folder):
         return Checkpoint.open(folder)
 
@@ -95,14 +103,14 @@ def make_folder(nvme_path: Path) -> None:
         ) from error
 
 
-def _write(checkpoint: Checkpoint, folder: Path, settings: Settings, num_bytes: int) -> None:
+def _write(checkpoint: Checkpoint, folder: Path, settings: Settings, num_bytes: int, shard: Shard | None) -> None:
     log.warning(
         "%s: %s is written once, %s made of %s; later starts stream from there",
         *(KEY, folder, human_bytes(num_bytes), checkpoint.folder),
     )
     begin_s = time.perf_counter()
     try:
-        summary = write_store(checkpoint.folder, folder, settings, caller=ENGINE)
+        summary = write_store(checkpoint.folder, folder, settings, caller=ENGINE, shard=shard)
     except OSError as error:
         if isinstance(error.filename, str) and Path(error.filename).is_relative_to(folder):
             remedy = f"what is finished in {folder} is kept: make room there, or give another {KEY}"

@@ -16,6 +16,8 @@ from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.build import build_meta_model
 from zinfer.model.partition import ModelBlock, find_extents, partition_model
 from zinfer.model.quantized_forms import check_patterns
+from zinfer.model.sharding.cut import Shard
+from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Block, SlabLayout
 from zinfer.quantization.conversion import Squares
@@ -46,13 +48,20 @@ class Source:
     num_taken_over: int
 
     @classmethod
-    def open(cls, model: str | os.PathLike[str], settings: Settings, squares: Squares | None = None) -> "Source":
+    def open(
+        cls,
+        model: str | os.PathLike[str],
+        settings: Settings,
+        squares: Squares | None = None,
+        shard: Shard | None = None,
+    ) -> "Source":
         """Read the headers and partition the model.
 
         Args:
             model: the checkpoint.
             settings: what to quantize.
             squares: the result of a calibration, used when a weight is quantized; None: no columns are scaled.
+            shard: the rank whose part of each layer is stored; None: whole layers.
 
         Raises:
             ConfigError: the settings quantize nothing, or cannot be applied to this model.
@@ -73,6 +82,10 @@ class Source:
         tree = build_meta_model(checkpoint, settings.dtype)
         weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
         check_patterns(rules, tree)
+        if shard is not None:
+            sharding = Sharding.of(tree, shard, rules=rules)
+            weights = sharding.cut_weights(weights)
+            sharding.apply(tree)
         blocks = partition_model(tree, weights, rules, squares)
         blocks += _buffers(tree, weights, len(blocks))
         parameters = {

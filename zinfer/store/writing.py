@@ -22,6 +22,7 @@ from zinfer.checkpoint.folder import absolute
 from zinfer.config import Settings
 from zinfer.display import shown
 from zinfer.errors import ConfigError
+from zinfer.model.sharding.cut import Shard
 from zinfer.offload.block import Block
 from zinfer.probe.limits import choose_device
 from zinfer.quantization.native.identity import Identity
@@ -45,6 +46,7 @@ def write_store(
     calibration: Calibration | None = None,
     console: Console | None = None,
     caller: Caller = COMMAND,
+    shard: Shard | None = None,
 ) -> StoreSummary:
     """Quantize a checkpoint into a store, or resume one.
 
@@ -55,6 +57,7 @@ def write_store(
         calibration: measures the inputs of weights; columns are then scaled before they are rounded.
         console: shows the progress.
         caller: the words of messages, and whether to wait for another writer.
+        shard: the rank whose part of each layer is stored; None: whole layers.
 
     Raises:
         ConfigError: settings or output cannot be used.
@@ -64,9 +67,10 @@ def write_store(
     """
     device = choose_device(settings)
     with shown(Meter(console)) as meter:
-        source = Source.open(model, settings, calibration.squares if calibration else None)
+        source = Source.open(model, settings, calibration.squares if calibration else None, shard)
         prompts = calibration.sha256 if calibration else None
-        identity = Identity.of(source.checkpoint, source.rules, source.dtype, prompts)
+        part = str(shard) if shard else None
+        identity = Identity.of(source.checkpoint, source.rules, source.dtype, prompts, part)
         folder = absolute(output)
         summary = StoreSummary(
             output=folder,

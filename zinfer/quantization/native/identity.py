@@ -30,12 +30,18 @@ class Identity:
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, rules: Quantization, dtype: torch.dtype, calibration: str | None = None
+        cls,
+        checkpoint: Checkpoint,
+        rules: Quantization,
+        dtype: torch.dtype,
+        calibration: str | None = None,
+        shard: str | None = None,
     ) -> "Identity":
         """Make the identity of an opened source; reads samples of its weights, which distinguish fine-tunes of a model.
 
         Args:
             calibration: hash of the calibration's prompts.
+            shard: the rank among how many whose part of each layer the store holds; None: whole layers.
 
         Raises:
             OSError: a file cannot be read.
@@ -48,7 +54,8 @@ class Identity:
         }
         settings = {"dtype": str(dtype).removeprefix("torch.")} | rules.as_document()
         del settings["activations"]  # changes no byte of a store
-        return cls(source, settings | ({"calibration_sha256": calibration} if calibration else {}))
+        settings |= {"calibration_sha256": calibration} if calibration else {}
+        return cls(source, settings | ({"shard": shard} if shard else {}))
 
     def digest(self) -> str:
         """Return the SHA-256 of all compared values, in hexadecimal digits."""

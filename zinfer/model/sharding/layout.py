@@ -1,0 +1,179 @@
+"""Cuts the parameters of one layer as its family's plan says."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from zinfer.errors import ConfigError
+from zinfer.model.sharding import plans
+from zinfer.model.sharding.cut import Cut, Shard
+from zinfer.model.sharding.heads import Heads, heads_in
+
+_ATTENTION: Final = re.compile(r"attn|attention", re.IGNORECASE)
+_OF_KEYS: Final = re.compile(r"(^|\.)(k_proj|v_proj)$")
+# Weights that every rank holds whole: norms, routers, and the first products of latent attention.
+_WHOLE: Final = re.compile(r"norm|(^|\.)ln_|(^|\.)(gate|router)\.|q_a_proj|kv_a_proj", re.IGNORECASE)
+_ADDS: Final = (plans.ROWWISE, plans.SPLIT)
+_WHOLE_HEADS: Final = (plans.GATHERED, plans.SPLIT, plans.REPLICATED)
+_WIDTHS: Final = ("intermediate_size", "intermediate_dim")
+
+
+@dataclass
+class LayerCuts:
+    """What becomes of a layer's modules and parameters, by their names in the model.
+
+    Attributes:
+        cuts: the parameters of which a rank has ranges.
+        first_only: biases that are added after a sum over ranks, so that only the first rank has them.
+        sums: modules whose outputs are summed over ranks.
+        gathers: modules whose outputs are joined along the last dimension.
+        splits: modules that take their part of the last dimension of an input that all ranks have whole.
+        heads: of attention modules.
+        changes: attributes of modules, with the values for this rank.
+    """
+
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    first_only: list[str] = field(default_factory=list)
+    sums: list[str] = field(default_factory=list)
+    gathers: list[str] = field(default_factory=list)
+    splits: list[str] = field(default_factory=list)
+    heads: dict[str, Heads] = field(default_factory=dict)
+    changes: list[tuple[Any, str, object]] = field(default_factory=list)
+
+
+class LayerDivider:
+    """Divides layers of one model.
+
+    Args:
+        plan: of the model's family.
+        shard: this rank's place.
+        config: of the model's text part.
+        unit: rows of a feed-forward that stay together if they can, because they share scales.
+    """
+
+    def __init__(self, plan: plans.Plan, shard: Shard, config: Any, unit: int = 1) -> None:
+        self._plan, self._shard, self._config, self._unit = plan, shard, config, unit
+
+    def divide(self, name: str, layer: nn.Module, found: LayerCuts) -> None:
+        """Add what becomes of a layer.
+
+        Raises:
+            ConfigError: heads or widths cannot be divided, or the plan lacks a weight.
+        """
+        heads = self._heads_of(layer)
+        for path, module in layer.named_modules():
+            style = self._style(path)
+            if style in (*_ADDS, plans.EXPERTS):
+                found.sums.append(f"{name}.{path}")
+            if style == plans.GATHERED:
+                found.gathers.append(f"{name}.{path}")
+            if style == plans.SPLIT:
+                found.splits.append(f"{name}.{path}")
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    whole = f"{path}.{leaf}" if path else leaf
+                    self._cut(f"{name}.{whole}", whole, module, parameter, heads, found)
+        self._change_attributes(name, layer, heads, found)
+
+    def _cut(
+        self,
+        name: str,
+        path: str,
+        module: nn.Module,
+        parameter: torch.Tensor,
+        heads: Mapping[str, Heads],
+        found: LayerCuts,
+    ) -> None:
+        owner, _, leaf = path.rpartition(".")
+        style = self._style(path) or self._style(owner)
+        style = None if style == plans.EXPERTS else style
+        if style is None and not _WHOLE.search(path):
+            raise ConfigError(
+                f"tensor_parallel.tp_size: no plan says how {name} is divided; leave the key out: the ranks then "
+                "share the weights"
+            )
+        if style in (None, plans.REPLICATED):
+            return
+        is_bias = leaf.endswith("bias")
+        is_transposed = isinstance(module, Conv1D) or bool(getattr(module, "is_transposed", False))
+        if style in _ADDS and is_bias:
+            found.first_only.append(name)
+            return
+        dim = parameter.dim() - (1 if is_bias or is_transposed or style == plans.PER_HEAD else 2)
+        if style in _ADDS:
+            dim = parameter.dim() - (2 if is_transposed else 1)
+        own = next((each for root, each in heads.items() if path.startswith(f"{root}.")), None)
+        found.cuts[name] = self._cut_of(style, name, owner, dim, parameter.shape[dim], own)
+
+    def _cut_of(self, style: str, name: str, owner: str, dim: int, length: int, heads: Heads | None) -> Cut:
+        if style in (plans.GATHERED, plans.SPLIT):
+            return self._even(name, dim, length)
+        if heads is None:
+            return self._of_feed_forward(style, name, dim, length)
+        if style == plans.FUSED:
+            return heads.fused(dim, length)
+        if style == plans.GROUPED:
+            return heads.grouped(dim, length)
+        return heads.keys(dim, length) if _OF_KEYS.search(owner) else heads.queries(dim, length)
+
+    def _of_feed_forward(self, style: str, name: str, dim: int, length: int) -> Cut:
+        parts = 2 if style in (plans.PACKED, plans.PAIRED) else 1
+        width = length // parts
+        begin, end = self._shard.bounds(width, self._unit_of(name, width))
+        if style == plans.PAIRED:
+            return Cut(dim, ((2 * begin, 2 * end),))
+        return Cut(dim, tuple((part * width + begin, part * width + end) for part in range(parts)))
+
+    def _unit_of(self, name: str, width: int) -> int:
+        if width < self._shard.size:
+            raise ConfigError(f"tensor_parallel.tp_size = {self._shard.size} is more than the {width} rows of {name}")
+        is_usable = width % self._unit == 0 and width // self._unit >= self._shard.size
+        return self._unit if is_usable else 1
+
+    def _even(self, name: str, dim: int, length: int) -> Cut:
+        if length % self._shard.size:
+            raise ConfigError(
+                f"tensor_parallel.tp_size = {self._shard.size} does not divide the {length} rows or columns of {name}"
+            )
+        return Cut(dim, (self._shard.bounds(length),))
+
+    def _style(self, path: str) -> str | None:
+        return next((style for end, style in self._plan.items() if path == end or path.endswith(f".{end}")), None)
+
+    def _heads_of(self, layer: nn.Module) -> dict[str, Heads]:
+        """Return the heads of each attention in a layer that is divided by heads, by its path."""
+        found: dict[str, Heads] = {}
+        for path, _ in layer.named_modules():
+            parts = path.split(".")
+            place = next((at for at, part in enumerate(parts) if _ATTENTION.search(part) and "norm" not in part), None)
+            if place is None or (style := self._style(path)) in (None, *_WHOLE_HEADS):
+                continue
+            assert style is not None
+            root = ".".join(parts[: place + 1])
+            if root not in found:
+                owners = [each for each in layer.get_submodule(root).modules() if not isinstance(each, nn.Linear)]
+                counts = [heads_in(each, self._config) for each in owners]
+                found[root] = Heads.of(*min(counts, key=lambda count: count[1]), self._shard)
+        return found
+
+    def _change_attributes(self, name: str, layer: nn.Module, heads: Mapping[str, Heads], found: LayerCuts) -> None:
+        for root, own in heads.items():
+            found.heads[f"{name}.{root}"] = own
+            for module in layer.get_submodule(root).modules():
+                if any(True for _ in module.children()) or "num_key_value_groups" in vars(module):
+                    found.changes += own.changes_of(module)
+        for path, module in layer.named_modules():
+            for width in _WIDTHS:
+                value = vars(module).get(width)
+                if isinstance(value, int) and self._divides_children(path, module):
+                    begin, end = self._shard.bounds(value, self._unit_of(f"{name}.{path}", value))
+                    found.changes.append((module, width, end - begin))
+
+    def _divides_children(self, path: str, module: nn.Module) -> bool:
+        names = [*module._modules, *module._parameters]
+        return any(self._style(f"{path}.{name}" if path else name) == plans.ROWWISE for name in names)

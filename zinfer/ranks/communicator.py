@@ -1,0 +1,115 @@
+"""Exchanges of tensors among the ranks of one mode of the mesh."""
+
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+
+from zinfer.errors import RankError
+from zinfer.offload.partition import Partition
+from zinfer.ranks.rank_store import growing_pauses
+
+_MOST_PAUSE_S: Final = 1e-3
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+
+
+class Communicator(Protocol):
+    """The ranks of one mode. All of them make the same calls in the same order.
+
+    On a CUDA device work is enqueued on the current stream; after a failure the results hold anything. Every method
+    raises RankError once a rank of the job has failed.
+    """
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return memory of a slot (uint8), which `gather` fills fastest."""
+
+    def gather(self, slab: torch.Tensor) -> None:
+        """As `zinfer.offload.ranks.Ranks.gather`."""
+
+    def scatter(self, part: torch.Tensor, slab: torch.Tensor | None, source: int) -> None:
+        """As `zinfer.offload.ranks.Ranks.scatter`."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' tensors, the same bits on all; in place if the tensor is contiguous."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the ranks' tensors of one shape as [ranks, *shape]."""
+
+    def give_up(self) -> None:
+        """Let the device end work that waits for a rank that has failed; may be called again, by any thread."""
+
+    def close(self) -> None:
+        """Free the memory; the device is done with it."""
+
+
+class TorchCommunicator:
+    """Implements `Communicator` by torch.distributed: gloo, or NCCL.
+
+    Args:
+        group: torch's.
+        members: the ranks of the group.
+        partition: this rank's place among them.
+        device: of the tensors.
+        check: raises the error of a rank that has failed.
+        broken: makes the error of a connection that broke.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        members: tuple[int, ...],
+        partition: Partition,
+        device: torch.device,
+        check: Callable[[], None],
+        broken: Callable[[RuntimeError], BaseException],
+    ) -> None:
+        self.group, self.partition = group, partition
+        self._members, self._device = members, device
+        self._check, self._broken = check, broken
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """As `Communicator.allocate`."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def gather(self, slab: torch.Tensor) -> None:
+        """As `Communicator.gather`."""
+        own = self.partition.own_range(slab, slab.nbytes)
+        self._await(_all_gather(slab, own, group=self.group, async_op=True))
+
+    def scatter(self, part: torch.Tensor, slab: torch.Tensor | None, source: int) -> None:
+        """As `Communicator.scatter`."""
+        ranges = None if slab is None else list(torch.chunk(slab, self.partition.size))
+        self._await(dist.scatter(part, ranges, src=self._members[source], group=self.group, async_op=True))
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As `Communicator.all_reduce`."""
+        tensor = tensor.contiguous()
+        self._await(dist.all_reduce(tensor, group=self.group, async_op=True))
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As `Communicator.all_gather`."""
+        found = tensor.new_empty((self.partition.size, *tensor.shape))
+        self._await(_all_gather(found.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=True))
+        return found
+
+    def give_up(self) -> None:
+        """As `Communicator.give_up`: waits on the host end by themselves, and NCCL's at their timeout."""
+
+    def close(self) -> None:
+        """As `Communicator.close`."""
+
+    def _await(self, work: Any) -> None:
+        """Wait for a collective on the host, unless a rank fails; on a CUDA device only the current stream waits."""
+        pauses = growing_pauses(_MOST_PAUSE_S)
+        try:
+            while self._device.type != "cuda" and not work.is_completed():
+                self._check()
+                time.sleep(next(pauses))
+            work.wait()
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise self._broken(error) from error
