@@ -31,6 +31,7 @@ START_COMMANDS: Final = (
     "test_cli_kill.py",
     "test_corruptions.py",
     "test_faults_jobs.py",
+    "test_hosts.py",
     "test_lost_streams.py",
     "test_packed_cache_processes.py",
     "test_quantize_cli.py",

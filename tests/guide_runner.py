@@ -6,7 +6,8 @@ run, `zinfer` in this process, and the lines below are the expected output; an e
 `$ echo $?`. In expected output `...` matches anything, and runs of spaces match any number of spaces.
 
 Comments before a block: `file: NAME` writes it to a file for later blocks; `deepspeed` compiles Python without running
-it; `slow` only checks a console's options, unless GUIDE_SLOW=1 is in the environment.
+it, and so does `ray` (`tests/test_ray.py` runs it); `slow` only checks a console's options, unless GUIDE_SLOW=1 is in
+the environment.
 """
 
 import ast
@@ -49,7 +50,7 @@ class PageRunner:
 
     def _python(self, block: Block) -> None:
         tree = ast.parse("\n" * (block.line - 1) + block.text, str(block.page))
-        if block.comment == "deepspeed":
+        if block.comment in ("deepspeed", "ray"):
             compile(tree, str(block.page), "exec")
             return
         checks = SAID.search(block.text) or any(isinstance(node, ast.Assert) for node in ast.walk(tree))

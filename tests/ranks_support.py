@@ -30,7 +30,7 @@ class Ranks:
     """
 
     def __init__(self, size: int, function: Callable[..., Any], *args: Any) -> None:
-        port = _free_port()
+        port = free_port()
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -96,7 +96,8 @@ def _run(
     pipe.send_bytes(pickle.dumps(found))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nothing listens on."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -169,6 +169,16 @@ def test_continuous_batching_needs_no_equal_passes(llama: Path, device: str) -> 
     assert len({token for row in found[1] for token in row}) > 8
 
 
+def within_a_group(rank: int, folder: Path) -> list[list[int]]:
+    """As `texts`, in a program that has connected the ranks itself."""
+    torch.distributed.init_process_group("gloo")
+    return texts(rank, folder)
+
+
+def test_a_program_that_has_connected_the_ranks_is_joined(llama: Path) -> None:
+    assert run_ranks(2, within_a_group, llama) == [texts(rank, llama) for rank in range(2)]
+
+
 def mixed(rank: int, folder: Path, settings: dict[str, Any], synchronous: bool) -> tuple[torch.Tensor, dict[str, int]]:
     settings["zinfer"]["synchronous"] = synchronous
     engine = zinfer.init_inference(folder, settings)

@@ -6,74 +6,22 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from commands import Process, start
+from commands import start
 from family_models import family_model
 from jobs_support import letters_model, letters_tokenizer, prompt_rows, read_rows, write_rows
+from ranks_job_support import CONFIG, Job, ended
+from ranks_support import free_port
 
 from zinfer.cli.rank_endings import Ending, first_cause
 from zinfer.jobs.manifest import read_manifest
 
 NUM_ROWS = 48
-CONFIG = '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}'
-END_S = 60  # in which a failure of one rank ends the others
 BAD_ROWS = [{"id": "misspelt", "prompt": "abc", "temperatur": 1}, {"id": "long", "prompt": "a" * 500}]
-
-
-class Job:
-    """`zinfer run` on the files of a folder, on one rank or several, in processes of its own."""
-
-    def __init__(self, folder: Path, output: str, *options: str, rows: str = "in.jsonl") -> None:
-        self.folder, self.output = folder, folder / output
-        files = ["--model", "model", "--input", rows, "--output", output, "--config", "ds.json"]
-        self.words = ["run", *files, "--device", "cpu", *options]
-
-    def start(self, num_ranks: int, limit_bytes: int | None = None) -> list[Process]:
-        """Start the ranks, as torchrun would."""
-        port = _free_port()
-        found = []
-        for rank in range(num_ranks):
-            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            found.append(start(self.words, self.folder, warm=True, limit_bytes=limit_bytes, variables=variables))
-        return found
-
-    def run(self, num_ranks: int, exit_code: int = 0) -> str:
-        """Run to the end; returns what rank 0 wrote to stdout."""
-        said = ended(self.start(num_ranks))
-        assert [code for code, _, _ in said] == [exit_code] * num_ranks, said
-        assert [(out, err) for _, out, err in said[1:]] == [("", "")] * (num_ranks - 1), "only rank 0 speaks"
-        return said[0][1]
-
-    def rows(self) -> list[bytes]:
-        """The lines of the output, sorted: ranks write them as they come."""
-        return sorted(self.output.read_bytes().splitlines())
-
-    def wait_for_rows(self, processes: Sequence[Process], num_bytes: int) -> None:
-        while not self.output.exists() or self.output.stat().st_size <= num_bytes:
-            assert all(process.poll() is None for process in processes), [each.communicate() for each in processes]
-            time.sleep(0.001)
-
-
-def ended(processes: Sequence[Process]) -> list[tuple[int | None, str, str]]:
-    """Exit codes, stdout and stderr of processes that end in time."""
-    try:
-        said = [process.communicate(timeout=END_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +177,7 @@ def damaged(rank: str, what: str) -> None:
 @pytest.mark.parametrize("what", ["__init__", "complete"])
 def test_an_error_of_another_rank_is_told_once_by_rank_0(folder: Path, what: str) -> None:
     job = Job(folder, f"raised-{what}.jsonl", "--batch-size", "4")
-    port = _free_port()
+    port = free_port()
     processes = []
     for rank in range(2):
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

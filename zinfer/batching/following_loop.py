@@ -20,7 +20,7 @@ from zinfer.batching.lockstep import Admitted, Cancelled, Change, Follower, Pref
 from zinfer.batching.request import Request, SentRequest
 from zinfer.batching.serving_loop import ServingLoop
 from zinfer.errors import RankError
-from zinfer.ranks.rank_store import SILENCE_S
+from zinfer.ranks.sockets import SILENCE_S
 from zinfer.requests.completion import Completion
 
 _LOOK_S: Final = 10.0  # how soon a call that waits too long is noticed

@@ -52,15 +52,16 @@ def bench(
     with exit_on_error(), raise_on_signals():
         cap_bytes = None if memory_cap is None else _cap_bytes(memory_cap)
         with importing():
-            from zinfer.cli.launch import check_mesh, choose_num_ranks, end_with_launcher, launch
+            from zinfer.cli.launch import begin_rank, check_mesh, choose_num_ranks, launch
+
+            begin_rank(ranks)
             from zinfer.config import resolve_settings
             from zinfer.jobs.bench import run_bench
             from zinfer.jobs.bench_result import BenchRequest
             from zinfer.jobs.bench_summary import bench_document, bench_table
             from zinfer.jobs.rivals import chosen_rivals
-            from zinfer.ranks.group import is_first
+            from zinfer.ranks.environment import own_rank
 
-        end_with_launcher()
         request = BenchRequest(
             model=model,
             new_tokens=new_tokens,
@@ -77,7 +78,7 @@ def bench(
         if (num_ranks := choose_num_ranks(ranks, device)) > 1:
             check_mesh(resolve_settings(config, request.keys()).parallel, num_ranks)
             launch(num_ranks, lambda: "Nothing was kept")
-        is_shown = is_first()
+        is_shown = own_rank() == 0
         result = run_bench(request, Console(stderr=True) if is_shown else None)
         if not is_shown:
             return

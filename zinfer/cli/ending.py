@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from zinfer.cli.rank_endings import LAUNCHER, Ending, note_ending
 from zinfer.display import LastingStream, print_text
 from zinfer.errors import CheckpointError, ConfigError, JobError, PlanError, RankError
 from zinfer.jobs.request import OtherRankFailed, UnusableInput
+from zinfer.ranks.environment import host_name, own_rank
 
 Device = Literal["auto", "cuda", "cpu"]
 
@@ -79,8 +79,8 @@ def conclude(text: str, exit_code: int, *, is_own: bool = True) -> NoReturn:
         is_own: whether the cause lies in this process, not in a signal or another rank.
     """
     if LAUNCHER in os.environ:
-        note_ending(Ending(int(os.environ["RANK"]), socket.gethostname(), text, exit_code, is_own))
-    elif os.environ.get("RANK", "0") == "0" or is_own:
+        note_ending(Ending(own_rank(), host_name(), text, exit_code, is_own))
+    elif is_own or own_rank() == 0:
         say(text)
     raise typer.Exit(exit_code) from None
 

@@ -4,7 +4,6 @@ import ctypes
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,9 @@ import typer
 from zinfer.cli.ending import EXIT_ROWS_FAILED, EXIT_STOPPED, ending_signals, say
 from zinfer.cli.rank_endings import LAUNCHER, first_cause, read_endings
 from zinfer.errors import ConfigError
+from zinfer.ranks.announcing import announce
+from zinfer.ranks.environment import host_name, is_several, num_started
+from zinfer.ranks.sockets import SILENCE_S
 
 if TYPE_CHECKING:
     from zinfer.config.settings import Parallel
@@ -34,18 +36,11 @@ def choose_num_ranks(stated: int | None, device: str) -> int:
         device: the configured one: "auto", "cuda" or "cpu".
 
     Raises:
-        ConfigError: the number differs from that of the processes started already, or is more than there are GPUs.
+        ConfigError: the number is more than there are GPUs.
     """
     import torch
 
-    from zinfer.ranks.group import is_several
-
-    if is_several():
-        started = os.environ.get("WORLD_SIZE")
-        if stated is not None and started is not None and str(stated) != started:
-            raise ConfigError(f"--ranks is {stated}, but {started} processes were started; leave --ranks out")
-        return 1
-    if stated is None:
+    if stated is None or is_several():
         return 1
     num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if stated > num_gpus and (num_gpus or device == "cuda"):
@@ -62,7 +57,24 @@ def check_mesh(parallel: "Parallel", num_ranks: int) -> None:
     Mesh.of(vars(parallel), [_LOCAL] * num_ranks)
 
 
-def end_with_launcher() -> None:
+def begin_rank(stated: int | None) -> None:
+    """Announce this process to the others it was started with, if any; called before torch is imported.
+
+    Args:
+        stated: the number of ranks that the user gave, if any.
+
+    Raises:
+        ConfigError: the number differs from that of the processes started; or as `announce`.
+    """
+    if not is_several():
+        return
+    if stated is not None and stated != num_started():
+        raise ConfigError(f"--ranks is {stated}, but {num_started()} processes were started; leave --ranks out")
+    _end_with_launcher()
+    announce(SILENCE_S)
+
+
+def _end_with_launcher() -> None:
     """Let the kernel send SIGTERM to this process, a rank, when its launcher ends."""
     if LAUNCHER not in os.environ:
         return
@@ -112,7 +124,7 @@ def launch(num_ranks: int, kept: Callable[[], str]) -> NoReturn:
             if killed and (first in killed or ending is None or not ending.is_own):
                 rank, number = next(iter(killed.items()))
                 name = signal.Signals(number).name
-                text = f"error: rank {rank} on {socket.gethostname()} was killed by {name}. {kept()}; {_AGAIN}"
+                text = f"error: rank {rank} on {host_name()} was killed by {name}. {kept()}; {_AGAIN}"
                 exit_code = EXIT_STOPPED
             elif ending is not None:
                 text, exit_code = ending.told, ending.exit_code

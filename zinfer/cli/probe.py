@@ -49,12 +49,13 @@ def probe(
             _tune(tune)
             return
         with importing():
-            from zinfer.cli.launch import choose_num_ranks, end_with_launcher, launch
+            from zinfer.cli.launch import begin_rank, choose_num_ranks, launch
+
+            begin_rank(ranks)
             from zinfer.config import Settings
             from zinfer.probe.limits import choose_device
             from zinfer.ranks.group import join_group
 
-        end_with_launcher()
         num_ranks = choose_num_ranks(ranks, device)
         if num_ranks > 1:
             launch(num_ranks, lambda: _KEPT)

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals
 from zinfer.jobs.request import Pooling, Task, kept_message
+from zinfer.ranks.environment import own_rank
 
 
 def run(
@@ -43,12 +44,13 @@ def run(
 
     Exit codes: 0 all rows done, 3 some rows failed, 2 unusable input, 1 error, 130 Ctrl-C, 143 SIGTERM.
     """
-    with exit_on_error(lambda: kept_message(output)), raise_on_signals():
+    with exit_on_error(lambda: _kept(output)), raise_on_signals():
         with importing():
-            from zinfer.cli.launch import check_mesh, choose_num_ranks, end_with_launcher, launch
+            from zinfer.cli.launch import begin_rank, check_mesh, choose_num_ranks, launch
+
+            begin_rank(ranks)
             from zinfer.config import resolve_settings
 
-            end_with_launcher()
         settings = resolve_settings(config, {"device": device}, swaps=task is Task.GENERATE)
         num_ranks = choose_num_ranks(ranks, settings.device)
         if num_ranks > 1:
@@ -57,9 +59,8 @@ def run(
         with importing():
             from zinfer.jobs.job import run_job
             from zinfer.jobs.summary import summary_table
-            from zinfer.ranks.group import is_first
 
-        is_shown = is_first()
+        is_shown = own_rank() == 0
         summary = run_job(
             str(model),
             input,
@@ -78,3 +79,8 @@ def run(
     if is_shown:
         Console().print(summary_table(summary))
     raise typer.Exit(summary.exit_code)
+
+
+def _kept(output: Path) -> str:
+    """Return a message on the rows in the output, which other ranks than 0 do not see."""
+    return kept_message(output) if own_rank() == 0 else "Rank 0 keeps the finished rows"

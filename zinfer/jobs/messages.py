@@ -83,6 +83,11 @@ class Finished:
     summary: JobSummary
 
 
+@dataclass(frozen=True)
+class Left:
+    """From rank 0, which ends early and tells the user why."""
+
+
 class Cause(IntEnum):
     """Why a rank ended early; of several, the first of this order is told."""
 

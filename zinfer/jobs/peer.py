@@ -1,12 +1,18 @@
-"""`Peer`: one other rank of a job, as rank 0 knows it."""
+"""One other rank of a job, as rank 0 knows it."""
 
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any, Final
 
-from zinfer.jobs.messages import Hello
+from zinfer.jobs.messages import Hello, Left
 from zinfer.jobs.progress import Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.offload.stats import RunStats
+from zinfer.ranks.links import end_link
+
+_LEAVE_S: Final = 2.0
 
 
 class Peer:
@@ -26,3 +32,21 @@ class Peer:
         self.missing: Mapping[int, int] = {}
         self.is_busy = self.is_ended = self.has_failed = False
         self.stats: RunStats | None = None
+        self._sending = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Send a message; called by any thread.
+
+        Raises:
+            OSError: the rank is gone.
+        """
+        with self._sending:
+            self.link.send(message)
+
+    def leave(self) -> None:
+        """Say that rank 0 ends, unless another message has been on its way for long, and end the connection."""
+        if self._sending.acquire(timeout=_LEAVE_S):
+            with suppress(OSError):  # gone itself
+                self.link.send(Left())
+            self._sending.release()
+        end_link(self.link)

@@ -16,7 +16,21 @@ from zinfer.config import Settings
 from zinfer.errors import RankError
 from zinfer.jobs.completer import Completer
 from zinfer.jobs.execution_mode import ExecutionMode
-from zinfer.jobs.messages import Answered, Begin, Cause, End, Ended, Failed, Finished, Hello, Idle, Open, Ready, Work
+from zinfer.jobs.messages import (
+    Answered,
+    Begin,
+    Cause,
+    End,
+    Ended,
+    Failed,
+    Finished,
+    Hello,
+    Idle,
+    Left,
+    Open,
+    Ready,
+    Work,
+)
 from zinfer.jobs.progress import Load, Meter
 from zinfer.jobs.request import JobRequest, OtherRankFailed
 from zinfer.jobs.summary import JobSummary
@@ -29,6 +43,7 @@ from zinfer.ranks.model_ranks import fail_models
 from zinfer.requests.prompt_encoder import find_tokenizer
 
 _NEWS_S: Final = 1.0  # of counters, for the progress that rank 0 shows
+_GRACE_S: Final = 1.0  # for news of rank 0, if the model fails with it
 
 
 class PeerWorker:
@@ -53,9 +68,10 @@ class PeerWorker:
         self._over = threading.Event()
         self._sending = threading.Lock()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._is_alone = False
+        self._is_alone = self._was_told = False
         [self._link] = open_links(group)
-        threading.Thread(target=self._receive, name="zinfer-rank-0", daemon=True).start()
+        self._receiver = threading.Thread(target=self._receive, name="zinfer-rank-0", daemon=True)
+        self._receiver.start()
 
     def run(self) -> JobSummary:
         """Compute what rank 0 sends until the job is done.
@@ -69,7 +85,15 @@ class PeerWorker:
             fail_models(failure)
             cause, text = self._explain(failure)
             self._send(Failed(cause, text))
-            if self._is_alone or cause is Cause.OTHER_RANK:
+            if cause is Cause.OTHER_RANK:
+                self._receiver.join(_GRACE_S)
+            is_alone, was_told = self._is_alone, self._was_told  # before the connection is ended here
+            with suppress(RankError):  # which tells less
+                self.close()
+            if is_alone and not was_told and cause is not Cause.SIGNAL:
+                text = f"{self._first()} ended without a word: it was killed, or has lost its connection"
+                raise RankError(text) from failure
+            if is_alone or cause is Cause.OTHER_RANK:
                 raise OtherRankFailed(text) from failure
             raise
 
@@ -133,19 +157,24 @@ class PeerWorker:
     def _next(self) -> Any:
         message = self._inbox.get()
         if message is None:
-            raise OtherRankFailed(f"rank 0 on {self._group.hosts[0]} ended the job")
+            raise OtherRankFailed(f"{self._first()} ended the job")
         return message
 
     def _receive(self) -> None:
         """Receive rank 0's messages; once it is gone, nothing is computed any more."""
         with suppress(EOFError, OSError):
-            while not isinstance(message := self._link.recv(), Finished):
+            while not isinstance(message := self._link.recv(), Finished | Left):
                 self._inbox.put(message)
-            self._inbox.put(message)
-            return
+            self._was_told = True
+            if isinstance(message, Finished):
+                self._inbox.put(message)
+                return
         self._is_alone = True
         self._inbox.put(None)
-        fail_models(RankError(f"rank 0 on {self._group.hosts[0]} ended the job"))
+        fail_models(RankError(f"{self._first()} ended the job"))
+
+    def _first(self) -> str:
+        return f"rank 0 on {self._group.hosts[0]}"
 
     def _send(self, message: Any) -> None:
         with suppress(OSError), self._sending:  # rank 0 is gone: `_receive` notices

@@ -23,7 +23,7 @@ from zinfer.jobs.rows import BadRow
 from zinfer.jobs.summary import JobSummary
 from zinfer.offload.stats import RunStats
 from zinfer.ranks.group import RankGroup
-from zinfer.ranks.links import end_link, open_links
+from zinfer.ranks.links import open_links
 from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.model_ranks import fail_models
 from zinfer.units import name_values
@@ -202,9 +202,10 @@ class Peers:
 
     def close(self) -> None:
         """End the connections; ranks that have not ended do so. May be called again."""
-        self._is_closed = True
-        for peer in self._peers:
-            end_link(peer.link)
+        if not self._is_closed:
+            self._is_closed = True
+            for peer in self._peers:
+                peer.leave()
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         with self._changed:
@@ -265,7 +266,7 @@ class Peers:
 
     def _send(self, peer: Peer, message: Any) -> None:
         with suppress(OSError):  # gone: its thread tells
-            peer.link.send(message)
+            peer.send(message)
 
     def _note(self, cause: Cause, failure: JobError | str) -> None:
         if isinstance(failure, str):

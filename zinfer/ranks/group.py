@@ -1,26 +1,27 @@
-"""The group of processes of one job, from torchrun's or SLURM's environment."""
+"""The group of processes of one job, from torchrun's, SLURM's or MPI's environment."""
 
 import atexit
 import os
-import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from typing import Any, Final, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from zinfer.errors import ConfigError, RankError
+from zinfer.ranks.announcing import announce
+from zinfer.ranks.environment import RankEnvironment, is_several, read_environment
 from zinfer.ranks.numa import gpu_node, pin_to_node
+from zinfer.ranks.roll_call import START_S, Roll, RollCall
+from zinfer.ranks.roll_member import RollMember
+from zinfer.ranks.sockets import SILENCE_S
 
-_JOIN_S: Final = 300  # the others may still import torch
-_SIZE: Final = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-_RANK: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-_LOCAL_RANK: Final = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
-_NUM_LOCAL: Final = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_MESH_S: Final = timedelta(seconds=SILENCE_S)  # all are ready: connections take milliseconds
+_NEWS_S: Final = 1.0
 
 _T = TypeVar("_T")
 
@@ -34,49 +35,41 @@ class RankGroup:
         size: the number of processes.
         local_rank: its number on this host.
         num_local: the processes on this host.
-        hosts: the host names of all ranks.
-        address, port: of the store that rank 0 keeps for all.
+        address: of rank 0's host.
+        roll: the host names of all ranks, and the port of the store that rank 0 keeps for all.
+        roll_call: opens links between the ranks.
     """
 
     rank: int
     size: int
     local_rank: int
     num_local: int
-    hosts: tuple[str, ...]
     address: str
-    port: int
+    roll: Roll
+    roll_call: RollCall | RollMember
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host names of all ranks."""
+        return self.roll.hosts
 
     def connect(self) -> TCPStore:
         """Return a connection of its own to the store: a wait on one connection holds up other calls on it."""
-        return TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=_JOIN_S))
-
-
-def is_several() -> bool:
-    """Whether the environment says that this process is one of several.
-
-    SLURM and MPI set their variables for a single process too, so theirs count only together with `MASTER_ADDR`.
-    """
-    names = _SIZE if "MASTER_ADDR" in os.environ else _SIZE[:1]
-    return _variable(names, default=1) > 1
-
-
-def is_first() -> bool:
-    """Whether this process runs alone or is rank 0."""
-    return not is_several() or _variable(_RANK) == 0
+        return TCPStore(self.address, self.roll.store_port, is_master=False, timeout=_MESH_S)
 
 
 def join_group(device: str) -> RankGroup | None:
     """Join the processes that were started together; None in a process that runs alone.
 
     Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, as torchrun sets
-    them; for all but the last two also SLURM's and Open MPI's variables.
+    them; for all but the last two also SLURM's, Open MPI's and MPICH's variables.
 
     Args:
         device: "cuda" or "cpu"; a CUDA device is chosen by the local rank.
 
     Raises:
         ConfigError: the variables are incomplete, or there are more processes than devices on this host.
-        RankError: the other processes did not join within five minutes.
+        RankError: a process was lost before it joined, or did not join within five minutes.
     """
     return _join(device) if is_several() else None
 
@@ -97,62 +90,91 @@ def all_values(group: RankGroup, value: _T) -> list[_T]:
 
 @cache
 def _join(device: str) -> RankGroup:
-    size, rank = _variable(_SIZE), _variable(_RANK)
-    local_rank, num_local = _variable(_LOCAL_RANK, default=0), _variable(_NUM_LOCAL, default=size)
-    if device == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise ConfigError(
-                f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()}; start as many processes "
-                'as GPUs, or set zinfer.device to "cpu"'
-            )
-        torch.cuda.set_device(local_rank)
-        if num_local > 1:  # one process alone computes with all processors
-            pin_to_node(gpu_node(torch.device("cuda", local_rank)))
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not dist.is_initialized() and name not in os.environ:
-            raise ConfigError(f"{name} is not set, which {size} processes need to find each other; start with torchrun")
+    own, roll_call = _find_the_others() if dist.is_initialized() else (read_environment(), announce(START_S))
+    if device == "cuda" and own.local_rank is not None:
+        _choose_gpu(own.local_rank)
+    store: Any = None
+    if isinstance(roll_call, RollCall):
+        store = _open_store(own)
+        roll = roll_call.join(store.port)
+    else:
+        roll = roll_call.join()
+    same_host = [rank for rank, host in enumerate(roll.hosts) if host == own.host]
+    local_rank = same_host.index(own.rank) if own.local_rank is None else own.local_rank
+    num_local = own.num_local or len(same_host)
+    group = RankGroup(own.rank, own.size, local_rank, num_local, own.address, roll, roll_call)
+    if device == "cuda" and own.local_rank is None:
+        _choose_gpu(local_rank)
+    if device == "cuda" and num_local > 1:  # one process alone computes with all processors
+        pin_to_node(gpu_node(torch.device("cuda", local_rank)))
+    if not dist.is_initialized():
+        _choose_interface(group)
+        _connect_all(group, device)
+    return group
+
+
+def _open_store(own: RankEnvironment) -> TCPStore:
+    """Open the store of rank 0, which lives as long as the process."""
     try:
-        if not dist.is_initialized():
-            # Another backend for each kind of tensor: control messages stay on the host.
-            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-            dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=_JOIN_S))
-            atexit.register(_leave)
-        own: Any = None
-        if rank == 0:
-            own = TCPStore(_address(), 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_JOIN_S))
-            _kept.append(own)
-        found: list[Any] = [None] * size
-        dist.all_gather_object(found, (socket.gethostname(), 0 if own is None else own.port))
-    except (RuntimeError, TimeoutError) as error:
+        store = TCPStore(own.address, 0, is_master=True, wait_for_workers=False, timeout=_MESH_S)
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
         raise RankError(
-            f"rank {rank} of {size} on {socket.gethostname()} could not join the others: {error}"
+            f"rank 0 on {own.host} cannot be reached at MASTER_ADDR, which is {own.address}: {why}; set it to the host "
+            "of rank 0"
         ) from error
-    hosts = tuple(host for host, _ in found)
-    return RankGroup(rank, size, local_rank, num_local, hosts, _address(), found[0][1])
+    _kept.append(store)
+    return store
+
+
+def _choose_interface(group: RankGroup) -> None:
+    """Let gloo use the interface that reaches the other hosts; that of the host's name may be a loopback."""
+    if len(set(group.hosts)) == 1:
+        return
+    address = group.roll_call.find_address(group.roll)
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (each.address for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _choose_gpu(local_rank: int) -> None:
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()}; start as many processes "
+            'as GPUs, or set zinfer.device to "cpu"'
+        )
+    torch.cuda.set_device(local_rank)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+def _connect_all(group: RankGroup, device: str) -> None:
+    """Make torch's group of all ranks."""
+    # Another backend for each kind of tensor: control messages stay on the host.
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    try:
+        store = PrefixStore("group", group.connect())
+        dist.init_process_group(backend, store=store, rank=group.rank, world_size=group.size, timeout=_MESH_S)
+    except (RuntimeError, TimeoutError) as error:
+        here = f"rank {group.rank} on {group.hosts[group.rank]}"
+        why = group.roll_call.find_lost(_NEWS_S) or str(error).splitlines()[0]
+        raise RankError(f"{here} could not connect to the other ranks: {why}") from error
+    atexit.register(_leave)
+
+
+def _find_the_others() -> tuple[RankEnvironment, RollCall | RollMember]:
+    """Call the roll of a group that the program made itself: its port is torch's, so rank 0 listens on another."""
+    own = replace(read_environment(), ports=(0,))
+    first = RollCall(own, START_S) if own.rank == 0 else None
+    ports: list[Any] = [None] * own.size
+    dist.all_gather_object(ports, 0 if first is None else first.port)
+    return own, first or RollMember(replace(own, ports=(ports[0],)), START_S)
 
 
 _kept: list[TCPStore] = []
-"""The store of rank 0, which lives as long as the process."""
 
 
 def _leave() -> None:
     """Leave torch's group at exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _address() -> str:
-    return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-
-def _variable(names: Sequence[str], default: int | None = None) -> int:
-    for name in names:
-        if (text := os.environ.get(name)) is not None:
-            if not text.isdigit():
-                raise ConfigError(f"{name} is {text!r}, not a number of processes or a rank")
-            return int(text)
-    if default is None:
-        raise ConfigError(f"{' or '.join(names)} is not set; start the processes with torchrun")
-    return default

@@ -20,13 +20,15 @@ import torch
 import torch.distributed as dist
 
 from zinfer.errors import RankError
+from zinfer.nvme.pool import Pool
 from zinfer.offload.partition import Partition
 from zinfer.ranks.communicator import Communicator, TorchCommunicator
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.mesh import Mesh, Mode
 from zinfer.ranks.peer_communicator import PeerCommunicator
 from zinfer.ranks.peer_memory import Card, PeerMemory, can_copy
-from zinfer.ranks.rank_store import SILENCE_S, RankStore
+from zinfer.ranks.rank_store import RankStore, growing_pauses
+from zinfer.ranks.sockets import SILENCE_S
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ _BEAT_S: Final = 1
 _PATIENCE_S: Final = 1.0  # for a rank in the middle of a pass to ask for its next block
 _KEPT_TURNS: Final = 1000  # more than any rank is behind another
 _LEFT: Final = 1 << 40  # added to the beats of a rank that has left, which is not lost
+_MOST_PAUSE_S: Final = 1e-3
 _LEAVE_PAUSE_S: Final = 0.02
 _numbers = itertools.count()
 _open: "weakref.WeakSet[ModelRanks]" = weakref.WeakSet()
@@ -246,15 +249,34 @@ class ModelRanks:
     def _open_communicator(self, mode: Mode) -> Communicator:
         members = self.mesh.ranks_along(mode, self.group.rank)
         partition = Partition(members.index(self.group.rank), len(members))
-        copies = self._can_copy(members)  # nothing ends a wait in `new_group` for a rank that has failed before
-        backend = "nccl" if self._device.type == "cuda" and not copies else "gloo"
-        own: Any = None
-        for each in self.mesh.groups_along(mode):
-            made = dist.new_group(list(each), backend=backend, timeout=timedelta(seconds=20 * SILENCE_S))
-            own = made if self.group.rank in each else own
+        copies = self._can_copy(members)
+        own = self._open_group(mode, "nccl" if self._device.type == "cuda" and not copies else "gloo")
         if copies:
             return PeerCommunicator(PeerMemory(partition, self._device, own))
         return TorchCommunicator(own, members, partition, self._device, self.check, self._broken)
+
+    def _open_group(self, mode: Mode, backend: str) -> Any:
+        """Connect the ranks of a mode, in a thread that is left behind if one fails: nothing ends its wait for it."""
+
+        def connect() -> Any:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            own: Any = None
+            for each in self.mesh.groups_along(mode):
+                made = dist.new_group(list(each), backend=backend, timeout=timedelta(seconds=20 * SILENCE_S))
+                own = made if self.group.rank in each else own
+            return own
+
+        calls = Pool(1, "zinfer-connect")
+        pauses, connected = growing_pauses(_MOST_PAUSE_S), calls.submit(connect)
+        while not connected.done():
+            self.check()
+            time.sleep(next(pauses))
+        calls.close()
+        try:
+            return connected.result()
+        except RuntimeError as error:
+            raise self._broken(error) from error
 
     def _can_copy(self, members: Sequence[int]) -> bool:
         """Whether the members of every sub-group of a mode can copy from each other, by their GPUs."""

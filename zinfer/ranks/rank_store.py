@@ -8,9 +8,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from zinfer.errors import RankError
 from zinfer.nvme.pool import Pool
+from zinfer.ranks.sockets import SILENCE_S
 
-SILENCE_S: Final = 45
-"""After so many seconds without an answer a rank counts as lost; a process that computes goes on answering."""
 _LEAST_PAUSE_S: Final = 20e-6
 _MOST_PAUSE_S: Final = 2e-3  # less than a block takes on its way
 _T = TypeVar("_T")

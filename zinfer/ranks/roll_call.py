@@ -1,0 +1,225 @@
+"""Rank 0's side of the roll call, by which the ranks of a job find each other.
+
+[Note: who is there]
+Each process connects to rank 0 first of all, before it imports torch, and says that it is ready once it joins. One that
+imports for minutes keeps its connection and is waited for; one that is killed loses it at once, and one whose host is
+gone within `SILENCE_S` (`zinfer.ranks.sockets`). Rank 0 tells the others, so that all name the rank that is missing.
+"""
+
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from zinfer.errors import RankError
+from zinfer.ranks.environment import RankEnvironment
+from zinfer.ranks.sockets import connection_of, listen, own_address, receive, send
+
+START_S: Final = 300
+"""In which a process that is there has imported what it needs."""
+_LEAST_S: Final = 5.0  # for what has come meanwhile to be read
+
+
+@dataclass(frozen=True)
+class Roll:
+    """What all ranks know once all are ready.
+
+    Attributes:
+        hosts: their host names, by rank.
+        first_address: of rank 0's host, as other hosts reach it.
+        store_port: of the store that rank 0 keeps.
+        key: to open links with.
+    """
+
+    hosts: tuple[str, ...]
+    first_address: str
+    store_port: int
+    key: str
+
+
+class RollCall:
+    """Listens for the other ranks.
+
+    Args:
+        own: this process, which is rank 0.
+        patience_s: after so many seconds, a process that has not connected is not waited for any more.
+
+    Attributes:
+        port: where it listens.
+
+    Raises:
+        ConfigError: its port is in use.
+    """
+
+    def __init__(self, own: RankEnvironment, patience_s: float) -> None:
+        self._own, self._patience_s = own, patience_s
+        self._began_s = time.monotonic()
+        self._key = secrets.token_hex(16)
+        self._changed = threading.Condition()
+        self._there: dict[int, _Attendance] = {}
+        self._num_knocking: Counter[int] = Counter()  # connections by rank
+        self._lost: dict[int, str] = {}
+        self._links: dict[tuple[int, int], Connection] = {}
+        self._is_joined = False
+        self._listener = listen(own)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="zinfer-roll-call", daemon=True).start()
+
+    def join(self, store_port: int) -> Roll:
+        """Wait until all ranks are ready, and tell them so.
+
+        Raises:
+            RankError: one ended before, did not connect in time, or was not ready in time.
+        """
+        others = range(1, self._own.size)
+        self._wait_ready(others)
+        with self._changed:
+            there = [self._there[rank] for rank in others]
+            farthest = max(there, key=lambda each: each.host != self._own.host)  # those on this host may use a loopback
+            hosts = (self._own.host, *(each.host for each in there))
+            roll = Roll(hosts, own_address(farthest.connection), store_port, self._key)
+            self._is_joined = True
+            for rank in others:
+                self._tell(rank, roll=asdict(roll))
+        return roll
+
+    def open_links(self, roll: Roll, number: int) -> list[Connection]:
+        """Return connections to ranks 1, 2 and so on, which open them too.
+
+        Args:
+            roll: what `join` returned.
+            number: of earlier links.
+
+        Raises:
+            RankError: a rank ended before it connected.
+        """
+        keys = [(rank, number) for rank in range(1, self._own.size)]
+        with self._changed:
+
+            def missing() -> list[int]:
+                return [key[0] for key in keys if key not in self._links]
+
+            def lost() -> list[str]:
+                return [self._lost[rank] for rank in missing() if rank in self._lost]
+
+            self._changed.wait_for(lambda: lost() or not missing(), START_S)
+            late = [f"{self._named(rank)} did not connect to rank 0 in {START_S} s" for rank in missing()]
+            if told := lost() or late:
+                raise RankError("; ".join(told))
+            return [self._links.pop(key) for key in keys]
+
+    def find_address(self, roll: Roll) -> str:
+        """Return the address of this host that other hosts reach."""
+        return roll.first_address
+
+    def find_lost(self, timeout_s: float) -> str | None:
+        """Return which rank was lost, if one is until the timeout."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost, timeout_s)
+            return "; ".join(self._lost.values()) or None
+
+    def _wait_ready(self, others: Iterable[int]) -> None:
+        """Wait until all ranks are ready, as `join` does."""
+        now_s = time.monotonic()
+        heard_s, ready_s = max(self._began_s + self._patience_s, now_s + _LEAST_S), now_s + START_S
+        with self._changed:
+            while not self._lost:
+                late = [rank for rank in others if rank not in self._there or not self._there[rank].is_ready]
+                absent = [rank for rank in late if rank not in self._there and not self._num_knocking[rank]]
+                if not late:
+                    return
+                rest_s = (heard_s if absent else ready_s) - time.monotonic()
+                if rest_s > 0:
+                    self._changed.wait(rest_s)
+                    continue
+                why = f"nothing was heard of it for {self._patience_s:.0f} s" if absent else f"not ready in {START_S} s"
+                for rank in absent or late:
+                    self._lose(rank, f"{self._named(rank)} has not joined: {why}")
+            raise RankError("; ".join(self._lost.values()))
+
+    def _accept(self) -> None:
+        while True:
+            found, _ = self._listener.accept()
+            threading.Thread(
+                target=self._attend, args=(connection_of(found),), name="zinfer-roll-call", daemon=True
+            ).start()
+
+    def _attend(self, connection: Connection) -> None:
+        """Take what one connection says until it ends."""
+        with suppress(EOFError, OSError):
+            hello = receive(connection)
+            refusal = self._refusal(hello)
+            if refusal is not None:
+                send(connection, refused=refusal)
+            elif "link" in hello:
+                with self._changed:
+                    send(connection, job=self._own.job)
+                    self._links[hello["rank"], hello["link"]] = connection
+                    self._changed.notify_all()
+            else:
+                self._attend_rank(hello["rank"], str(hello["host"]), connection)
+
+    def _attend_rank(self, rank: int, host: str, connection: Connection) -> None:
+        """Take what a rank says until its connection ends."""
+        there: _Attendance | None = None
+        with self._changed:
+            self._num_knocking[rank] += 1
+        with suppress(EOFError, OSError):
+            send(connection, job=self._own.job)
+            while receive(connection):
+                with self._changed:
+                    if there is None:  # not before: a rank that had no answer for long has connected anew
+                        there = self._there[rank] = _Attendance(host, connection)
+                    else:
+                        there.is_ready = True
+                    self._changed.notify_all()
+        with self._changed:
+            self._num_knocking[rank] -= 1
+            if there is not None:
+                what = "ended" if self._is_joined else "has not joined: it ended"
+                self._lose(rank, f"{self._named(rank)} {what} or was killed, or has lost its connection")
+            self._changed.notify_all()
+
+    def _refusal(self, hello: dict[str, Any]) -> str | None:
+        """Return why a connection is none of a rank of this job, if it is not."""
+        rank = hello.get("rank")
+        if hello.get("job") != self._own.job:
+            return "another job listens there; set MASTER_PORT to a free port"
+        if not isinstance(rank, int) or not 0 < rank < self._own.size:
+            return f"there is no rank {rank} of {self._own.size} besides rank 0; start the processes with torchrun"
+        if "link" in hello:
+            return None if hello.get("key") == self._key else "the link has another key"
+        with self._changed:
+            there = self._there.get(rank)
+        return None if there is None else f"rank {rank} is there already, on {there.host}; give each process its own"
+
+    def _lose(self, rank: int, text: str) -> None:
+        """Note that a rank is lost; the others are told if they wait for it."""
+        if rank in self._lost:
+            return
+        self._lost[rank] = text
+        for other in self._there:
+            self._tell(other, lost=text)
+        self._changed.notify_all()
+
+    def _tell(self, rank: int, **message: Any) -> None:
+        with suppress(OSError):  # it is gone: its thread notes that
+            send(self._there[rank].connection, **message)
+
+    def _named(self, rank: int) -> str:
+        there = self._there.get(rank)
+        return f"rank {rank} of {self._own.size}" + (f" on {there.host}" if there else "")
+
+
+@dataclass
+class _Attendance:
+    """One other rank that is there."""
+
+    host: str
+    connection: Connection
+    is_ready: bool = False

@@ -1,0 +1,97 @@
+"""Connections between hosts. Both ends see the end of a process at once, and of a host within `SILENCE_S`."""
+
+import json
+import os
+import socket
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from zinfer.errors import ConfigError
+from zinfer.ranks.environment import RankEnvironment
+
+SILENCE_S: Final = 45
+"""After so many seconds without an answer a rank counts as lost; a process that computes goes on answering."""
+_MOST_MESSAGE_BYTES: Final = 1 << 20
+_LOOPBACKS: Final = ("localhost", "127.0.0.1", "::1")
+_TRY_S: Final = 5.0
+
+
+def listen(own: RankEnvironment) -> socket.socket:
+    """Return a socket of rank 0 that listens on the first of its ports that is free.
+
+    Raises:
+        ConfigError: none is free, or its address is unknown.
+    """
+    try:
+        socket.getaddrinfo(own.address, None)
+    except OSError as error:
+        raise ConfigError(f"MASTER_ADDR is {own.address}: {error.strerror}; set it to the host of rank 0") from error
+    host = own.address if own.address in _LOOPBACKS else ""
+    several = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if several or ":" in host else socket.AF_INET
+    errors = []
+    for port in own.ports:
+        try:
+            return socket.create_server((host, port), family=family, backlog=own.size, dualstack_ipv6=several)
+        except OSError as error:
+            errors.append(f"port {port}: {os.strerror(error.errno or 0)}")
+    raise ConfigError(
+        f"rank 0 on {own.host} cannot listen for the others ({'; '.join(errors)}); set MASTER_PORT to a free port"
+    )
+
+
+def connect(address: str, port: int) -> Connection:
+    """Return a connection to a port.
+
+    Raises:
+        OSError: nothing listens there, or nothing can be reached.
+    """
+    return connection_of(socket.create_connection((address, port), _TRY_S))
+
+
+def connection_of(found: socket.socket) -> Connection:
+    """Return a connection over a socket, which it takes over."""
+    found.setblocking(True)
+    for level, option, value in (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 35_000),  # in milliseconds
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    ):
+        found.setsockopt(level, option, value)
+    return Connection(found.detach())
+
+
+def own_address(connection: Connection) -> str:
+    """Return the address of this host that a connection uses."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as found:
+        return str(found.getsockname()[0]).removeprefix("::ffff:")  # of an IPv4 address seen by IPv6
+
+
+def send(connection: Connection, **message: Any) -> None:
+    """Send a small message of strings and numbers, not yet of what pickle takes: the other end is unknown."""
+    connection.send_bytes(json.dumps(message).encode())
+
+
+def receive(connection: Connection) -> dict[str, Any]:
+    """Return the other end's next message.
+
+    Raises:
+        EOFError, OSError: the connection has ended, or carries something else.
+    """
+    try:
+        found = json.loads(connection.recv_bytes(_MOST_MESSAGE_BYTES))
+    except ValueError as error:
+        raise OSError("the other end is no rank of zinfer") from error
+    if not isinstance(found, dict):
+        raise OSError("the other end is no rank of zinfer")
+    return found
+
+
+def end(connection: Connection) -> None:
+    """Let both ends see the end of a connection, also a thread that waits for it. May be called again."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as found:
+        found.shutdown(socket.SHUT_RDWR)
