@@ -114,6 +114,9 @@ def test_facts_of_a_system_with_two_nodes(root: Path) -> None:
 
 def test_threads_are_pinned_to_the_node_of_their_gpu(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: dict[int, frozenset[int]] = {}
+    threads: list[int] = []
+    monkeypatch.setattr("torch.get_num_threads", lambda: 6)
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
     monkeypatch.setattr("os.sched_getaffinity", lambda task: {0, 1, 2, 3, 4, 5})
     monkeypatch.setattr("os.sched_setaffinity", lambda task, cpus: pinned.update({task: frozenset(cpus)}))
     make_files(root, {"devices/system/node/node0/cpulist": "0-3\n"})
@@ -125,6 +128,7 @@ def test_threads_are_pinned_to_the_node_of_their_gpu(root: Path, monkeypatch: py
     assert pin_to_node(1) == {4, 5}
     assert threading.get_native_id() in pinned
     assert set(pinned.values()) == {frozenset({4, 5})}
+    assert threads == [2]
 
 
 @pytest.mark.parametrize(

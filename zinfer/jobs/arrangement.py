@@ -32,7 +32,8 @@ def choose_mesh(
 ) -> Mesh:
     """Return the stated mesh, or the fastest one if `zinfer probe` has measured ranks of this machine.
 
-    Otherwise, and for models whose jobs are not predicted, ranks share the model within each host.
+    Otherwise, for models whose jobs are not predicted, and where hosts have unequal numbers of ranks, it is
+    `Mesh.by_hosts`.
 
     Args:
         request: of the job.
@@ -43,10 +44,11 @@ def choose_mesh(
         say: called with what was chosen, and by what.
     """
     stated = vars(settings.parallel)
-    usual = Mesh.of(stated, hosts)
-    found = recall(read_card(choose_device(settings).type))
+    usual, by_hosts = Mesh.of(stated, hosts), Mesh.by_hosts(hosts)
     num_hosts = len(set(hosts))
-    if any(stated.values()) or usual.size == 1 or found is None or found.most_ranks is None or usual.size % num_hosts:
+    found = recall(read_card(choose_device(settings).type))
+    is_open = usual.size > 1 and not any(stated.values()) and by_hosts.replicas == num_hosts
+    if not is_open or found is None or found.most_ranks is None:
         return usual
     try:
         outline = read_outline(request.model, settings.dtype, settings.quantization)

@@ -68,7 +68,7 @@ class PeerWorker:
         self._over = threading.Event()
         self._sending = threading.Lock()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._is_alone = self._was_told = False
+        self._is_alone = self._was_told = self._is_closed = False
         [self._link] = open_links(group)
         self._receiver = threading.Thread(target=self._receive, name="zinfer-rank-0", daemon=True)
         self._receiver.start()
@@ -98,7 +98,13 @@ class PeerWorker:
             raise
 
     def close(self) -> None:
-        """Serve the other ranks until none computes, or one has failed; free memory and end the connection."""
+        """Serve the other ranks until none computes, or one has failed; free memory and end the connection.
+
+        May be called again.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._over.set()
         try:
             if self._mode is not None:

@@ -66,7 +66,7 @@ def measure_ranks(ranks: ModelRanks, device: torch.device, sizes: Sizes) -> Rank
     num_ranks, num_hosts = ranks.partition.size, len(set(ranks.group.hosts))
     sums = ranks.communicator("zero")
     nbytes = min(ranks.exchange(sizes.link_bytes))
-    slab = torch.zeros(ranks.partition.gathered_bytes(nbytes), dtype=torch.uint8, device=device)
+    slab = ranks.allocate(ranks.partition.gathered_bytes(nbytes))  # as slots are
     summed = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
     with ExitStack() as owned:
         host = owned.enter_context(closing(HostBuffer(nbytes, pin=device.type == "cuda")))

@@ -36,6 +36,7 @@ _BEAT_S: Final = 1
 _PATIENCE_S: Final = 1.0  # for a rank in the middle of a pass to ask for its next block
 _KEPT_TURNS: Final = 1000  # more than any rank is behind another
 _LEFT: Final = 1 << 40  # added to the beats of a rank that has left, which is not lost
+_HEARD_S: Final = 2.5 * _BEAT_S
 _MOST_PAUSE_S: Final = 1e-3
 _LEAVE_PAUSE_S: Final = 0.02
 _numbers = itertools.count()
@@ -242,8 +243,16 @@ class ModelRanks:
                 store.close()
 
     def _leave_last(self) -> None:
-        """Wait for the others, with the watcher awake: of one that is lost no leave is heard."""
-        while self.failure is None and not all(beat >= _LEFT for beat in self._beats(self._store)[1:]):
+        """Wait for the others, with the watcher awake: of one that is lost no leave is heard.
+
+        After a failure wait only as long as they need to hear of it; those that share slabs hear by their gathers.
+        """
+        until_s: float | None = None
+        while not all(beat >= _LEFT for beat in self._beats(self._store)[1:]):
+            if self.failure is not None:
+                until_s = until_s or time.monotonic() + _HEARD_S
+                if time.monotonic() >= until_s or self.partition.size == self.group.size:
+                    return
             time.sleep(_LEAVE_PAUSE_S)
 
     def _open_communicator(self, mode: Mode) -> Communicator:
@@ -308,16 +317,22 @@ class ModelRanks:
             while not self._over.wait(_BEAT_S):
                 self._news.add(f"beat/{self.group.rank}", 1)
                 if self._news.has("failed"):
-                    self._note(RankError(self._news.get("failed").decode()))
+                    self._hear()
                     return
                 now_s, beats = time.monotonic(), self._beats(self._news)
                 heard = [then if then[0] == beat else (beat, now_s) for then, beat in zip(heard, beats, strict=True)]
                 silent = [rank for rank, (beat, at_s) in enumerate(heard) if beat < _LEFT and now_s - at_s > SILENCE_S]
                 if silent:
-                    self._note(RankError(f"{self._named(silent[0])} has not answered for {SILENCE_S} s"))
+                    self._news.set_once("failed", f"{self._named(silent[0])} has not answered for {SILENCE_S} s")
+                    self._hear()
                     return
         except RankError as error:
             self._note(error)
+
+    def _hear(self) -> None:
+        """Take the news of the rank that failed first, and let rank 0 know, which keeps it until all have heard."""
+        self._note(RankError(self._news.get("failed").decode()))
+        self._news.add(f"beat/{self.group.rank}", _LEFT)
 
     def _connect(self) -> RankStore:
         return RankStore(self.group.connect, self._prefix, self._gone)

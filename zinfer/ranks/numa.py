@@ -74,5 +74,6 @@ def pin_to_node(node: int | None) -> frozenset[int]:
             os.sched_setaffinity(int(task.name), chosen)
         except ProcessLookupError:  # the thread has ended
             continue
+    torch.set_num_threads(min(torch.get_num_threads(), len(chosen)))
     log.info("runs on %d of %d processors, those of NUMA node %d with its GPU", len(chosen), len(own), node)
     return chosen
