@@ -209,6 +209,24 @@ def test_tasks_get_equal_tokens(folder: Path) -> None:
     assert [len(deltas) for deltas in first] == [5 + number if number != 5 else 1 for number in range(8)]
 
 
+_kept: list[LLM] = []
+
+
+def unclosed(rank: int, folder: Path) -> list[str]:
+    """A process that ends without closing its `LLM`; the second one long before the first."""
+    with keeping_step(2):
+        _kept.append(LLM(folder, parallel={"replicas": 2}, **SIZES))
+    found = [each.text for each in _kept[0].generate(["ab", "abc"], max_new_tokens=5)]
+    time.sleep(1 - rank)
+    return found + [each.text for each in _kept[0].generate("abcd", max_new_tokens=5) if rank == 0]
+
+
+def test_processes_end_without_closing(folder: Path) -> None:
+    first, second = run_ranks(2, unclosed, folder)
+    assert first[:2] == second
+    assert first[2]
+
+
 def agreed(rank: int, folder: Path) -> tuple[list[tuple[int, ...]], str]:
     """The sizes of ranks that state other ones, where they can agree and where not."""
     page_bytes = SIZES["kv_page_size"] * token_bytes(folder)
