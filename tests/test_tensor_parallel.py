@@ -20,6 +20,9 @@ from zinfer.offload.stats import RunStats
 Found = tuple[Tensors, torch.Tensor | None, RunStats]
 IDS = torch.tensor([[2, 7, 90, 33, 12, 64, 130], [2, 7, 11, 33, 12, 5, 99]])
 NUM_LAYERS = 6
+MOST_ERROR = 1e-5
+ROUNDED = {"BartModel": 2e-5}
+"""A model of which one process is itself 2e-5 from float64."""
 
 
 def config(size: int, homes: str = "cpu", bits: int | None = None, nvme_path: Path | None = None) -> dict[str, Any]:
@@ -55,11 +58,11 @@ def error_of(found: Tensors, wanted: Tensors) -> float:
     return max(float((found[name] - each).abs().max() / each.abs().max()) for name, each in wanted.items())
 
 
-def check_alike(several: list[list[Found]], alone: list[Found], names: list[str], most: float = 1e-5) -> None:
+def check_alike(several: list[list[Found]], alone: list[Found], names: list[str]) -> None:
     for at, name in enumerate(names):
         outputs, tokens, _ = alone[at]
         for ranks in several:
-            assert error_of(ranks[at][0], outputs) <= most, name
+            assert error_of(ranks[at][0], outputs) <= ROUNDED.get(name, MOST_ERROR), name
             assert tokens is None or torch.equal(ranks[at][1], tokens), name  # type: ignore[arg-type]
             assert all(torch.equal(ranks[at][0][each], several[0][at][0][each]) for each in outputs), name
 
@@ -132,11 +135,12 @@ def test_homes_and_codes(folders: list[Path], tmp_path: Path) -> None:
     assert {name[-7:] for name in kept} >= {"-0-of-2", "-1-of-2"}, kept
 
 
-def test_each_rank_reads_keeps_and_streams_its_part(llama: Path) -> None:
+def test_each_rank_reads_keeps_and_streams_its_part(llama: Path, tmp_path: Path) -> None:
     inputs = {"input_ids": IDS}
     homes = ("cpu", "nvme", "none")
     one = computed(0, [(llama, config(1, each), inputs) for each in homes])
-    found = run_ranks(2, computed, [(llama, config(2, each), inputs) for each in homes])
+    jobs = [(llama, config(2, each), inputs) for each in homes]
+    found = run_ranks(2, computed, [*jobs, (llama, config(2, "nvme", None, tmp_path), inputs)])
     norms_bytes = (2 * NUM_LAYERS + 1) * 64 * 4
     slack_bytes = norms_bytes + 256 * (9 * NUM_LAYERS + 3)
     for at, each in enumerate(homes):
@@ -148,6 +152,9 @@ def test_each_rank_reads_keeps_and_streams_its_part(llama: Path) -> None:
             assert abs(own.disk_bytes_per_pass - whole.disk_bytes_per_pass / 2) <= slack_bytes, each
             assert own.gathered_bytes == 0
             assert own.blocks_by_home == whole.blocks_by_home
+    for ranks in found:
+        assert ranks[3][2].bytes_read_disk <= 0.52 * one[1][2].bytes_read_disk, "columns are kept apart under nvme_path"
+        assert error_of(ranks[3][0], one[1][0]) <= MOST_ERROR
     assert found[0][0][2].host_bytes <= one[0][2].host_bytes / 2 + slack_bytes
     assert found[0][2][2].device_bytes <= one[2][2].device_bytes / 2 + slack_bytes
 
@@ -169,7 +176,7 @@ def in_memory(rank: int, folder: Path, size: int) -> tuple[torch.Tensor, torch.T
 def test_a_module_in_memory_is_divided_and_samples_alike(llama: Path) -> None:
     logits, tokens, _ = in_memory(0, llama, 1)
     for found, sampled, num_heads in run_ranks(2, in_memory, llama, 2):
-        assert error_of({"logits": found}, {"logits": logits}) <= 1e-5
+        assert error_of({"logits": found}, {"logits": logits}) <= MOST_ERROR
         assert torch.equal(sampled, tokens)
         assert num_heads == 2
 

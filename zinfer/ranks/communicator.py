@@ -68,6 +68,7 @@ class TorchCommunicator:
         self.group, self.partition = group, partition
         self._members, self._device = members, device
         self._check, self._broken = check, broken
+        self._has_given_up = False
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """As `Communicator.allocate`."""
@@ -85,18 +86,23 @@ class TorchCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """As `Communicator.all_reduce`."""
+        self._check()
         tensor = tensor.contiguous()
         self._await(dist.all_reduce(tensor, group=self.group, async_op=True))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """As `Communicator.all_gather`."""
+        self._check()
         found = tensor.new_empty((self.partition.size, *tensor.shape))
         self._await(_all_gather(found.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=True))
         return found
 
     def give_up(self) -> None:
-        """As `Communicator.give_up`: waits on the host end by themselves, and NCCL's at their timeout."""
+        """As `Communicator.give_up`; waits on the host end by themselves."""
+        if self._device.type == "cuda" and not self._has_given_up:
+            self._has_given_up = True
+            self.group.abort()
 
     def close(self) -> None:
         """As `Communicator.close`."""

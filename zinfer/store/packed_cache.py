@@ -51,7 +51,8 @@ def stored_copy(
 
     Args:
         checkpoint: the user's model.
-        blocks: of the partitioned model; a store is needed if one of them must be converted.
+        blocks: of the partitioned model; a store is needed if one of them must be converted, or holds columns of a
+            matrix, whose rows would be read whole in every pass.
         dtype: that products are computed in.
         settings: the engine's.
         shard: the rank whose part of each layer the blocks hold; it has a store of its own.
@@ -64,7 +65,9 @@ def stored_copy(
     """
     nvme_path, rules = settings.offload.nvme_path, settings.quantization or _NOTHING
     is_convertible = any(block.block.conversion for block in blocks)
-    if nvme_path is None or settings.offload.device != "nvme" or not is_convertible:
+    reads_gaps = any(extent.rows > 1 for block in blocks for extent in block.block.extents)
+    reads_gaps &= not checkpoint.is_listed
+    if nvme_path is None or settings.offload.device != "nvme" or not (is_convertible or reads_gaps):
         return None
     if checkpoint.is_listed:
         raise ConfigError(

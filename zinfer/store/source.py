@@ -94,7 +94,7 @@ class Source:
             for tensor in block.block.layout.tensors
             if isinstance(tensor, SlabMatrix)
         }
-        if not parameters:
+        if not parameters and shard is None:
             raise ConfigError(
                 f"{checkpoint.folder}: these settings quantize no weight of this model; correct include and exclude"
             )
