@@ -18,12 +18,18 @@ from zinfer.jobs.bench_result import BenchRequest, BenchResult
 ROWS = 6
 
 
-def benched(rank: int, model: str, cache: Path, parallel: object, homes: list[str]) -> list[BenchResult]:
+def benched(
+    rank: int, model: str, cache: Path, parallel: object, homes: list[str], memory_cap: int | None = None
+) -> list[BenchResult]:
+    """The cap is for layers on the device."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
     found = []
     for device in homes:
-        given = {"zero_optimization": {"offload_param": {"device": device}}, "zinfer": {"parallel": parallel}}
-        found.append(run_bench(BenchRequest(model, 4, rows=ROWS, prompt_len=8, device="cpu", config=given)))
+        options = {"parallel": parallel, "kv_cache_memory": "1MB", "kv_page_size": 16}
+        given = {"zero_optimization": {"offload_param": {"device": device}}, "zinfer": options}
+        cap = memory_cap if device == "none" else None
+        request = BenchRequest(model, 4, rows=ROWS, prompt_len=8, device="cpu", config=given, memory_cap=cap)
+        found.append(run_bench(request))
     return found
 
 
@@ -38,16 +44,18 @@ def command(rank: int, model: str, cache: Path, *options: str) -> tuple[int, str
 
 
 def test_each_rank_makes_and_keeps_its_half(tmp_path: Path) -> None:
-    model, homes = folder_of(LLAMA, tmp_path), ["nvme", "none"]
+    layers = 12
+    model, homes = folder_of({**LLAMA, "num_hidden_layers": layers}, tmp_path), ["nvme", "none"]
     alone = benched(0, model, tmp_path, "auto", homes)
-    first, second = run_ranks(2, benched, model, tmp_path, {"zero": 2}, homes)
+    outer, layers_bytes = alone[0].tier_bytes["DEVICE"], alone[0].tier_bytes["DISK"]
+    cap = outer + layers_bytes * 4 // 5 + (2 << 20)  # with more each rank would have whole layers
+    first, second = run_ranks(2, benched, model, tmp_path, {"zero": 2}, homes, cap)
     for place, (whole, together) in enumerate(zip(alone, first, strict=True)):
         assert second[place].ranks == together.ranks, "all ranks know of all"
         assert together.num_rows == whole.num_rows == ROWS
         assert together.num_new_tokens == whole.num_new_tokens == 4 * ROWS
         assert [each.num_rows for each in together.ranks] == [3, 3]
         assert together.tokens_per_s == together.num_new_tokens / max(each.seconds for each in together.ranks)
-        layers = 4
         for each in together.ranks:
             slack = 4096 * (layers + 3)
             assert abs(each.file_bytes - whole.file_bytes / 2) <= slack, "writes its ranges only"
@@ -57,8 +65,10 @@ def test_each_rank_makes_and_keeps_its_half(tmp_path: Path) -> None:
             assert each.stats.gathered_bytes > 0
         for tier in ("HOST", "DISK"):
             assert together.tier_bytes[tier] == whole.tier_bytes[tier]
-    outer, layers_bytes = alone[0].tier_bytes["DEVICE"], alone[0].tier_bytes["DISK"]
-    assert [each.tier_bytes["DEVICE"] for each in first[1].ranks] == [outer + layers_bytes / 2] * 2
+    for each in first[1].ranks:
+        undivided_bytes = each.tier_bytes["DEVICE"] - outer - layers_bytes / 2  # the other halves of some layers
+        assert undivided_bytes % (layers_bytes / layers / 2) == 0
+        assert 0 <= undivided_bytes < layers_bytes * 0.3
 
 
 def test_replicas_have_all_of_it(tmp_path: Path) -> None:
@@ -69,9 +79,19 @@ def test_replicas_have_all_of_it(tmp_path: Path) -> None:
     assert together.tier_bytes == {tier: 2 * nbytes for tier, nbytes in alone.tier_bytes.items()}
 
 
+def test_ranks_that_divide_layers_have_the_same_rows(tmp_path: Path) -> None:
+    model = folder_of(LLAMA, tmp_path)
+    [alone] = benched(0, model, tmp_path, "auto", ["cpu"])
+    [[together], _] = run_ranks(2, benched, model, tmp_path, {"tensor": 2}, ["cpu"])
+    assert [each.num_rows for each in together.ranks] == [ROWS, ROWS]
+    assert (together.num_rows, together.num_new_tokens) == (ROWS, alone.num_new_tokens)
+    for each in together.ranks:
+        assert 0.5 <= each.stats.streamed_bytes_per_pass / alone.stats.streamed_bytes_per_pass < 0.52
+
+
 def test_the_first_rank_speaks(tmp_path: Path) -> None:
     model = folder_of(LLAMA, tmp_path)
-    (code, said, _), silent = run_ranks(2, command, model, tmp_path)
+    (code, said, _), silent = run_ranks(2, command, model, tmp_path, "--memory-cap", "5MB")
     assert code == 0
     assert silent == (0, "", "")
     assert said.count("zinfer bench") == 1

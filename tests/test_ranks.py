@@ -27,10 +27,13 @@ NUM_LAYERS = 8
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def config(homes: str, bits: int | None = None, device: str = "cpu") -> dict[str, Any]:
+def config(
+    homes: str, bits: int | None = None, device: str = "cpu", most_device_bytes: int | None = None
+) -> dict[str, Any]:
+    """The most device memory decides whether layers on it are divided, or whole on each rank."""
     options: dict[str, Any] = {"device": device}
-    if device == "cuda":  # which several ranks may share
-        options["max_device_memory"] = "4GB"
+    if most_device_bytes is not None or device == "cuda":  # which several ranks may share
+        options["max_device_memory"] = most_device_bytes or "4GB"
     if bits is not None:
         options["quantization"] = {"bits": bits, "group_size": 16} if bits == 4 else {"bits": bits}
     return {"zero_optimization": {"offload_param": {"device": homes}}, "zinfer": options}
@@ -118,7 +121,9 @@ def test_every_class_computes_the_bits_of_one_process(tmp_path: Path) -> None:
 def test_each_rank_reads_and_keeps_its_part(llama: Path, device: str) -> None:
     jobs: list[Job] = [(llama, config(homes, device=device), {}) for homes in HOMES]
     one = [stats for _, stats in computed(0, jobs, (2,))]
-    two = run_ranks(2, computed, jobs, (2, 2))
+    most_bytes = one[2].device_bytes * 9 // 10
+    divided: Job = (llama, config("none", device=device, most_device_bytes=most_bytes), {})
+    two = run_ranks(2, computed, [*jobs[:2], divided, jobs[2]], (2, 2))
     for place, whole in enumerate(one):
         shares = [found[place][1] for found in two]
         page_bytes = 4096 * len(os.listdir(llama)) * (NUM_LAYERS + 3)
@@ -135,6 +140,11 @@ def test_each_rank_reads_and_keeps_its_part(llama: Path, device: str) -> None:
     assert resident.streamed_bytes_per_pass == 0
     assert resident.blocks_by_home["DEVICE"] == NUM_LAYERS + 3
     assert resident.device_bytes < 0.9 * one[2].device_bytes, "layers on the device are divided too"
+    fitting = two[0][3][1]
+    rounded_bytes = 256 * 2 * (NUM_LAYERS + 3)
+    assert 0 <= fitting.device_bytes - one[2].device_bytes < rounded_bytes, "where they fit, each rank has them all"
+    assert fitting.loaded_bytes < 0.6 * one[2].loaded_bytes
+    assert fitting.gathered_bytes == 0
 
 
 def module_outputs(rank: int, folder: Path) -> torch.Tensor:
@@ -172,11 +182,11 @@ def test_continuous_batching_needs_no_equal_passes(llama: Path, device: str) -> 
 def within_a_group(rank: int, folder: Path) -> list[list[int]]:
     """As `texts`, in a program that has connected the ranks itself."""
     torch.distributed.init_process_group("gloo")
-    return texts(rank, folder)
+    return texts(rank, folder, "cpu")
 
 
 def test_a_program_that_has_connected_the_ranks_is_joined(llama: Path) -> None:
-    assert run_ranks(2, within_a_group, llama) == [texts(rank, llama) for rank in range(2)]
+    assert run_ranks(2, within_a_group, llama) == [texts(rank, llama, "cpu") for rank in range(2)]
 
 
 def mixed(rank: int, folder: Path, settings: dict[str, Any], synchronous: bool) -> tuple[torch.Tensor, dict[str, int]]:

@@ -54,7 +54,7 @@ def choose_mesh(
         outline = read_outline(request.model, settings.dtype, settings.quantization)
         case = Case(outline, this_machine(settings, outline.files), settings)
         several = plan_meshes(
-            case, _available(usual.size, num_hosts), num_hosts, job_planner(_job(prompts, num_rows), is_rough=True)
+            case, _undivided(usual.size, num_hosts), num_hosts, job_planner(_job(prompts, num_rows), is_rough=True)
         )
     except PlanError:  # jobs of this model are not predicted
         return usual
@@ -71,9 +71,8 @@ def with_mesh(request: JobRequest, parallel: Mapping[str, int]) -> JobRequest:
     return replace(request, config={**given, "zinfer": {**own, "parallel": dict(parallel)}})
 
 
-def _available(num_ranks: int, num_hosts: int) -> list[Mesh]:
-    """All that any model can be run by; dividing layers is for latency, and not every family can."""
-    return [mesh for mesh in meshes_of(num_ranks, num_hosts) if mesh.is_available and mesh.tensor == 1]
+def _undivided(num_ranks: int, num_hosts: int) -> list[Mesh]:
+    return [mesh for mesh in meshes_of(num_ranks, num_hosts) if mesh.tensor == 1]
 
 
 def _job(prompts: Sequence[Prompt], num_rows: int) -> Job:

@@ -66,7 +66,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
     with shown(Meter(console)) as meter, tempfile.TemporaryDirectory(prefix="zinfer-bench-", dir=scratch) as temporary:
         folder = Path(temporary)
         checkpoint, prompts = _prepare(request, settings, folder)
-        prompts = _share_of(prompts, request, place, mesh.size)
+        prompts = _share_of(prompts, request, mesh.share_of(place), mesh)
         if any(map(is_installed, request.compare)):
             check_room(checkpoint, folder)
         with held_beyond(request.memory_cap, settings) as held:
@@ -76,18 +76,20 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> BenchRes
                 start_s = time.perf_counter() - begin_s
                 found = _measure(request, llm, weights, prompts, meter, start_s, held)
             if group is not None:
-                return BenchResult.together(all_values(group, found))
+                return BenchResult.together(all_values(group, found), mesh)
             meter.begin("comparing")
             return replace(found, compared=_compared(request, checkpoint, prompts, found, folder))
 
 
-def _share_of(prompts: list[list[int]], request: BenchRequest, rank: int, num_ranks: int) -> list[list[int]]:
-    """Return the prompts of a rank: every so many of them."""
-    if num_ranks > 1 and request.compare:
+def _share_of(prompts: list[list[int]], request: BenchRequest, share: int, mesh: Mesh) -> list[list[int]]:
+    """Return the prompts of a group of ranks: every so many of them."""
+    if mesh.size > 1 and request.compare:
         raise ConfigError("--compare runs rivals beside one process; leave it out, or --ranks")
-    if len(prompts) < num_ranks:
-        raise ConfigError(f"{len(prompts)} prompts are too few for {num_ranks} ranks; give --rows {num_ranks} at least")
-    return prompts[rank::num_ranks]
+    if len(prompts) < mesh.num_shares:
+        raise ConfigError(
+            f"{len(prompts)} prompts are too few for {mesh.size} ranks; give --rows {mesh.num_shares} at least"
+        )
+    return prompts[share :: mesh.num_shares]
 
 
 def _compared(

@@ -11,6 +11,7 @@ from zinfer.errors import ConfigError
 from zinfer.jobs.comparison import Compared
 from zinfer.offload.stats import RunStats
 from zinfer.planning.simulation import JobPrediction
+from zinfer.ranks.mesh import Mesh
 
 WEIGHTS: Final[Mapping[str, Mapping[str, object]]] = {
     "fp16": {"dtype": "fp16"},
@@ -107,21 +108,22 @@ class BenchResult:
     ranks: "tuple[BenchResult, ...]" = ()
 
     @classmethod
-    def together(cls, ranks: "Sequence[BenchResult]") -> "BenchResult":
-        """Return what ranks found that ran at the same time."""
+    def together(cls, ranks: "Sequence[BenchResult]", mesh: Mesh) -> "BenchResult":
+        """Return what ranks found that ran at the same time; those of a group have the same rows."""
         first, predicted = ranks[0], [each.predicted for each in ranks]
+        leading = [each for rank, each in enumerate(ranks) if mesh.ranks_in_step(rank)[0] == rank]
         return replace(
             first,
-            num_rows=sum(each.num_rows for each in ranks),
+            num_rows=sum(each.num_rows for each in leading),
             predicted=replace(
                 first.predicted,
                 seconds=max(each.seconds for each in predicted),
-                tokens_per_s=sum(each.tokens_per_s for each in predicted),
+                tokens_per_s=sum(each.predicted.tokens_per_s for each in leading),
             ),
             seconds=max(each.seconds for each in ranks),
             start_s=max(each.start_s for each in ranks),
-            num_prompt_tokens=sum(each.num_prompt_tokens for each in ranks),
-            num_new_tokens=sum(each.num_new_tokens for each in ranks),
+            num_prompt_tokens=sum(each.num_prompt_tokens for each in leading),
+            num_new_tokens=sum(each.num_new_tokens for each in leading),
             tier_bytes={tier: sum(each.tier_bytes[tier] for each in ranks) for tier in first.tier_bytes},
             file_bytes=sum(each.file_bytes for each in ranks),
             ranks=tuple(ranks),

@@ -14,7 +14,7 @@ from zinfer.ranks.mesh import Mesh
 from zinfer.units import human_bytes
 
 _MOST_ROWS: Final = 12
-_NOT_YET: Final = "* tensor ranks are not available yet"
+_NOT_YET: Final = "* zero and tensor ranks at once are not available yet"
 
 PlanFor = Callable[[Case, int], BatchPlan | JobPlan]
 """Plans the part of one group of ranks with rows of its own, of so many groups."""
@@ -111,8 +111,12 @@ def plan_meshes(case: Case, meshes: Iterable[Mesh], num_hosts: int, plan: PlanFo
 
 
 def fastest_mesh(found: Sequence[MeshPlan]) -> Mesh | None:
-    """Return the fastest mesh that fits and is available; None if none does."""
-    return next((each.mesh for each in found if each.mesh.is_available and each.planned is not None), None)
+    """Return the fastest mesh that fits, among those that any model can be run by; None if none does.
+
+    Ranks that divide layers are for those who ask for them: not every family can be divided, and sums in another order
+    round otherwise.
+    """
+    return next((each.mesh for each in found if each.mesh.tensor == 1 and each.planned is not None), None)
 
 
 def batch_planner(request: Request) -> PlanFor:

@@ -4,6 +4,9 @@ A pure function of the blocks, the machine's limits and the settings. It tries t
 the worst and returns the first that fits the budgets. Blocks outside the layers (embeddings, norms, head) become
 resident first: they are small and used in every pass. Without `offload_param.device` layers fill the device, then the
 host, and the rest stays on disk; ``cpu`` keeps them off the device, ``nvme`` off the host too.
+
+Among ranks as many layers as possible are on the devices, each divided among them; memory that is then left has whole
+layers on every rank, which need no gathers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -79,8 +82,7 @@ def make_plan(
         layers: indices of the transformer layers.
         limits: budgets in bytes.
         settings: uses `offload`, `streaming` and `num_slots`.
-        partition: the ranks that share the blocks, each with these limits. Layers are divided among them, also on the
-            device; other resident blocks are whole on each.
+        partition: the ranks that share the blocks, each with these limits.
 
     Raises:
         PlanError: a budget is too small; says for what, and how much is needed.
@@ -129,36 +131,53 @@ class _Planner:
 
     def plan(self) -> Plan:
         resident = self._choose_resident()
+        whole = self._choose_whole(resident)
         streamed = [block for block in self.blocks if block.index not in resident]
-        in_slots = self._in_slots(resident)
+        in_slots = self._in_slots(whole)
         host = HostPlanner(streamed, self.blocks, self.limits, self.settings, self.partition).choose()
-        homes = tuple(self._home(block.index, resident, host) for block in self.blocks)
+        homes = tuple(self._home(block.index, resident, whole, host) for block in self.blocks)
         return Plan(
             homes=homes,
             num_slots=min(self.num_slots, len(in_slots)),
             slot_bytes=max((self._whole_bytes[index] for index in in_slots), default=0),
             num_staging=host.num_staging,
             staging_bytes=host.staging_bytes,
-            device_bytes=self._device_bytes(resident) + self._gds_bytes,
+            device_bytes=self._device_bytes(resident, whole) + self._gds_bytes,
             host_bytes=host.host_bytes,
             pinned_bytes=host.pinned_bytes,
             streamed_bytes=sum(block.nbytes for block in streamed),
             num_ranks=self.partition.size,
         )
 
-    def _home(self, index: int, resident: frozenset[int], host: HostSide) -> Home:
+    def _home(self, index: int, resident: frozenset[int], whole: frozenset[int], host: HostSide) -> Home:
         if index in resident:
-            return Home(Tier.DEVICE, shared=self._is_shared(index))
+            return Home(Tier.DEVICE, shared=index not in whole)
         return Home(Tier.HOST, index in host.pinned) if index in host.hosted else Home(Tier.DISK)
 
     def _choose_resident(self) -> frozenset[int]:
-        budget = self.limits.device_bytes - self._gds_bytes
         needed: list[int] = []
         for resident in self._resident_choices():
-            needed.append(self._device_bytes(resident))
-            if needed[-1] <= budget:
+            needed.append(self._device_bytes(resident, self._whole(resident)))
+            if needed[-1] <= self._budget:
                 return resident
-        raise self._too_little_device_memory(budget, min(needed))
+        raise self._too_little_device_memory(self._budget, min(needed))
+
+    def _choose_whole(self, resident: frozenset[int]) -> frozenset[int]:
+        """Return the resident blocks that every rank has as a whole: besides those outside the layers, what fits."""
+        layers = sorted(resident & self.layers)
+        for num_whole in range(len(layers), 0, -1):
+            whole = self._whole(resident) | {*spread(layers, num_whole)}
+            if self._device_bytes(resident, whole) <= self._budget:
+                return whole
+        return self._whole(resident)
+
+    def _whole(self, resident: frozenset[int]) -> frozenset[int]:
+        """Return the resident blocks that are never divided among ranks."""
+        return resident if self.partition.size == 1 else resident - self.layers
+
+    @property
+    def _budget(self) -> int:
+        return self.limits.device_bytes - self._gds_bytes
 
     def _too_little_device_memory(self, budget: int, needed: int) -> PlanError:
         """Return the error, with remedies. Names budget keys only if they were stated."""
@@ -190,24 +209,20 @@ class _Planner:
             for num_outer in range(len(outer), -1, -1)
             for num_layers in range(most_layers, -1, -1)
         ]
-        return sorted(choices, key=lambda resident: -self._bytes_of(resident))
+        return sorted(choices, key=lambda resident: -self._bytes_of(resident, self._whole(resident)))
 
-    def _device_bytes(self, resident: frozenset[int]) -> int:
-        in_slots = [self._whole_bytes[index] for index in self._in_slots(resident)]
+    def _device_bytes(self, resident: frozenset[int], whole: frozenset[int]) -> int:
+        in_slots = [self._whole_bytes[index] for index in self._in_slots(whole)]
         slots = min(self.num_slots, len(in_slots)) * max(in_slots, default=0)
         # Conversions end before the slots are allocated.
-        return max(slots, self._converting_bytes) + self._bytes_of(resident)
+        return max(slots, self._converting_bytes) + self._bytes_of(resident, whole)
 
-    def _bytes_of(self, indices: Iterable[int]) -> int:
-        return sum(map(self._home_bytes.__getitem__, indices))
+    def _bytes_of(self, resident: frozenset[int], whole: frozenset[int]) -> int:
+        return sum((self._whole_bytes if index in whole else self._range_bytes)[index] for index in resident)
 
-    def _is_shared(self, index: int) -> bool:
-        """Whether a resident block is divided among ranks."""
-        return self.partition.size > 1 and index in self.layers
-
-    def _in_slots(self, resident: frozenset[int]) -> list[int]:
+    def _in_slots(self, whole: frozenset[int]) -> list[int]:
         """Return the blocks that pass through slots: streamed ones, and those gathered from other ranks."""
-        return [block.index for block in self.blocks if block.index not in resident or self._is_shared(block.index)]
+        return [block.index for block in self.blocks if block.index not in whole]
 
     @cached_property
     def _converting_bytes(self) -> int:
@@ -223,10 +238,9 @@ class _Planner:
         return [self.partition.gathered_bytes(block.nbytes) for block in self.blocks]
 
     @cached_property
-    def _home_bytes(self) -> list[int]:
-        """Device memory of each block's home, if it is resident."""
-        ranges = [self.partition.range_bytes(block.nbytes) for block in self.blocks]
-        return [ranges[i] if self._is_shared(i) else whole for i, whole in enumerate(self._whole_bytes)]
+    def _range_bytes(self) -> list[int]:
+        """Device memory of each block, divided among ranks."""
+        return [self.partition.range_bytes(block.nbytes) for block in self.blocks]
 
     @property
     def _gds_bytes(self) -> int:

@@ -130,6 +130,11 @@ class Mesh:
         """The number of groups of ranks that each compute rows of their own."""
         return self.size // len(self.ranks_in_step(0))
 
+    def share_of(self, rank: int) -> int:
+        """Return the number of a rank's group among those that compute rows of their own."""
+        firsts = sorted({self.ranks_in_step(each)[0] for each in range(self.size)})
+        return firsts.index(self.ranks_in_step(rank)[0])
+
     def groups_along(self, mode: Mode) -> Iterator[tuple[int, ...]]:
         """Yield all sub-groups of a mode, in the order of their first ranks, the same for every process."""
         for rank in range(self.size):
