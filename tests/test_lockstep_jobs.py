@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from commands import start
-from jobs_support import letters_model, prompt_rows, read_rows, write_rows
+from family_models import family_model
+from jobs_support import letters_model, letters_tokenizer, prompt_rows, read_rows, write_rows
 from lockstep_support import keep_step, keeping_step, one_thread
+from ranks_job_support import Job, ended
 from ranks_support import run_ranks
-from test_ranks_jobs import Job, ended
 
 from zinfer.jobs.job import run_job
 from zinfer.jobs.summary import JobSummary, summary_rows
@@ -51,6 +52,28 @@ def test_groups_of_ranks_write_each_row_once(folder: Path) -> None:
     assert passes[2] == passes[3] > 0
     said = dict(row for section in summary_rows(found[0]) for row in section)
     assert said["ranks"] == f"4, 2 to each pass: {', '.join(map(str, passes))} passes"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "class_name", "options"),
+    [("bert", "BertModel", {"task": "embed"}), ("t5", "T5ForConditionalGeneration", {})],
+)
+def test_encoders_and_padded_batches_are_computed_together(
+    tmp_path: Path, model_type: str, class_name: str, options: dict[str, Any]
+) -> None:
+    family_model(model_type, class_name).save_pretrained(tmp_path / "model")
+    letters_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"id": f"row-{number}", "prompt": "abcdefgh"[: 1 + number % 8]} for number in range(12)]
+    write_rows(tmp_path / "in.jsonl", rows if options else [{**row, "max_new_tokens": 4} for row in rows])
+    files = (tmp_path / "model", tmp_path / "in.jsonl")
+    with one_thread():
+        run_job(*files, tmp_path / "alone.jsonl", device="cpu", batch_size=3, **options)
+    found = run_ranks(4, in_groups, *files, tmp_path / "groups.jsonl", options)
+    alone, together = ((tmp_path / f"{name}.jsonl").read_bytes().splitlines() for name in ("alone", "groups"))
+    assert sorted(together) == sorted(alone)
+    first, second, third, fourth = (each.passes for each in (found[0].stats, *found[0].other_ranks))
+    assert first == second > 0
+    assert third == fourth > 0
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,8 @@ class FollowingLoop(ServingLoop):
         match change:
             case Admitted(number, content):
                 call = LedCall(number, content, [self._receive(each) for each in content])
-                self._calls[number] = call
+                if call.requests:
+                    self._calls[number] = call
                 self._claims.lead(call)
                 self._begin(call)
             case Cancelled(number):

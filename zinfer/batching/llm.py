@@ -61,6 +61,10 @@ class LLM:
     A thread of its own runs the passes (`ServingLoop`); any number of threads may call, and their prompts share passes.
     It is a context manager; `close` releases memory, threads and files, and leaves counters, plan and predictions.
 
+    Ranks that make the same passes (`zinfer.batching.lockstep`) make the same calls, and each gets the same results; a
+    rank that makes none computes along. The first of them decides: on the others `cancel` has no effect, and `close`
+    waits for the first one's.
+
     Raises:
         ConfigError, CheckpointError, PlanError: as `zinfer.init_inference`; also for a family of models whose attention
             is not known to work in ragged batches.
@@ -343,6 +347,7 @@ class LLM:
 
         Raises:
             RuntimeError: it was called within a pass, as in a forward hook.
+        RankError: another rank that makes the same passes has failed.
         """
         if not self._model.is_forked:
             self._loop.close()
