@@ -116,7 +116,7 @@ class PeerCommunicator:
         views[rank].copy_(flat)
         self._buffer.barrier(_BEFORE)
         own = slice(0, num) if each == num else slice(rank * each, (rank + 1) * each)
-        total = views[0][own].float()
+        total = views[0][own].to(torch.float32, copy=True)
         for view in views[1:]:
             total += view[own]
         if each == num:
