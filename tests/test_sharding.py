@@ -23,6 +23,7 @@ from zinfer.model.sharding.weights import CutTensor
 from zinfer.model.weight_matching import match_weights
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, SlabLayout, SlabTensor
+from zinfer.offload.chunks import covered_bytes
 from zinfer.offload.host_memory import HostBuffer
 from zinfer.offload.source import DiskSource
 from zinfer.offload.staging import StagingRing
@@ -80,6 +81,15 @@ def test_a_cut_reads_what_it_would_take_of_the_tensor(
     assert torch.equal(read_cut(CutTensor(entry, cut), torch.float32, staging_bytes), cut.of(tensor).float())
 
 
+def test_the_disk_reads_the_rows_of_columns(tmp_path: Path) -> None:
+    save_file({"w": torch.randn(1024, 1024)}, tmp_path / "model.safetensors")
+    entry = Checkpoint.listed([tmp_path / "model.safetensors"], "files").tensors["w"]
+    place = SlabTensor("w", torch.float32, (1024, 256))
+    extents = tuple(CutTensor(entry, Cut(1, ((256, 512),))).extents(place))
+    assert [(extent.nbytes, extent.rows) for extent in extents] == [(1024 * 256 * 4, 1024)]
+    assert 1023 * 4096 < covered_bytes(extents) <= 1025 * 4096
+
+
 @pytest.mark.parametrize("cut", [Cut(1, ((1, 3), (5, 7))), Cut(2, ((4, 9),)), Cut(0, ((1, 3),))])
 def test_a_cut_of_joined_tensors(tmp_path: Path, cut: Cut) -> None:
     """Experts whose gate and other product are tensors of their own in the file."""
@@ -120,9 +130,16 @@ def test_heads_of_fused_products() -> None:
     ]
 
 
+def test_heads_are_uneven_where_keys_allow_it() -> None:
+    assert [Heads.of(7, 7, Shard(rank, 3)).query for rank in range(3)] == [(0, 3), (3, 5), (5, 7)]
+    assert [Heads.of(7, 7, Shard(rank, 3)).kv for rank in range(3)] == [(0, 3), (3, 5), (5, 7)]
+    assert [Heads.of(7, 1, Shard(rank, 3)).kv for rank in range(3)] == [(0, 1)] * 3
+    assert Heads.of(7, 1, Shard(1, 3)).fused(0, 18).ranges == ((6, 10), (14, 16), (16, 18))
+
+
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tp_size = 4 does not divide 6 attention heads; .* are 1, 2, 3, 6$"):
-        Heads.of(6, 6, Shard(0, 4))
+    with pytest.raises(ConfigError, match=r"tp_size = 4 does not divide 3 attention heads; .* are 1, 2, 3$"):
+        Heads.of(3, 3, Shard(0, 4))
     with pytest.raises(ConfigError, match=r"8 attention heads and 2 of keys and values; .* are 1, 2, 4, 8$"):
         Heads.of(8, 2, Shard(0, 16))
     with pytest.raises(ConfigError, match=r"12 attention heads and 3 of keys and values; .* are 1, 3, 6, 12$"):

@@ -91,6 +91,11 @@ def test_own_plans_on_two_ranks(tmp_path: Path) -> None:
     check_families(tmp_path, [*names, "BertForMaskedLM", "T5ForConditionalGeneration"], 2)
 
 
+def test_uneven_heads_on_three_ranks(tmp_path: Path) -> None:
+    """Four heads, and 131 tokens, of which the last rank has less."""
+    check_families(tmp_path, ["GPT2LMHeadModel", "BloomForCausalLM", "MptForCausalLM", "T5EncoderModel"], 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_class(tmp_path: Path, size: int) -> None:
@@ -207,6 +212,9 @@ def test_sizes_that_cannot_be_are_refused(llama: Path) -> None:
 def unequal(rank: int, folder: Path) -> tuple[str, str]:
     """Calls with the same inputs, and then with others on each rank."""
     engine = zinfer.init_inference(folder, config(2))
+    engine(IDS)
+    with pytest.raises(ConfigError, match="output_attentions gives the attentions of one rank's heads, not of all"):
+        engine.generate(IDS, output_attentions=True, return_dict_in_generate=True)
     engine(IDS)
     try:
         engine(IDS + rank)

@@ -9,26 +9,35 @@ from typing import Any, Final
 import torch
 import xxhash
 
-from zinfer.errors import RankError
+from zinfer.errors import ConfigError, RankError
 from zinfer.ranks.model_ranks import ModelRanks
 
 _OWN: Final = frozenset({"past_key_values"})
 """Arguments that differ by rank: each has the keys and values of its own heads."""
+_ATTENTIONS: Final = "output_attentions"
 _PLAIN: Final = (str, int, float, bool, bytes, torch.dtype, type(None))
 
 
 def check_agreement(
-    ranks: ModelRanks, what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+    ranks: ModelRanks, what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], module: Any, device: torch.device
 ) -> None:
     """Compare a call's arguments on all ranks, and give all of them the first one's state of torch's random numbers.
 
     Args:
         what: the name of the call.
+        module: the divided model.
         device: whose random numbers are compared, beside the CPU's.
 
     Raises:
+        ConfigError: attentions are asked for, of which each rank has those of its own heads alone.
         RankError: the arguments of another rank differ, or another rank failed.
     """
+    for config in (module.config, getattr(module, "generation_config", None)):
+        if kwargs.get(_ATTENTIONS, getattr(config, _ATTENTIONS, False)):
+            raise ConfigError(
+                f"{what}: {_ATTENTIONS} gives the attentions of one rank's heads, not of all; leave it out, or let "
+                "ranks share the weights instead of dividing layers (tensor_parallel.tp_size 1)"
+            )
     digest = xxhash.xxh3_128(what.encode())
     _add(digest, args)
     _add(digest, {name: value for name, value in kwargs.items() if name not in _OWN})

@@ -190,7 +190,7 @@ class StreamedModel:
             RankError: as `check_agreement`.
         """
         if self._divided is not None:
-            check_agreement(self._divided, what, args, kwargs, self.device)
+            check_agreement(self._divided, what, args, kwargs, self.module, self.device)
 
     def _call(self, work: Callable[[], Any], runtime: Runtime) -> Any:
         begin_s = time.perf_counter()

@@ -22,6 +22,7 @@ from zinfer.kernels.quantized_linear import MOST_FUSED_TOKENS
 from zinfer.model.partition import ModelBlock
 from zinfer.model.spec import ModelSpec
 from zinfer.offload.block import Block, Home, SlabTensor, Tier
+from zinfer.offload.chunks import covered_bytes
 from zinfer.planning.memory import Footprint, Request
 from zinfer.planning.placement import Plan
 from zinfer.probe.rates import Rates
@@ -302,11 +303,14 @@ def _seconds(nbytes: int, bytes_per_s: float | None) -> float:
 def _moved_bytes(work: BlockWork, home: Home, *, stages: bool) -> tuple[int, int, int]:
     """Return the bytes of a block that a pass reads from disk, copies from pageable memory, and copies over the link.
 
-    A block on disk has the size of its file's tensors; it is cast on the device.
+    A block on disk has the size of its file's tensors; it is cast on the device. Of some columns of a matrix the disk
+    reads the rows.
     """
     if home.tier is Tier.DISK:
-        nbytes = work.num_uses * sum(extent.nbytes for extent in work.block.extents)
-        return nbytes, 0, nbytes
+        extents = work.block.extents
+        nbytes = work.num_uses * sum(extent.nbytes for extent in extents)
+        has_gaps = any(extent.rows > 1 for extent in extents)
+        return work.num_uses * covered_bytes(extents) if has_gaps else nbytes, 0, nbytes
     nbytes = work.num_uses * work.block.nbytes
     return 0, nbytes if stages and not home.pinned else 0, nbytes
 

@@ -35,10 +35,10 @@ class Heads:
 
     @classmethod
     def of(cls, num_query: int, num_kv: int, shard: Shard) -> "Heads":
-        """Divide heads.
+        """Divide heads; unevenly where each has keys of its own, or all have the same.
 
         Raises:
-            ConfigError: they cannot be divided equally; names the sizes that can.
+            ConfigError: they cannot be divided by so many ranks; names the sizes that can.
         """
         size = shard.size
         if not _divides(num_query, num_kv, size):
@@ -47,8 +47,11 @@ class Heads:
             raise ConfigError(
                 f"tensor_parallel.tp_size = {size} does not divide {kept}; sizes that do are {', '.join(usable)}"
             )
-        query = shard.bounds(num_query)
-        kv = shard.bounds(num_kv) if num_kv >= size else (shard.rank * num_kv // size, shard.rank * num_kv // size + 1)
+        query = kv = shard.bounds(num_query)
+        if num_kv < size:
+            kv = (shard.rank * num_kv // size, shard.rank * num_kv // size + 1)
+        elif num_kv < num_query:
+            kv = shard.bounds(num_kv)
         return cls(num_query, num_kv, query, kv)
 
     @property
@@ -114,6 +117,8 @@ def head_range(module: nn.Module, num_heads: int) -> tuple[int, int]:
 
 
 def _divides(num_query: int, num_kv: int, size: int) -> bool:
+    if num_kv in (1, num_query):
+        return size <= num_query
     return num_query % size == 0 and (num_kv % size == 0 or size % num_kv == 0)
 
 
