@@ -58,11 +58,13 @@ def error_of(found: Tensors, wanted: Tensors) -> float:
     return max(float((found[name] - each).abs().max() / each.abs().max()) for name, each in wanted.items())
 
 
-def check_alike(several: list[list[Found]], alone: list[Found], names: list[str]) -> None:
+def check_alike(
+    several: list[list[Found]], alone: list[Found], names: list[str], most_error: float = MOST_ERROR
+) -> None:
     for at, name in enumerate(names):
         outputs, tokens, _ = alone[at]
         for ranks in several:
-            assert error_of(ranks[at][0], outputs) <= ROUNDED.get(name, MOST_ERROR), name
+            assert error_of(ranks[at][0], outputs) <= ROUNDED.get(name, most_error), name
             assert tokens is None or torch.equal(ranks[at][1], tokens), name  # type: ignore[arg-type]
             assert all(torch.equal(ranks[at][0][each], several[0][at][0][each]) for each in outputs), name
 
@@ -306,6 +308,6 @@ def test_ranks_on_a_gpu_divide_layers(folders: list[Path]) -> None:
     cases = [(folder, homes) for folder in folders for homes in ("cpu", "none")]
     alone = computed(0, [(folder, on_gpu(1, homes), inputs) for folder, homes in cases])
     several = run_ranks(2, computed, [(folder, on_gpu(2, homes), inputs) for folder, homes in cases])
-    check_alike(several, alone, [f"{folder.name} {homes}" for folder, homes in cases], most=1e-4)
+    check_alike(several, alone, [f"{folder.name} {homes}" for folder, homes in cases], 1e-4)
     wanted, _ = texts(0, folders[0], on_gpu(1, "cpu"))
     assert [found for found, _ in run_ranks(2, texts, folders[0], on_gpu(2, "cpu"))] == [wanted] * 2

@@ -155,6 +155,7 @@ def _connect_all(group: RankGroup, device: str) -> None:
     try:
         store = PrefixStore("group", group.connect())
         dist.init_process_group(backend, store=store, rank=group.rank, world_size=group.size, timeout=_MESH_S)
+        dist.all_reduce(torch.zeros(1))  # all are connected before one that refuses its settings leaves
     except (RuntimeError, TimeoutError) as error:
         here = f"rank {group.rank} on {group.hosts[group.rank]}"
         why = group.roll_call.find_lost(_NEWS_S) or str(error).splitlines()[0]
