@@ -5,6 +5,7 @@ profiling.
 """
 
 import json
+import os
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_support import bloom, saved, seeded, world_size
+from ranks_support import run_ranks
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -207,3 +209,20 @@ def test_model_profiling(pipe: Any, use_cuda_events: bool) -> None:
         assert len(model_t) == 6
         assert e2e_t >= sum(model_t) > 0, "each lies within its call"
     pipe.model.destroy()
+
+
+def on_ranks(rank: int, gpt_neo: Path) -> None:
+    """The examples that say how many processes divide the layers, in one of two that torchrun started."""
+    globals()["world_size"] = int(os.environ["WORLD_SIZE"])
+
+    def pipe() -> Any:
+        return pipeline("text-generation", model=str(gpt_neo), device="cpu", dtype=torch.float32)
+
+    test_t5_with_an_injection_policy()
+    test_t5_without_one()
+    test_end_to_end_gpt_neo(pipe(), inject=False)
+    test_the_older_spelling(pipe())
+
+
+def test_two_processes_run_them_unchanged(gpt_neo: Path) -> None:
+    run_ranks(2, on_ranks, gpt_neo)
