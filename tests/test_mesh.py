@@ -81,7 +81,7 @@ def test_a_mesh_follows_the_configuration_or_the_hosts(
         ({"zero": 0}, "zinfer.parallel.zero = 0: expected a whole number of at least 1"),
         ({"zeros": 2}, "unknown key zinfer.parallel.zeros; did you mean zinfer.parallel.zero?"),
         ({"tensor": 0}, "zinfer.parallel.tensor = 0: expected a whole number of at least 1"),
-        ({"pipeline": 2}, "zinfer.parallel.pipeline = 2 is not available yet"),
+        ({"pipeline": 0}, "zinfer.parallel.pipeline = 0: expected a whole number of at least 1"),
         ({"expert": 2}, "zinfer.parallel.expert = 2 is not available yet"),
         (4, "zinfer.parallel = 4: expected an object"),
     ],

@@ -18,7 +18,6 @@ from zinfer.config.settings import Settings
 
 SEVERAL_GPUS = "splitting layers over several GPUs"
 EXPERT_PARALLEL = "spreading experts over several GPUs"
-PIPELINE = "stages of layers on several GPUs"
 EXPERTS = "the model's own config says how many experts it has, and of what kind"
 TRITON = "all fused kernels here are Triton's, with tiles chosen by size; replace_with_kernel_inject asks for them"
 OWN_EXCHANGE = "says how several GPUs share or exchange parameters; zinfer has its own way"
@@ -174,7 +173,6 @@ KEYS: tuple[Key, ...] = (
     *ignored("", SAVING, "nebula", "datastates"),
     section("zinfer", "zinfer's own keys; keyword arguments may omit the section"),
     section("zinfer.parallel", 'how ranks share a job: sizes of modes that multiply to the number of ranks, or "auto"'),
-    unsupported("zinfer.parallel.pipeline", PIPELINE, idle=(1,)),
     unsupported("zinfer.parallel.expert", EXPERT_PARALLEL, idle=(1,)),
     *QUANTIZATION_KEYS,
 )

@@ -103,6 +103,9 @@ class Parallel:
     replicas: int | None = setting(
         "zinfer.parallel.replicas", count(1), "groups of ranks that each have a whole model and their own rows"
     )
+    pipeline: int | None = setting(
+        "zinfer.parallel.pipeline", count(1), "stages: ranks that each compute a contiguous part of the layers"
+    )
     zero: int | None = setting(
         "zinfer.parallel.zero", count(1), "ranks that share one model: each has its range of every layer's bytes"
     )

@@ -40,7 +40,7 @@ def open_graphs(
 
     Args:
         by_default: whether to use graphs if the settings do not mention them, for forwards that they may speed up.
-        exchanges: whether ranks sum outputs within a forward.
+        exchanges: whether ranks exchange outputs within a forward.
     """
     if not (by_default if settings.cuda_graph is None else settings.cuda_graph):
         return None
@@ -48,7 +48,9 @@ def open_graphs(
     if capturer is None:
         hindrance = "graphs need a CUDA device"
     elif exchanges:
-        hindrance = "sums over ranks (tensor_parallel.tp_size) are not captured"
+        hindrance = (
+            "what ranks exchange within a pass (tensor_parallel.tp_size, zinfer.parallel.pipeline) is not captured"
+        )
     elif settings.check_finite:
         hindrance = "zinfer.check_finite looks at every layer"
     elif settings.batching.kv_cache_tier == "host":

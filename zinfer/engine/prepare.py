@@ -16,6 +16,7 @@ from zinfer.model.dtype import warn_of_overflow
 from zinfer.model.partition import ModelBlock, partition_model
 from zinfer.model.quantized_forms import check_patterns
 from zinfer.model.sharding.sharding import Sharding
+from zinfer.model.stage import StageModel
 from zinfer.model.weight_matching import Weight, load_buffers, match_weights
 from zinfer.nvme.file_identity import FileIdentity
 from zinfer.nvme.scratch import ScratchFile
@@ -41,6 +42,7 @@ class PreparedModel:
         wanted_packs: layers that could share a matrix product, if kernels are to be injected.
         module_file: the file that weights from memory were written to, for blocks on disk.
         sharding: how the module was divided, if it holds one rank's shard of each layer.
+        part: how the module was cut down, if it holds one stage's layers.
     """
 
     module: PreTrainedModel
@@ -51,6 +53,7 @@ class PreparedModel:
     wanted_packs: tuple[FusionGroup, ...]
     module_file: ModuleFile | None = None
     sharding: Sharding | None = None
+    part: StageModel | None = None
 
     @classmethod
     def of(
@@ -59,11 +62,13 @@ class PreparedModel:
         checkpoint: Checkpoint | None,
         settings: Settings,
         sharding: Sharding | None = None,
+        part: StageModel | None = None,
     ) -> "PreparedModel":
         """Partition a module whose weights are in a checkpoint or in memory.
 
         Args:
             sharding: divides the module, which then has the rank's shapes.
+            part: cuts the module down to the stage's layers.
 
         Raises:
             CheckpointError: the checkpoint lacks weights of the module, or the module's layers cannot be found.
@@ -75,15 +80,23 @@ class PreparedModel:
         if sharding is not None:
             weights = sharding.cut_weights(weights)
             sharding.apply(module)
+        if part is not None:
+            part.apply()
+            weights = part.own(weights)
         checksums = scheme.checksums if scheme else {}
-        return replace(cls._partition(module, checkpoint, weights, checksums, settings), sharding=sharding)
+        return replace(cls._partition(module, checkpoint, weights, checksums, settings), sharding=sharding, part=part)
 
     def _over(self, copy: Checkpoint) -> "PreparedModel":
         """Return the model over another checkpoint, of the module's own shapes."""
         scheme = find_stored_scheme(copy)
+        if self.part is not None:  # the copy is of all stages
+            self.part.undo()
         weights = match_weights(self.module, copy, scheme)
+        if self.part is not None:
+            self.part.apply()
+            weights = self.part.own(weights)
         made = self._partition(self.module, copy, weights, scheme.checksums if scheme else {}, self.settings)
-        return replace(made, sharding=self.sharding)
+        return replace(made, sharding=self.sharding, part=self.part)
 
     @classmethod
     def _partition(

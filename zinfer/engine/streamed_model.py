@@ -22,11 +22,13 @@ from zinfer.engine.interrupts import deferred
 from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.runtime import Runtime, check_trace
 from zinfer.engine.shard_hooks import ShardHooks, find_shard
+from zinfer.engine.stage_hooks import StageHooks, find_stage
 from zinfer.errors import ConfigError, LengthError
 from zinfer.model.build import find_model
 from zinfer.model.context_length import check_min_out_tokens
 from zinfer.model.partition import ModelBlock
 from zinfer.model.sharding.sharding import Sharding
+from zinfer.model.stage import StageModel
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
 from zinfer.offload.tensor_checksums import TensorChecksums
@@ -37,6 +39,7 @@ from zinfer.probe.limits import MachineLimits, choose_device, find_limits, free_
 from zinfer.ranks.group import join_group
 from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.model_ranks import ModelRanks
+from zinfer.ranks.stage_exchange import StageExchange
 
 Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings, Sharding | None], PreparedModel]
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], MachineLimits, int], Footprint]
@@ -67,6 +70,7 @@ class StreamedModel:
         trace: records reads, copies and compute; None without one.
         pass_graphs: for a caller that captures whole passes; None if that is not possible.
         ranks: the ranks of the job; None in a process that runs alone.
+        stages: this rank's stage of a pipeline; None without one.
 
     Raises:
         CheckpointError, ConfigError, PlanError, OSError: as `zinfer.init_inference`.
@@ -87,7 +91,7 @@ class StreamedModel:
         check_trace(settings.trace)
         group = join_group(choose_device(settings).type)
         mesh = Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])
-        shard = find_shard(mesh, group)
+        shard, stage = find_shard(mesh, group), find_stage(mesh, group)
         limits = find_limits(settings, group.num_local if group else 1)
         self.settings = settings
         self.device = limits.device
@@ -95,6 +99,7 @@ class StreamedModel:
             ranks = ModelRanks(group, self.device, mesh) if group else None
             if ranks is not None:
                 owned.push(ranks.leave_after)
+            exchange = StageExchange(ranks) if ranks is not None and stage is not None else None
             self.module, checkpoint = find_model(model, settings)
             if check_model:
                 check_model(self.module)
@@ -103,7 +108,12 @@ class StreamedModel:
             if shard is not None:
                 sharding = Sharding.of(self.module, shard, settings.block_classes, settings.quantization)
                 owned.callback(sharding.undo)
-            prepared = prepare(self.module, checkpoint, settings, sharding)
+            if stage is not None:
+                part = StageModel(self.module, stage, settings.block_classes)
+                owned.callback(part.undo)
+                prepared = PreparedModel.of(self.module, checkpoint, settings, part=part)
+            else:
+                prepared = prepare(self.module, checkpoint, settings, sharding)
             free_bytes = free_device_bytes(limits)
             if ranks is not None:
                 several = ranks.exchange((limits, free_bytes))
@@ -122,7 +132,11 @@ class StreamedModel:
             self._ended: Event | None = None  # of the last call, on the device; None while one runs
             self.trace = trace or (Trace() if settings.trace else None)
             graphs = open_graphs(
-                self.plan, settings, self.device, by_default=replays_passes, exchanges=shard is not None
+                self.plan,
+                settings,
+                self.device,
+                by_default=replays_passes,
+                exchanges=shard is not None or stage is not None,
             )
             self.pass_graphs = graphs if replays_passes else None
             self._acceleration = Acceleration(self.module, self.device, None if replays_passes else graphs)
@@ -130,6 +144,10 @@ class StreamedModel:
             if ranks is not None and sharding is not None:
                 hooks = ShardHooks(self.module, sharding, ranks)
                 owned.callback(hooks.remove)
+            self.stages: StageHooks | None = None
+            if exchange is not None and prepared.part is not None:
+                self.stages = StageHooks(self.module, prepared.part, exchange)
+                owned.callback(self.stages.remove)
             runtime = Runtime(
                 self.module,
                 prepared.blocks,
@@ -150,7 +168,10 @@ class StreamedModel:
         self._divided = ranks if shard is not None else None
         self._runtime: Runtime | None = runtime
         self._process_id = os.getpid()
-        self._close = weakref.finalize(self, _close, self._acceleration, runtime, hooks, ranks, self._process_id)
+        ends = [each.remove for each in (hooks, self.stages) if each is not None]
+        if prepared.part is not None:
+            ends.append(prepared.part.undo)
+        self._close = weakref.finalize(self, _close, self._acceleration, runtime, ends, ranks, self._process_id)
         self._acceleration.keep_experts()
         if settings.kernel_inject:
             self._acceleration.inject(prepared.packs, replayed=graphs is not None)
@@ -301,7 +322,7 @@ class StreamedModel:
 def _close(
     acceleration: Acceleration,
     runtime: Runtime,
-    hooks: ShardHooks | None,
+    ends: Sequence[Callable[[], None]],
     ranks: ModelRanks | None,
     process_id: int,
 ) -> None:
@@ -310,7 +331,7 @@ def _close(
         with ExitStack() as owned:
             if ranks is not None:
                 owned.callback(ranks.close)
-            if hooks is not None:
-                owned.callback(hooks.remove)
+            for end in reversed(ends):  # a stage's module is whole again after all else
+                owned.callback(end)
             owned.callback(runtime.close)
             owned.callback(acceleration.remove)

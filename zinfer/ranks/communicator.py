@@ -1,17 +1,13 @@
 """Exchanges of tensors among the ranks of one mode of the mesh."""
 
-import time
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from zinfer.errors import RankError
 from zinfer.offload.partition import Partition
-from zinfer.ranks.rank_store import growing_pauses
 
-_MOST_PAUSE_S: Final = 1e-3
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 
 
@@ -53,7 +49,7 @@ class TorchCommunicator:
         partition: this rank's place among them.
         device: of the tensors.
         check: raises the error of a rank that has failed.
-        broken: makes the error of a connection that broke.
+        wait_for: waits for a collective, as `ModelRanks.wait_for`.
     """
 
     def __init__(
@@ -63,11 +59,11 @@ class TorchCommunicator:
         partition: Partition,
         device: torch.device,
         check: Callable[[], None],
-        broken: Callable[[RuntimeError], BaseException],
+        wait_for: Callable[[Any], None],
     ) -> None:
         self.group, self.partition = group, partition
         self._members, self._device = members, device
-        self._check, self._broken = check, broken
+        self._check, self._wait_for = check, wait_for
         self._has_given_up = False
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -77,25 +73,25 @@ class TorchCommunicator:
     def gather(self, slab: torch.Tensor) -> None:
         """As `Communicator.gather`."""
         own = self.partition.own_range(slab, slab.nbytes)
-        self._await(_all_gather(slab, own, group=self.group, async_op=True))
+        self._wait_for(_all_gather(slab, own, group=self.group, async_op=True))
 
     def scatter(self, part: torch.Tensor, slab: torch.Tensor | None, source: int) -> None:
         """As `Communicator.scatter`."""
         ranges = None if slab is None else list(torch.chunk(slab, self.partition.size))
-        self._await(dist.scatter(part, ranges, src=self._members[source], group=self.group, async_op=True))
+        self._wait_for(dist.scatter(part, ranges, src=self._members[source], group=self.group, async_op=True))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """As `Communicator.all_reduce`."""
         self._check()
         tensor = tensor.contiguous()
-        self._await(dist.all_reduce(tensor, group=self.group, async_op=True))
+        self._wait_for(dist.all_reduce(tensor, group=self.group, async_op=True))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """As `Communicator.all_gather`."""
         self._check()
         found = tensor.new_empty((self.partition.size, *tensor.shape))
-        self._await(_all_gather(found.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=True))
+        self._wait_for(_all_gather(found.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=True))
         return found
 
     def give_up(self) -> None:
@@ -106,16 +102,3 @@ class TorchCommunicator:
 
     def close(self) -> None:
         """As `Communicator.close`."""
-
-    def _await(self, work: Any) -> None:
-        """Wait for a collective on the host, unless a rank fails; on a CUDA device only the current stream waits."""
-        pauses = growing_pauses(_MOST_PAUSE_S)
-        try:
-            while self._device.type != "cuda" and not work.is_completed():
-                self._check()
-                time.sleep(next(pauses))
-            work.wait()
-        except RankError:
-            raise
-        except RuntimeError as error:
-            raise self._broken(error) from error

@@ -65,8 +65,8 @@ class Mesh:
         mesh.check(len(hosts))
         if not mesh.is_available:
             raise ConfigError(
-                f"zinfer.parallel = {json.dumps(mesh.stated)} is not available yet: ranks that gather slabs and ranks "
-                "that divide layers at once; set zero or tensor to 1, with replicas in its place"
+                f"zinfer.parallel = {json.dumps(mesh.stated)} is not available yet: only one of pipeline, zero and "
+                "tensor can be above 1; set the others to 1, with replicas in their place"
             )
         return mesh
 
@@ -91,7 +91,7 @@ class Mesh:
     @property
     def is_available(self) -> bool:
         """Whether runs can use all its modes."""
-        return self.size in (self.replicas * self.zero, self.replicas * self.tensor)
+        return self.size // self.replicas in (self.pipeline, self.zero, self.tensor)
 
     @property
     def stated(self) -> dict[str, int]:
@@ -123,7 +123,9 @@ class Mesh:
 
     def ranks_in_step(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that compute the same passes as a rank, itself among them, ascending."""
-        return self.ranks_along("tensor", rank)
+        return tuple(
+            sorted(each for own in self.ranks_along("pipeline", rank) for each in self.ranks_along("tensor", own))
+        )
 
     @property
     def num_shares(self) -> int:

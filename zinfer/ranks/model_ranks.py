@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
@@ -259,20 +259,30 @@ class ModelRanks:
         members = self.mesh.ranks_along(mode, self.group.rank)
         partition = Partition(members.index(self.group.rank), len(members))
         copies = self._can_copy(members)
-        own = self._open_group(mode, "nccl" if self._device.type == "cuda" and not copies else "gloo")
+        own = self.open_group(self.mesh.groups_along(mode), "gloo" if copies else None)
         if copies:
             return PeerCommunicator(PeerMemory(partition, self._device, own))
-        return TorchCommunicator(own, members, partition, self._device, self.check, self._broken)
+        return TorchCommunicator(own, members, partition, self._device, self.check, self.wait_for)
 
-    def _open_group(self, mode: Mode, backend: str) -> Any:
-        """Connect the ranks of a mode, in a thread that is left behind if one fails: nothing ends its wait for it."""
+    def open_group(self, groups: Iterable[tuple[int, ...]], backend: str | None = None) -> Any:
+        """Return torch's process group of this rank, one of several that all ranks of the job make together.
 
+        Args:
+            groups: the ranks of each; this rank is in one of them at the most.
+            backend: by default the one for tensors on the model's device.
+
+        Raises:
+            RankError: a rank failed.
+        """
+        chosen = backend or ("nccl" if self._device.type == "cuda" else "gloo")
+
+        # In a thread that is left behind if a rank fails: nothing ends its wait for it.
         def connect() -> Any:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             own: Any = None
-            for each in self.mesh.groups_along(mode):
-                made = dist.new_group(list(each), backend=backend, timeout=timedelta(seconds=20 * SILENCE_S))
+            for each in groups:
+                made = dist.new_group(list(each), backend=chosen, timeout=timedelta(seconds=20 * SILENCE_S))
                 own = made if self.group.rank in each else own
             return own
 
@@ -284,6 +294,23 @@ class ModelRanks:
         calls.close()
         try:
             return connected.result()
+        except RuntimeError as error:
+            raise self._broken(error) from error
+
+    def wait_for(self, work: Any) -> None:
+        """Wait for a collective on the host, unless a rank fails; on a CUDA device only the current stream waits.
+
+        Raises:
+            RankError: a rank failed.
+        """
+        pauses = growing_pauses(_MOST_PAUSE_S)
+        try:
+            while self._device.type != "cuda" and not work.is_completed():
+                self.check()
+                time.sleep(next(pauses))
+            work.wait()
+        except RankError:
+            raise
         except RuntimeError as error:
             raise self._broken(error) from error
 
