@@ -24,8 +24,8 @@ def agree(ranks: ModelRanks, members: Sequence[int], budget: BatchingBudget) -> 
     """
     budgets = ranks.exchange(budget)
     several = [budgets[rank] for rank in members]
-    swaps = several[0].swaps_to_disk
-    agreed = [replace(_least(each, several), swaps_to_disk=swaps, lends=False) for each in several]
+    num_sets, swaps = ranks.mesh.pipeline, several[0].swaps_to_disk
+    agreed = [replace(_least(each, several), num_sets=num_sets, swaps_to_disk=swaps, lends=False) for each in several]
     ours = _sizes(agreed[0])
     for rank, each in zip(members, agreed, strict=True):
         if (theirs := _sizes(each)) != ours:
@@ -49,6 +49,7 @@ def _least(budget: BatchingBudget, several: Sequence[BatchingBudget]) -> Batchin
         max_sequences=min(each.max_sequences for each in several),
         num_pages=num_pages,
         footprint=replace(own, **pages_bytes),
+        most_parked=min(each.most_swapped_in_memory for each in several),
     )
 
 
@@ -58,6 +59,7 @@ def _sizes(budget: BatchingBudget) -> dict[str, int | str]:
         "tokens_per_pass": budget.tokens_per_pass,
         "max_sequences": budget.max_sequences,
         "pages": budget.num_pages,
+        "passes under way": budget.num_sets,
         "kv_page_size": budget.page_size,
         "most swapped pages": budget.most_swapped_pages,
         "admission_order": budget.order,

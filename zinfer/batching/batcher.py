@@ -1,6 +1,7 @@
 """Continuous batching: requests are added, each step runs a pass over the model and returns completions."""
 
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,7 @@ from zinfer.batching.page_lender import IdlePageLender
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.request import Request
 from zinfer.batching.runner import PassRunner
+from zinfer.batching.stage_tokens import Coming, StageTokens
 from zinfer.engine.finite_check import FiniteWatch, Looks
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
@@ -43,11 +45,11 @@ class _Running:
 
 @dataclass(frozen=True, eq=False)
 class _Drawing:
-    """The sequences that get a token in a pass, and these tokens, on the device or the host."""
+    """The sequences that get a token in a pass, and these tokens, on the device, the host or the last stage."""
 
     sequences: Sequence[TokenSequence]
     rows: Sequence[_Running]
-    result: Drawn
+    result: Coming
     looks: Looks
 
 
@@ -55,7 +57,8 @@ class Batcher:
     """Runs requests in one ragged batch after the other; called by one thread.
 
     Passes are pipelined: pass n+1 launches before the host has seen pass n's tokens, which stay on the device. So
-    scheduling, detokenizing and other work between two steps cost the device no time.
+    scheduling, detokenizing and other work between two steps cost the device no time. Among stages of a pipeline, as
+    many passes are under way as there are stages, each of other sequences (`zinfer.scheduling.pass_sets`).
 
     Attributes:
         pass_sizes: of the passes since `begin`, limited to the last ones.
@@ -68,10 +71,17 @@ class Batcher:
         sampler: chooses the tokens.
         budget: sizes of the passes and of the cache.
         window: the most tokens that any layer attends to; None if a layer attends to all.
+        tokens: brings tokens from the last stage of a pipeline to the others.
     """
 
     def __init__(
-        self, runner: PassRunner, cache: PageCache, sampler: Sampler, budget: BatchingBudget, window: int | None = None
+        self,
+        runner: PassRunner,
+        cache: PageCache,
+        sampler: Sampler,
+        budget: BatchingBudget,
+        window: int | None = None,
+        tokens: StageTokens | None = None,
     ) -> None:
         self._runner = runner
         self._cache = cache
@@ -82,7 +92,9 @@ class Batcher:
         # Pages in host memory take no device memory that could be lent.
         self._lender = IdlePageLender(cache, runner.model) if isinstance(cache, KVCache) else None
         self._scheduler = self._new_scheduler()
-        self._drawn: _Drawing | None = None
+        self._tokens = tokens
+        self._drawn: deque[_Drawing] = deque()  # of passes whose tokens were not taken
+        self._most_drawn = max(1, budget.num_sets - 1)  # before another pass is launched
         self._running: dict[int, _Running] = {}
         # Of the requests since `begin`: token ids that may complete one, whether any has stop strings, and whether any
         # wants its tokens one by one.
@@ -100,7 +112,7 @@ class Batcher:
     def begin(self) -> None:
         """Forget the passes so far; no request may be unfinished."""
         assert not self._running
-        self._drawn = None  # tokens for requests that had ended
+        self._drawn.clear()  # tokens for requests that had ended
         self._last_ids, self._reads, self._tells = {BROKEN}, False, False
         self.pass_sizes.clear()
         self.pass_ends_s.clear()
@@ -128,20 +140,20 @@ class Batcher:
         return [self._finish(each, "cancelled") for each in [*self._running.values()] if each.request in unwanted]
 
     def step(self) -> list[Event]:
-        """Launch a pass and, while it is computed, take the tokens of the pass before. After an exception call `abort`.
+        """Launch a pass and, while it is computed, take the tokens of an earlier one. After an exception call `abort`.
 
         Returns:
-            The completions of the pass before, and the tokens of requests that want them one by one; empty if no
+            The completions of the earlier pass, and the tokens of requests that want them one by one; empty if no
             request is unfinished.
         """
         if self._lender is not None:
             self._lender.adjust(self._scheduler)
         scheduled = self._scheduler.schedule()
         logits = None if scheduled is None else self._forward(scheduled)
-        events = [] if self._drawn is None else self._receive(self._drawn)
-        self._drawn = None
+        is_due = len(self._drawn) == self._most_drawn or (scheduled is None and self._drawn)
+        events = self._receive(self._drawn.popleft()) if is_due else []
         if scheduled is not None and logits is not None:
-            self._drawn = self._draw(scheduled, logits)
+            self._drawn.append(self._draw(scheduled, logits))
             self._scheduler.advance(scheduled)
         return events
 
@@ -174,7 +186,7 @@ class Batcher:
     def close(self) -> None:
         """Drop everything for good, whatever state a pass is in; the counters stay."""
         self._watch.stop()
-        self._drawn = None
+        self._drawn.clear()
         self._running.clear()
         self._suspects.clear()
         self._scheduler = self._budget.scheduler(self._window)
@@ -192,9 +204,9 @@ class Batcher:
             self._cache.swap_in(sequence.number, pages)
         self._cache.expect(scheduled.chunks)
         pending = None
-        if self._drawn is not None:
-            numbers = [sequence.number for sequence in self._drawn.sequences]
-            pending = Pending(self._drawn.result.token_ids, dict(zip(numbers, range(len(numbers)), strict=True)))
+        if self._drawn and isinstance(drawn := self._drawn[-1].result, Drawn):
+            numbers = [sequence.number for sequence in self._drawn[-1].sequences]
+            pending = Pending(drawn.token_ids, dict(zip(numbers, range(len(numbers)), strict=True)))
         # The watch uses module hooks, which a replayed pass does not call.
         may_replay = self._runner.replays and not self._watch.is_on
         most = self._budget.most_part_tokens
@@ -210,15 +222,19 @@ class Batcher:
         running = SequenceState.RUNNING  # looking the enum up for each sequence is slow
         sampling = list(compress(scheduled.chunks.sequences, scheduled.chunks.samples))
         sequences = [sequence for sequence in sampling if sequence.state is running]
+        writing = self._running
+        rows = [writing[sequence.number] for sequence in sequences]
+        if self._tokens is not None and not self._tokens.is_last:
+            return _Drawing(sequences, rows, self._tokens.expect(), self._watch.take())
         if len(sequences) < len(sampling):
             places = [place for place, sequence in enumerate(sampling) if sequence.state is running]
             logits = logits[send(places, torch.int64, logits.device)]
-        writing = self._running
-        rows = [writing[sequence.number] for sequence in sequences]
-        return _Drawing(sequences, rows, self._sampler.draw(logits, [each.row for each in rows]), self._watch.take())
+        drawn = self._sampler.draw(logits, [each.row for each in rows])
+        coming = drawn if self._tokens is None else self._tokens.share(drawn)
+        return _Drawing(sequences, rows, coming, self._watch.take())
 
     def _receive(self, drawn: _Drawing) -> list[Event]:
-        """Take the tokens of the pass before; returns the requests they complete, and the tokens of others."""
+        """Take the tokens of an earlier pass; returns the requests they complete, and the tokens of others."""
         sampled = drawn.result.take()
         self._runner.model.check_ranks()
         self.received_ids = sampled.token_ids

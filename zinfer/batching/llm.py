@@ -18,6 +18,7 @@ from zinfer.batching.lockstep import Follower, open_lockstep
 from zinfer.batching.request import RequestBuilder
 from zinfer.batching.runner import PassRunner, open_pages
 from zinfer.batching.serving_loop import ServingLoop
+from zinfer.batching.stage_tokens import open_tokens
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import say_without_effect
@@ -27,7 +28,7 @@ from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.model.batching_support import check_family
 from zinfer.model.context_length import read_limits
 from zinfer.model.partition import ModelBlock
-from zinfer.model.spec import ModelSpec
+from zinfer.model.spec import ModelSpec, common_window
 from zinfer.offload.stats import RunStats
 from zinfer.offload.tensor_checksums import TensorChecksums
 from zinfer.planning.kv_budget import BatchingBudget, find_budget
@@ -128,12 +129,16 @@ class LLM:
             swaps_to_disk = self._model.estimator.disk_spares_time(token_bytes)
         budget = replace(budget, swaps_to_disk=folder is not None and bool(swaps_to_disk))
         lockstep, budget = open_lockstep(self._model.ranks, budget)
+        window, tokens = spec.common_window, None
+        if self._model.ranks is not None and self._model.stages is not None:
+            tokens = open_tokens(self._model.ranks)
+            window = common_window(self._model.ranks.exchange(window))
         self._cache = open_pages(self._model, spec, budget)
         self._graphs = self._model.pass_graphs
         self._runner = PassRunner(self._model, self._cache, self._graphs)
-        window = spec.common_window
-        self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, window)
+        self._batcher = Batcher(self._runner, self._cache, Sampler(vocab_size, device), budget, window, tokens)
         closers = (
+            *([tokens.close] if tokens is not None else []),
             *([lockstep.close] if lockstep is not None else []),
             self._cache.close,
             self._model.destroy,

@@ -67,6 +67,8 @@ class PassRunner:
         self._config: Any = model.module.config.get_text_config(decoder=True)
         self._before = self._config._attn_implementation
         self._config._attn_implementation = MASKED_NAME if wants_mask(self._config.model_type) else NAME
+        if model.stages is not None:
+            model.stages.shares_logits = False  # the last stage draws, and sends tokens
         self._takes_positions = "position_ids" in inspect.signature(type(model.module).forward).parameters
         self._graphs = graphs
 

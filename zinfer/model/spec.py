@@ -165,8 +165,7 @@ class ModelSpec:
     @property
     def common_window(self) -> int | None:
         """The widest of the layers' attention windows; None if a layer has none."""
-        windows = self.attention_windows
-        return max((window for window in windows if window is not None), default=None) if all(windows) else None
+        return common_window(self.attention_windows)
 
     def over_pages(self) -> "ModelSpec":
         """Return the spec for paged attention: no score tensors, and in latent attention no keys and values per head.
@@ -178,6 +177,12 @@ class ModelSpec:
         if not self.kv.values_in_keys:
             return paged
         return replace(paged, expanded=self.num_heads * (self.kv.key_dim + 2 * self.kv.value_dim))
+
+
+def common_window(windows: Iterable[int | None]) -> int | None:
+    """Return the widest of attention windows; None if one is unlimited, or there are none."""
+    known = list(windows)
+    return max((window for window in known if window is not None), default=None) if all(known) else None
 
 
 def is_generating_decoder(model: PreTrainedModel) -> bool:

@@ -64,6 +64,8 @@ class BatchingBudget:
             are lent only if the configuration states their size.
         footprint: bytes of pages and activations.
         swaps_to_disk: whether preempted sequences are swapped to disk once their share of host memory is full.
+        num_sets: passes that are under way at once, as for `Scheduler`.
+        most_parked: maximum pages swapped to host memory, if stages have agreed on it.
     """
 
     tokens_per_pass: int
@@ -76,6 +78,8 @@ class BatchingBudget:
     lends: bool
     footprint: Footprint
     swaps_to_disk: bool = False
+    num_sets: int = 1
+    most_parked: int | None = None
 
     @property
     def is_hosted(self) -> bool:
@@ -92,6 +96,8 @@ class BatchingBudget:
         """Maximum pages swapped to host memory; 0 if the KV cache is there anyway."""
         if self.is_hosted:
             return 0
+        if self.most_parked is not None:
+            return self.most_parked
         return min(self.num_pages // _PARKED_SHARE, _MOST_PARKED_BYTES // (self.kv_bytes // self.num_pages))
 
     @property
@@ -109,6 +115,7 @@ class BatchingBudget:
             order=self.order,
             window=window,
             lends=self.lends,
+            num_sets=self.num_sets,
         )
 
 

@@ -3,13 +3,15 @@
 Shared prefixes and sequences that end early make a job shorter; neither is simulated.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from zinfer.errors import ConfigError
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.planning.step_time import PassTime, speed
-from zinfer.scheduling.schedule import PassSize
+from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.sequence import Sequence as TokenSequence
 from zinfer.units import duration
 
@@ -158,11 +160,18 @@ def _passes(
     for number, (prompt_len, count) in enumerate(zip(prompt_lens, new_tokens, strict=True)):
         scheduler.add(TokenSequence(number, (number, *[0] * (prompt_len - 1)), count, shares=shares))
     sizes = []
-    while (coming := scheduler.schedule()) is not None:
+    under_way: deque[Pass] = deque()
+    while (coming := scheduler.schedule()) is not None or under_way:
         if scheduler.has_preempted and not shares:
             return []
-        sizes.append(coming.size)
-        scheduler.advance(coming)
+        if coming is not None:
+            sizes.append(coming.size)
+            scheduler.advance(coming)
+        if budget.num_sets > 1:  # else no sequence waits for its token
+            under_way += [] if coming is None else [coming]
+            if coming is None or len(under_way) == budget.num_sets:
+                chunks = under_way.popleft().chunks
+                scheduler.receive((each, 0) for each in compress(chunks.sequences, chunks.samples))
     return sizes
 
 

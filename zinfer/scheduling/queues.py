@@ -95,6 +95,9 @@ class PreemptedQueue:
         self._sequences: deque[Sequence] = deque()
         self._swapped: dict[int, int] = {}  # pages by number
 
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
     def first(self) -> Sequence | None:
         """Return the sequence to resume next, without removing it; None if there is none."""
         return self._sequences[0] if self._sequences else None

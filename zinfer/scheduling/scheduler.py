@@ -19,6 +19,7 @@ from collections.abc import Iterable
 
 from zinfer.scheduling.page_allocator import PageAllocator, first_needed
 from zinfer.scheduling.page_pool import PagePool
+from zinfer.scheduling.pass_sets import PassSets
 from zinfer.scheduling.queues import Order, PreemptedQueue, Running, WaitingQueue
 from zinfer.scheduling.schedule import Chunk, Chunks, Pass
 from zinfer.scheduling.sequence import PENDING, Sequence, SequenceState
@@ -39,6 +40,7 @@ class Scheduler:
         order: of admission; see `WaitingQueue`.
         window: as for `PageAllocator`.
         lends: whether spare pages may be lent.
+        num_sets: passes that are under way at once; see [Note: sets in flight] in `pass_sets`.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Scheduler:
         order: Order = "arrival",
         window: int | None = None,
         lends: bool = True,
+        num_sets: int = 1,
     ) -> None:
         assert min(token_budget, max_sequences) >= 1
         self.pool = pool
@@ -66,6 +69,7 @@ class Scheduler:
         self._in_flight: Pass | None = None
         self._workload = Workload(pool.page_size, shares=window is None)
         self._num_lent = 0
+        self._sets = PassSets(num_sets, self._workload, max_sequences)
 
     @property
     def is_short(self) -> bool:
@@ -126,14 +130,17 @@ class Scheduler:
         new_pass = Pass(self._num_lent)
         self._num_lent = self.num_spare_pages
         self._allocator.is_short = False
-        num_left = self._schedule_running(new_pass)
+        most_rows = self._sets.most_rows(self._num_usable, len(self._running))
+        num_left = self._schedule_running(new_pass, most_rows)
         sequence: Sequence | None = None
-        while num_left and len(self._running) < self._max_sequences:
+        while num_left and len(self._running) < self._max_sequences and len(new_pass.chunks) < most_rows:
             sequence = self._preempted.first() or self._queue.first()
-            if sequence is None or not self._admit(sequence, num_left, new_pass):
+            if sequence is None or self._sets.waits(sequence) or not self._admit(sequence, num_left, new_pass):
                 break
             num_left -= new_pass.chunks.ends[-1] - new_pass.chunks.begins[-1]
         if not new_pass.chunks:
+            if any(map(self._sets.waits, (*self._running, *self._preempted))):
+                return None
             assert not self._running, "no running sequence goes on"
             assert sequence is None, "nothing runs, and yet nothing is admitted"
             return None
@@ -213,16 +220,21 @@ class Scheduler:
         self._running.remove(sequence)
         self.pool.release(sequence)
 
-    def _schedule_running(self, new_pass: Pass) -> int:
-        """Schedule the running sequences; returns the tokens left for others.
+    @property
+    def _num_usable(self) -> int:
+        """Pages that sequences may hold together."""
+        return max(self.pool.num_pages - self._allocator.most_reserved, 1)
+
+    def _schedule_running(self, new_pass: Pass, most_rows: int) -> int:
+        """Schedule the running sequences, ``most_rows`` at most; returns the tokens left for others.
 
         Returns 0 if a sequence was preempted or must wait for pages. Nothing is admitted after a prompt that does not
         reach its end either: it took all tokens or all pages.
         """
-        num_pages = max(self.pool.num_pages - self._allocator.most_reserved, 1)
-        pace = max(self._workload.pace(num_pages, self._max_sequences), len(self._running))
-        num_left = min(self._token_budget, pace)
-        num_running, prompt, decodes = len(self._running), self._running.prompt, self._running.decodes()
+        pace = max(self._workload.pace(self._num_usable, self._max_sequences), len(self._running))
+        num_left = min(self._token_budget, self._sets.share(pace))
+        num_running, prompt = len(self._running), self._running.prompt
+        decodes = self._sets.decodes(self._running, most_rows)
         ready = self._with_pages(decodes[:num_left], new_pass)
         new_pass.chunks = Chunks.of_decodes(ready)
         page_size = self.pool.page_size
@@ -231,7 +243,9 @@ class Scheduler:
         num_left -= len(ready)
         if len(self._running) < num_running or len(ready) < len(decodes):
             return 0
-        return num_left - self._schedule_prompt(prompt, num_left, new_pass) if prompt and num_left else num_left
+        if prompt is None or not num_left or len(ready) == most_rows:
+            return num_left
+        return num_left - self._schedule_prompt(prompt, num_left, new_pass)
 
     def _with_pages(self, decodes: list[Sequence], new_pass: Pass) -> list[Sequence]:
         """Return the decodes that get a page for their next token: all before the first that gets none."""

@@ -76,6 +76,11 @@ class Sequence:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether its last token is not known yet."""
+        return self.output_ids[-1:] == [PENDING]
+
+    @property
     def num_known(self) -> int:
         """Number of tokens without the pending one."""
         output_ids = self.output_ids

@@ -105,10 +105,16 @@ class Workload:
         See [Note: pace].
         """
         num_prompt = self._num_prompt - self._prefixes.num_repeated * self._page_size
-        if self.num_pages <= num_pages and self._count <= max_sequences:
+        num_together = self.num_together(num_pages, max_sequences)
+        if num_together == self._count:
             return num_prompt + self._num_new
-        num_together = min(num_pages * self._count / self.num_pages, max_sequences)
         return max(int(num_together * (num_prompt / self._num_new + 1)), _LEAST_PACE)
+
+    def num_together(self, num_pages: int, max_sequences: int) -> float:
+        """Return how many of the sequences fit ``num_pages`` together, on average."""
+        if self.num_pages <= num_pages and self._count <= max_sequences:
+            return self._count
+        return min(num_pages * self._count / self.num_pages, max_sequences)
 
     def _change(self, sequence: Sequence, num_pages: int, count: int) -> None:
         self._num_own_pages += num_pages
