@@ -335,7 +335,8 @@ class ModelRanks:
                 return lost
         still = [rank for rank, beat in enumerate(beats) if beat == before[rank] < _LEFT]
         names = " and ".join(map(self._named, still))
-        return RankError(f"{names or 'a rank'} ended or was killed: {str(error).splitlines()[0]}")
+        why = str(error) or type(error).__name__  # of a connection's end there is no text
+        return RankError(f"{names or 'a rank'} ended or was killed: {why.splitlines()[0]}")
 
     def _watch(self) -> None:
         """Beat, and listen for the others' beats and failures."""
