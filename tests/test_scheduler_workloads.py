@@ -4,6 +4,7 @@
 """
 
 import os
+from collections import deque
 from dataclasses import dataclass, replace
 
 import pytest
@@ -94,7 +95,13 @@ class Workload:
     """Rows on their way through a scheduler, whose pool is just large enough for each of them, or larger."""
 
     def __init__(
-        self, rows: list[Row], room: Room, *, lends: bool = False, engine: type[PagedEngine] = PagedEngine
+        self,
+        rows: list[Row],
+        room: Room,
+        *,
+        lends: bool = False,
+        engine: type[PagedEngine] = PagedEngine,
+        num_sets: int = 1,
     ) -> None:
         self.rows = sorted(rows, key=lambda row: row.arrives_at)
         self.sequences = [Sequence(number, row.prompt, row.max_new_tokens) for number, row in enumerate(self.rows)]
@@ -108,11 +115,15 @@ class Workload:
             most_swapped_pages=room.most_swapped_pages,
             order=room.order,
             window=room.window,
+            num_sets=num_sets,
         )
         self.engine = engine(self.scheduler, room.token_budget, room.window)
+        self.engine.num_sets = num_sets
+        self.most_under_way = max(1, num_sets - 1)
         self.num_added = 0
         self.aborted: set[int] = set()
-        self.coming_ids: list[tuple[Sequence, int]] = []
+        self.coming_ids: deque[list[tuple[Sequence, int]]] = deque()  # of passes under way
+        self.num_together = 0
         self.compositions: list[list[tuple[int, int, int]]] = []
         self.lends, self.room = lends, room
         self.num_lent = 0
@@ -140,22 +151,24 @@ class Workload:
             self._lend()
         self.engine.check_counts(self.sequences)
         coming = self.scheduler.schedule()
+        is_due = len(self.coming_ids) == self.most_under_way or (coming is None and len(self.coming_ids) > 0)
+        self.num_together = max(self.num_together, len(self.coming_ids) + (coming is not None))
+        received = self.coming_ids.popleft() if is_due else []
+        self.scheduler.receive(received)
         if coming is None:
-            self.scheduler.receive(self.coming_ids)
-            self._end_texts()
-            return False
-        self.scheduler.receive(self.coming_ids)
+            self._end_texts(received)
+            return bool(is_due)
         self.compositions.append([(chunk.sequence.number, chunk.begin, chunk.end) for chunk in coming.chunks])
         next_ids = self.engine.compute(coming)
         most, swapped_out = self.room.most_swapped_pages, self.scheduler.num_swapped_pages
         assert most is None or swapped_out <= most
         assert (swapped_out > 0) == any(sequence.state is SequenceState.SWAPPED for sequence in self.sequences)
-        self._end_texts()
+        self._end_texts(received)
         self._abort(at, during_pass=True)
         going_on = {c.sequence.number for c in coming.chunks if c.sequence.state is SequenceState.RUNNING}
         self.scheduler.advance(coming)
         sequences = self.sequences
-        self.coming_ids = [(sequences[number], next_ids[number]) for number in next_ids if number in going_on]
+        self.coming_ids.append([(sequences[number], next_ids[number]) for number in next_ids if number in going_on])
         return True
 
     def _lend(self) -> None:
@@ -164,14 +177,13 @@ class Workload:
         self.engine.move(self.scheduler.confine(num_pages))
         self.num_lent += num_pages < self.engine.pool.num_pages
 
-    def _end_texts(self) -> None:
-        """With the tokens of the pass before, while the next one is computed."""
-        for sequence, _ in self.coming_ids:
+    def _end_texts(self, received: list[tuple[Sequence, int]]) -> None:
+        """With the tokens of an earlier pass, while the next one is computed."""
+        for sequence, _ in received:
             ended = len(sequence.output_ids) >= self.rows[sequence.number].end_after
             if ended and sequence.state is not SequenceState.FINISHED:
                 self.scheduler.end(sequence)
                 self.engine.forget(sequence)
-        self.coming_ids = []
 
     def _abort(self, at: int, during_pass: bool) -> None:
         for row, sequence in zip(self.rows[: self.num_added], self.sequences, strict=False):
@@ -209,6 +221,23 @@ def test_pages_that_a_pass_needs_come_and_those_that_it_writes_go_back(
 
     Gaps.most_gap = most_gap
     Workload(rows, room, engine=Gaps).run()
+
+
+@given(rows=st.lists(ROWS, min_size=1, max_size=16), room=ROOMS, num_sets=st.integers(2, 4))
+@settings(max_examples=NUM_WORKLOADS)
+def test_passes_of_several_sets_are_under_way_at_once(rows: list[Row], room: Room, num_sets: int) -> None:
+    Workload(rows, room, num_sets=num_sets).run()
+
+
+@pytest.mark.parametrize("num_sets", [2, 3, 4])
+def test_sets_share_the_sequences_evenly(num_sets: int) -> None:
+    """Rows that arrive at once are spread over the sets, and stay so while they generate."""
+    rows = [Row(0, 0, 5, number % 3, 40, 60, 0, None) for number in range(12)]
+    workload = Workload(rows, Room(16, 1500, 300, 20, None, "arrival", None), num_sets=num_sets)
+    workload.run()
+    assert workload.num_together == num_sets or num_sets == 2, "the oldest is received as the next is computed"
+    sizes = [len(each) for each in workload.compositions[: 30 * num_sets]]
+    assert sizes == [12 // num_sets] * len(sizes)
 
 
 def test_pages_are_lent_as_a_workload_ends() -> None:

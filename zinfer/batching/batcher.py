@@ -150,7 +150,7 @@ class Batcher:
             self._lender.adjust(self._scheduler)
         scheduled = self._scheduler.schedule()
         logits = None if scheduled is None else self._forward(scheduled)
-        is_due = len(self._drawn) == self._most_drawn or (scheduled is None and self._drawn)
+        is_due = len(self._drawn) == self._most_drawn or (scheduled is None and len(self._drawn) > 0)
         events = self._receive(self._drawn.popleft()) if is_due else []
         if scheduled is not None and logits is not None:
             self._drawn.append(self._draw(scheduled, logits))

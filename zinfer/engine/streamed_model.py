@@ -17,18 +17,15 @@ from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.acceleration import Acceleration, open_graphs
 from zinfer.engine.agreement import check_agreement
+from zinfer.engine.division import Division, Prepare
 from zinfer.engine.estimator import PassEstimator
 from zinfer.engine.interrupts import deferred
 from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.runtime import Runtime, check_trace
-from zinfer.engine.shard_hooks import ShardHooks, find_shard
-from zinfer.engine.stage_hooks import StageHooks, find_stage
 from zinfer.errors import ConfigError, LengthError
 from zinfer.model.build import find_model
 from zinfer.model.context_length import check_min_out_tokens
 from zinfer.model.partition import ModelBlock
-from zinfer.model.sharding.sharding import Sharding
-from zinfer.model.stage import StageModel
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
 from zinfer.offload.tensor_checksums import TensorChecksums
@@ -39,9 +36,7 @@ from zinfer.probe.limits import MachineLimits, choose_device, find_limits, free_
 from zinfer.ranks.group import join_group
 from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.model_ranks import ModelRanks
-from zinfer.ranks.stage_exchange import StageExchange
 
-Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings, Sharding | None], PreparedModel]
 FindReserve = Callable[[PreTrainedModel, Sequence[ModelBlock], MachineLimits, int], Footprint]
 
 
@@ -91,7 +86,6 @@ class StreamedModel:
         check_trace(settings.trace)
         group = join_group(choose_device(settings).type)
         mesh = Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])
-        shard, stage = find_shard(mesh, group), find_stage(mesh, group)
         limits = find_limits(settings, group.num_local if group else 1)
         self.settings = settings
         self.device = limits.device
@@ -99,21 +93,13 @@ class StreamedModel:
             ranks = ModelRanks(group, self.device, mesh) if group else None
             if ranks is not None:
                 owned.push(ranks.leave_after)
-            exchange = StageExchange(ranks) if ranks is not None and stage is not None else None
+            division = Division(mesh, group, ranks)
+            owned.callback(division.remove)
             self.module, checkpoint = find_model(model, settings)
             if check_model:
                 check_model(self.module)
             check_min_out_tokens(self.module, settings.min_out_tokens)
-            sharding: Sharding | None = None
-            if shard is not None:
-                sharding = Sharding.of(self.module, shard, settings.block_classes, settings.quantization)
-                owned.callback(sharding.undo)
-            if stage is not None:
-                part = StageModel(self.module, stage, settings.block_classes)
-                owned.callback(part.undo)
-                prepared = PreparedModel.of(self.module, checkpoint, settings, part=part)
-            else:
-                prepared = prepare(self.module, checkpoint, settings, sharding)
+            prepared = division.prepare(self.module, checkpoint, settings, prepare)
             free_bytes = free_device_bytes(limits)
             if ranks is not None:
                 several = ranks.exchange((limits, free_bytes))
@@ -132,22 +118,11 @@ class StreamedModel:
             self._ended: Event | None = None  # of the last call, on the device; None while one runs
             self.trace = trace or (Trace() if settings.trace else None)
             graphs = open_graphs(
-                self.plan,
-                settings,
-                self.device,
-                by_default=replays_passes,
-                exchanges=shard is not None or stage is not None,
+                self.plan, settings, self.device, by_default=replays_passes, exchanges=division.exchanges
             )
             self.pass_graphs = graphs if replays_passes else None
             self._acceleration = Acceleration(self.module, self.device, None if replays_passes else graphs)
-            hooks: ShardHooks | None = None
-            if ranks is not None and sharding is not None:
-                hooks = ShardHooks(self.module, sharding, ranks)
-                owned.callback(hooks.remove)
-            self.stages: StageHooks | None = None
-            if exchange is not None and prepared.part is not None:
-                self.stages = StageHooks(self.module, prepared.part, exchange)
-                owned.callback(self.stages.remove)
+            division.connect(self.module, prepared)
             runtime = Runtime(
                 self.module,
                 prepared.blocks,
@@ -164,14 +139,11 @@ class StreamedModel:
                 ranks=ranks,
             )
             owned.pop_all()
-        self.ranks = ranks
-        self._divided = ranks if shard is not None else None
+        self.ranks, self.stages = ranks, division.stages
+        self._divided = ranks if division.exchanges else None
         self._runtime: Runtime | None = runtime
         self._process_id = os.getpid()
-        ends = [each.remove for each in (hooks, self.stages) if each is not None]
-        if prepared.part is not None:
-            ends.append(prepared.part.undo)
-        self._close = weakref.finalize(self, _close, self._acceleration, runtime, ends, ranks, self._process_id)
+        self._close = weakref.finalize(self, _close, self._acceleration, runtime, division, ranks, self._process_id)
         self._acceleration.keep_experts()
         if settings.kernel_inject:
             self._acceleration.inject(prepared.packs, replayed=graphs is not None)
@@ -322,7 +294,7 @@ class StreamedModel:
 def _close(
     acceleration: Acceleration,
     runtime: Runtime,
-    ends: Sequence[Callable[[], None]],
+    division: Division,
     ranks: ModelRanks | None,
     process_id: int,
 ) -> None:
@@ -331,7 +303,6 @@ def _close(
         with ExitStack() as owned:
             if ranks is not None:
                 owned.callback(ranks.close)
-            for end in reversed(ends):  # a stage's module is whole again after all else
-                owned.callback(end)
+            owned.callback(division.remove)
             owned.callback(runtime.close)
             owned.callback(acceleration.remove)

@@ -130,8 +130,9 @@ class Scheduler:
         new_pass = Pass(self._num_lent)
         self._num_lent = self.num_spare_pages
         self._allocator.is_short = False
-        most_rows = self._sets.most_rows(self._num_usable, len(self._running))
-        num_left = self._schedule_running(new_pass, most_rows)
+        num_pages = max(self.pool.num_pages - self._allocator.most_reserved, 1)
+        most_rows = self._sets.most_rows(num_pages, len(self._running))
+        num_left = self._schedule_running(new_pass, num_pages, most_rows)
         sequence: Sequence | None = None
         while num_left and len(self._running) < self._max_sequences and len(new_pass.chunks) < most_rows:
             sequence = self._preempted.first() or self._queue.first()
@@ -220,18 +221,13 @@ class Scheduler:
         self._running.remove(sequence)
         self.pool.release(sequence)
 
-    @property
-    def _num_usable(self) -> int:
-        """Pages that sequences may hold together."""
-        return max(self.pool.num_pages - self._allocator.most_reserved, 1)
-
-    def _schedule_running(self, new_pass: Pass, most_rows: int) -> int:
+    def _schedule_running(self, new_pass: Pass, num_pages: int, most_rows: int) -> int:
         """Schedule the running sequences, ``most_rows`` at most; returns the tokens left for others.
 
         Returns 0 if a sequence was preempted or must wait for pages. Nothing is admitted after a prompt that does not
         reach its end either: it took all tokens or all pages.
         """
-        pace = max(self._workload.pace(self._num_usable, self._max_sequences), len(self._running))
+        pace = max(self._workload.pace(num_pages, self._max_sequences), len(self._running))
         num_left = min(self._token_budget, self._sets.share(pace))
         num_running, prompt = len(self._running), self._running.prompt
         decodes = self._sets.decodes(self._running, most_rows)

@@ -1,0 +1,200 @@
+"""`LLM` on stages of a pipeline: passes of several sets are under way at once, and every call gets its own tokens."""
+
+import signal
+import time
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ragged_models
+import torch
+from checkpoints import random_prompts, tiny_checkpoint
+from jobs_support import letters_model, prompt_rows, read_rows, write_rows
+from llm_support import token_bytes
+from ranks_support import Failed, Ranks, run_ranks
+from test_lockstep import Passes, recorded
+from test_pipeline import NUM_LAYERS, config
+
+from zinfer import LLM, SamplingParams
+from zinfer.errors import RankError
+from zinfer.jobs.job import run_job
+from zinfer.jobs.summary import JobSummary
+
+NUM_PROMPTS = 12
+PAGE_SIZE = 8
+SIZES: dict[str, Any] = {"kv_page_size": PAGE_SIZE, "kv_cache_memory": "200kB", "tokens_per_pass": 40}
+Text = tuple[tuple[int, ...], str, str | None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("llm"), num_layers=NUM_LAYERS, tie=False)
+
+
+def given() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
+    """Unequal prompts, two of which begin alike, with greedy and sampled texts of unequal lengths."""
+    ids = random_prompts(NUM_PROMPTS, min_tokens=3, max_tokens=20, seed=3)
+    ids[5] = ids[4] = [*range(2, 26), 7]
+    params = [
+        SamplingParams(
+            max_new_tokens=12 + place,
+            temperature=0.9 if place % 2 else 0,
+            seed=place if place % 3 else None,
+            presence_penalty=0.5 if place == 7 else 0,
+            logprobs=1 if place == 3 else None,
+            n=2 if place == 1 else 1,
+            ignore_eos=True,
+        )
+        for place in range(NUM_PROMPTS)
+    ]
+    return [{"prompt_token_ids": each} for each in ids], params
+
+
+def told(rank: int, folder: Path, several: list[dict[str, Any]]) -> list[tuple[list[Text], Passes, int]]:
+    """The texts of two calls, the passes, and the pages under each configuration."""
+    found = []
+    for settings in several:
+        with LLM(folder, settings) as llm:
+            passes = recorded(llm)
+            texts = [
+                (each.token_ids, each.finish_reason, each.error)
+                for completions in (llm.generate(*given()), llm.generate([{"prompt_token_ids": [4] * 9}]))
+                for each in completions
+            ]
+            assert llm.predict([9] * 8, 5).seconds > 0
+            found.append((texts, passes, llm.batching.num_pages))
+    return found
+
+
+def few_pages(folder: Path, stages: int, num_pages: int = 13) -> int:
+    """Bytes for so many pages of the layers of the stage that has the most."""
+    return num_pages * PAGE_SIZE * token_bytes(folder) * -(-NUM_LAYERS // stages) // NUM_LAYERS
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_tell_what_one_process_tells(folder: Path, stages: int) -> None:
+    def several(stages: int) -> list[dict[str, Any]]:
+        found = [config("nvme", stages, **SIZES | {"kv_cache_memory": few_pages(folder, stages)})]
+        if stages != 3:
+            found.append(config("cpu", stages, **SIZES | {"kv_cache_tier": "host", "admission_order": "longest_first"}))
+        return found
+
+    alone = told(0, folder, [config("cpu", 1, **SIZES)])[0]
+    first, *others = run_ranks(stages, told, folder, several(stages))
+    for found in others:
+        assert found == first, "the same passes with the same pages"
+    assert first[0][2] == 13, "pages are agreed"
+    assert {"out", "in"} <= {each[0] for each in first[0][1]}, "few pages preempt sequences"
+    for texts, _, _ in first:
+        assert texts == alone[0]
+    assert len({token for token_ids, *_ in alone[0] for token in token_ids}) > 30
+
+
+def meeting(rank: int, folder: Path, notes: Path) -> list[set[int]]:
+    """Generates; the second stage ends each pass only once the first has begun the next. Returns the passes' rows."""
+    with LLM(folder, config("cpu", 2, **SIZES)) as llm:
+        passes, runner, num_begun = recorded(llm), llm._runner, 0
+        run = runner.run
+
+        def noted(batch: Any) -> torch.Tensor:
+            nonlocal num_begun
+            (notes / f"begun-{num_begun}-{rank}").touch()
+            num_begun += 1
+            logits: torch.Tensor = run(batch)
+            if rank == 1 and num_begun < 20:
+                wait_for(notes / f"begun-{num_begun}-0")
+            return logits
+
+        runner.run = noted  # type: ignore[method-assign]
+        prompts = random_prompts(6, min_tokens=5, max_tokens=9)
+        llm.generate([{"prompt_token_ids": each} for each in prompts], max_new_tokens=16, ignore_eos=True)
+        return [{number for number, *_ in each} for each in passes]
+
+
+def wait_for(path: Path) -> None:
+    until_s = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until_s, f"nothing made {path.name}"
+        time.sleep(0.002)
+
+
+def test_two_passes_of_different_sets_are_under_way_at_once(folder: Path, tmp_path: Path) -> None:
+    first, second = run_ranks(2, meeting, folder, tmp_path)
+    assert first == second
+    assert len(first) > 30
+    for before, after in pairwise(first):
+        assert not before & after, "the sequences of the pass before are still on the other stage"
+
+
+def lasting(rank: int, folder: Path, notes: Path) -> str:
+    """Generates until another rank fails; returns what is told."""
+    said = "no error"
+    with suppress(RankError), LLM(folder, config("cpu", 3, **SIZES)) as llm:
+        (notes / f"begun-{rank}").touch()
+        try:
+            while True:
+                llm.generate(*given())
+        except RankError as error:
+            said = str(error)
+    return said
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_killed_stage_ends_the_others(folder: Path, tmp_path: Path, lost: int) -> None:
+    ranks = Ranks(3, lasting, folder, tmp_path)
+    for rank in range(3):
+        wait_for(tmp_path / f"begun-{rank}")
+    time.sleep(0.3)
+    begin_s = time.monotonic()
+    ranks.kill(lost, signal.SIGKILL)
+    found = ranks.results()
+    assert time.monotonic() - begin_s < 30
+    for rank in {0, 1, 2} - {lost}:
+        assert not isinstance(found[rank], Failed), found[rank]
+        assert f"rank {lost} " in found[rank]
+
+
+def job(rank: int, folder: Path, output: str, parallel: dict[str, int]) -> JobSummary:
+    settings = {
+        "zero_optimization": {"offload_param": {"device": "cpu"}},
+        "zinfer": {"parallel": parallel, "kv_cache_memory": "400KB"},
+    }
+    files = (folder / "model", folder / "in.jsonl", folder / output)
+    return run_job(*files, config=settings, device="cpu", batch_size=3)
+
+
+def test_a_job_on_replicas_of_two_stages_writes_each_row_once(tmp_path: Path) -> None:
+    letters_model(tmp_path / "model", num_layers=4)
+    write_rows(tmp_path / "in.jsonl", prompt_rows(24))
+    job(0, tmp_path, "alone.jsonl", {"replicas": 1})
+    wanted = {row["id"]: row for row in read_rows(tmp_path / "alone.jsonl")}
+    found = run_ranks(4, job, tmp_path, "stages.jsonl", {"replicas": 2, "pipeline": 2})
+    rows = read_rows(tmp_path / "stages.jsonl")
+    assert len(rows) == len(wanted) == 24
+    assert {row["id"]: row for row in rows} == wanted
+    passes = [stats.passes for stats in (found[0].stats, *found[0].other_ranks) if stats is not None]
+    assert len(passes) == 4
+    assert passes[0] == passes[1] > 0
+    assert passes[2] == passes[3] > 0
+
+
+def family_texts(rank: int, folders: list[Path], stages: int) -> list[list[tuple[int, ...]]]:
+    prompts = [{"prompt_token_ids": each} for each in random_prompts(4, min_tokens=3, max_tokens=30)]
+    found = []
+    for folder in folders:
+        with LLM(folder, config("cpu", stages, kv_page_size=8, kv_cache_memory="1MB")) as llm:
+            found.append([each.token_ids for each in llm.generate(prompts, max_new_tokens=8)])
+    return found
+
+
+@pytest.mark.slow
+def test_every_family_tells_the_same_on_two_stages(tmp_path: Path) -> None:
+    names = sorted(ragged_models.FAMILIES)
+    for name in names:
+        ragged_models.tiny_model(name, 3).save_pretrained(tmp_path / name)
+    folders = [tmp_path / name for name in names]
+    alone = family_texts(0, folders, 1)
+    for found in run_ranks(2, family_texts, folders, 2):
+        assert dict(zip(names, found, strict=True)) == dict(zip(names, alone, strict=True))
