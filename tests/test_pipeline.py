@@ -75,7 +75,7 @@ CASES = [
 
 def check_stages(folders: dict[str, Path], cases: list[tuple[str, str, int | None]], stages: int) -> None:
     several = run_ranks(stages, computed, [(folders[name], config(homes, stages, bits)) for name, homes, bits in cases])
-    alone = computed(0, [(folders[name], config(homes, 1, bits)) for name, homes, bits in cases])
+    [alone] = run_ranks(1, computed, [(folders[name], config(homes, 1, bits)) for name, homes, bits in cases])
     for place, (case, (logits, tokens, whole)) in enumerate(zip(cases, alone, strict=True)):
         assert len(set(tokens.flatten().tolist())) > 8, "tokens that any model would give"
         found = [rank[place] for rank in several]

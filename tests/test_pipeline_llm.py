@@ -60,7 +60,10 @@ def told(rank: int, folder: Path, several: list[dict[str, Any]]) -> list[tuple[l
             passes = recorded(llm)
             texts = [
                 (each.token_ids, each.finish_reason, each.error)
-                for completions in (llm.generate(*given()), llm.generate([{"prompt_token_ids": [4] * 9}]))
+                for completions in (
+                    llm.generate(*given()),
+                    llm.generate([{"prompt_token_ids": [4] * 9}], max_new_tokens=20),
+                )
                 for each in completions
             ]
             assert llm.predict([9] * 8, 5).seconds > 0
@@ -81,7 +84,7 @@ def test_stages_tell_what_one_process_tells(folder: Path, stages: int) -> None:
             found.append(config("cpu", stages, **SIZES | {"kv_cache_tier": "host", "admission_order": "longest_first"}))
         return found
 
-    alone = told(0, folder, [config("cpu", 1, **SIZES)])[0]
+    [[alone]] = run_ranks(1, told, folder, [config("cpu", 1, **SIZES)])
     first, *others = run_ranks(stages, told, folder, several(stages))
     for found in others:
         assert found == first, "the same passes with the same pages"
@@ -168,7 +171,7 @@ def job(rank: int, folder: Path, output: str, parallel: dict[str, int]) -> JobSu
 def test_a_job_on_replicas_of_two_stages_writes_each_row_once(tmp_path: Path) -> None:
     letters_model(tmp_path / "model", num_layers=4)
     write_rows(tmp_path / "in.jsonl", prompt_rows(24))
-    job(0, tmp_path, "alone.jsonl", {"replicas": 1})
+    run_ranks(1, job, tmp_path, "alone.jsonl", {"replicas": 1})
     wanted = {row["id"]: row for row in read_rows(tmp_path / "alone.jsonl")}
     found = run_ranks(4, job, tmp_path, "stages.jsonl", {"replicas": 2, "pipeline": 2})
     rows = read_rows(tmp_path / "stages.jsonl")
@@ -195,6 +198,6 @@ def test_every_family_tells_the_same_on_two_stages(tmp_path: Path) -> None:
     for name in names:
         ragged_models.tiny_model(name, 3).save_pretrained(tmp_path / name)
     folders = [tmp_path / name for name in names]
-    alone = family_texts(0, folders, 1)
+    [alone] = run_ranks(1, family_texts, folders, 1)
     for found in run_ranks(2, family_texts, folders, 2):
         assert dict(zip(names, found, strict=True)) == dict(zip(names, alone, strict=True))
