@@ -22,8 +22,9 @@ from zinfer.batching.stage_tokens import open_tokens
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import say_without_effect
+from zinfer.engine.division import Prepare
 from zinfer.engine.prepare import PreparedModel
-from zinfer.engine.streamed_model import Prepare, StreamedModel
+from zinfer.engine.streamed_model import StreamedModel
 from zinfer.graphs.forward_graphs import GraphCounts
 from zinfer.model.batching_support import check_family
 from zinfer.model.context_length import read_limits
