@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import random_prompts, tiny_checkpoint, tiny_mixtral
+from checkpoints import random_prompts, tiny_checkpoint, tiny_mixtral, tiny_model
 from engines import loaded
 from ranks_support import run_ranks
 from transformers import BertConfig, BertForMaskedLM
@@ -138,3 +138,41 @@ def test_what_stages_cannot_serve_is_refused(folders: dict[str, Path], tmp_path:
         Mesh.of({"pipeline": 2, "tensor": 2}, ["a"] * 4)
     mesh = Mesh.of({"pipeline": 2, "replicas": 2}, ["a"] * 4)
     assert [mesh.ranks_in_step(rank) for rank in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+
+
+def of_modules(rank: int, folder: Path, homes: Path | None) -> tuple[torch.Tensor, list[str], int]:
+    """Logits of a module in memory, or of a packed copy; the module's parameters after; bytes that stream."""
+    ids = torch.tensor(random_prompts(1, min_tokens=7, max_tokens=7))
+    stages = {"pipeline": 2}
+    if homes is not None:
+        offload = {"device": "nvme", "nvme_path": str(homes)}
+        own = {"device": "cpu", "parallel": stages, "quantization": {"bits": 8}}
+        given: dict[str, Any] = {"zero_optimization": {"offload_param": offload}, "zinfer": own}
+        with loaded(folder, given) as engine:
+            return engine(input_ids=ids).logits.clone(), [], engine.stats().disk_bytes_per_pass
+    model = tiny_model("llama", num_layers=NUM_LAYERS, tie=True)
+    names, numbers = list(model.state_dict(keep_vars=True)), model.config.num_hidden_layers
+    with loaded(model, config("cpu", 2)) as engine:
+        logits = engine(input_ids=ids).logits.clone()
+        assert model.config.num_hidden_layers < numbers
+    assert model.config.num_hidden_layers == numbers
+    assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(range(numbers))
+    assert names == list(model.state_dict(keep_vars=True)), "the module is whole again"
+    return logits, names, 0
+
+
+def test_stages_of_modules_in_memory_and_of_packed_copies(folders: dict[str, Path], tmp_path: Path) -> None:
+    ids = torch.tensor(random_prompts(1, min_tokens=7, max_tokens=7))
+    model = tiny_model("llama", num_layers=NUM_LAYERS, tie=True)
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+    for logits, _, _ in run_ranks(2, of_modules, folders["tied"], None):
+        assert torch.allclose(logits, wanted, atol=1e-5)
+    with loaded(folders["tied"], config("none", 1, 8)) as engine:
+        quantized = engine(input_ids=ids).logits.clone()
+    first, second = run_ranks(2, of_modules, folders["tied"], tmp_path)
+    assert torch.equal(first[0], second[0])
+    assert min(first[2], second[2]) > 0, "each stage streams its layers from the copy"
+    assert torch.allclose(first[0], quantized, atol=1e-5)
+    assert not torch.allclose(first[0], wanted, atol=1e-3), "INT8 rounds"
+    assert len(list(tmp_path.iterdir())) == 1, "one copy for both"

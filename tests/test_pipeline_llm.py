@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ragged_models
 import torch
-from checkpoints import random_prompts, tiny_checkpoint
+from checkpoints import random_prompts, tiny_checkpoint, tiny_model
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 from llm_support import token_bytes
 from ranks_support import Failed, Ranks, run_ranks
@@ -129,6 +129,27 @@ def test_two_passes_of_different_sets_are_under_way_at_once(folder: Path, tmp_pa
     assert len(first) > 30
     for before, after in pairwise(first):
         assert not before & after, "the sequences of the pass before are still on the other stage"
+
+
+def broken(rank: int, folder: Path, stages: int) -> list[Text]:
+    """Texts of prompts that share pages; one of them has a token whose embedding is NaN."""
+    prompts = [[*range(2, 20), token] for token in (27, 28, 29)] + [[30, 127, 31]]
+    with LLM(folder, config("cpu", stages, **SIZES)) as llm:
+        found = llm.generate([{"prompt_token_ids": each} for each in prompts], max_new_tokens=6, ignore_eos=True)
+        return [(each.token_ids, each.finish_reason, each.error) for each in found]
+
+
+def test_broken_logits_are_told_alike_on_all_stages(tmp_path: Path) -> None:
+    model = tiny_model("llama", num_layers=NUM_LAYERS, tie=False)
+    model.get_input_embeddings().weight.data[27] = float("nan")
+    model.save_pretrained(tmp_path)
+    first, second = run_ranks(2, broken, tmp_path, 2)
+    [alone] = run_ranks(1, broken, tmp_path, 1)
+    assert first == second
+    assert [each[:2] for each in first] == [each[:2] for each in alone]
+    assert [reason for _, reason, _ in first] == ["error", "length", "length", "length"]
+    assert "what comes before the first layer" in str(alone[0][2])
+    assert "what comes before model.layers.2" in str(first[0][2])
 
 
 def lasting(rank: int, folder: Path, notes: Path) -> str:

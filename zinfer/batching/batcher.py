@@ -16,8 +16,8 @@ from zinfer.batching.page_lender import IdlePageLender
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.request import Request
 from zinfer.batching.runner import PassRunner
-from zinfer.batching.stage_tokens import Coming, StageTokens
-from zinfer.engine.finite_check import FiniteWatch, Looks
+from zinfer.batching.stage_tokens import Coming, Looked, StageTokens
+from zinfer.engine.finite_check import FiniteWatch
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.planning.kv_budget import BatchingBudget
@@ -50,7 +50,7 @@ class _Drawing:
     sequences: Sequence[TokenSequence]
     rows: Sequence[_Running]
     result: Coming
-    looks: Looks
+    looks: Looked
 
 
 class Batcher:
@@ -225,13 +225,18 @@ class Batcher:
         writing = self._running
         rows = [writing[sequence.number] for sequence in sequences]
         if self._tokens is not None and not self._tokens.is_last:
-            return _Drawing(sequences, rows, self._tokens.expect(), self._watch.take())
+            self._watch.take()  # of this stage's layers: the last one says for all whether its own are broken
+            found = self._tokens.expect()
+            return _Drawing(sequences, rows, found, found)
         if len(sequences) < len(sampling):
             places = [place for place, sequence in enumerate(sampling) if sequence.state is running]
             logits = logits[send(places, torch.int64, logits.device)]
         drawn = self._sampler.draw(logits, [each.row for each in rows])
-        coming = drawn if self._tokens is None else self._tokens.share(drawn)
-        return _Drawing(sequences, rows, coming, self._watch.take())
+        looks = self._watch.take()
+        if self._tokens is None:
+            return _Drawing(sequences, rows, drawn, looks)
+        shared = self._tokens.share(drawn, looks)
+        return _Drawing(sequences, rows, shared, shared)
 
     def _receive(self, drawn: _Drawing) -> list[Event]:
         """Take the tokens of an earlier pass; returns the requests they complete, and the tokens of others."""

@@ -4,9 +4,10 @@ They go from host to host: a stage needs them to decide what follows, and the fi
 The last stage sends a pass's tokens as soon as they are on its host, while it computes the next pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Final, NamedTuple, Protocol
 
@@ -26,11 +27,40 @@ class Coming(Protocol):
     def take(self) -> Sampled: ...
 
 
+class Looked(Protocol):
+    """Says where infinities or NaN came first in a pass whose tokens were taken, as `Looks`."""
+
+    def where(self) -> str | None: ...
+
+
 class _Message(NamedTuple):
-    """The tokens of pass ``number``, counted from 0."""
+    """The tokens of pass ``number``, counted from 0, and what the last stage says of its layers (`Looked.where`)."""
 
     number: int
     sampled: Sampled
+    where: str | None
+
+
+class StageResult:
+    """The tokens of a pass, the same on all stages; `where` is known once they are taken."""
+
+    def __init__(self, wait: Callable[[], _Message]) -> None:
+        self._wait = wait
+        self._where: str | None = None
+
+    def take(self) -> Sampled:
+        """Wait for the tokens.
+
+        Raises:
+            RankError: another rank failed.
+        """
+        message = self._wait()
+        self._where = message.where
+        return message.sampled
+
+    def where(self) -> str | None:
+        """As `Looked.where`, of the last stage's layers and what reaches them."""
+        return self._where
 
 
 class StageTokens:
@@ -51,29 +81,49 @@ class StageTokens:
         if ranks.failure is not None:
             self._end_links()
 
-    def share(self, drawn: Drawn) -> Coming:
-        """Send a pass's tokens to the other stages once they are on the host."""
+    def share(self, drawn: Drawn, looks: Looked) -> StageResult:
+        """Send a pass's tokens, and what its looks found, to the other stages once they are on the host."""
         assert self._sender is not None, "only the last stage draws"
         number, self._num_passes = self._num_passes, self._num_passes + 1
 
-        def send() -> Sampled:
-            message = _Message(number, drawn.take())
+        def send() -> _Message:
+            message = _Message(number, drawn.take(), looks.where())
             for link in self._links:
                 link.send(message)
-            return message.sampled
+            return message
 
-        return _Sent(self._ranks, self._sender.submit(send))
+        return StageResult(partial(self._sent, self._sender.submit(send)))
 
-    def expect(self) -> Coming:
+    def expect(self) -> StageResult:
         """Return what waits for the next pass's tokens; those of passes that nobody waited for are dropped."""
         number, self._num_passes = self._num_passes, self._num_passes + 1
-        return _Received(self._ranks, self._links[0], number)
+        return StageResult(partial(self._received, number))
 
     def close(self) -> None:
         """End the connections."""
         if self._sender is not None:
             self._sender.close()
         self._end_links()
+
+    def _sent(self, sent: "Future[_Message]") -> _Message:
+        while True:
+            with suppress(TimeoutError):
+                try:
+                    return sent.result(_BEAT_S)
+                except OSError as error:
+                    raise self._ranks.find_cause(error) from error
+            self._ranks.check()
+
+    def _received(self, number: int) -> _Message:
+        try:
+            while True:
+                message: _Message = self._links[0].recv()
+                if message.number == number:
+                    return message
+                if message.number > number:
+                    raise RankError(f"the last stage has dropped pass {number}, which this rank made")
+        except (EOFError, OSError) as error:
+            raise self._ranks.find_cause(error) from error
 
     def _end_links(self) -> None:
         for link in self._links:
@@ -88,36 +138,3 @@ def open_tokens(ranks: ModelRanks) -> StageTokens:
     """
     *others, last = ranks.mesh.ranks_along("pipeline", ranks.group.rank)
     return StageTokens(ranks, open_member_links(ranks, [last, *others]), is_last=ranks.group.rank == last)
-
-
-class _Sent(NamedTuple):
-    ranks: ModelRanks
-    sampled: "Future[Sampled]"
-
-    def take(self) -> Sampled:
-        """Raises RankError if another rank failed."""
-        while True:
-            with suppress(TimeoutError):
-                try:
-                    return self.sampled.result(_BEAT_S)
-                except OSError as error:
-                    raise self.ranks.find_cause(error) from error
-            self.ranks.check()
-
-
-class _Received(NamedTuple):
-    ranks: ModelRanks
-    link: Connection
-    number: int
-
-    def take(self) -> Sampled:
-        """Raises RankError if another rank failed."""
-        try:
-            while True:
-                message: _Message = self.link.recv()
-                if message.number == self.number:
-                    return message.sampled
-                if message.number > self.number:
-                    raise RankError(f"the last stage has dropped pass {self.number}, which this rank made")
-        except (EOFError, OSError) as error:
-            raise self.ranks.find_cause(error) from error

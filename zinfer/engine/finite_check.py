@@ -183,11 +183,15 @@ class FiniteWatch:
         return found
 
     def _entries(self) -> dict[str, str]:
-        """Return the first layer of each stack and a name for its input; an encoder-decoder has two stacks."""
+        """Return the first layer of each stack and a name for its input; an encoder-decoder has two stacks.
+
+        The first layer of a stage of a pipeline may have other layers before it.
+        """
         firsts: dict[str, str] = {}
         for name in self._layers:
             firsts.setdefault(name.rpartition(".")[0], name)
-        if len(firsts) == 1:
+        _, _, number = next(iter(firsts.values()), "").rpartition(".")
+        if len(firsts) == 1 and (number == "0" or not number.isdigit()):
             return dict.fromkeys(firsts.values(), BEFORE)
         return {name: f"what comes before {name}" for name in firsts.values()}
 
