@@ -86,7 +86,8 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
     """Compare the meshes of these ranks, and choose the stated one or the fastest.
 
     Raises:
-        ConfigError: the ranks do not divide among the hosts, or the stated sizes do not multiply to their number.
+        ConfigError: the ranks do not divide among the hosts, the stated sizes do not multiply to their number, or they
+            include stages of a pipeline.
     """
     with importing():
         from zinfer.planning.memory import Request
@@ -100,6 +101,8 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
     hosts = [str(rank * num_hosts // num_ranks) for rank in range(num_ranks)]
     stated = vars(case.settings.parallel)
     mesh, several = Mesh.of(stated, hosts), []
+    if mesh.pipeline > 1:
+        raise ConfigError("zinfer.parallel.pipeline: stages are not predicted; leave it out to plan the other modes")
     if num_ranks > 1:
         planner = batch_planner(work) if isinstance(work, Request) else job_planner(work, is_rough=True)
         several = plan_meshes(case, meshes_of(num_ranks, num_hosts), num_hosts, planner)
