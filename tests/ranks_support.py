@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from commands import context
 
 
@@ -79,6 +80,12 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     for rank, each in enumerate(found):
         assert not isinstance(each, Failed), f"rank {rank}: {each.text}"
     return found
+
+
+def wait_for_all() -> None:
+    """Wait until all ranks are here, if there are several."""
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))
 
 
 def _run(

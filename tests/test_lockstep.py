@@ -19,7 +19,7 @@ from checkpoints import random_prompts
 from jobs_support import letters_model
 from llm_support import token_bytes
 from lockstep_support import keeping_step, one_thread
-from ranks_support import Ranks, run_ranks
+from ranks_support import Ranks, run_ranks, wait_for_all
 
 from zinfer import LLM, AsyncLLM, SamplingParams
 from zinfer.errors import ConfigError, RankError
@@ -42,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def in_lockstep(folder: Path, size: int, **options: Any) -> Iterator[tuple[LLM, Passes]]:
     """An `LLM` in lockstep with those of other ranks, each with the whole model, and the passes that it makes."""
     with keeping_step(size), LLM(folder, parallel={"replicas": size}, **{**SIZES, **options}) as llm:
-        yield llm, recorded(llm)
+        passes = recorded(llm)
+        wait_for_all()  # or the first rank may begin before
+        yield llm, passes
 
 
 def recorded(llm: LLM) -> Passes:

@@ -1,10 +1,13 @@
 """`LLM` on stages of a pipeline: passes of several sets are under way at once, and every call gets its own tokens."""
 
+import random
 import signal
 import time
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,14 +16,15 @@ import torch
 from checkpoints import random_prompts, tiny_checkpoint, tiny_model
 from jobs_support import letters_model, prompt_rows, read_rows, write_rows
 from llm_support import token_bytes
-from ranks_support import Failed, Ranks, run_ranks
-from test_lockstep import Passes, recorded
+from ranks_support import Failed, Ranks, run_ranks, wait_for_all
+from test_lockstep import Passes, given_calls, made, recorded
 from test_pipeline import NUM_LAYERS, config
 
 from zinfer import LLM, SamplingParams
 from zinfer.errors import RankError
 from zinfer.jobs.job import run_job
 from zinfer.jobs.summary import JobSummary
+from zinfer.requests.completion import Completion
 
 NUM_PROMPTS = 12
 PAGE_SIZE = 8
@@ -58,6 +62,7 @@ def told(rank: int, folder: Path, several: list[dict[str, Any]]) -> list[tuple[l
     for settings in several:
         with LLM(folder, settings) as llm:
             passes = recorded(llm)
+            wait_for_all()  # or the first stage may begin before
             texts = [
                 (each.token_ids, each.finish_reason, each.error)
                 for completions in (
@@ -93,6 +98,58 @@ def test_stages_tell_what_one_process_tells(folder: Path, stages: int) -> None:
     for texts, _, _ in first:
         assert texts == alone[0]
     assert len({token for token_ids, *_ in alone[0] for token in token_ids}) > 30
+
+
+def served(rank: int, folder: Path, stages: int) -> tuple[Passes, dict[int, list[list[Any]]]]:
+    """The passes and results of threads that generate, leave and cancel, with other delays on each rank."""
+    chance = random.Random(rank)
+    with LLM(folder, config("cpu", stages, **SIZES | {"kv_cache_memory": few_pages(folder, stages)})) as llm:
+        passes = recorded(llm)
+        results: dict[int, list[list[Any]]] = {}
+
+        def run(thread: int) -> None:
+            results[thread] = [made(llm, call, chance) for call in given_calls(thread)]
+
+        run(0)
+        llm.reset_prefix_cache()
+        threads = [Thread(target=run, args=(number,)) for number in range(1, 4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return passes, results
+
+
+def generated(rank: int, folder: Path) -> list[list[dict[tuple[int, int], Completion]]]:
+    """What one process completes of each thread's calls, by prompt and sample."""
+    with LLM(folder, config("cpu", **SIZES)) as llm:
+        return [
+            [
+                {(each.prompt_index, each.sample_index): each for each in llm.generate(call.prompts, call.params)}
+                for call in given_calls(thread)
+            ]
+            for thread in range(4)
+        ]
+
+
+@pytest.mark.slow
+def test_calls_of_several_threads_make_equal_passes_on_three_stages(tmp_path: Path) -> None:
+    folder = letters_model(tmp_path, num_layers=NUM_LAYERS)
+    first, *others = run_ranks(3, served, folder, 3)
+    for found in others:
+        assert found == first
+    passes, results = first
+    assert len(passes) > 50
+    assert results.keys() == set(range(4))
+    [alone] = run_ranks(1, generated, folder)
+    for thread in range(4):
+        for wanted, found in zip(alone[thread], results[thread], strict=True):
+            for each in filter(None, (getattr(each, "completion", each) for each in found)):
+                other = wanted[each.prompt_index, each.sample_index]
+                if each.finish_reason == "cancelled":
+                    assert other.token_ids[: len(each.token_ids)] == each.token_ids
+                else:
+                    assert replace(each, logprobs=other.logprobs) == other
 
 
 def meeting(rank: int, folder: Path, notes: Path) -> list[set[int]]:
