@@ -59,7 +59,8 @@ def test_the_four_patterns(folder: Path, eager: PreTrainedModel, tmp_path: Path)
     "kwargs", [{"mp_size": 2}, {"tensor_parallel": {"tp_size": 2}}, {"tp": {"tp_size": 4}}], ids=str
 )
 def test_one_process_does_not_divide_layers(folder: Path, kwargs: dict[str, Any]) -> None:
-    wanted = r"tensor_parallel\.tp_size = (\d) needs \1 processes, and this process runs alone; start \1 with `torchrun"
+    stated = r'zinfer\.parallel = \{"tensor": (\d)\} \(tensor_parallel\.tp_size\)'
+    wanted = stated + r" needs \1 ranks, and there is 1; start \1 ranks \(--ranks \1, or torchrun\)"
     with pytest.raises(ConfigError, match=wanted):
         zinfer.init_inference(folder, **kwargs)
 

@@ -168,6 +168,7 @@ def meeting(rank: int, folder: Path, notes: Path) -> list[set[int]]:
             return logits
 
         runner.run = noted  # type: ignore[method-assign]
+        wait_for_all()
         prompts = random_prompts(6, min_tokens=5, max_tokens=9)
         llm.generate([{"prompt_token_ids": each} for each in prompts], max_new_tokens=16, ignore_eos=True)
         return [{number for number, *_ in each} for each in passes]
