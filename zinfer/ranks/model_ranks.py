@@ -1,4 +1,4 @@
-"""The ranks of one model: the exchange of slabs, the turns, and the news of failures.
+"""The ranks of one model: the exchange of slabs and values, and the turns.
 
 Slabs and turns are those of a sub-group of the ranks, which share one copy of the model's bytes (`zero` of the mesh).
 Values are exchanged, and beats and failures heard, among all ranks of the job: one that fails ends the others, whether
@@ -6,9 +6,7 @@ or not they share slabs with it.
 """
 
 import itertools
-import logging
 import pickle
-import threading
 import time
 import weakref
 from collections import Counter
@@ -27,16 +25,12 @@ from zinfer.ranks.group import RankGroup
 from zinfer.ranks.mesh import Mesh, Mode
 from zinfer.ranks.peer_communicator import PeerCommunicator
 from zinfer.ranks.peer_memory import Card, PeerMemory, can_copy
-from zinfer.ranks.rank_store import RankStore, growing_pauses
+from zinfer.ranks.rank_store import growing_pauses
+from zinfer.ranks.rank_watch import BEAT_S, RankWatch
 from zinfer.ranks.sockets import SILENCE_S
 
-log = logging.getLogger(__name__)
-
-_BEAT_S: Final = 1
 _PATIENCE_S: Final = 1.0  # for a rank in the middle of a pass to ask for its next block
 _KEPT_TURNS: Final = 1000  # more than any rank is behind another
-_LEFT: Final = 1 << 40  # added to the beats of a rank that has left, which is not lost
-_HEARD_S: Final = 2.5 * _BEAT_S
 _MOST_PAUSE_S: Final = 1e-3
 _LEAVE_PAUSE_S: Final = 0.02
 _numbers = itertools.count()
@@ -58,7 +52,6 @@ class ModelRanks:
         members: the ranks that share slabs with this one, itself among them.
         partition: this rank's place among the members.
         turn: number of turns that the members have taken.
-        failure: why the ranks cannot go on; None while they can.
     """
 
     def __init__(self, group: RankGroup, device: torch.device, mesh: Mesh | None = None) -> None:
@@ -69,24 +62,24 @@ class ModelRanks:
         self.partition = Partition(self.members.index(group.rank), len(self.members))
         self._among = f"zero/{self.members[0]}"  # begins the keys of the members
         self.turn = 0
-        self.failure: BaseException | None = None
         self._device = device
         self._communicators: dict[Mode, Communicator] = {}
         self._num_exchanges: Counter[Sequence[int]] = Counter()
-        self._callbacks: list[Callable[[BaseException], None]] = []
-        self._prefix = f"model/{next(_numbers)}"
-        # A connection serves one thread: that of the model, of `wait_for_turn`, of `_watch`, of whoever met a failure.
-        self._store, self._coming, self._news, self._spare = (self._connect() for _ in range(4))
-        self._failing = threading.Lock()
-        self._over = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="zinfer-ranks", daemon=True)
-        self._watcher.start()
+        self._watch = RankWatch(group, f"model/{next(_numbers)}")
+        self._watch.on_failure(self._give_up)
+        # A connection serves one thread: that of the model, and that of `wait_for_turn`.
+        self._store, self._coming = self._watch.connect(), self._watch.connect()
         _open.add(self)
         try:
             self._slabs = self.communicator("zero")
         except BaseException as failure:
             self.leave_after(None, failure, None)
             raise
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the ranks cannot go on; None while they can."""
+        return self._watch.failure
 
     def communicator(self, mode: Mode) -> Communicator:
         """Return the communicator of this rank's sub-group in a mode. All ranks of the job call it together."""
@@ -123,7 +116,7 @@ class ModelRanks:
         self._store.set(f"{among}/{number}/{self.group.rank}", pickle.dumps(value))
         found: list[_T] = []
         for rank in members:
-            while not self._store.arrives(f"{among}/{number}/{rank}", _BEAT_S):
+            while not self._store.arrives(f"{among}/{number}/{rank}", BEAT_S):
                 self.check()
             found.append(pickle.loads(self._store.get(f"{among}/{number}/{rank}")))
         if number:  # all have read the values before these
@@ -148,8 +141,7 @@ class ModelRanks:
 
     def check(self) -> None:
         """Raise the error of the rank that has failed, if any."""
-        if self.failure is not None:
-            raise self.failure
+        self._watch.check()
 
     def take_turn(self, index: int, *, expected: bool) -> int:
         """As `Ranks.take_turn`.
@@ -186,29 +178,19 @@ class ModelRanks:
 
     def fail(self, failure: BaseException) -> None:
         """As `Ranks.fail`; only the first failure of all ranks is told. May be called by any thread."""
-        if self.failure is not None:
-            return
-        self._note(failure)
-        told = str(failure)
-        if not isinstance(failure, RankError):  # which names the rank
-            told = f"{self._named(self.group.rank)}: {type(failure).__name__}: {failure}"
-        try:
-            with self._failing:
-                self._spare.set_once("failed", told)
-        except RankError as error:  # rank 0 is gone, which the others notice by themselves
-            log.debug("the other ranks cannot be told: %s", error)
+        self._watch.fail(failure)
 
     def name_of(self, rank: int) -> str:
         """Return a rank's name for messages: its number and host."""
-        return f"rank {rank} on {self.group.hosts[rank]}"
+        return self._watch.name_of(rank)
 
     def find_cause(self, error: BaseException) -> BaseException:
         """Return why a connection to another rank has ended: the failure that a rank tells within some seconds."""
-        return self.failure or self._broken(error)
+        return self.failure or self._watch.broken(error)
 
     def on_failure(self, call: Callable[[BaseException], None]) -> None:
         """As `Ranks.on_failure`."""
-        self._callbacks.append(call)
+        self._watch.on_failure(call)
 
     def leave_after(self, kind: object, failure: BaseException | None, trace: object) -> None:
         """Tell the others of the failure and leave; an exit callback of `contextlib.ExitStack.push`."""
@@ -225,35 +207,14 @@ class ModelRanks:
     def close(self) -> None:
         """Leave. Rank 0 waits until the others have left, unless a rank has failed."""
         _open.discard(self)
-        try:
-            if self.group.rank == 0:
-                self._leave_last()
-            self._over.set()
-            self._watcher.join()
-            if self.failure is None:
-                self._store.add(f"beat/{self.group.rank}", _LEFT)
-        except RankError as error:  # the store is gone, and with it whoever waits for this rank
-            log.debug("left alone: %s", error)
+        try:  # those that share slabs hear of a failure by their gathers
+            self._watch.leave(self._store, all_hear=self.partition.size == self.group.size)
         finally:
-            self._over.set()
             for each in self._communicators.values():
                 each.close()
         if self.failure is None:
-            for store in (self._store, self._coming, self._news, self._spare):
-                store.close()
-
-    def _leave_last(self) -> None:
-        """Wait for the others, with the watcher awake: of one that is lost no leave is heard.
-
-        After a failure wait only as long as they need to hear of it; those that share slabs hear by their gathers.
-        """
-        until_s: float | None = None
-        while not all(beat >= _LEFT for beat in self._beats(self._store)[1:]):
-            if self.failure is not None:
-                until_s = until_s or time.monotonic() + _HEARD_S
-                if time.monotonic() >= until_s or self.partition.size == self.group.size:
-                    return
-            time.sleep(_LEAVE_PAUSE_S)
+            self._store.close()
+            self._coming.close()
 
     def _open_communicator(self, mode: Mode) -> Communicator:
         members = self.mesh.ranks_along(mode, self.group.rank)
@@ -295,7 +256,7 @@ class ModelRanks:
         try:
             return connected.result()
         except RuntimeError as error:
-            raise self._broken(error) from error
+            raise self._watch.broken(error) from error
 
     def wait_for(self, work: Any) -> None:
         """Wait for a collective on the host, unless a rank fails; on a CUDA device only the current stream waits.
@@ -312,7 +273,7 @@ class ModelRanks:
         except RankError:
             raise
         except RuntimeError as error:
-            raise self._broken(error) from error
+            raise self._watch.broken(error) from error
 
     def _can_copy(self, members: Sequence[int]) -> bool:
         """Whether the members of every sub-group of a mode can copy from each other, by their GPUs."""
@@ -323,68 +284,13 @@ class ModelRanks:
         can = can_copy(members.index(self.group.rank), [every[rank] for rank in members])
         return all(self.exchange(can)) and len(members) > 1
 
-    def _broken(self, error: BaseException) -> BaseException:
-        """Return the error of a broken connection, with the rank that told of a failure or no longer beats."""
-        with self._failing:
-            try:
-                before = self._beats(self._spare)
-                if self._spare.arrives("failed", 3 * _BEAT_S):
-                    return RankError(self._spare.get("failed").decode())
-                beats = self._beats(self._spare)
-            except RankError as lost:
-                return lost
-        still = [rank for rank, beat in enumerate(beats) if beat == before[rank] < _LEFT]
-        names = " and ".join(map(self._named, still))
-        why = str(error) or type(error).__name__  # of a connection's end there is no text
-        return RankError(f"{names or 'a rank'} ended or was killed: {why.splitlines()[0]}")
-
-    def _watch(self) -> None:
-        """Beat, and listen for the others' beats and failures."""
-        heard = [(0, time.monotonic())] * self.group.size
-        try:
-            while not self._over.wait(_BEAT_S):
-                self._news.add(f"beat/{self.group.rank}", 1)
-                if self._news.has("failed"):
-                    self._hear()
-                    return
-                now_s, beats = time.monotonic(), self._beats(self._news)
-                heard = [then if then[0] == beat else (beat, now_s) for then, beat in zip(heard, beats, strict=True)]
-                silent = [rank for rank, (beat, at_s) in enumerate(heard) if beat < _LEFT and now_s - at_s > SILENCE_S]
-                if silent:
-                    self._news.set_once("failed", f"{self._named(silent[0])} has not answered for {SILENCE_S} s")
-                    self._hear()
-                    return
-        except RankError as error:
-            self._note(error)
-
-    def _hear(self) -> None:
-        """Take the news of the rank that failed first, and let rank 0 know, which keeps it until all have heard."""
-        self._note(RankError(self._news.get("failed").decode()))
-        self._news.add(f"beat/{self.group.rank}", _LEFT)
-
-    def _connect(self) -> RankStore:
-        return RankStore(self.group.connect, self._prefix, self._gone)
-
-    def _gone(self, why: str) -> RankError:
-        failure = RankError(f"{self._named(0)} is gone, which all ranks need: {why}")
-        self._note(failure)
-        return failure
-
     def _turn_key(self, turn: int) -> str:
         return f"{self._among}/turn/{turn}"
 
-    def _beats(self, store: RankStore) -> list[int]:
-        return [store.add(f"beat/{rank}", 0) for rank in range(self.group.size)]
-
-    def _named(self, rank: int) -> str:
-        return self.name_of(rank)
-
-    def _note(self, failure: BaseException) -> None:
-        self.failure = self.failure or failure
-        for each in [*self._communicators.values()]:  # after the failure is set: what they give now is not used
+    def _give_up(self, failure: BaseException) -> None:
+        """Let the device come to its end; the failure is set, so what communicators give from now on is not used."""
+        for each in [*self._communicators.values()]:
             each.give_up()
-        for call in self._callbacks:
-            call(failure)
 
 
 def fail_models(failure: BaseException) -> None:

@@ -1,0 +1,160 @@
+"""The watch over the ranks of a job: beats, and the news of the rank that failed first."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from zinfer.errors import RankError
+from zinfer.ranks.group import RankGroup
+from zinfer.ranks.rank_store import RankStore
+from zinfer.ranks.sockets import SILENCE_S
+
+log = logging.getLogger(__name__)
+
+BEAT_S: Final = 1
+_LEFT: Final = 1 << 40  # added to the beats of a rank that has left, which is not lost
+_HEARD_S: Final = 2.5 * BEAT_S
+_LEAVE_PAUSE_S: Final = 0.02
+
+
+class RankWatch:
+    """Beats for this rank, and listens for the other ranks of the job, whatever they share with this one.
+
+    Args:
+        group: the processes.
+        prefix: of the keys in the store, the same on all ranks.
+
+    Attributes:
+        failure: why the ranks cannot go on; None while they can.
+    """
+
+    def __init__(self, group: RankGroup, prefix: str) -> None:
+        self._group, self._prefix = group, prefix
+        self.failure: BaseException | None = None
+        self._callbacks: list[Callable[[BaseException], None]] = []
+        # A connection serves one thread: that of `_listen`, and whoever met a failure.
+        self._news, self._spare = self.connect(), self.connect()
+        self._failing = threading.Lock()
+        self._over = threading.Event()
+        self._listener = threading.Thread(target=self._listen, name="zinfer-ranks", daemon=True)
+        self._listener.start()
+
+    def connect(self) -> RankStore:
+        """Return a connection to rank 0's store, for one thread; once rank 0 is gone, that is the failure."""
+        return RankStore(self._group.connect, self._prefix, self._gone)
+
+    def check(self) -> None:
+        """Raise the error of the rank that has failed, if any."""
+        if self.failure is not None:
+            raise self.failure
+
+    def on_failure(self, call: Callable[[BaseException], None]) -> None:
+        """Call from another thread, after those that were given before, once a rank has failed."""
+        self._callbacks.append(call)
+
+    def fail(self, failure: BaseException) -> None:
+        """Tell the other ranks that this one cannot go on; only the first failure of all is told. Thread-safe."""
+        if self.failure is not None:
+            return
+        self._note(failure)
+        told = str(failure)
+        if not isinstance(failure, RankError):  # which names the rank
+            told = f"{self.name_of(self._group.rank)}: {type(failure).__name__}: {failure}"
+        try:
+            with self._failing:
+                self._spare.set_once("failed", told)
+        except RankError as error:  # rank 0 is gone, which the others notice by themselves
+            log.debug("the other ranks cannot be told: %s", error)
+
+    def broken(self, error: BaseException) -> BaseException:
+        """Return the error of a broken connection, with the rank that told of a failure or no longer beats."""
+        with self._failing:
+            try:
+                before = self._beats(self._spare)
+                if self._spare.arrives("failed", 3 * BEAT_S):
+                    return RankError(self._spare.get("failed").decode())
+                beats = self._beats(self._spare)
+            except RankError as lost:
+                return lost
+        still = [rank for rank, beat in enumerate(beats) if beat == before[rank] < _LEFT]
+        names = " and ".join(map(self.name_of, still))
+        why = str(error) or type(error).__name__  # of a connection's end there is no text
+        return RankError(f"{names or 'a rank'} ended or was killed: {why.splitlines()[0]}")
+
+    def name_of(self, rank: int) -> str:
+        """Return a rank's name for messages: its number and host."""
+        return f"rank {rank} on {self._group.hosts[rank]}"
+
+    def leave(self, store: RankStore, *, all_hear: bool) -> None:
+        """Stop to beat. Rank 0 waits until the others have left, unless a rank has failed.
+
+        Args:
+            store: a connection of the calling thread.
+            all_hear: whether all ranks hear of a failure by themselves, as by a gather that breaks.
+        """
+        try:
+            if self._group.rank == 0:
+                self._leave_last(store, all_hear=all_hear)
+            self._over.set()
+            self._listener.join()
+            if self.failure is None:
+                store.add(f"beat/{self._group.rank}", _LEFT)
+        except RankError as error:  # the store is gone, and with it whoever waits for this rank
+            log.debug("left alone: %s", error)
+        finally:
+            self._over.set()
+        if self.failure is None:
+            self._news.close()
+            self._spare.close()
+
+    def _leave_last(self, store: RankStore, *, all_hear: bool) -> None:
+        """Wait for the others, with the listener awake: of one that is lost no leave is heard.
+
+        After a failure wait only as long as they need to hear of it.
+        """
+        until_s: float | None = None
+        while not all(beat >= _LEFT for beat in self._beats(store)[1:]):
+            if self.failure is not None:
+                until_s = until_s or time.monotonic() + _HEARD_S
+                if time.monotonic() >= until_s or all_hear:
+                    return
+            time.sleep(_LEAVE_PAUSE_S)
+
+    def _listen(self) -> None:
+        """Beat, and listen for the others' beats and failures."""
+        heard = [(0, time.monotonic())] * self._group.size
+        try:
+            while not self._over.wait(BEAT_S):
+                self._news.add(f"beat/{self._group.rank}", 1)
+                if self._news.has("failed"):
+                    self._hear()
+                    return
+                now_s, beats = time.monotonic(), self._beats(self._news)
+                heard = [then if then[0] == beat else (beat, now_s) for then, beat in zip(heard, beats, strict=True)]
+                silent = [rank for rank, (beat, at_s) in enumerate(heard) if beat < _LEFT and now_s - at_s > SILENCE_S]
+                if silent:
+                    self._news.set_once("failed", f"{self.name_of(silent[0])} has not answered for {SILENCE_S} s")
+                    self._hear()
+                    return
+        except RankError as error:
+            self._note(error)
+
+    def _hear(self) -> None:
+        """Take the news of the rank that failed first, and let rank 0 know, which keeps it until all have heard."""
+        self._note(RankError(self._news.get("failed").decode()))
+        self._news.add(f"beat/{self._group.rank}", _LEFT)
+
+    def _gone(self, why: str) -> RankError:
+        failure = RankError(f"{self.name_of(0)} is gone, which all ranks need: {why}")
+        self._note(failure)
+        return failure
+
+    def _beats(self, store: RankStore) -> list[int]:
+        return [store.add(f"beat/{rank}", 0) for rank in range(self._group.size)]
+
+    def _note(self, failure: BaseException) -> None:
+        self.failure = self.failure or failure
+        for call in self._callbacks:
+            call(failure)
