@@ -191,8 +191,9 @@ class PeerWorker:
             name = Signals(getattr(failure, "signal_number", SIGINT)).name
             return Cause.SIGNAL, f"{name}: stopped"
         cause = failure.__cause__ if isinstance(failure.__cause__, Exception) else failure
-        if isinstance(cause, RankError | OtherRankFailed):
-            return Cause.OTHER_RANK, str(cause)
+        for each in (failure, cause):  # a rank's failure may have a cause of its own: the connection that ended
+            if isinstance(each, RankError | OtherRankFailed):
+                return Cause.OTHER_RANK, str(each)
         return Cause.ERROR, f"{type(cause).__name__}: {cause}"
 
 
