@@ -144,7 +144,7 @@ def served(rank: int, folder: Path, size: int, several: list[dict[str, Any]]) ->
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_calls_of_several_threads_make_equal_passes(folder: Path, size: int) -> None:
     few_pages = {"kv_cache_memory": NUM_PAGES * SIZES["kv_page_size"] * token_bytes(folder)}
     configs = [few_pages, {"admission_order": "longest_first", "kv_cache_tier": "host", "max_sequences": 5}]

@@ -219,7 +219,9 @@ def measured_job(rank: int, folder: Path, cache: Path, parallels: list[object]) 
     return [job(rank, folder, f"{cache.name}-{place}.jsonl", each, **options) for place, each in enumerate(parallels)]
 
 
-@pytest.mark.parametrize(("gather_bytes_per_s", "chosen"), [(1e3, "replicas 2"), (1e12, "zero 2")])
+@pytest.mark.parametrize(
+    ("gather_bytes_per_s", "chosen"), [(1e3, "replicas 2"), pytest.param(1e12, "zero 2", marks=pytest.mark.slow)]
+)
 def test_a_job_chooses_by_what_was_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gather_bytes_per_s: float, chosen: str
 ) -> None:

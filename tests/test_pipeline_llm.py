@@ -81,7 +81,7 @@ def few_pages(folder: Path, stages: int, num_pages: int = 13) -> int:
     return num_pages * PAGE_SIZE * token_bytes(folder) * -(-NUM_LAYERS // stages) // NUM_LAYERS
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_stages_tell_what_one_process_tells(folder: Path, stages: int) -> None:
     def several(stages: int) -> list[dict[str, Any]]:
         found = [config("nvme", stages, **SIZES | {"kv_cache_memory": few_pages(folder, stages)})]
@@ -223,7 +223,7 @@ def lasting(rank: int, folder: Path, notes: Path) -> str:
     return said
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_stage_ends_the_others(folder: Path, tmp_path: Path, lost: int) -> None:
     ranks = Ranks(3, lasting, folder, tmp_path)
     for rank in range(3):

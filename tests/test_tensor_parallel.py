@@ -270,7 +270,7 @@ def long_run(rank: int, folder: Path, begun: Path) -> None:
             return
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_others(llama: Path, tmp_path: Path, lost: int) -> None:
     ranks = Ranks(2, long_run, llama, tmp_path)
     until_s = time.monotonic() + 60
