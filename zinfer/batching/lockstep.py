@@ -28,9 +28,9 @@ from zinfer.batching.handle import Handle
 from zinfer.batching.request import SentRequest
 from zinfer.errors import RankError
 from zinfer.planning.kv_budget import BatchingBudget
-from zinfer.ranks.links import end_link
 from zinfer.ranks.member_links import open_member_links
 from zinfer.ranks.model_ranks import ModelRanks
+from zinfer.ranks.sockets import end_link
 from zinfer.scheduling.schedule import PassSize
 
 

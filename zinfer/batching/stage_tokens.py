@@ -13,9 +13,9 @@ from typing import Final, NamedTuple, Protocol
 
 from zinfer.errors import RankError
 from zinfer.nvme.pool import Pool
-from zinfer.ranks.links import end_link
 from zinfer.ranks.member_links import open_member_links
 from zinfer.ranks.model_ranks import ModelRanks
+from zinfer.ranks.sockets import end_link
 from zinfer.sampling.sampler import Drawn, Sampled
 
 _BEAT_S: Final = 1.0

@@ -10,7 +10,7 @@ from zinfer.jobs.messages import Hello, Left
 from zinfer.jobs.progress import Load
 from zinfer.jobs.prompts import Prompt
 from zinfer.offload.stats import RunStats
-from zinfer.ranks.links import end_link
+from zinfer.ranks.sockets import end_link
 
 _LEAVE_S: Final = 2.0
 

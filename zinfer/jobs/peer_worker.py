@@ -38,8 +38,9 @@ from zinfer.jobs.versions import software
 from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
 from zinfer.ranks.group import RankGroup
-from zinfer.ranks.links import end_link, open_links
+from zinfer.ranks.links import open_links
 from zinfer.ranks.model_ranks import fail_models
+from zinfer.ranks.sockets import end_link
 from zinfer.requests.prompt_encoder import find_tokenizer
 
 _NEWS_S: Final = 1.0  # of counters, for the progress that rank 0 shows

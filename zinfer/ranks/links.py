@@ -4,9 +4,7 @@ import itertools
 from multiprocessing.connection import Connection
 
 from zinfer.ranks.group import RankGroup
-from zinfer.ranks.sockets import end
 
-end_link = end
 _numbers = itertools.count()
 
 

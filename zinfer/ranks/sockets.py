@@ -91,7 +91,7 @@ def receive(connection: Connection) -> dict[str, Any]:
     return found
 
 
-def end(connection: Connection) -> None:
+def end_link(connection: Connection) -> None:
     """Let both ends see the end of a connection, also a thread that waits for it. May be called again."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as found:
         found.shutdown(socket.SHUT_RDWR)
