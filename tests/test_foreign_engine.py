@@ -60,15 +60,18 @@ METHODS: dict[str, tuple[dict[str, object], int, bool, FusionGroup]] = {
 }
 
 
-def write_quantized(folder: Path, method: str) -> PreTrainedModel:
+def write_quantized(
+    folder: Path, method: str, model: PreTrainedModel | None = None, group_size: int = GROUP_SIZE
+) -> PreTrainedModel:
     """A checkpoint in the method's layout; returns transformers' model with the values of its codes."""
     config, bits, symmetric, pack = METHODS[method]
-    model = tiny_model("llama", num_layers=3, tie=False)
+    config = json.loads(json.dumps(config).replace(f": {GROUP_SIZE}", f": {group_size}"))
+    model = model or tiny_model("llama", num_layers=3, tie=False)
     tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
     for number, (name, module) in enumerate(model.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head":
             rows, columns = module.weight.shape
-            groups = 1 if bits == 8 else columns // GROUP_SIZE
+            groups = 1 if bits == 8 else columns // group_size
             weights = Weights.random(rows, columns, groups, bits, symmetric, number)
             weights = replace(weights, scales=weights.scales * (1 if bits == 4 else 1 / 16))
             if config.get("desc_act"):

@@ -9,7 +9,9 @@ from checkpoints import tiny_checkpoint, tiny_model
 from family_models import CASES, family_model
 from safetensors.torch import save_file
 from store_support import make_store
+from test_foreign_engine import write_quantized
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from zinfer.checkpoint import Checkpoint, JoinedTensor
 from zinfer.config.values import BlockClass
@@ -20,7 +22,7 @@ from zinfer.model.sharding.cut import Cut, Shard
 from zinfer.model.sharding.heads import Heads
 from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.sharding.weights import CutTensor
-from zinfer.model.weight_matching import match_weights
+from zinfer.model.weight_matching import find_stored, match_weights
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, SlabLayout, SlabTensor
 from zinfer.offload.chunks import covered_bytes
@@ -202,13 +204,60 @@ def test_an_injection_policy_must_name_what_is_summed() -> None:
         Sharding.of(model, Shard(0, 2), [BlockClass(kind, ("self_attn.out_proj",))])
 
 
-def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
-    make_store(tiny_checkpoint("llama", tmp_path / "model", num_layers=1), tmp_path / "store")
-    store = Checkpoint.open(tmp_path / "store")
+def test_heads_whose_codes_share_scales_stay_together() -> None:
+    assert [Heads.of(6, 6, Shard(rank, 2), (2, 1)).query for rank in range(2)] == [(0, 4), (4, 6)]
+    assert [Heads.of(6, 1, Shard(rank, 2), (2, 1)).kv for rank in range(2)] == [(0, 1)] * 2
+    assert [Heads.of(8, 4, Shard(rank, 2), (2, 2)).kv for rank in range(2)] == [(0, 2), (2, 4)]
+    shared = "2 and 1 of which share scales or words of the checkpoint's codes"
+    with pytest.raises(ConfigError, match=rf"tp_size = 4 does not divide 6 attention heads, {shared}; .* 1, 2, 3$"):
+        Heads.of(6, 6, Shard(0, 4), (2, 1))
+    with pytest.raises(ConfigError, match=rf"8 attention heads and 4 of keys and values, {shared}; .* 1, 2, 4$"):
+        Heads.of(8, 4, Shard(0, 8), (2, 1))
+
+
+def cut_store(folder: Path, shard: Shard) -> None:
+    """Cut a checkpoint's weights for a rank."""
+    store = Checkpoint.open(folder)
     model = build_meta_model(store)
-    weights = match_weights(model, store, find_stored_scheme(store))
-    with pytest.raises(ConfigError, match="quantized, and codes that share scales are not divided; give the model in"):
-        Sharding.of(model, Shard(0, 2)).cut_weights(weights)
+    Sharding.of(model, shard, stored=find_stored(model, store)).cut_weights(
+        match_weights(model, store, find_stored_scheme(store))
+    )
+
+
+def test_codes_are_cut_where_groups_end_or_refused(tmp_path: Path) -> None:
+    write_quantized(tmp_path / "gptq", "gptq")
+    cut_store(tmp_path / "gptq", Shard(1, 2))
+    with pytest.raises(ConfigError, match=r"tp_size = 4 does not divide 4 .*, 2 and 1 of which share .* are 1, 2$"):
+        cut_store(tmp_path / "gptq", Shard(0, 4))
+    make_store(
+        tiny_checkpoint("opt", tmp_path / "opt", num_layers=1),
+        tmp_path / "store",
+        bits=4,
+        group_size=64,
+        include=["fc2"],
+    )
+    cut_store(tmp_path / "store", Shard(1, 2))
+    message = r"tp_size = 4: codes of 64 of the 128 rows or columns of .*fc1.weight share .* up to 2 work"
+    with pytest.raises(ConfigError, match=message):
+        cut_store(tmp_path / "store", Shard(0, 4))
+
+
+def test_columns_in_activation_order_are_refused(tmp_path: Path) -> None:
+    write_quantized(tmp_path, "gptq in activation order")
+    with pytest.raises(ConfigError, match=r"self_attn.o_proj.weight in activation order \(desc_act, actorder\), and a"):
+        cut_store(tmp_path, Shard(0, 2))
+
+
+def test_a_cut_within_words_is_refused(tmp_path: Path) -> None:
+    """Heads of 20 codes, of which words hold eight, divided without knowing of them."""
+    shape = {"hidden_size": 80, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=16))
+    write_quantized(tmp_path, "awq", model, group_size=16)
+    store = Checkpoint.open(tmp_path)
+    built = build_meta_model(store)
+    weights = match_weights(built, store, find_stored_scheme(store))
+    with pytest.raises(ConfigError, match=r"its 80 rows share words or scales in 8s, and a rank's would end at 20"):
+        Sharding.of(built, Shard(0, 4)).cut_weights(weights)
 
 
 def test_undo_restores_attributes_and_config() -> None:

@@ -12,6 +12,7 @@ from zinfer.engine.shard_hooks import ShardHooks, find_shard
 from zinfer.engine.stage_hooks import StageHooks, find_stage
 from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.stage import StageModel
+from zinfer.model.weight_matching import find_stored
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.model_ranks import ModelRanks
@@ -66,7 +67,8 @@ class Division:
             return PreparedModel.of(module, checkpoint, settings, part=part)
         sharding: Sharding | None = None
         if self._shard is not None:
-            sharding = Sharding.of(module, self._shard, settings.block_classes, settings.quantization)
+            stored = find_stored(module, checkpoint) if checkpoint else {}
+            sharding = Sharding.of(module, self._shard, settings.block_classes, settings.quantization, stored)
             self._ends.append(sharding.undo)
         return partition(module, checkpoint, settings, sharding)
 

@@ -77,13 +77,15 @@ class PreparedModel:
         check_patterns(settings.quantization, module)
         scheme = find_stored_scheme(checkpoint) if checkpoint else None
         weights = match_weights(module, checkpoint, scheme) if checkpoint else {}
+        checksums = scheme.checksums if scheme else {}
         if sharding is not None:
-            weights = sharding.cut_weights(weights)
+            whole, weights = weights, sharding.cut_weights(weights)
+            in_part = {each.file for name, each in whole.items() if weights.get(name) is not each}
+            checksums = {file: each for file, each in checksums.items() if file not in in_part}  # of whole files
             sharding.apply(module)
         if part is not None:
             part.apply()
             weights = part.own(weights)
-        checksums = scheme.checksums if scheme else {}
         return replace(cls._partition(module, checkpoint, weights, checksums, settings), sharding=sharding, part=part)
 
     def _over(self, copy: Checkpoint) -> "PreparedModel":

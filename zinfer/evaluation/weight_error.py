@@ -61,7 +61,8 @@ def measure_errors(source: Checkpoint, store: Checkpoint) -> Iterator[MatrixErro
 def _compare(name: str, weight: TensorEntry | JoinedTensor, stored: StoredMatrix, *, transposed: bool) -> MatrixError:
     values = torch.cat([_read(piece).flatten() for piece in weight.pieces]).view(weight.shape)
     values = values.t() if transposed else values.reshape(stored.rows, stored.columns)
-    matrix = QuantizedMatrix(stored.format, stored.columns, **{part: _read(entry) for part, entry in stored.parts})
+    parts = {part: piece for part, entry in stored.parts for piece in entry.pieces}
+    matrix = QuantizedMatrix(stored.format, stored.columns, **{part: _read(entry) for part, entry in parts.items()})
     squares = torch.zeros(2, dtype=torch.float64)
     for begin in range(0, stored.rows, _SLICE_ROWS):
         rows = slice(begin, begin + _SLICE_ROWS)
@@ -73,7 +74,7 @@ def _compare(name: str, weight: TensorEntry | JoinedTensor, stored: StoredMatrix
         parameter=name,
         layer=int(layer[1]) if layer else None,
         format=stored.format,
-        nbytes=sum(entry.nbytes for _, entry in stored.parts),
+        nbytes=sum(entry.nbytes for entry in parts.values()),
         full_bytes=weight.nbytes,
         relative_error=float((squares[0] / squares[1]).sqrt()) if squares[1] else 0.0,
     )

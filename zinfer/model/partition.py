@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from zinfer.checkpoint import JoinedTensor, TensorEntry
 from zinfer.config.quantization_rules import Quantization
 from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
@@ -25,7 +24,7 @@ from zinfer.model.weight_matching import Weight
 from zinfer.offload.block import Block, Conversion, Extent, SlabLayout, SlabTensor
 from zinfer.quantization.conversion import Quantizing, Rounding, Squares
 from zinfer.quantization.slab_matrix import SlabMatrix, interleave
-from zinfer.quantization.stored import StoredMatrix
+from zinfer.quantization.stored import StoredMatrix, StoredPart
 
 
 @dataclass(frozen=True)
@@ -235,7 +234,7 @@ class _Partitioner:
     def _conversion(self, block: Block, names: list[str]) -> Conversion:
         """Return the conversion of the block's stored weights into its slab."""
         stored: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
-        entries: list[TensorEntry | JoinedTensor | CutTensor] = []
+        entries: list[StoredPart] = []
         matrices: dict[str, StoredMatrix] = {}
         for name, tensor in zip(names, block.layout.tensors, strict=True):
             weight = self.weights.get(name)
@@ -254,7 +253,7 @@ class _Partitioner:
         return Conversion(layout, extents, make)
 
 
-def find_extents(weight: TensorEntry | JoinedTensor | CutTensor, tensor: SlabTensor) -> Iterator[Extent]:
+def find_extents(weight: StoredPart, tensor: SlabTensor) -> Iterator[Extent]:
     """Yield the extents of a parameter; in the slab its pieces follow one another."""
     if isinstance(weight, CutTensor):
         yield from weight.extents(tensor)

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import lcm, prod
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -12,6 +13,7 @@ from zinfer.checkpoint.json_text import parse_object
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign import Scheme, find_scheme
+from zinfer.quantization.grid import least_cut
 from zinfer.quantization.native.manifest import METHOD
 from zinfer.quantization.native.scheme import StoreScheme
 
@@ -31,6 +33,23 @@ def find_stored_scheme(checkpoint: Checkpoint) -> Scheme | None:
     return find_scheme(config)
 
 
+class StoredPart(Protocol):
+    """A tensor of a checkpoint, or the ranges of one that a rank reads."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def file(self) -> Path: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def pieces(self) -> tuple[TensorEntry, ...]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class StoredMatrix:
     """The parts of one parameter.
@@ -44,7 +63,7 @@ class StoredMatrix:
 
     name: str
     scheme: Scheme
-    parts: tuple[tuple[str, TensorEntry], ...]
+    parts: tuple[tuple[str, StoredPart], ...]
     format: QuantFormat
     rows: int
     columns: int
@@ -64,6 +83,17 @@ class StoredMatrix:
     def pieces(self) -> "tuple[StoredMatrix, ...]":
         """The matrices that it consists of: itself."""
         return (self,)
+
+    def unit(self, dim: int) -> int:
+        """Return how many rows (0) or columns (1) are cut together, because they share a scale or a word."""
+        if dim == 1 and self.format.orders_columns:
+            return self.columns
+        units = [least_cut(self.format)[dim]]
+        for part, entry in self.parts:
+            grid = self.scheme.grid(self.format, self.rows, part, entry.shape)
+            axis = (grid.rows, grid.columns)[dim]
+            units += [axis.step] if axis else []
+        return lcm(*units)
 
     @property
     def file(self) -> Path:
@@ -86,7 +116,7 @@ class StoredMatrix:
             raise CheckpointError(f"{self.file}: {self.name}: {error}") from error
 
     @property
-    def _first(self) -> TensorEntry:
+    def _first(self) -> StoredPart:
         return min((entry for _, entry in self.parts), key=lambda entry: (str(entry.file), entry.offset))
 
 
@@ -119,6 +149,9 @@ class JoinedMatrix(StoredMatrix):
     @property
     def pieces(self) -> tuple[StoredMatrix, ...]:
         return self.matrices
+
+    def unit(self, dim: int) -> int:
+        return lcm(*(matrix.unit(dim) for matrix in self.matrices))
 
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
         begin = 0

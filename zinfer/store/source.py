@@ -68,7 +68,8 @@ class Source:
             CheckpointError: the checkpoint is incomplete, damaged, a store itself, or of a model that transformers
                 cannot build.
         """
-        _refuse_store(absolute(model))  # also an unfinished one
+        if shard is None:
+            _refuse_store(absolute(model))  # also an unfinished one
         rules = settings.quantization
         if rules is None:
             raise ConfigError("the configuration asks for no quantized weights; state zinfer.quantization.bits in it")
@@ -78,12 +79,14 @@ class Source:
                 'quantized while they are loaded (zero_optimization.offload_param.device "cpu", or none)'
             )
         checkpoint = Checkpoint.open(model)
-        _refuse_store(checkpoint.folder)
+        if shard is None:
+            _refuse_store(checkpoint.folder)
         tree = build_meta_model(checkpoint, settings.dtype)
         weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
         check_patterns(rules, tree)
         if shard is not None:
-            sharding = Sharding.of(tree, shard, rules=rules)
+            stored = {name: weight for name, weight in weights.items() if isinstance(weight, StoredMatrix)}
+            sharding = Sharding.of(tree, shard, rules=rules, stored=stored)
             weights = sharding.cut_weights(weights)
             sharding.apply(tree)
         blocks = partition_model(tree, weights, rules, squares)

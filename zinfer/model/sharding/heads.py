@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import lcm
 from typing import Any, Final
 
 from torch import nn
@@ -34,20 +35,25 @@ class Heads:
     kv: tuple[int, int]
 
     @classmethod
-    def of(cls, num_query: int, num_kv: int, shard: Shard) -> "Heads":
+    def of(cls, num_query: int, num_kv: int, shard: Shard, units: tuple[int, int] = (1, 1)) -> "Heads":
         """Divide heads; unevenly where each has keys of its own, or all have the same.
+
+        Args:
+            units: heads of queries, and of keys, that stay together, because codes of theirs share scales or words.
 
         Raises:
             ConfigError: they cannot be divided by so many ranks; names the sizes that can.
         """
         size = shard.size
-        if not _divides(num_query, num_kv, size):
-            usable = [str(each) for each in range(1, num_query + 1) if _divides(num_query, num_kv, each)]
+        if not _divides(num_query, num_kv, size, units):
+            usable = [str(each) for each in range(1, num_query + 1) if _divides(num_query, num_kv, each, units)]
             kept = f"{num_query} attention heads" + (f" and {num_kv} of keys and values" if num_kv != num_query else "")
+            if max(units) > 1:
+                kept += f", {units[0]} and {units[1]} of which share scales or words of the checkpoint's codes"
             raise ConfigError(
                 f"tensor_parallel.tp_size = {size} does not divide {kept}; sizes that do are {', '.join(usable)}"
             )
-        query = kv = shard.bounds(num_query)
+        query = kv = shard.bounds(num_query, _unit(num_query, num_kv, units))
         if num_kv < size:
             kv = (shard.rank * num_kv // size, shard.rank * num_kv // size + 1)
         elif num_kv < num_query:
@@ -116,10 +122,19 @@ def head_range(module: nn.Module, num_heads: int) -> tuple[int, int]:
     return found
 
 
-def _divides(num_query: int, num_kv: int, size: int) -> bool:
+def _divides(num_query: int, num_kv: int, size: int, units: tuple[int, int]) -> bool:
+    if size == 1:
+        return True
+    unit = _unit(num_query, num_kv, units)
     if num_kv in (1, num_query):
-        return size <= num_query
-    return num_query % size == 0 and (num_kv % size == 0 or size % num_kv == 0)
+        return num_query % unit == 0 and size <= num_query // unit
+    is_even = num_query % (size * unit) == 0
+    return is_even and (num_kv % (size * units[1]) == 0 or (size % num_kv == 0 and units[1] == 1))
+
+
+def _unit(num_query: int, num_kv: int, units: tuple[int, int]) -> int:
+    """Return the heads of queries that stay together; with keys of their own, both kinds."""
+    return lcm(*units) if num_kv == num_query else units[0]
 
 
 def heads_in(module: nn.Module, config: Any) -> tuple[int, int]:

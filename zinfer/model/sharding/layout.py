@@ -1,8 +1,10 @@
 """Cuts the parameters of one layer as its family's plan says."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import gcd, lcm
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -13,6 +15,8 @@ from zinfer.errors import ConfigError
 from zinfer.model.sharding import plans
 from zinfer.model.sharding.cut import Cut, Shard
 from zinfer.model.sharding.heads import Heads, heads_in
+from zinfer.model.sharding.matrices import matrix_dim
+from zinfer.quantization.stored import StoredMatrix
 
 _ATTENTION: Final = re.compile(r"attn|attention", re.IGNORECASE)
 _OF_KEYS: Final = re.compile(r"(^|\.)(k_proj|v_proj)$")
@@ -54,10 +58,24 @@ class LayerDivider:
         shard: this rank's place.
         config: of the model's text part.
         unit: rows of a feed-forward that stay together if they can, because they share scales.
+        stored: weights that the checkpoint holds quantized, by their names in the model: what shares a scale or a word
+            there stays together.
+
+    Attributes:
+        most_unit: the largest number of rows of a feed-forward that stay together in a layer divided so far.
     """
 
-    def __init__(self, plan: plans.Plan, shard: Shard, config: Any, unit: int = 1) -> None:
-        self._plan, self._shard, self._config, self._unit = plan, shard, config, unit
+    def __init__(
+        self,
+        plan: plans.Plan,
+        shard: Shard,
+        config: Any,
+        unit: int = 1,
+        stored: Mapping[str, StoredMatrix] = MappingProxyType({}),
+    ) -> None:
+        self._plan, self._shard, self._config, self._unit, self._stored = plan, shard, config, unit, stored
+        self._least = 1
+        self.most_unit = unit
 
     def divide(self, name: str, layer: nn.Module, found: LayerCuts) -> None:
         """Add what becomes of a layer.
@@ -65,7 +83,9 @@ class LayerDivider:
         Raises:
             ConfigError: heads or widths cannot be divided, or the plan lacks a weight.
         """
-        heads = self._heads_of(layer)
+        heads = self._heads_of(name, layer)
+        self._least = self._feed_forward_unit(name, layer, heads)
+        self.most_unit = max(self.most_unit, lcm(self._unit, self._least))
         for path, module in layer.named_modules():
             style = self._style(path)
             if style in (*_ADDS, plans.EXPERTS):
@@ -99,14 +119,10 @@ class LayerDivider:
             )
         if style in (None, plans.REPLICATED):
             return
-        is_bias = leaf.endswith("bias")
-        is_transposed = isinstance(module, Conv1D) or bool(getattr(module, "is_transposed", False))
-        if style in _ADDS and is_bias:
+        if style in _ADDS and leaf.endswith("bias"):
             found.first_only.append(name)
             return
-        dim = parameter.dim() - (1 if is_bias or is_transposed or style == plans.PER_HEAD else 2)
-        if style in _ADDS:
-            dim = parameter.dim() - (2 if is_transposed else 1)
+        dim = _dim_of(style, module, leaf, parameter)
         own = next((each for root, each in heads.items() if path.startswith(f"{root}.")), None)
         found.cuts[name] = self._cut_of(style, name, owner, dim, parameter.shape[dim], own)
 
@@ -132,8 +148,54 @@ class LayerDivider:
     def _unit_of(self, name: str, width: int) -> int:
         if width < self._shard.size:
             raise ConfigError(f"tensor_parallel.tp_size = {self._shard.size} is more than the {width} rows of {name}")
-        is_usable = width % self._unit == 0 and width // self._unit >= self._shard.size
-        return self._unit if is_usable else 1
+        for unit in (lcm(self._unit, self._least), self._least):
+            if width % unit == 0 and width // unit >= self._shard.size:
+                return unit
+        most = max(width // self._least, 1)
+        raise ConfigError(
+            f"tensor_parallel.tp_size = {self._shard.size}: codes of {self._least} of the {width} rows or columns of "
+            f"{name} share scales or words in the checkpoint, so that {most} ranks can divide them at the most; sizes "
+            f"up to {most} work, or leave the key out: the ranks then share the weights"
+        )
+
+    def _feed_forward_unit(self, name: str, layer: nn.Module, heads: Mapping[str, Heads]) -> int:
+        """Return how many rows of a layer's feed-forwards stay together because stored codes do."""
+        roots = tuple(f"{root}." for root in heads)
+        return lcm(*(unit for path, _, unit, _ in self._stored_units(name, layer, "") if not path.startswith(roots)))
+
+    def _head_units(self, name: str, layer: nn.Module, root: str, num_query: int, num_kv: int) -> tuple[int, int]:
+        """Return how many heads of queries, and of keys, stay together because stored codes do."""
+        units = [1, 1]
+        for path, style, unit, length in self._stored_units(name, layer, f"{root}."):
+            of_keys = style == plans.GROUPED or _OF_KEYS.search(path.rpartition(".")[0]) is not None
+            both = num_query + 2 * num_kv if style == plans.FUSED else num_query
+            each = unit // gcd(unit, length // (num_kv if of_keys else both))
+            if of_keys or style == plans.FUSED:
+                units[1] = lcm(units[1], each)
+            if not of_keys:
+                units[0] = lcm(units[0], each)
+        return units[0], units[1]
+
+    def _stored_units(self, name: str, layer: nn.Module, begin: str) -> Iterator[tuple[str, str, int, int]]:
+        """Yield the stored weights of a layer that are cut: path, style, the unit of the cut, and the whole length."""
+        for path, module in layer.named_modules():
+            for leaf, parameter in module._parameters.items():
+                whole = f"{path}.{leaf}" if path else leaf
+                matrix = self._stored.get(f"{name}.{whole}")
+                style = self._style(whole) or self._style(path)
+                if matrix is None or parameter is None or style is None or not whole.startswith(begin):
+                    continue
+                if style in (plans.EXPERTS, *_WHOLE_HEADS):
+                    continue
+                dim = _dim_of(style, module, leaf, parameter)
+                across = matrix_dim(dim, parameter.dim(), transposed=isinstance(module, Conv1D))
+                if across and matrix.format.orders_columns:
+                    raise ConfigError(
+                        f"tensor_parallel.tp_size: {matrix.file} holds the columns of {matrix.name} in activation "
+                        "order (desc_act, actorder), and a range of them needs the scales of all groups; leave the "
+                        "key out: the ranks then share the weights, or take a checkpoint without activation order"
+                    )
+                yield whole, style, matrix.unit(across), parameter.shape[dim]
 
     def _even(self, name: str, dim: int, length: int) -> Cut:
         if length % self._shard.size:
@@ -145,7 +207,7 @@ class LayerDivider:
     def _style(self, path: str) -> str | None:
         return next((style for end, style in self._plan.items() if path == end or path.endswith(f".{end}")), None)
 
-    def _heads_of(self, layer: nn.Module) -> dict[str, Heads]:
+    def _heads_of(self, name: str, layer: nn.Module) -> dict[str, Heads]:
         """Return the heads of each attention in a layer that is divided by heads, by its path."""
         found: dict[str, Heads] = {}
         for path, _ in layer.named_modules():
@@ -158,7 +220,8 @@ class LayerDivider:
             if root not in found:
                 owners = [each for each in layer.get_submodule(root).modules() if not isinstance(each, nn.Linear)]
                 counts = [heads_in(each, self._config) for each in owners]
-                found[root] = Heads.of(*min(counts, key=lambda count: count[1]), self._shard)
+                most = min(counts, key=lambda count: count[1])
+                found[root] = Heads.of(*most, self._shard, self._head_units(name, layer, root, *most))
         return found
 
     def _change_attributes(self, name: str, layer: nn.Module, heads: Mapping[str, Heads], found: LayerCuts) -> None:
@@ -177,3 +240,11 @@ class LayerDivider:
     def _divides_children(self, path: str, module: nn.Module) -> bool:
         names = [*module._modules, *module._parameters]
         return any(self._style(f"{path}.{name}" if path else name) == plans.ROWWISE for name in names)
+
+
+def _dim_of(style: str, module: nn.Module, leaf: str, parameter: torch.Tensor) -> int:
+    """Return the dimension of a parameter that a style divides."""
+    is_transposed = isinstance(module, Conv1D) or bool(getattr(module, "is_transposed", False))
+    if style in _ADDS:
+        return parameter.dim() - (2 if is_transposed else 1)
+    return parameter.dim() - (1 if leaf.endswith("bias") or is_transposed or style == plans.PER_HEAD else 2)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -16,9 +17,11 @@ from zinfer.errors import ConfigError
 from zinfer.model.layers import find_layers
 from zinfer.model.sharding.cut import Cut, Shard
 from zinfer.model.sharding.layout import LayerCuts, LayerDivider
+from zinfer.model.sharding.matrices import cut_matrix
 from zinfer.model.sharding.plans import find_plan
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.model.weight_matching import Weight
+from zinfer.quantization.stored import StoredMatrix
 
 _MLP_WIDTHS: Final = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size")
 
@@ -40,6 +43,7 @@ class Sharding:
     embeddings: dict[str, int]
     heads: dict[str, int]
     layers: LayerCuts
+    _forms: dict[str, tuple[tuple[int, ...], bool]]
     _undone: list[tuple[Any, str, object]] = field(default_factory=list)
 
     @classmethod
@@ -49,12 +53,15 @@ class Sharding:
         shard: Shard,
         classes: Sequence[BlockClass] = (),
         rules: Quantization | None = None,
+        stored: Mapping[str, StoredMatrix] = MappingProxyType({}),
     ) -> "Sharding":
         """Find how a model is divided.
 
         Args:
             classes: of modules that are layers too; their named linear layers must be those that the plan sums.
             rules: of quantization: where the width of a feed-forward allows it, groups of columns stay whole.
+            stored: the weights that the checkpoint holds quantized, by their names in the model: cuts are moved to
+                where groups and words of codes end.
 
         Raises:
             ConfigError: the model cannot be divided so; names the key, the weight or the numbers.
@@ -62,7 +69,7 @@ class Sharding:
         plan = find_plan(model)
         config: Any = model.config.get_text_config()
         found = LayerCuts()
-        divider = LayerDivider(plan, shard, config, _unit(rules))
+        divider = LayerDivider(plan, shard, config, _unit(rules), stored)
         layers = find_layers(model, classes)
         for name, layer in layers.items():
             divider.divide(name, layer, found)
@@ -82,16 +89,17 @@ class Sharding:
         if several is not None:
             found.changes += several.config_changes(config)
             found.changes.append((config, "head_dim", _head_dim(config, several.num_query)))
-        found.changes += _width_changes(config, shard)
-        return cls(shard, cuts, embeddings, heads, found)
+        found.changes += _width_changes(config, shard, divider.most_unit)
+        return cls(shard, cuts, embeddings, heads, found, _forms(model, cuts))
 
     def cut_weights(self, weights: Mapping[str, Weight]) -> dict[str, Weight]:
         """Return the places of the rank's weights in a checkpoint, from those of all.
 
         Raises:
-            ConfigError: the checkpoint holds a weight quantized, which cannot be cut.
+            ConfigError: the checkpoint holds a weight quantized, and codes there share scales or words across a cut.
         """
         made: dict[str, Weight] = {}
+        cut_before: dict[tuple[int, Cut], StoredMatrix] = {}  # tied weights share their bytes
         for name, weight in weights.items():
             if name in self.layers.first_only and self.shard.rank:
                 continue
@@ -100,11 +108,11 @@ class Sharding:
                 made[name] = weight
             elif isinstance(weight, TensorEntry | JoinedTensor):
                 made[name] = CutTensor(weight, cut)
-            else:
-                raise ConfigError(
-                    f"tensor_parallel.tp_size: {weight.file} holds {weight.name} quantized, and codes that share "
-                    "scales are not divided; give the model in full precision, with zinfer.quantization.bits"
-                )
+            elif isinstance(weight, StoredMatrix):
+                if (id(weight), cut) not in cut_before:
+                    shape, transposed = self._forms[name]
+                    cut_before[id(weight), cut] = cut_matrix(weight, cut, shape, transposed=transposed)
+                made[name] = cut_before[id(weight), cut]
         return made
 
     def apply(self, model: nn.Module) -> None:
@@ -213,11 +221,18 @@ def _head_dim(config: Any, num_heads: int) -> int:
     return int(stated or config.hidden_size // num_heads)
 
 
-def _width_changes(config: PretrainedConfig, shard: Shard) -> list[tuple[Any, str, object]]:
+def _forms(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """Return the shapes of parameters, and whether they are transposed matrices."""
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+    return {name: (tuple(model.get_parameter(name).shape), isinstance(own, Conv1D)) for name, own in owners.items()}
+
+
+def _width_changes(config: PretrainedConfig, shard: Shard, unit: int) -> list[tuple[Any, str, object]]:
     """Return the widths of feed-forwards that memory is planned by, never less than a rank's."""
     found: list[tuple[Any, str, object]] = []
     for name in _MLP_WIDTHS:
         value = getattr(config, name, None)
         if isinstance(value, int):
-            found.append((config, name, shard.padded_size(value)))
+            units, rest = divmod(value, unit)
+            found.append((config, name, shard.padded_size(value) if rest else shard.padded_size(units) * unit))
     return found

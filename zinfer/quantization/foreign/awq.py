@@ -27,6 +27,7 @@ from zinfer.quantization.foreign.parts import (
     matrix_shape,
 )
 from zinfer.quantization.foreign.section import GroupSize
+from zinfer.quantization.grid import Axis, PartGrid
 
 _ROW_AT_NIBBLE: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -53,6 +54,12 @@ class Awq(ForeignScheme):
         groups = format.num_groups(columns)
         expected = {"qweight": [(columns, words)], "qzeros": [(groups, words)], "scales": [(groups, rows)]}
         return format, rows, columns, expected
+
+    def grid(self, format: QuantFormat, rows: int, part: str, shape: tuple[int, ...]) -> PartGrid:
+        outputs = Axis(1, 1 if part == "scales" else len(_ROW_AT_NIBBLE))
+        if part == "qweight":
+            return PartGrid(shape, outputs, Axis(0))
+        return PartGrid(shape, outputs, None if format.group_size is None else Axis(0, format.group_size))
 
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
         check_dtypes(parts, {"qweight": (torch.int32,), "qzeros": (torch.int32,), "scales": FLOATS})

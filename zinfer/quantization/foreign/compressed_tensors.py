@@ -37,6 +37,7 @@ from zinfer.quantization.foreign.parts import (
 )
 from zinfer.quantization.foreign.section import PATH, REMEDY, Nothing, Section, unsupported
 from zinfer.quantization.foreign.weight_group import ANY_MODULE, WeightGroup
+from zinfer.quantization.grid import Axis, PartGrid
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,25 @@ class CompressedTensors(ForeignScheme):
         }
         return format, rows, columns, expected
 
+    def grid(self, format: QuantFormat, rows: int, part: str, shape: tuple[int, ...]) -> PartGrid:
+        codes, groups = 32 // format.bits, None if format.group_size is None else Axis(1, format.group_size)
+        if part == "weight_shape":
+            return PartGrid(shape)
+        if part == "weight_g_idx":
+            return PartGrid(shape, columns=Axis(0))
+        if part in ("weight", "weight_packed"):
+            return PartGrid(shape, Axis(0), Axis(1, codes if part == "weight_packed" else 1))
+        if len(shape) < 2 or (format.group_rows is None and shape[0] == 1):
+            return PartGrid(shape)
+        is_packed = part == "weight_zero_point" and shape[0] * (format.group_rows or 1) < rows
+        return PartGrid(shape, Axis(0, codes if is_packed else format.group_rows or 1), groups)
+
+    def of_cut(
+        self, parts: Mapping[str, torch.Tensor], rows: int, columns: int, own: torch.Tensor
+    ) -> Mapping[str, torch.Tensor]:
+        _check_extent(parts, rows, columns)
+        return {name: part for name, part in parts.items() if name != "weight_shape"}
+
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
         _check_parts(target, parts)
         fill_zeros(target, _zeros(target, parts), "weight_zero_point")
@@ -164,13 +184,17 @@ def _check_parts(target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> 
         "weight_g_idx": INTEGERS,
     }
     check_dtypes(parts, dtypes)
-    if "weight_shape" in parts and parts["weight_shape"].tolist() != [target.rows, target.columns]:
-        raise CheckpointError(
-            f"weight_shape is {parts['weight_shape'].tolist()}, but the packed weight has room for "
-            f"[{target.rows}, {target.columns}]: rows of one scale are read if they fill their words; {REMEDY}"
-        )
+    _check_extent(parts, target.rows, target.columns)
     if "weight_g_idx" in parts:
         fill_order(target, parts["weight_g_idx"], "weight_g_idx")
+
+
+def _check_extent(parts: Mapping[str, torch.Tensor], rows: int, columns: int) -> None:
+    if "weight_shape" in parts and parts["weight_shape"].tolist() != [rows, columns]:
+        raise CheckpointError(
+            f"weight_shape is {parts['weight_shape'].tolist()}, but the packed weight has room for "
+            f"[{rows}, {columns}]: rows of one scale are read if they fill their words; {REMEDY}"
+        )
 
 
 def _zeros(target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

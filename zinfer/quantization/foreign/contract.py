@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
+from zinfer.quantization.grid import PartGrid
 
 
 class Scheme(ABC):
@@ -48,6 +49,21 @@ class Scheme(ABC):
         Raises:
             CheckpointError: shapes contradict each other or the config; names tensor and shape.
         """
+
+    @abstractmethod
+    def grid(self, format: QuantFormat, rows: int, part: str, shape: tuple[int, ...]) -> PartGrid:
+        """Return how a part of this shape lies over a matrix of this format and so many rows."""
+
+    def of_cut(
+        self, parts: Mapping[str, torch.Tensor], rows: int, columns: int, own: torch.Tensor
+    ) -> Mapping[str, torch.Tensor]:
+        """Return cut parts with what they say of the whole matrix in terms of what is left of it.
+
+        Args:
+            rows, columns: of the whole matrix.
+            own: the columns that are left, by their numbers in the whole matrix.
+        """
+        return parts
 
     @abstractmethod
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:

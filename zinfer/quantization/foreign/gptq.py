@@ -31,6 +31,7 @@ from zinfer.quantization.foreign.parts import (
     matrix_shape,
 )
 from zinfer.quantization.foreign.section import GroupSize, unsupported
+from zinfer.quantization.grid import Axis, PartGrid
 
 _REQUIRED: Final = ("qweight", "qzeros", "scales")
 _ONE_IN_EACH: Final = {4: 0x11111111, 8: 0x01010101}
@@ -83,6 +84,23 @@ class Gptq(ForeignScheme):
             "g_idx": [(columns,)],
         }
         return format, rows, columns, expected
+
+    def grid(self, format: QuantFormat, rows: int, part: str, shape: tuple[int, ...]) -> PartGrid:
+        codes, groups = 32 // self.bits, None if format.group_size is None else Axis(0, format.group_size)
+        if part == "g_idx":
+            return PartGrid(shape, columns=Axis(0))
+        if part == "qweight":
+            return PartGrid(shape, Axis(1), Axis(0, codes))
+        return PartGrid(shape, Axis(1, codes if part == "qzeros" else 1), groups)
+
+    def of_cut(
+        self, parts: Mapping[str, torch.Tensor], rows: int, columns: int, own: torch.Tensor
+    ) -> Mapping[str, torch.Tensor]:
+        size = group_of(self.group_size, columns)
+        if "g_idx" not in parts or size is None or len(own) == columns:
+            return parts
+        left_out = own // size - torch.arange(len(own), device=own.device) // size
+        return {**parts, "g_idx": parts["g_idx"] - left_out.to(parts["g_idx"].device)}
 
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
         words = (torch.int32,)

@@ -8,6 +8,7 @@ import torch
 from zinfer.errors import CheckpointError
 from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.quantization.foreign.contract import Scheme
+from zinfer.quantization.grid import PartGrid, native_grid
 from zinfer.quantization.native.manifest import MANIFEST_NAME, Manifest, read_manifest
 
 
@@ -61,6 +62,10 @@ class StoreScheme(Scheme):
             ) from error
         return format, rows, columns
 
+    def grid(self, format: QuantFormat, rows: int, part: str, shape: tuple[int, ...]) -> PartGrid:
+        return native_grid(format, part, shape)
+
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
         for name, part in parts.items():
-            getattr(target, name).copy_(part)
+            own = getattr(target, name)
+            own.copy_(part.view(own.shape))  # what is cut in fragment order has dimensions of its own

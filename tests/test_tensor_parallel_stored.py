@@ -1,0 +1,98 @@
+"""Ranks that divide checkpoints of codes: each reads its part of them, and computes what one process does."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import FRAGMENT_SHAPE, tiny_checkpoint, tiny_mixtral, tiny_model
+from family_models import Tensors
+from ranks_support import run_ranks
+from store_support import make_store, write_module
+from test_foreign_engine import write_quantized, write_quantized_experts
+from test_tensor_parallel import IDS, Found, check_alike, computed, config
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from zinfer.checkpoint import Checkpoint
+
+NUM_LAYERS = 2
+LARGEST_SHARE = {"uneven": 2 / 3}
+Job = tuple[Path, dict[str, object], Tensors]
+
+
+def jobs_of(folders: list[Path], size: int, homes: str = "cpu", nvme_path: Path | None = None) -> list[Job]:
+    inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    return [(folder, config(size, homes, None, nvme_path), inputs) for folder in folders]
+
+
+def whole_bytes(folder: Path) -> int:
+    """Bytes of the weights that every rank has whole."""
+    tensors = Checkpoint.open(folder).tensors.values()
+    return sum(tensor.nbytes for tensor in tensors if re.search(r"norm|ln_|wpe|gate\.weight", tensor.name))
+
+
+def check_folders(folders: list[Path], alone: list[Found], size: int, homes: str, nvme_path: Path | None) -> None:
+    several = run_ranks(size, computed, jobs_of(folders, size, homes, nvme_path))
+    check_alike(several, alone, [folder.name for folder in folders])
+    for at, folder in enumerate(folders):
+        whole, share = whole_bytes(folder), LARGEST_SHARE.get(folder.name, 1 / size)
+        most_bytes = whole + (alone[at][2].loaded_bytes - whole) * (share + 0.06)
+        for ranks in several:
+            assert ranks[at][2].loaded_bytes < most_bytes, folder.name
+
+
+def tiny_fragments() -> PreTrainedModel:
+    """Two layers whose INT4 matrices lie in fragment order, and do so in halves."""
+    torch.manual_seed(0)
+    shape = FRAGMENT_SHAPE | {"hidden_size": 512, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**shape)).eval()
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Stores of `zinfer quantize`: groups, whole rows, floats, fragments, experts, and transposed matrices."""
+    root = tmp_path_factory.mktemp("stores")
+    llama = tiny_checkpoint("llama", root / "llama", num_layers=NUM_LAYERS, tie=False)
+    mixtral, fragments = write_module(tiny_mixtral(), root / "mixtral"), write_module(tiny_fragments(), root / "large")
+    gpt2 = tiny_checkpoint("gpt2", root / "gpt2", num_layers=NUM_LAYERS)
+    sections: dict[str, tuple[Path, dict[str, object]]] = {
+        "llama-int4": (llama, {"bits": 4, "group_size": 16, "symmetric": False}),
+        "llama-int8": (llama, {"bits": 8}),
+        "llama-fp8": (llama, {"bits": 8, "format": "fp8"}),
+        "fragments": (fragments, {"bits": 4, "group_size": 64}),
+        "mixtral-int4": (mixtral, {"bits": 4, "group_size": 16}),
+        "gpt2-int4": (gpt2, {"bits": 4, "group_size": 16}),
+    }
+    for name, (folder, section) in sections.items():
+        make_store(folder, root / name, **section)
+    return [root / name for name in sections]
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Other tools' checkpoints: of a Llama, of experts quantized one by one, and of heads in pairs.
+
+    The last one's six heads share scales in pairs, and its feed-forward has five groups, on two ranks.
+    """
+    root = tmp_path_factory.mktemp("foreign")
+    names = ["gptq", "awq", "compressed-tensors int4", "compressed-tensors int8"]
+    for name in names:
+        write_quantized(root / name, name, tiny_model("llama", num_layers=NUM_LAYERS, tie=False), group_size=16)
+    shape = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 6}
+    torch.manual_seed(0)
+    write_quantized(root / "uneven", "gptq", LlamaForCausalLM(LlamaConfig(**shape, vocab_size=131)).eval())
+    for name in names[::3]:
+        write_quantized_experts(root / f"experts {name}", name, tiny_mixtral(), 16)
+    return [root / name for name in (*names, *(f"experts {name}" for name in names[::3]), "uneven")]
+
+
+def test_two_ranks_divide_codes(stores: list[Path], foreign: list[Path]) -> None:
+    folders = stores + foreign
+    check_folders(folders, computed(0, jobs_of(folders, 1)), 2, "cpu", None)
+
+
+def test_four_ranks_divide_codes_for_the_disk(stores: list[Path], foreign: list[Path], tmp_path: Path) -> None:
+    """Each rank's part of what is converted, or cut by columns, is kept for it alone."""
+    folders = [stores[0], stores[4], foreign[0], foreign[1]]
+    check_folders(folders, computed(0, jobs_of(folders, 1)), 4, "nvme", tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4 * len(folders)
