@@ -1,0 +1,105 @@
+"""A rank's part of a matrix of codes stands for the values that the whole one has there, in every layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign_support import (
+    MODULE,
+    PARAMETER,
+    Weights,
+    awq_parts,
+    gptq_parts,
+    packed_parts,
+    packed_scheme,
+    plain_parts,
+    scheme_of,
+)
+from safetensors.torch import save_file
+
+from zinfer.checkpoint import Checkpoint
+from zinfer.errors import CheckpointError
+from zinfer.kernels.dequantize import dequantize_ref
+from zinfer.kernels.quantized import QuantizedMatrix
+from zinfer.model.sharding.cut import Cut
+from zinfer.model.sharding.matrices import CutMatrix, cut_matrix
+from zinfer.model.sharding.weights import CutTensor
+from zinfer.quantization.foreign import Scheme
+from zinfer.quantization.stored import StoredMatrix
+
+ROWS, COLUMNS, GROUP = 48, 96, 32
+GROUPED, UNEVEN = (Weights.random(ROWS, COLUMNS, 3, 4, symmetric, 1) for symmetric in (True, False))
+WIDE, CHANNELS = Weights.random(ROWS, COLUMNS, 3, 8, False, 2), Weights.random(ROWS, COLUMNS, 1, 8, True, 3)
+FLOATS = (torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(4)) * 100).to(torch.float8_e4m3fn)
+Case = tuple[Scheme, dict[str, torch.Tensor]]
+
+
+def floats(strategy: str, scales: tuple[int, ...], **more: object) -> Case:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, **more}
+    groups: dict[str, Any] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    scheme = scheme_of("compressed-tensors", format="float-quantized", config_groups=groups)
+    spread = torch.rand(scales, generator=torch.Generator().manual_seed(5)) + 0.1
+    return scheme, {"weight": FLOATS, "weight_scale": spread}
+
+
+CASES: dict[str, Case] = {
+    "gptq": (scheme_of("gptq", bits=4, group_size=GROUP), gptq_parts(GROUPED, 4, less_one=True)),
+    "gptq without index": (
+        scheme_of("gptq", bits=8, group_size=GROUP, sym=False),
+        gptq_parts(WIDE, 8, less_one=True, index=False),
+    ),
+    "gptq rows": (scheme_of("gptq", bits=8, group_size=-1), gptq_parts(CHANNELS, 8, less_one=True)),
+    "awq": (scheme_of("awq", bits=4, group_size=GROUP), awq_parts(UNEVEN)),
+    "packed": (packed_scheme(4, group_size=GROUP), packed_parts(GROUPED, 4, symmetric=True)),
+    "packed zeros": (
+        packed_scheme(4, group_size=GROUP, symmetric=False),
+        packed_parts(UNEVEN, 4, symmetric=False),
+    ),
+    "bytes": (packed_scheme(8, format="int-quantized", strategy="channel"), plain_parts(CHANNELS, 8, symmetric=True)),
+    "bytes with zeros": (
+        packed_scheme(8, format="int-quantized", group_size=GROUP, symmetric=False),
+        plain_parts(WIDE, 8, symmetric=False),
+    ),
+    "floats of one scale": floats("tensor", (1,)),
+    "blocks of floats": floats("block", (6, 3), block_structure=[8, GROUP]),
+}
+CUTS = (Cut(0, ((8, 16),)), Cut(0, ((0, 8), (24, 48))), Cut(1, ((32, 96),)), Cut(1, ((0, 32), (64, 96))))
+
+
+def values(matrix: StoredMatrix, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What a matrix stands for, read from the tensors that it names."""
+    parts = {}
+    for part, entry in matrix.parts:
+        held = tensors[entry.name]
+        parts[part] = entry.cut.of(held.view(entry.whole.shape)) if isinstance(entry, CutTensor) else held
+    target = QuantizedMatrix.empty(matrix.format, matrix.rows, matrix.columns, torch.float32, "cpu")
+    matrix.convert_into(target, parts)
+    return dequantize_ref(target, torch.float32)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_part_has_the_values_of_the_whole(tmp_path: Path, name: str) -> None:
+    scheme, parts = CASES[name]
+    tensors = {f"{MODULE}.{part}": value.contiguous() for part, value in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    entries = Checkpoint.listed([tmp_path / "model.safetensors"], "files").tensors
+    whole = StoredMatrix.of(PARAMETER, scheme, {part: entries[f"{MODULE}.{part}"] for part in parts})
+    expected = values(whole, tensors)
+    for cut in CUTS:
+        own = cut_matrix(whole, cut, (ROWS, COLUMNS), transposed=False)
+        assert torch.equal(values(own, tensors), cut.of(expected)), cut
+        turned = cut_matrix(whole, Cut(1 - cut.dim, cut.ranges), (COLUMNS, ROWS), transposed=True)
+        assert torch.equal(values(turned, tensors), cut.of(expected)), cut
+
+
+def test_groups_that_are_not_where_they_should_be_are_seen_in_a_part(tmp_path: Path) -> None:
+    scheme, parts = CASES["gptq"]
+    tensors = {f"{MODULE}.{part}": value.clone().contiguous() for part, value in parts.items()}
+    tensors[f"{MODULE}.g_idx"][70] = 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    entries = Checkpoint.listed([tmp_path / "model.safetensors"], "files").tensors
+    whole = StoredMatrix.of(PARAMETER, scheme, {part: entries[f"{MODULE}.{part}"] for part in parts})
+    values(CutMatrix.make(whole, Cut(1, ((0, 64),))), tensors)
+    with pytest.raises(CheckpointError, match="g_idx puts column 38 into group 0 instead of 1"):
+        values(CutMatrix.make(whole, Cut(1, ((32, 96),))), tensors)
