@@ -143,11 +143,6 @@ def test_agreeing_spellings_are_fine() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        (
-            {"tensor_parallel": {"autotp_size": 2}},
-            "tensor_parallel.autotp_size = 2 is not available yet: splitting layers over",
-        ),
-        ({"tp": {"tp_group": "all"}}, 'tp.tp_group = "all" is not available yet: '),
         ({"moe": {"ep_size": 2}}, "moe.ep_size = 2 is not available yet: spreading experts over several GPUs"),
         ({"ep_size": 2}, "ep_size = 2 is not available yet: "),
         (

@@ -84,12 +84,15 @@ SUPPORTED = {
     "injection_policy": ["injection_dict"],
     "tensor_parallel.tp_size": [],
     "mp_size": [],
-}
-UNSUPPORTED = {
+    "tensor_parallel.autotp_size": [],
     "tensor_parallel.mpu": [],
     "tensor_parallel.tp_group": [],
+    "tensor_parallel.partition_config": [],
+    "tensor_parallel.preset_model": [],
     "mpu": [],
     "training_mp_size": [],
+}
+UNSUPPORTED = {
     "moe.ep_size": [],
     "ep_size": [],
     "ep_group": [],

@@ -92,7 +92,7 @@ def test_initialize(folder: Path, eager: PreTrainedModel, tmp_path: Path) -> Non
         ({"training_data": [1]}, "training_data asks for training"),
         ({"model": None}, "model is missing"),
         ({"config": {}, "config_params": {}}, "configuration is given twice"),
-        ({"mpu": object()}, "mpu = .* is not available yet"),
+        ({"mpu": object()}, "mpu = .*: expected an object with get_model_parallel_world_size"),
         ({"modle_parameters": []}, "unknown key modle_parameters"),
     ],
 )

@@ -15,8 +15,8 @@ from zinfer.config.key import Key, ignored, section, supported, unsupported
 from zinfer.config.listing import checkpoint_path
 from zinfer.config.quantization_keys import QUANTIZATION_KEYS
 from zinfer.config.settings import Settings
+from zinfer.config.tensor_group import parallel_unit, unsplit
 
-SEVERAL_GPUS = "splitting layers over several GPUs"
 EXPERT_PARALLEL = "spreading experts over several GPUs"
 EXPERTS = "the model's own config says how many experts it has, and of what kind"
 TRITON = "all fused kernels here are Triton's, with tiles chosen by size; replace_with_kernel_inject asks for them"
@@ -58,18 +58,25 @@ KEYS: tuple[Key, ...] = (
     supported(
         "tensor_parallel.tp_size", values.count(1), "ranks that divide each layer", same_as="zinfer.parallel.tensor"
     ),
-    unsupported("tensor_parallel.autotp_size", SEVERAL_GPUS, idle=(0, 1)),
-    *(
-        unsupported(f"tensor_parallel.{name}", SEVERAL_GPUS)
-        for name in ("mpu", "tp_group", "partition_config", "preset_model")
+    supported(
+        "tensor_parallel.autotp_size",
+        values.count_or_off,
+        "tp_size in DeepSpeed's training; 0 states nothing",
+        same_as="zinfer.parallel.tensor",
+    ),
+    supported(
+        "tensor_parallel.mpu",
+        parallel_unit,
+        "an object with Megatron's get_model_parallel_world_size, _rank and _group: its group is tp_group",
+        same_as="tensor_parallel.tp_group",
     ),
     *ignored("tensor_parallel", "tp_size alone says whether layers are split", "enabled"),
     *ignored("tensor_parallel", "layers are split by heads, and by groups of quantized columns", "tp_grain_size"),
     *ignored("tensor_parallel", OWN_EXCHANGE, "tp_overlap_comm"),
     *ignored("", "layers are split by heads, and by groups of quantized columns", "tp_grain_size"),
     supported("mp_size", values.count(1), "old spelling", same_as="zinfer.parallel.tensor"),
-    unsupported("training_mp_size", "checkpoints that training has split", idle=(1,)),
-    unsupported("mpu", SEVERAL_GPUS),
+    supported("training_mp_size", unsplit, "ranks of training that have split the checkpoint: 1 alone"),
+    supported("mpu", parallel_unit, "the same as tensor_parallel.mpu", same_as="tensor_parallel.tp_group"),
     *ignored("", "written by DeepSpeed itself, from injection_policy", "injection_policy_tuple"),
     *ignored("", TRITON, "use_triton", "triton_autotune"),
     section("moe", "mixtures of experts", idle=(True,)),

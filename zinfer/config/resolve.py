@@ -23,6 +23,8 @@ STAGE = "zero_optimization.stage"
 OFFLOAD_DEVICE = "zero_optimization.offload_param.device"
 PIN_MEMORY = "zero_optimization.offload_param.pin_memory"
 KV_TIER = "zinfer.kv_cache_tier"
+TENSOR = "zinfer.parallel.tensor"
+TP_GROUP = "tensor_parallel.tp_group"
 NVME_PATH = "zero_optimization.offload_param.nvme_path"
 
 _DEFAULTS = Settings()
@@ -59,6 +61,7 @@ def resolve_settings(
     given = {path: item for path, item in everything.items() if not item.reason}
     _check_together(given)
     quantization, idle = resolve_quantization(given)
+    parallel = _ranks_that_divide(given)
     writes = quantization is not None or (is_module and "checkpoint" not in given)
     ignored = [Ignored(path, item.reason) for path, item in everything.items() if item.reason]
     if "base_dir" in given and "checkpoint" not in given:
@@ -72,6 +75,7 @@ def resolve_settings(
             section, _, name = item.key.field.rpartition(".")
             fields[section][name] = item.value
     own = fields.pop("", {}) | {"dtype": _dtype(given), "checkpoint": _checkpoint(given)}
+    fields["parallel"] |= parallel
     sections = {name: replace(getattr(_DEFAULTS, name), **stated) for name, stated in fields.items()}
     return Settings(**own, **sections, quantization=quantization, without_effect=tuple(ignored))
 
@@ -96,6 +100,17 @@ def _check_together(given: Mapping[str, Given]) -> None:
             f"{tier} contradicts {pins}: copies of the KV cache overlap with compute only from pinned memory; "
             f'remove {pins.written}, or set {tier.written} to "device"'
         )
+
+
+def _ranks_that_divide(given: Mapping[str, Given]) -> dict[str, int]:
+    """Return the number of ranks in a stated group of them."""
+    group, size = given.get(TP_GROUP), given.get(TENSOR)
+    if group is None:
+        return {}
+    num_ranks = len(group.value.ranks)
+    if size is not None and size.value != num_ranks:
+        raise contradiction(size, group, f"the group has {num_ranks} ranks; keep one of the two keys")
+    return {"tensor": num_ranks}
 
 
 def _dtype(given: Mapping[str, Given]) -> torch.dtype | None:

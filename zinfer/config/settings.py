@@ -15,7 +15,9 @@ import torch
 from zinfer.config import values
 from zinfer.config.key import setting
 from zinfer.config.listing import CheckpointListing, checkpoint
+from zinfer.config.partition_specs import PartitionSpecs, partition_specs
 from zinfer.config.quantization_rules import Quantization
+from zinfer.config.tensor_group import TensorGroup, process_group
 from zinfer.config.values import BlockClass, block_classes, choice, count, elements, flag, size_bytes
 
 log = logging.getLogger(__name__)
@@ -111,6 +113,28 @@ class Parallel:
     )
     tensor: int | None = setting(
         "zinfer.parallel.tensor", count(1), "ranks that divide each layer, compute a part each and sum outputs"
+    )
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How layers are divided, beside the number of ranks. None: as zinfer chooses."""
+
+    group: TensorGroup | None = setting(
+        "tensor_parallel.tp_group",
+        process_group,
+        "torch's process group of the ranks that divide layers; its size is tp_size, its ranks follow one another",
+    )
+    specs: PartitionSpecs | None = setting(
+        "tensor_parallel.partition_config",
+        partition_specs,
+        "which linear layers are divided by outputs (column) or inputs (row), or not at all (skip): the plan of a "
+        "family without one; with that of another it must agree",
+    )
+    preset: str | None = setting(
+        "tensor_parallel.preset_model",
+        values.text,
+        "the family whose plan divides the layers, for a family without one",
     )
 
 
@@ -226,6 +250,7 @@ class Settings:
     streaming: Streaming = Streaming()
     memory: Memory = Memory()
     parallel: Parallel = Parallel()
+    tensor_parallel: TensorParallel = TensorParallel()
     batch: Batch = Batch()
     batching: Batching = Batching()
     quantization: Quantization | None = None

@@ -60,6 +60,14 @@ class NotAvailable(Unusable):
         self.inside = ""
 
 
+class Refused(Unusable):
+    """Raised for a value that cannot be honoured; the message continues ``path = value`` with why, and what to do."""
+
+    def __init__(self, why: str) -> None:
+        ValueError.__init__(self, f": {why}")
+        self.inside = ""
+
+
 @dataclass(frozen=True)
 class NoEffect:
     """Returned by a parser for a valid value without effect."""
@@ -116,6 +124,13 @@ def count(minimum: int, maximum: int | None = None) -> Parser:
     return parse
 
 
+def count_or_off(value: object) -> int | None:
+    """Parse a whole number; None for 0, which states nothing."""
+    number = count(0)(value)
+    assert isinstance(number, int)
+    return number or None
+
+
 def multiple(unit: int) -> Parser:
     """Return a parser of positive multiples of `unit`."""
 
@@ -159,6 +174,13 @@ def path(value: object) -> Path:
         except RuntimeError as error:
             raise Unusable("a path; `~name` must name an existing user") from error
     raise Unusable("a path, as text")
+
+
+def text(value: object) -> str:
+    """Parse a word, in lower case."""
+    if isinstance(value, str) and value:
+        return value.lower()
+    raise Unusable("a name, as text")
 
 
 def folder_or_empty(value: object) -> Path | None:

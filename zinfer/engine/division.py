@@ -68,7 +68,8 @@ class Division:
         sharding: Sharding | None = None
         if self._shard is not None:
             stored = find_stored(module, checkpoint) if checkpoint else {}
-            sharding = Sharding.of(module, self._shard, settings.block_classes, settings.quantization, stored)
+            classes, rules = settings.block_classes, settings.quantization
+            sharding = Sharding.of(module, self._shard, classes, rules, stored, settings.tensor_parallel)
             self._ends.append(sharding.undo)
         return partition(module, checkpoint, settings, sharding)
 

@@ -86,6 +86,8 @@ class StreamedModel:
         check_trace(settings.trace)
         group = join_group(choose_device(settings).type)
         mesh = Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])
+        if settings.tensor_parallel.group is not None:
+            mesh.check_tensor_ranks(group.rank if group else 0, settings.tensor_parallel.group.ranks)
         limits = find_limits(settings, group.num_local if group else 1)
         self.settings = settings
         self.device = limits.device

@@ -108,6 +108,16 @@ class Mesh:
                 f'torchrun), choose sizes whose product is {num_ranks}, or remove the key ("auto")'
             )
 
+    def check_tensor_ranks(self, rank: int, stated: Sequence[int]) -> None:
+        """Raise ConfigError unless a rank divides layers with these ranks, in this order."""
+        own = self.ranks_along("tensor", rank)
+        if own != tuple(stated):
+            raise ConfigError(
+                f"tensor_parallel.tp_group (mpu) has the ranks {list(stated)}, but rank {rank} divides layers with the "
+                f"ranks {list(own)}: those of a group follow one another; make groups of {self.tensor} successive "
+                "ranks, or give tensor_parallel.tp_size instead"
+            )
+
     def coordinates(self, rank: int) -> dict[Mode, int]:
         """Return the place of a rank in each mode, from 0."""
         found: dict[Mode, int] = {}

@@ -22,6 +22,7 @@ from zinfer.model.partition import ModelBlock
 from zinfer.model.sharding.cut import Shard
 from zinfer.quantization.native.identity import Identity
 from zinfer.store.folder import Caller, find_manifest
+from zinfer.store.source import part_of
 from zinfer.store.writing import write_store
 from zinfer.units import human_bytes
 
@@ -74,7 +75,7 @@ def stored_copy(
             f"{KEY}: weights are converted for the disk out of a model's folder, not out of a list of files; give the "
             "folder with config.json as the checkpoint"
         )
-    identity = Identity.of(checkpoint, rules, dtype, shard=str(shard) if shard else None)
+    identity = Identity.of(checkpoint, rules, dtype, shard=part_of(shard, settings))
     name = f"{_model_name(checkpoint.folder)}-{identity.digest()[:_NUM_DIGITS]}"
     if shard is not None:
         name += f"-{shard.rank}-of-{shard.size}"

@@ -86,7 +86,7 @@ class Source:
         check_patterns(rules, tree)
         if shard is not None:
             stored = {name: weight for name, weight in weights.items() if isinstance(weight, StoredMatrix)}
-            sharding = Sharding.of(tree, shard, rules=rules, stored=stored)
+            sharding = Sharding.of(tree, shard, rules=rules, stored=stored, stated=settings.tensor_parallel)
             weights = sharding.cut_weights(weights)
             sharding.apply(tree)
         blocks = partition_model(tree, weights, rules, squares)
@@ -104,6 +104,13 @@ class Source:
         num_taken_over = sum(isinstance(weight, StoredMatrix) for weight in weights.values())
         files = tuple(BlockFile.of(block, len(blocks)) for block in blocks)
         return cls(checkpoint, rules, tree.config.dtype, files, parameters, num_taken_over)
+
+
+def part_of(shard: Shard | None, settings: Settings) -> str | None:
+    """Return what identifies a rank's part of each layer; None for whole layers."""
+    stated = settings.tensor_parallel.specs, settings.tensor_parallel.preset
+    plan = "" if stated == (None, None) else f", divided by {stated}"
+    return None if shard is None else f"{shard}{plan}"
 
 
 def _refuse_store(folder: Path) -> None:

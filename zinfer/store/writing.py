@@ -32,7 +32,7 @@ from zinfer.store.files import BlockFile, sidecar_files
 from zinfer.store.folder import COMMAND, LOCK_NAME, TEMPORARY, Caller, find_manifest, locked, place_file
 from zinfer.store.pipeline import Pipeline, check_device
 from zinfer.store.progress import Meter, StoreSummary
-from zinfer.store.source import Source
+from zinfer.store.source import Source, part_of
 from zinfer.units import human_bytes
 
 _PIECE_BYTES: Final = 8 << 20  # per write: the granularity of progress and of disk errors
@@ -69,7 +69,7 @@ def write_store(
     with shown(Meter(console)) as meter:
         source = Source.open(model, settings, calibration.squares if calibration else None, shard)
         prompts = calibration.sha256 if calibration else None
-        part = str(shard) if shard else None
+        part = part_of(shard, settings)
         identity = Identity.of(source.checkpoint, source.rules, source.dtype, prompts, part)
         folder = absolute(output)
         summary = StoreSummary(

@@ -122,6 +122,11 @@ def head_range(module: nn.Module, num_heads: int) -> tuple[int, int]:
     return found
 
 
+def knows_heads(module: nn.Module) -> bool:
+    """Return whether a module holds a number of heads."""
+    return not vars(module).keys().isdisjoint((*_QUERY_NAMES, *_KV_NAMES, _GROUPS, "head_dim"))
+
+
 def _divides(num_query: int, num_kv: int, size: int, units: tuple[int, int]) -> bool:
     if size == 1:
         return True

@@ -18,10 +18,10 @@ from zinfer.model.sharding.heads import Heads, heads_in
 from zinfer.model.sharding.matrices import matrix_dim
 from zinfer.quantization.stored import StoredMatrix
 
-_ATTENTION: Final = re.compile(r"attn|attention", re.IGNORECASE)
+ATTENTION: Final = re.compile(r"attn|attention", re.IGNORECASE)
 _OF_KEYS: Final = re.compile(r"(^|\.)(k_proj|v_proj)$")
 # Weights that every rank holds whole: norms, routers, and the first products of latent attention.
-_WHOLE: Final = re.compile(r"norm|(^|\.)ln_|(^|\.)(gate|router)\.|q_a_proj|kv_a_proj", re.IGNORECASE)
+WHOLE: Final = re.compile(r"norm|(^|\.)ln_|(^|\.)(gate|router)\.|q_a_proj|kv_a_proj", re.IGNORECASE)
 _ADDS: Final = (plans.ROWWISE, plans.SPLIT)
 _WHOLE_HEADS: Final = (plans.GATHERED, plans.SPLIT, plans.REPLICATED)
 _WIDTHS: Final = ("intermediate_size", "intermediate_dim")
@@ -112,7 +112,7 @@ class LayerDivider:
         owner, _, leaf = path.rpartition(".")
         style = self._style(path) or self._style(owner)
         style = None if style == plans.EXPERTS else style
-        if style is None and not _WHOLE.search(path):
+        if style is None and not WHOLE.search(path):
             raise ConfigError(
                 f"tensor_parallel.tp_size: no plan says how {name} is divided; leave the key out: the ranks then "
                 "share the weights"
@@ -205,14 +205,14 @@ class LayerDivider:
         return Cut(dim, (self._shard.bounds(length),))
 
     def _style(self, path: str) -> str | None:
-        return next((style for end, style in self._plan.items() if path == end or path.endswith(f".{end}")), None)
+        return style_of(self._plan, path)
 
     def _heads_of(self, name: str, layer: nn.Module) -> dict[str, Heads]:
         """Return the heads of each attention in a layer that is divided by heads, by its path."""
         found: dict[str, Heads] = {}
         for path, _ in layer.named_modules():
             parts = path.split(".")
-            place = next((at for at, part in enumerate(parts) if _ATTENTION.search(part) and "norm" not in part), None)
+            place = next((at for at, part in enumerate(parts) if ATTENTION.search(part) and "norm" not in part), None)
             if place is None or (style := self._style(path)) in (None, *_WHOLE_HEADS):
                 continue
             assert style is not None
@@ -240,6 +240,11 @@ class LayerDivider:
     def _divides_children(self, path: str, module: nn.Module) -> bool:
         names = [*module._modules, *module._parameters]
         return any(self._style(f"{path}.{name}" if path else name) == plans.ROWWISE for name in names)
+
+
+def style_of(plan: plans.Plan, path: str) -> str | None:
+    """Return how a plan divides what is at a path within a layer; None if it does not say."""
+    return next((style for end, style in plan.items() if path == end or path.endswith(f".{end}")), None)
 
 
 def _dim_of(style: str, module: nn.Module, leaf: str, parameter: torch.Tensor) -> int:

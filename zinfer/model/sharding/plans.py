@@ -194,6 +194,11 @@ def find_plan(model: nn.Module) -> Plan:
                 f"tensor_parallel.tp_size: the layers of a {type(model).__name__} are not divided if its config.json "
                 f"sets {name}; leave the key out: the ranks then share the weights"
             )
+    return plan_of(kind, text)
+
+
+def plan_of(kind: str, text: Any) -> Plan:
+    """Return the plan of a family that `is_divided`; ``text`` is the config of a model's text part."""
     plan = dict(_OWN.get(kind, {}))
     if kind == "falcon":
         is_fused = text.multi_query and not text.new_decoder_architecture

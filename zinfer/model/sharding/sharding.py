@@ -12,17 +12,19 @@ from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import JoinedTensor, TensorEntry
 from zinfer.config.quantization_rules import Quantization
+from zinfer.config.settings import TensorParallel
 from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
 from zinfer.model.layers import find_layers
 from zinfer.model.sharding.cut import Cut, Shard
 from zinfer.model.sharding.layout import LayerCuts, LayerDivider
 from zinfer.model.sharding.matrices import cut_matrix
-from zinfer.model.sharding.plans import find_plan
+from zinfer.model.sharding.stated_plan import choose_plan
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.model.weight_matching import Weight
 from zinfer.quantization.stored import StoredMatrix
 
+_NOTHING: Final = TensorParallel()
 _MLP_WIDTHS: Final = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size")
 
 
@@ -54,6 +56,7 @@ class Sharding:
         classes: Sequence[BlockClass] = (),
         rules: Quantization | None = None,
         stored: Mapping[str, StoredMatrix] = MappingProxyType({}),
+        stated: TensorParallel = _NOTHING,
     ) -> "Sharding":
         """Find how a model is divided.
 
@@ -62,15 +65,16 @@ class Sharding:
             rules: of quantization: where the width of a feed-forward allows it, groups of columns stay whole.
             stored: the weights that the checkpoint holds quantized, by their names in the model: cuts are moved to
                 where groups and words of codes end.
+            stated: the plan of the configuration, for a family without one.
 
         Raises:
             ConfigError: the model cannot be divided so; names the key, the weight or the numbers.
         """
-        plan = find_plan(model)
+        layers = find_layers(model, classes)
+        plan = choose_plan(model, layers, stated)
         config: Any = model.config.get_text_config()
         found = LayerCuts()
         divider = LayerDivider(plan, shard, config, _unit(rules), stored)
-        layers = find_layers(model, classes)
         for name, layer in layers.items():
             divider.divide(name, layer, found)
         _check_policy(layers, classes, found)
