@@ -19,10 +19,11 @@ from zinfer.errors import ConfigError
 from zinfer.model.build import build_meta_model
 from zinfer.model.families import FAMILIES
 from zinfer.model.sharding.cut import Cut, Shard
+from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.heads import Heads
 from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.sharding.weights import CutTensor
-from zinfer.model.weight_matching import find_stored, match_weights
+from zinfer.model.weight_matching import match_weights
 from zinfer.nvme.reader import Reader
 from zinfer.offload.block import Block, SlabLayout, SlabTensor
 from zinfer.offload.chunks import covered_bytes
@@ -219,9 +220,8 @@ def cut_store(folder: Path, shard: Shard) -> None:
     """Cut a checkpoint's weights for a rank."""
     store = Checkpoint.open(folder)
     model = build_meta_model(store)
-    Sharding.of(model, shard, stored=find_stored(model, store)).cut_weights(
-        match_weights(model, store, find_stored_scheme(store))
-    )
+    weights = match_weights(model, store, find_stored_scheme(store))
+    Sharding.of(model, shard, grain=Grain.of(None, weights)).cut_weights(weights)
 
 
 def test_codes_are_cut_where_groups_end_or_refused(tmp_path: Path) -> None:

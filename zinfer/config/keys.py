@@ -52,8 +52,12 @@ KEYS: tuple[Key, ...] = (
     supported(
         "checkpoint_config.base_dir", values.folder_or_empty, "base folder of a relative checkpoint", same_as="base_dir"
     ),
-    unsupported("checkpoint_config.save_mp_checkpoint_path", "saving a split checkpoint"),
-    unsupported("save_mp_checkpoint_path", "saving a split checkpoint"),
+    supported(
+        "checkpoint_config.save_mp_checkpoint_path",
+        values.folder_or_empty,
+        "the same as save_mp_checkpoint_path",
+        same_as="save_mp_checkpoint_path",
+    ),
     section("tensor_parallel", "tensor parallelism", "tp"),
     supported(
         "tensor_parallel.tp_size", values.count(1), "ranks that divide each layer", same_as="zinfer.parallel.tensor"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -26,11 +26,13 @@ class CheckpointListing:
         label: name of the list in messages: its file, or the key.
         files: names as written, or a single folder instead.
         base_dir: folder of relative names; None: the current directory, as in DeepSpeed.
+        num_parts: ranks whose parts of each layer are listed, a folder each; 1: whole layers.
     """
 
     label: str
     files: tuple[Path, ...]
     base_dir: Path | None = None
+    num_parts: int = 1
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -51,7 +53,12 @@ class CheckpointListing:
         kind, listed, base_dir = members.get("type"), members.get("checkpoints"), members.get("base_dir") or None
         if not isinstance(kind, str):
             raise Unusable(_EXPECTED, "type", kind)
-        is_split = any(members.get(name, 1) not in (0, 1) for name in ("mp_size", "tp_size"))
+        is_split, num_parts = any(members.get(name, 1) not in (0, 1) for name in ("mp_size", "tp_size")), 1
+        if isinstance(listed, Mapping) and members.get("parallelization") == "tp" and not listed.get("non_tp"):
+            listed, is_split = listed.get("tp"), False
+            num_parts = len(listed) if isinstance(listed, list) else 0
+            if not num_parts or num_parts != members.get("tp_size"):
+                raise Unusable("as many parts as tp_size says", "checkpoints.tp", listed)
         if kind.lower() == "megatron" or isinstance(listed, Mapping) or is_split:
             raise NotAvailable("weights that training or another run has split over GPUs", _FOLDER)
         if base_dir is not None and not isinstance(base_dir, str | os.PathLike):
@@ -62,7 +69,7 @@ class CheckpointListing:
         if not all(isinstance(name, str | os.PathLike) and os.fspath(name) for name in names):
             raise Unusable("names of files", "checkpoints", listed)
         files = tuple(Path(name) for name in names)
-        return cls(label, files, None if base_dir is None else Path(base_dir))
+        return cls(label, files, None if base_dir is None else Path(base_dir), num_parts)
 
 
 def checkpoint(value: object) -> Path | CheckpointListing | NoEffect:
@@ -81,7 +88,9 @@ def checkpoint_path(value: object) -> Path | CheckpointListing:
     if file.suffix != ".json":
         return file
     try:
-        return CheckpointListing.of(read_json(file, "checkpoint"), str(file))
+        listing = CheckpointListing.of(read_json(file, "checkpoint"), str(file))
+        is_loose = listing.num_parts > 1 and listing.base_dir is None
+        return replace(listing, base_dir=file.parent) if is_loose else listing  # parts lie beside their list
     except Unusable as fault:
         found = f"{fault.inside} = {show(fault.value)}" if fault.inside else "the list"
         raise ConfigError(f"{file}: {found}{fault}") from None

@@ -244,6 +244,12 @@ class Settings:
         "injection_dict",
         default=(),
     )
+    save_parts: Path | None = setting(
+        "save_mp_checkpoint_path",
+        values.folder_or_empty,
+        "folder for the parts of ranks that divide layers (tp_size), written once; it, or its ds_inference_config.json "
+        "alone, is then a checkpoint for as many ranks",
+    )
     trace: Path | None = setting("zinfer.trace", values.path, "file for a Perfetto trace of reads, copies and computes")
     offload: Offload = Offload()
     aio: Aio = Aio()

@@ -10,13 +10,18 @@ from zinfer.config import Settings
 from zinfer.engine.prepare import PreparedModel
 from zinfer.engine.shard_hooks import ShardHooks, find_shard
 from zinfer.engine.stage_hooks import StageHooks, find_stage
+from zinfer.errors import ConfigError
+from zinfer.model.build import find_dtype
+from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.stage import StageModel
-from zinfer.model.weight_matching import find_stored
+from zinfer.model.weight_matching import match_weights
+from zinfer.quantization.stored import find_stored_scheme
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.mesh import Mesh
 from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.ranks.stage_exchange import StageExchange
+from zinfer.store.saved_parts import KEY, SavedPart, find_part, list_parts, save_part
 
 Prepare = Callable[[PreTrainedModel, Checkpoint | None, Settings, Sharding | None], PreparedModel]
 
@@ -38,7 +43,43 @@ class Division:
         self._ranks = ranks
         self._exchange = StageExchange(ranks) if ranks is not None and self._stage is not None else None
         self._ends: list[Callable[[], None]] = []
+        self._part: SavedPart | None = None
         self.stages: StageHooks | None = None
+
+    def find_part(self, model: object, settings: Settings) -> Checkpoint | None:
+        """Return what an earlier start has kept for this rank, if the model is given as such parts.
+
+        Raises:
+            ConfigError, CheckpointError: as `zinfer.store.saved_parts.find_part`; or nothing can be kept as asked.
+        """
+        if settings.save_parts is not None and self._shard is None:
+            raise ConfigError(
+                f"{KEY} keeps the parts of ranks that divide layers, and these do not; state tensor_parallel.tp_size, "
+                "or remove the key: a whole model needs no other copy"
+            )
+        self._part = find_part(model, settings, self._shard)
+        if self._part is not None and settings.save_parts is not None:
+            raise ConfigError(f"{KEY}: the model is given as such parts already; remove the key")
+        return self._part.checkpoint if self._part else None
+
+    def save(self, prepared: PreparedModel) -> None:
+        """Keep all ranks' parts for later starts, if the settings name a folder for them; all ranks call it together.
+
+        Raises:
+            ConfigError, CheckpointError, PlanError, OSError: as `save_part`.
+            RankError: another rank failed.
+        """
+        folder, sharding, ranks = prepared.settings.save_parts, prepared.sharding, self._ranks
+        if folder is None or sharding is None or ranks is None:
+            return
+        checkpoint = prepared.checkpoint
+        if checkpoint is None:
+            raise ConfigError(f"{KEY}: the weights are in memory; give the model as a folder, which is read again")
+        dtype = find_dtype(prepared.module)
+        ranks.first_alone(lambda: save_part(checkpoint, prepared.settings, dtype, sharding.shard, sharding.grain))
+        ranks.exchange(True)
+        if ranks.group.rank == 0:
+            list_parts(folder, sharding.shard.size)
 
     @property
     def exchanges(self) -> bool:
@@ -67,9 +108,9 @@ class Division:
             return PreparedModel.of(module, checkpoint, settings, part=part)
         sharding: Sharding | None = None
         if self._shard is not None:
-            stored = find_stored(module, checkpoint) if checkpoint else {}
-            classes, rules = settings.block_classes, settings.quantization
-            sharding = Sharding.of(module, self._shard, classes, rules, stored, settings.tensor_parallel)
+            grain = self._part.grain if self._part else _find_grain(module, checkpoint, settings)
+            classes, stated = settings.block_classes, settings.tensor_parallel
+            sharding = Sharding.of(module, self._shard, classes, grain, stated)
             self._ends.append(sharding.undo)
         return partition(module, checkpoint, settings, sharding)
 
@@ -90,3 +131,9 @@ class Division:
         with ExitStack() as owned:
             while self._ends:
                 owned.callback(self._ends.pop(0))
+
+
+def _find_grain(module: PreTrainedModel, checkpoint: Checkpoint | None, settings: Settings) -> Grain:
+    scheme = find_stored_scheme(checkpoint) if checkpoint else None
+    weights = match_weights(module, checkpoint, scheme) if checkpoint and scheme else {}
+    return Grain.of(settings.quantization, weights)

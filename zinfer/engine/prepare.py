@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from zinfer.checkpoint import Checkpoint
 from zinfer.config import Settings
 from zinfer.engine.estimator import beside_others
+from zinfer.errors import ConfigError
 from zinfer.inject.fusion_groups import FusionGroup, find_packs, packs_in
 from zinfer.model.build import find_dtype, report_device
 from zinfer.model.dtype import warn_of_overflow
@@ -26,6 +27,7 @@ from zinfer.probe.limits import MachineLimits
 from zinfer.quantization.stored import find_stored_scheme
 from zinfer.ranks.model_ranks import ModelRanks
 from zinfer.store.packed_cache import stored_copy
+from zinfer.store.source import part_of
 from zinfer.store.spill_file import ModuleFile, module_file
 
 
@@ -76,9 +78,15 @@ class PreparedModel:
         """
         check_patterns(settings.quantization, module)
         scheme = find_stored_scheme(checkpoint) if checkpoint else None
+        part_text = scheme.part if scheme else None
+        is_part = part_text is not None
+        if checkpoint is not None and part_text is not None:
+            _check_part(checkpoint, part_text, sharding, settings)
+        if is_part and sharding is not None:  # what is kept for a rank has its shapes
+            sharding.apply(module)
         weights = match_weights(module, checkpoint, scheme) if checkpoint else {}
         checksums = scheme.checksums if scheme else {}
-        if sharding is not None:
+        if sharding is not None and not is_part:
             whole, weights = weights, sharding.cut_weights(weights)
             in_part = {each.file for name, each in whole.items() if weights.get(name) is not each}
             checksums = {file: each for file, each in checksums.items() if file not in in_part}  # of whole files
@@ -170,3 +178,14 @@ class PreparedModel:
     def packs(self) -> list[FusionGroup]:
         """The layers that can share a matrix product, because their weights are adjacent in the slab."""
         return packs_in(self.blocks, self.wanted_packs, self.module)
+
+
+def _check_part(checkpoint: Checkpoint, part: str, sharding: Sharding | None, settings: Settings) -> None:
+    """Refuse what is kept for another rank, or was divided otherwise."""
+    own = part_of(sharding.shard if sharding else None, settings)
+    if part != own:
+        raise ConfigError(
+            f"{checkpoint.folder}: holds the part of each layer of rank {part}, and this one has "
+            f"{own or 'whole layers'}; give the folder with ds_inference_config.json, with the same tensor_parallel "
+            "section and as many ranks"
+        )

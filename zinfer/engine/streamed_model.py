@@ -97,11 +97,12 @@ class StreamedModel:
                 owned.push(ranks.leave_after)
             division = Division(mesh, group, ranks)
             owned.callback(division.remove)
-            self.module, checkpoint = find_model(model, settings)
+            self.module, checkpoint = find_model(model, settings, division.find_part(model, settings))
             if check_model:
                 check_model(self.module)
             check_min_out_tokens(self.module, settings.min_out_tokens)
             prepared = division.prepare(self.module, checkpoint, settings, prepare)
+            division.save(prepared)
             free_bytes = free_device_bytes(limits)
             if ranks is not None:
                 several = ranks.exchange((limits, free_bytes))

@@ -191,13 +191,14 @@ def _brief(error: Exception) -> str:
 
 
 def find_model(
-    model: str | os.PathLike[str] | Checkpoint | nn.Module, settings: Settings
+    model: str | os.PathLike[str] | Checkpoint | nn.Module, settings: Settings, part: Checkpoint | None = None
 ) -> tuple[PreTrainedModel, Checkpoint | None]:
     """Return the module tree, and the checkpoint that holds its weights; None if they are in memory.
 
     Args:
         model: as for `zinfer.init_inference`, or a checkpoint that is open already.
         settings: the resolved configuration.
+        part: this rank's part of each layer, instead of the weights of ``model``.
 
     A module that is not one of transformers' is cast to that type; callers must not rely on its attributes.
 
@@ -210,7 +211,7 @@ def find_model(
     if not isinstance(model, nn.Module):
         if settings.checkpoint is not None:
             raise ConfigError(f"checkpoint: the model is given as a folder ({model}) already; remove one of the two")
-        checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
+        checkpoint = part or (model if isinstance(model, Checkpoint) else Checkpoint.open(model))
         tree = build_meta_model(checkpoint, settings.dtype)
         check_classes(tree, settings.block_classes)
         _keep_scale(tree)
@@ -223,6 +224,8 @@ def find_model(
     if settings.checkpoint is None:
         return module, None
     compute_buffers(module)
+    if part is not None:
+        return module, part
     if isinstance(settings.checkpoint, CheckpointListing):
         return module, Checkpoint.listed(settings.checkpoint.paths, settings.checkpoint.label)
     needs_config = isinstance(model, PreTrainedModel)

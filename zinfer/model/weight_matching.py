@@ -17,7 +17,7 @@ from zinfer.errors import CheckpointError
 from zinfer.model.conversion_mapping import convert_names
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.quantization.foreign import Scheme
-from zinfer.quantization.stored import StoredMatrix, find_stored_scheme
+from zinfer.quantization.stored import StoredMatrix
 
 Weight: TypeAlias = TensorEntry | JoinedTensor | CutTensor | StoredMatrix
 """Where the values of a parameter are stored."""
@@ -82,13 +82,6 @@ def match_weights(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | Non
         else:
             _check_form(name, weight, wanted[name])
     return found
-
-
-def find_stored(model: nn.Module, checkpoint: Checkpoint) -> dict[str, StoredMatrix]:
-    """Return the weights that a checkpoint holds quantized, by the module's names. Raises as `match_weights`."""
-    scheme = find_stored_scheme(checkpoint)
-    found = match_weights(model, checkpoint, scheme) if scheme else {}
-    return {name: weight for name, weight in found.items() if isinstance(weight, StoredMatrix)}
 
 
 def load_buffers(model: nn.Module, weights: Mapping[str, Weight], device: torch.device) -> None:

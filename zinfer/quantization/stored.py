@@ -50,6 +50,14 @@ class StoredPart(Protocol):
     def pieces(self) -> tuple[TensorEntry, ...]: ...
 
 
+@dataclass(frozen=True)
+class Units:
+    """Rows, and columns, of a matrix that are cut together; None: they cannot be cut, in activation order."""
+
+    rows: int
+    columns: int | None
+
+
 @dataclass(frozen=True, eq=False)
 class StoredMatrix:
     """The parts of one parameter.
@@ -84,16 +92,15 @@ class StoredMatrix:
         """The matrices that it consists of: itself."""
         return (self,)
 
-    def unit(self, dim: int) -> int:
-        """Return how many rows (0) or columns (1) are cut together, because they share a scale or a word."""
-        if dim == 1 and self.format.orders_columns:
-            return self.columns
-        units = [least_cut(self.format)[dim]]
+    @property
+    def units(self) -> Units:
+        """What is cut together, because it shares a scale or a word."""
+        rows, columns = ([each] for each in least_cut(self.format))
         for part, entry in self.parts:
             grid = self.scheme.grid(self.format, self.rows, part, entry.shape)
-            axis = (grid.rows, grid.columns)[dim]
-            units += [axis.step] if axis else []
-        return lcm(*units)
+            rows += [grid.rows.step] if grid.rows else []
+            columns += [grid.columns.step] if grid.columns else []
+        return Units(lcm(*rows), None if self.format.orders_columns else lcm(*columns))
 
     @property
     def file(self) -> Path:
@@ -150,8 +157,10 @@ class JoinedMatrix(StoredMatrix):
     def pieces(self) -> tuple[StoredMatrix, ...]:
         return self.matrices
 
-    def unit(self, dim: int) -> int:
-        return lcm(*(matrix.unit(dim) for matrix in self.matrices))
+    @property
+    def units(self) -> Units:
+        several = [matrix.units for matrix in self.matrices]
+        return Units(lcm(*(each.rows for each in several)), lcm(*(each.columns or 1 for each in several)))
 
     def convert_into(self, target: QuantizedMatrix, parts: Mapping[str, torch.Tensor]) -> None:
         begin = 0

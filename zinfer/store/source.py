@@ -17,6 +17,7 @@ from zinfer.model.build import build_meta_model
 from zinfer.model.partition import ModelBlock, find_extents, partition_model
 from zinfer.model.quantized_forms import check_patterns
 from zinfer.model.sharding.cut import Shard
+from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.sharding import Sharding
 from zinfer.model.weight_matching import Weight, match_weights
 from zinfer.offload.block import Block, SlabLayout
@@ -85,8 +86,7 @@ class Source:
         weights = match_weights(tree, checkpoint, find_stored_scheme(checkpoint))
         check_patterns(rules, tree)
         if shard is not None:
-            stored = {name: weight for name, weight in weights.items() if isinstance(weight, StoredMatrix)}
-            sharding = Sharding.of(tree, shard, rules=rules, stored=stored, stated=settings.tensor_parallel)
+            sharding = Sharding.of(tree, shard, grain=Grain.of(rules, weights), stated=settings.tensor_parallel)
             weights = sharding.cut_weights(weights)
             sharding.apply(tree)
         blocks = partition_model(tree, weights, rules, squares)

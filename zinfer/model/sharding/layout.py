@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import gcd, lcm
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -14,9 +13,9 @@ from transformers.pytorch_utils import Conv1D
 from zinfer.errors import ConfigError
 from zinfer.model.sharding import plans
 from zinfer.model.sharding.cut import Cut, Shard
+from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.heads import Heads, heads_in
 from zinfer.model.sharding.matrices import matrix_dim
-from zinfer.quantization.stored import StoredMatrix
 
 ATTENTION: Final = re.compile(r"attn|attention", re.IGNORECASE)
 _OF_KEYS: Final = re.compile(r"(^|\.)(k_proj|v_proj)$")
@@ -57,9 +56,7 @@ class LayerDivider:
         plan: of the model's family.
         shard: this rank's place.
         config: of the model's text part.
-        unit: rows of a feed-forward that stay together if they can, because they share scales.
-        stored: weights that the checkpoint holds quantized, by their names in the model: what shares a scale or a word
-            there stays together.
+        grain: what stays together.
 
     Attributes:
         most_unit: the largest number of rows of a feed-forward that stay together in a layer divided so far.
@@ -70,12 +67,11 @@ class LayerDivider:
         plan: plans.Plan,
         shard: Shard,
         config: Any,
-        unit: int = 1,
-        stored: Mapping[str, StoredMatrix] = MappingProxyType({}),
+        grain: Grain,
     ) -> None:
-        self._plan, self._shard, self._config, self._unit, self._stored = plan, shard, config, unit, stored
+        self._plan, self._shard, self._config, self._grain = plan, shard, config, grain
         self._least = 1
-        self.most_unit = unit
+        self.most_unit = grain.preferred
 
     def divide(self, name: str, layer: nn.Module, found: LayerCuts) -> None:
         """Add what becomes of a layer.
@@ -85,7 +81,7 @@ class LayerDivider:
         """
         heads = self._heads_of(name, layer)
         self._least = self._feed_forward_unit(name, layer, heads)
-        self.most_unit = max(self.most_unit, lcm(self._unit, self._least))
+        self.most_unit = max(self.most_unit, lcm(self._grain.preferred, self._least))
         for path, module in layer.named_modules():
             style = self._style(path)
             if style in (*_ADDS, plans.EXPERTS):
@@ -148,7 +144,7 @@ class LayerDivider:
     def _unit_of(self, name: str, width: int) -> int:
         if width < self._shard.size:
             raise ConfigError(f"tensor_parallel.tp_size = {self._shard.size} is more than the {width} rows of {name}")
-        for unit in (lcm(self._unit, self._least), self._least):
+        for unit in (lcm(self._grain.preferred, self._least), self._least):
             if width % unit == 0 and width // unit >= self._shard.size:
                 return unit
         most = max(width // self._least, 1)
@@ -181,21 +177,22 @@ class LayerDivider:
         for path, module in layer.named_modules():
             for leaf, parameter in module._parameters.items():
                 whole = f"{path}.{leaf}" if path else leaf
-                matrix = self._stored.get(f"{name}.{whole}")
+                units = self._grain.units.get(f"{name}.{whole}")
                 style = self._style(whole) or self._style(path)
-                if matrix is None or parameter is None or style is None or not whole.startswith(begin):
+                if units is None or parameter is None or style is None or not whole.startswith(begin):
                     continue
                 if style in (plans.EXPERTS, *_WHOLE_HEADS):
                     continue
                 dim = _dim_of(style, module, leaf, parameter)
                 across = matrix_dim(dim, parameter.dim(), transposed=isinstance(module, Conv1D))
-                if across and matrix.format.orders_columns:
+                unit = units.columns if across else units.rows
+                if unit is None:
                     raise ConfigError(
-                        f"tensor_parallel.tp_size: {matrix.file} holds the columns of {matrix.name} in activation "
+                        f"tensor_parallel.tp_size: the checkpoint holds the columns of {name}.{whole} in activation "
                         "order (desc_act, actorder), and a range of them needs the scales of all groups; leave the "
                         "key out: the ranks then share the weights, or take a checkpoint without activation order"
                     )
-                yield whole, style, matrix.unit(across), parameter.shape[dim]
+                yield whole, style, unit, parameter.shape[dim]
 
     def _even(self, name: str, dim: int, length: int) -> Cut:
         if length % self._shard.size:

@@ -95,13 +95,14 @@ def _cut_part(whole: StoredMatrix, part: str, entry: StoredPart, cut: Cut) -> St
 
 
 def _check_ends(whole: StoredMatrix, cut: Cut) -> None:
-    unit, length = whole.unit(cut.dim), whole.shape[cut.dim]
+    length, units = whole.shape[cut.dim], whole.units
+    unit = (units.columns or length) if cut.dim else units.rows
     ends = [end for ends in cut.ranges for end in ends if end % unit and end != length]
     if not ends:
         return
     what = ("rows", "columns")[cut.dim]
     why = "are in activation order (desc_act, actorder), so that a range of them needs scales of all groups"
-    if not (cut.dim and whole.format.orders_columns):
+    if units.columns or not cut.dim:
         why = f"share words or scales in {unit}s, and a rank's would end at {ends[0]}"
     raise ConfigError(
         f"tensor_parallel.tp_size: {whole.file} holds {whole.name} quantized; its {length} {what} {why}; choose a size "

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -11,12 +10,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import JoinedTensor, TensorEntry
-from zinfer.config.quantization_rules import Quantization
 from zinfer.config.settings import TensorParallel
 from zinfer.config.values import BlockClass
 from zinfer.errors import ConfigError
 from zinfer.model.layers import find_layers
 from zinfer.model.sharding.cut import Cut, Shard
+from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.layout import LayerCuts, LayerDivider
 from zinfer.model.sharding.matrices import cut_matrix
 from zinfer.model.sharding.stated_plan import choose_plan
@@ -24,6 +23,7 @@ from zinfer.model.sharding.weights import CutTensor
 from zinfer.model.weight_matching import Weight
 from zinfer.quantization.stored import StoredMatrix
 
+_ANY: Final = Grain()
 _NOTHING: Final = TensorParallel()
 _MLP_WIDTHS: Final = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size")
 
@@ -38,6 +38,7 @@ class Sharding:
         embeddings: embeddings divided by vocabulary, with the number of all tokens.
         heads: linear layers whose outputs are logits, divided likewise.
         layers: what becomes of the layers' modules.
+        grain: what stayed together.
     """
 
     shard: Shard
@@ -45,6 +46,7 @@ class Sharding:
     embeddings: dict[str, int]
     heads: dict[str, int]
     layers: LayerCuts
+    grain: Grain
     _forms: dict[str, tuple[tuple[int, ...], bool]]
     _undone: list[tuple[Any, str, object]] = field(default_factory=list)
 
@@ -54,17 +56,14 @@ class Sharding:
         model: PreTrainedModel,
         shard: Shard,
         classes: Sequence[BlockClass] = (),
-        rules: Quantization | None = None,
-        stored: Mapping[str, StoredMatrix] = MappingProxyType({}),
+        grain: Grain = _ANY,
         stated: TensorParallel = _NOTHING,
     ) -> "Sharding":
         """Find how a model is divided.
 
         Args:
             classes: of modules that are layers too; their named linear layers must be those that the plan sums.
-            rules: of quantization: where the width of a feed-forward allows it, groups of columns stay whole.
-            stored: the weights that the checkpoint holds quantized, by their names in the model: cuts are moved to
-                where groups and words of codes end.
+            grain: what stays together: cuts are moved to where groups and words of codes end.
             stated: the plan of the configuration, for a family without one.
 
         Raises:
@@ -74,7 +73,7 @@ class Sharding:
         plan = choose_plan(model, layers, stated)
         config: Any = model.config.get_text_config()
         found = LayerCuts()
-        divider = LayerDivider(plan, shard, config, _unit(rules), stored)
+        divider = LayerDivider(plan, shard, config, grain)
         for name, layer in layers.items():
             divider.divide(name, layer, found)
         _check_policy(layers, classes, found)
@@ -94,7 +93,7 @@ class Sharding:
             found.changes += several.config_changes(config)
             found.changes.append((config, "head_dim", _head_dim(config, several.num_query)))
         found.changes += _width_changes(config, shard, divider.most_unit)
-        return cls(shard, cuts, embeddings, heads, found, _forms(model, cuts))
+        return cls(shard, cuts, embeddings, heads, found, grain, _forms(model, cuts))
 
     def cut_weights(self, weights: Mapping[str, Weight]) -> dict[str, Weight]:
         """Return the places of the rank's weights in a checkpoint, from those of all.
@@ -200,11 +199,6 @@ def _vocabulary_names(model: PreTrainedModel) -> set[str]:
             if names & {*pair}:
                 names |= {*pair}
     return names
-
-
-def _unit(rules: Quantization | None) -> int:
-    """Return the columns that share scales under quantization; 1 if none do."""
-    return max((rule.group_size or 1 for rule in rules.rules), default=1) if rules is not None else 1
 
 
 def _check_policy(layers: Mapping[str, nn.Module], classes: Iterable[BlockClass], found: LayerCuts) -> None:

@@ -23,6 +23,11 @@ class Scheme(ABC):
     """Whether the parts are those of a `QuantizedMatrix` without conversion, so that a block may stream from disk."""
 
     @property
+    def part(self) -> str | None:
+        """The rank among how many whose part of each layer the checkpoint holds; None: whole layers."""
+        return None
+
+    @property
     def checksums(self) -> Mapping[Path, str]:
         """The checksum of each file's bytes after its header, like `Block.checksum`; other files have none."""
         return {}

@@ -21,6 +21,10 @@ class StoreScheme(Scheme):
         self._path, self._manifest = folder / MANIFEST_NAME, manifest
 
     @property
+    def part(self) -> str | None:
+        return self._manifest.identity.settings.get("shard")
+
+    @property
     def checksums(self) -> Mapping[Path, str]:
         """The xxh3_128 of each block file's bytes after the header, in hex, by absolute path."""
         return {self._path.parent / file: block.checksum for file, block in self._manifest.blocks.items()}

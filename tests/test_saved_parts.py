@@ -1,0 +1,102 @@
+"""Parts of ranks that divide layers, kept by `save_mp_checkpoint_path` for later starts."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import tiny_checkpoint, tiny_model
+from ranks_support import run_ranks
+from test_foreign_engine import write_quantized
+from test_tensor_parallel import IDS, check_alike, computed, config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import zinfer
+from zinfer.config import resolve_settings
+from zinfer.errors import CheckpointError, ConfigError
+
+INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+
+
+def on_meta(rank: int, folder: Path, settings: dict[str, Any]) -> torch.Tensor:
+    """Logits of a module without weights, whose checkpoint is the list of parts."""
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    engine = zinfer.init_inference(module, settings)
+    try:
+        return engine(IDS).logits.clone()
+    finally:
+        engine.destroy()
+
+
+def test_a_later_start_reads_the_parts(tmp_path: Path) -> None:
+    """Of full weights and of codes: made while loading, and of heads in pairs that another tool quantized."""
+    llama, uneven = tiny_checkpoint("llama", tmp_path / "llama", num_layers=2, tie=False), tmp_path / "uneven"
+    shape = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 6}
+    torch.manual_seed(0)
+    write_quantized(uneven, "gptq", LlamaForCausalLM(LlamaConfig(**shape, vocab_size=131)).eval())
+    cases = {"full": (llama, None), "codes": (llama, 4), "uneven": (uneven, None)}
+    alone = computed(0, [(folder, config(1, bits=bits), INPUTS) for folder, bits in cases.values()])
+    saving = [
+        (folder, config(2, bits=bits) | {"save_mp_checkpoint_path": str(tmp_path / "parts" / name)}, INPUTS)
+        for name, (folder, bits) in cases.items()
+    ]
+    check_alike(run_ranks(2, computed, saving), alone, [*cases])
+    homes = ("nvme", "cpu", "nvme")
+    again = [(tmp_path / "parts" / name, config(2, home), INPUTS) for name, home in zip(cases, homes, strict=True)]
+    moved = tmp_path / "moved"
+    shutil.move(tmp_path / "parts", moved)
+    again = [(moved / folder.name, settings, inputs) for folder, settings, inputs in again]
+    for path in (llama, uneven):
+        shutil.move(path, path.with_name(f"{path.name} away"))
+    several = run_ranks(2, computed, again)
+    check_alike(several, alone, [*cases])
+    for ranks in several:
+        assert ranks[0][2].blocks_by_home["DISK"] > 0
+        assert ranks[0][2].bytes_read_disk < 12 * 0.6 * alone[0][2].loaded_bytes
+    listing = json.loads((moved / "full" / "ds_inference_config.json").read_text())
+    assert listing["checkpoints"]["tp"] == ["tp-0-of-2", "tp-1-of-2"]
+    assert (listing["parallelization"], listing["tp_size"]) == ("tp", 2)
+    settings = config(2) | {"checkpoint": str(moved / "full" / "ds_inference_config.json")}
+    for logits in run_ranks(2, on_meta, moved / "full" / "tp-0-of-2", settings):
+        assert torch.allclose(logits, alone[0][0]["logits"], rtol=1e-4, atol=1e-4)
+    check_refusals(moved)
+
+
+def check_refusals(parts: Path) -> None:
+    """One process has no parts, and a part is no model."""
+    with pytest.raises(ConfigError, match=r"full.ds_inference_config.json: holds the parts of 2 ranks, and .* = 1"):
+        zinfer.init_inference(parts / "full", device="cpu")
+    with pytest.raises(ConfigError, match=r"tp-0-of-2: holds the part of each layer of rank 0 of 2, and this one has "):
+        zinfer.init_inference(parts / "full" / "tp-0-of-2", device="cpu")
+    with pytest.raises(ConfigError, match="keeps the parts of ranks that divide layers, and these do not; state "):
+        zinfer.init_inference(parts / "full", device="cpu", save_mp_checkpoint_path="elsewhere")
+
+
+def refused(rank: int, folder: Path, parts: Path, theirs: Path) -> list[str]:
+    """What is said of parts that cannot be kept or read."""
+    said = []
+    module = tiny_model("llama", num_layers=1)
+    for model, more in ((module, {"save_mp_checkpoint_path": parts}), (module, {"checkpoint": theirs}), (folder, {})):
+        try:
+            zinfer.init_inference(model, config(2) | {key: str(path) for key, path in more.items()}).destroy()
+            said.append("")
+        except (ConfigError, CheckpointError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_kept_or_read_is_refused(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", tmp_path / "model", num_layers=1)
+    listing = {"type": "bloom", "version": 1.0, "parallelization": "tp", "tp_size": 2}
+    theirs = tmp_path / "ds_inference_config.json"
+    theirs.write_text(json.dumps(listing | {"checkpoints": {"non_tp": [], "tp": ["tp_00_02.pt", "tp_01_02.pt"]}}))
+    for in_memory, pickled, whole in run_ranks(2, refused, folder, tmp_path / "parts", theirs):
+        assert in_memory.startswith("save_mp_checkpoint_path: the weights are in memory; give the model as a folder")
+        assert "tp_0" in pickled
+        assert "is no part that save_mp_checkpoint_path wrote here (parts of DeepSpeed's are pickled)" in pickled
+        assert whole == ""
+    with pytest.raises(ConfigError, match="as many parts as tp_size says"):
+        resolve_settings({"checkpoint": listing | {"checkpoints": {"tp": ["a"]}}})

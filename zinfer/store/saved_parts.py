@@ -1,0 +1,125 @@
+"""Parts of ranks that divide layers, kept for later starts: a store each, and the list that names them.
+
+`save_mp_checkpoint_path` names the folder. The list has DeepSpeed's name and form, and the parts are stores, as under
+`nvme_path`: checked by checksums, and read in place, also from the disk.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from zinfer.checkpoint import Checkpoint
+from zinfer.checkpoint.json_text import parse_file
+from zinfer.config import Settings
+from zinfer.config.listing import CheckpointListing, checkpoint_path
+from zinfer.config.quantization_rules import Quantization
+from zinfer.errors import CheckpointError, ConfigError
+from zinfer.model.sharding.cut import Shard
+from zinfer.model.sharding.grain import Grain
+from zinfer.quantization.stored import Units
+from zinfer.store.folder import Caller, place_file
+from zinfer.store.writing import write_store
+
+KEY: Final = "save_mp_checkpoint_path"
+LIST_NAME: Final = "ds_inference_config.json"
+_GRAIN_NAME: Final = "zinfer_division.json"
+_SAVER: Final = Caller(f"{KEY}:", KEY, 'convert with zinfer.device "cpu"', waits=True)
+_NOTHING: Final = Quantization(rules=())
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """What an earlier start has kept for this rank.
+
+    Attributes:
+        checkpoint: of the rank's part of each layer.
+        grain: what stayed together when layers were divided.
+    """
+
+    checkpoint: Checkpoint
+    grain: Grain
+
+
+def save_part(checkpoint: Checkpoint, settings: Settings, dtype: torch.dtype, shard: Shard, grain: Grain) -> None:
+    """Write this rank's part of each layer, quantized as the settings ask; does nothing if it is there.
+
+    Args:
+        checkpoint: the user's model.
+        dtype: that products are computed in.
+        grain: what stays together as the layers are divided.
+
+    Raises:
+        ConfigError: the folder holds something else, or there is no checkpoint's folder to read again.
+        CheckpointError, PlanError, OSError: as `write_store`.
+    """
+    assert settings.save_parts is not None
+    if checkpoint.is_listed:
+        raise ConfigError(f"{KEY}: parts are made of a model's folder, not of a list of files; give the folder")
+    folder = settings.save_parts.absolute() / _name(shard.rank, shard.size)
+    wanted = replace(settings, quantization=settings.quantization or _NOTHING, dtype=dtype)
+    write_store(checkpoint.folder, folder, wanted, caller=_SAVER, shard=shard)
+    _place_json(folder / _GRAIN_NAME, asdict(replace(grain, units=dict(grain.units))))
+
+
+def list_parts(folder: Path, size: int) -> None:
+    """Write the list of all ranks' parts, once they are there."""
+    parts = [_name(rank, size) for rank in range(size)]
+    found = {"non_tp": list[str](), "tp": parts}
+    members = {"type": "ds_model", "version": 1.0, "parallelization": "tp", "tp_size": size, "checkpoints": found}
+    _place_json(folder / LIST_NAME, members)
+
+
+def find_part(model: object, settings: Settings, shard: Shard | None) -> SavedPart | None:
+    """Open the part of this rank, if the model, or its checkpoint, is a list of parts; None if it is whole.
+
+    Raises:
+        ConfigError: the parts are of another number of ranks.
+        CheckpointError: they are damaged, or not written by zinfer.
+    """
+    listing = _listing(model, settings)
+    if listing is None:
+        return None
+    size = 1 if shard is None else shard.size
+    if shard is None or size != listing.num_parts:
+        raise ConfigError(
+            f"{listing.label}: holds the parts of {listing.num_parts} ranks, and tensor_parallel.tp_size = {size}: "
+            f"start {listing.num_parts} ranks that divide layers, or give the whole model"
+        )
+    folder = listing.paths[shard.rank]
+    if not (folder / _GRAIN_NAME).is_file():
+        raise CheckpointError(
+            f"{listing.label}: {folder} is no part that {KEY} wrote here (parts of DeepSpeed's are pickled); give the "
+            f"whole model, with {KEY} to write them again"
+        )
+    members = parse_file(folder / _GRAIN_NAME, (folder / _GRAIN_NAME).read_bytes(), "write the parts again")
+    return SavedPart(Checkpoint.open(folder), _grain(members, folder))
+
+
+def _listing(model: object, settings: Settings) -> CheckpointListing | None:
+    if isinstance(model, str | os.PathLike):
+        path = Path(model) / LIST_NAME
+        has_parts = path.is_file() and any(path.parent.glob(f"*/{_GRAIN_NAME}"))
+        listed = checkpoint_path(path) if has_parts else None
+    else:
+        listed = settings.checkpoint if not isinstance(model, Checkpoint) else None
+    return listed if isinstance(listed, CheckpointListing) and listed.num_parts > 1 else None
+
+
+def _grain(members: Mapping[str, Any], folder: Path) -> Grain:
+    try:
+        return Grain(int(members["preferred"]), {name: Units(**each) for name, each in members["units"].items()})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder / _GRAIN_NAME}: damaged ({error!r}); write the parts again") from error
+
+
+def _place_json(path: Path, members: Mapping[str, Any]) -> None:
+    place_file(path, [(json.dumps(members, indent=1) + "\n").encode()])
+
+
+def _name(rank: int, size: int) -> str:
+    return f"tp-{rank}-of-{size}"
