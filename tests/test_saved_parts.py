@@ -10,23 +10,25 @@ import torch
 from checkpoints import tiny_checkpoint, tiny_model
 from ranks_support import run_ranks
 from test_foreign_engine import write_quantized
-from test_tensor_parallel import IDS, check_alike, computed, config
+from test_tensor_parallel import IDS, Found, check_alike, computed, config
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import zinfer
+from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
 from zinfer.errors import CheckpointError, ConfigError
 
 INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 
 
-def on_meta(rank: int, folder: Path, settings: dict[str, Any]) -> torch.Tensor:
-    """Logits of a module without weights, whose checkpoint is the list of parts."""
+def later(rank: int, jobs: list[Any], folder: Path, settings: dict[str, Any]) -> tuple[list[Found], torch.Tensor]:
+    """What jobs compute, and logits of a module without weights, whose checkpoint is the list of parts."""
+    found = computed(rank, jobs)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     engine = zinfer.init_inference(module, settings)
     try:
-        return engine(IDS).logits.clone()
+        return found, engine(IDS).logits.clone()
     finally:
         engine.destroy()
 
@@ -51,17 +53,16 @@ def test_a_later_start_reads_the_parts(tmp_path: Path) -> None:
     again = [(moved / folder.name, settings, inputs) for folder, settings, inputs in again]
     for path in (llama, uneven):
         shutil.move(path, path.with_name(f"{path.name} away"))
-    several = run_ranks(2, computed, again)
-    check_alike(several, alone, [*cases])
-    for ranks in several:
+    settings = config(2) | {"checkpoint": str(moved / "full" / "ds_inference_config.json")}
+    found = run_ranks(2, later, again, moved / "full" / "tp-0-of-2", settings)
+    check_alike([ranks for ranks, _ in found], alone, [*cases])
+    for ranks, logits in found:
+        assert torch.allclose(logits, alone[0][0]["logits"], rtol=1e-4, atol=1e-4)
         assert ranks[0][2].blocks_by_home["DISK"] > 0
         assert ranks[0][2].bytes_read_disk < 12 * 0.6 * alone[0][2].loaded_bytes
     listing = json.loads((moved / "full" / "ds_inference_config.json").read_text())
     assert listing["checkpoints"]["tp"] == ["tp-0-of-2", "tp-1-of-2"]
     assert (listing["parallelization"], listing["tp_size"]) == ("tp", 2)
-    settings = config(2) | {"checkpoint": str(moved / "full" / "ds_inference_config.json")}
-    for logits in run_ranks(2, on_meta, moved / "full" / "tp-0-of-2", settings):
-        assert torch.allclose(logits, alone[0][0]["logits"], rtol=1e-4, atol=1e-4)
     check_refusals(moved)
 
 
@@ -71,6 +72,8 @@ def check_refusals(parts: Path) -> None:
         zinfer.init_inference(parts / "full", device="cpu")
     with pytest.raises(ConfigError, match=r"tp-0-of-2: holds the part of each layer of rank 0 of 2, and this one has "):
         zinfer.init_inference(parts / "full" / "tp-0-of-2", device="cpu")
+    with pytest.raises(CheckpointError, match=r"the parts of ranks that divide .* whole model to a job$"):
+        Checkpoint.open(parts / "full")
     with pytest.raises(ConfigError, match="keeps the parts of ranks that divide layers, and these do not; state "):
         zinfer.init_inference(parts / "full", device="cpu", save_mp_checkpoint_path="elsewhere")
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from family_models import Tensors
 from ranks_support import run_ranks
 from store_support import make_store, write_module
 from test_foreign_engine import write_quantized, write_quantized_experts
-from test_tensor_parallel import IDS, Found, check_alike, computed, config
+from test_tensor_parallel import IDS, Found, check_alike, computed, config, error_of, texts
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+import zinfer
 from zinfer.checkpoint import Checkpoint
 
 NUM_LAYERS = 2
@@ -86,13 +88,31 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [root / name for name in (*names, *(f"experts {name}" for name in names[::3]), "uneven")]
 
 
-def test_two_ranks_divide_codes(stores: list[Path], foreign: list[Path]) -> None:
-    folders = stores + foreign
+@pytest.mark.parametrize("is_every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_ranks_divide_codes(stores: list[Path], foreign: list[Path], is_every: bool) -> None:
+    folders = [*stores, *foreign] if is_every else [stores[0], *stores[3:], *foreign[:2], *foreign[-3:]]
     check_folders(folders, computed(0, jobs_of(folders, 1)), 2, "cpu", None)
+
+
+def injected(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    """Texts of continuous batches, and logits of merged products."""
+    found, _ = texts(rank, folder, settings)
+    engine = zinfer.init_inference(folder, settings, replace_with_kernel_inject=True)
+    try:
+        return found, engine(IDS).logits.clone()
+    finally:
+        engine.destroy()
+
+
+def test_batches_and_merged_products(stores: list[Path]) -> None:
+    wanted, logits = injected(0, stores[0], config(1))
+    for found, own in run_ranks(2, injected, stores[0], config(2)):
+        assert found == wanted
+        assert error_of({"logits": own}, {"logits": logits}) <= 1e-5
 
 
 def test_four_ranks_divide_codes_for_the_disk(stores: list[Path], foreign: list[Path], tmp_path: Path) -> None:
     """Each rank's part of what is converted, or cut by columns, is kept for it alone."""
-    folders = [stores[0], stores[4], foreign[0], foreign[1]]
+    folders = [stores[0], foreign[0]]
     check_folders(folders, computed(0, jobs_of(folders, 1)), 4, "nvme", tmp_path)
     assert len(list(tmp_path.iterdir())) == 4 * len(folders)

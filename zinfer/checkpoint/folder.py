@@ -17,6 +17,8 @@ from zinfer.errors import CheckpointError
 CONFIG_NAME = "config.json"
 STORE_NAME = "zinfer_store.json"
 """The manifest, which `zinfer quantize` writes first; config.json and the other files are written after the weights."""
+PARTS_NAME = "ds_inference_config.json"
+"""The list of the parts of several ranks, which `save_mp_checkpoint_path` writes last."""
 SAFETENSORS_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 OTHER_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -155,6 +157,11 @@ def _checked(folder: Path) -> Path:
             what = f"no safetensors, only {listed(others)}: {_CONVERT}"
         elif CONFIG_NAME in names:
             what = f"a {CONFIG_NAME} but no *.safetensors: download the weights into it"
+        elif PARTS_NAME in names:
+            what = (
+                f"the parts of ranks that divide layers ({PARTS_NAME}), which zinfer.LLM and zinfer.init_inference "
+                "read, on as many ranks: pass the whole model to a job"
+            )
         else:
             holds = f"it holds {listed(names)}"
             what = f"not a model folder, no {CONFIG_NAME} and no *.safetensors, {holds}: pass another"

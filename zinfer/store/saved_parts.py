@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from zinfer.checkpoint import Checkpoint
+from zinfer.checkpoint.folder import PARTS_NAME
 from zinfer.checkpoint.json_text import parse_file
 from zinfer.config import Settings
 from zinfer.config.listing import CheckpointListing, checkpoint_path
@@ -26,7 +27,6 @@ from zinfer.store.folder import Caller, place_file
 from zinfer.store.writing import write_store
 
 KEY: Final = "save_mp_checkpoint_path"
-LIST_NAME: Final = "ds_inference_config.json"
 _GRAIN_NAME: Final = "zinfer_division.json"
 _SAVER: Final = Caller(f"{KEY}:", KEY, 'convert with zinfer.device "cpu"', waits=True)
 _NOTHING: Final = Quantization(rules=())
@@ -71,7 +71,7 @@ def list_parts(folder: Path, size: int) -> None:
     parts = [_name(rank, size) for rank in range(size)]
     found = {"non_tp": list[str](), "tp": parts}
     members = {"type": "ds_model", "version": 1.0, "parallelization": "tp", "tp_size": size, "checkpoints": found}
-    _place_json(folder / LIST_NAME, members)
+    _place_json(folder / PARTS_NAME, members)
 
 
 def find_part(model: object, settings: Settings, shard: Shard | None) -> SavedPart | None:
@@ -102,7 +102,7 @@ def find_part(model: object, settings: Settings, shard: Shard | None) -> SavedPa
 
 def _listing(model: object, settings: Settings) -> CheckpointListing | None:
     if isinstance(model, str | os.PathLike):
-        path = Path(model) / LIST_NAME
+        path = Path(model) / PARTS_NAME
         has_parts = path.is_file() and any(path.parent.glob(f"*/{_GRAIN_NAME}"))
         listed = checkpoint_path(path) if has_parts else None
     else:
