@@ -61,15 +61,23 @@ METHODS: dict[str, tuple[dict[str, object], int, bool, FusionGroup]] = {
 
 
 def write_quantized(
-    folder: Path, method: str, model: PreTrainedModel | None = None, group_size: int = GROUP_SIZE
+    folder: Path,
+    method: str,
+    model: PreTrainedModel | None = None,
+    group_size: int = GROUP_SIZE,
+    *,
+    full: str | None = "lm_head",
 ) -> PreTrainedModel:
-    """A checkpoint in the method's layout; returns transformers' model with the values of its codes."""
+    """A checkpoint in the method's layout; returns transformers' model with the values of its codes.
+
+    ``full``: the linear layer that stays in full precision.
+    """
     config, bits, symmetric, pack = METHODS[method]
     config = json.loads(json.dumps(config).replace(f": {GROUP_SIZE}", f": {group_size}"))
     model = model or tiny_model("llama", num_layers=3, tie=False)
     tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
     for number, (name, module) in enumerate(model.named_modules()):
-        if isinstance(module, nn.Linear) and name != "lm_head":
+        if isinstance(module, nn.Linear) and name != full:
             rows, columns = module.weight.shape
             groups = 1 if bits == 8 else columns // group_size
             weights = Weights.random(rows, columns, groups, bits, symmetric, number)

@@ -89,7 +89,7 @@ class ShardHooks:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _join_logits(self, count: int, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         """Return the logits of all ``count`` tokens: equal parts are exchanged, and what pads the last is dropped."""
-        padding = self._shard.padded_size(count) - output.shape[-1]
+        padding = self._shard.padded_size(count, self._sharding.token_unit) - output.shape[-1]
         if padding:
             output = nn.functional.pad(output, (0, padding))
         joined: torch.Tensor = self._join(module, args, output)
@@ -97,7 +97,7 @@ class ShardHooks:
 
     def _lookup(self, embedding: nn.Module, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a forward that looks up the rank's tokens, takes zeros for the others, and sums over ranks."""
-        begin, end = self._shard.padded_bounds(count)
+        begin, end = self._shard.padded_bounds(count, self._sharding.token_unit)
         plain: Callable[[torch.Tensor], torch.Tensor] = embedding.forward
 
         def lookup(input: torch.Tensor) -> torch.Tensor:

@@ -24,14 +24,14 @@ class Shard:
         begin = self.rank * each + min(self.rank, more)
         return begin * unit, (begin + each + (self.rank < more)) * unit
 
-    def padded_bounds(self, count: int) -> tuple[int, int]:
+    def padded_bounds(self, count: int, unit: int = 1) -> tuple[int, int]:
         """Return this rank's range of ``count`` elements in equal ranges, of which the last may be shorter or empty."""
-        each = self.padded_size(count)
+        each = self.padded_size(count, unit)
         return min(self.rank * each, count), min((self.rank + 1) * each, count)
 
-    def padded_size(self, count: int) -> int:
-        """Return the size of an equal range."""
-        return -(-count // self.size)
+    def padded_size(self, count: int, unit: int = 1) -> int:
+        """Return the size of an equal range, a multiple of ``unit``."""
+        return -(-count // (self.size * unit)) * unit
 
 
 @dataclass(frozen=True)

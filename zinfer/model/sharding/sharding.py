@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Any, Final
 
 import torch
@@ -37,6 +38,7 @@ class Sharding:
         cuts: the parameters of which it has ranges, by all their names.
         embeddings: embeddings divided by vocabulary, with the number of all tokens.
         heads: linear layers whose outputs are logits, divided likewise.
+        token_unit: tokens that stay together, because the head's codes do.
         layers: what becomes of the layers' modules.
         grain: what stayed together.
     """
@@ -45,6 +47,7 @@ class Sharding:
     cuts: dict[str, Cut]
     embeddings: dict[str, int]
     heads: dict[str, int]
+    token_unit: int
     layers: LayerCuts
     grain: Grain
     _forms: dict[str, tuple[tuple[int, ...], bool]]
@@ -80,10 +83,11 @@ class Sharding:
         vocabulary = _vocabulary_names(model)
         cuts = dict(found.cuts)
         embeddings, heads = dict[str, int](), dict[str, int]()
+        token_unit = lcm(*(grain.units[name].rows for name in vocabulary & grain.units.keys()))
         for name in sorted(vocabulary):
             path, _, _ = name.rpartition(".")
             module, count = model.get_submodule(path), model.get_parameter(name).shape[0]
-            cuts[name] = Cut(0, (shard.padded_bounds(count),))
+            cuts[name] = Cut(0, (shard.padded_bounds(count, token_unit),))
             if isinstance(module, nn.Embedding):
                 embeddings[path] = count
             elif isinstance(module, nn.Linear):
@@ -93,7 +97,7 @@ class Sharding:
             found.changes += several.config_changes(config)
             found.changes.append((config, "head_dim", _head_dim(config, several.num_query)))
         found.changes += _width_changes(config, shard, divider.most_unit)
-        return cls(shard, cuts, embeddings, heads, found, grain, _forms(model, cuts))
+        return cls(shard, cuts, embeddings, heads, token_unit, found, grain, _forms(model, cuts))
 
     def cut_weights(self, weights: Mapping[str, Weight]) -> dict[str, Weight]:
         """Return the places of the rank's weights in a checkpoint, from those of all.
