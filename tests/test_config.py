@@ -167,7 +167,7 @@ def test_what_is_not_available_yet_is_refused(kwargs: dict[str, Any], message: s
 
 def test_a_refused_feature_says_which_value_is_fine() -> None:
     assert _refusal(ep_size=2).endswith("; remove it or set it to 1")
-    assert _refusal(save_mp_checkpoint_path="/x").endswith("; remove it or set it to null")
+    assert _refusal(zero_optimization={"leaf_module": "x"}).endswith("; remove it or set it to null")
 
 
 def test_checkpoint_is_joined_to_its_folder() -> None:

@@ -91,12 +91,12 @@ SUPPORTED = {
     "tensor_parallel.preset_model": [],
     "mpu": [],
     "training_mp_size": [],
+    "save_mp_checkpoint_path": [],
 }
 UNSUPPORTED = {
     "moe.ep_size": [],
     "ep_size": [],
     "ep_group": [],
-    "save_mp_checkpoint_path": [],
     "zero_optimization.zero_hpz_partition_size": [],
     "zero_optimization.leaf_module": [],
 }
