@@ -21,11 +21,14 @@ from safetensors.torch import save_file
 from zinfer.checkpoint import Checkpoint
 from zinfer.errors import CheckpointError
 from zinfer.kernels.dequantize import dequantize_ref
-from zinfer.kernels.quantized import QuantizedMatrix
+from zinfer.kernels.quantize import quantize
+from zinfer.kernels.quantized import QuantFormat, QuantizedMatrix
 from zinfer.model.sharding.cut import Cut
 from zinfer.model.sharding.matrices import CutMatrix, cut_matrix
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.quantization.foreign import Scheme
+from zinfer.quantization.native.manifest import Manifest, StoredParameter
+from zinfer.quantization.native.scheme import StoreScheme
 from zinfer.quantization.stored import StoredMatrix
 
 ROWS, COLUMNS, GROUP = 48, 96, 32
@@ -91,6 +94,35 @@ def test_a_part_has_the_values_of_the_whole(tmp_path: Path, name: str) -> None:
         assert torch.equal(values(own, tensors), cut.of(expected)), cut
         turned = cut_matrix(whole, Cut(1 - cut.dim, cut.ranges), (COLUMNS, ROWS), transposed=True)
         assert torch.equal(values(turned, tensors), cut.of(expected)), cut
+
+
+NATIVE = {
+    "groups with zeros": (QuantFormat(4, 32, symmetric=False), CUTS),
+    "rows of scaled columns": (QuantFormat(8, scales_columns=True), CUTS),
+    "rows in turn": (QuantFormat(4, None, group_rows=8), CUTS),
+    "fragments": (QuantFormat(4, 64, in_fragments=True), (Cut(0, ((64, 192),)), Cut(1, ((256, 512),)))),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_part_of_a_store_has_the_values_of_the_whole(tmp_path: Path, name: str) -> None:
+    format, cuts = NATIVE[name]
+    rows, columns = (256, 512) if format.in_fragments else (ROWS, COLUMNS)
+    matrix = quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(6)), format)
+    if matrix.column_scales is not None:
+        matrix.column_scales.copy_(torch.rand(columns, generator=torch.Generator().manual_seed(7)) + 0.5)
+    parts = {part: getattr(matrix, part) for part in format.part_shapes(rows, columns)}
+    tensors = {f"{PARAMETER}.{part}": value for part, value in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    entries = Checkpoint.listed([tmp_path / "model.safetensors"], "files").tensors
+    stored = {PARAMETER: StoredParameter(format=format, columns=columns)}
+    scheme = StoreScheme(tmp_path, Manifest.model_construct(parameters=stored))
+    whole = StoredMatrix.of(PARAMETER, scheme, {part: entries[f"{PARAMETER}.{part}"] for part in parts})
+    expected = dequantize_ref(matrix, torch.float32)
+    assert torch.equal(values(whole, tensors), expected)
+    for cut in cuts:
+        own = cut_matrix(whole, cut, (rows, columns), transposed=False)
+        assert torch.equal(values(own, tensors), cut.of(expected)), cut
 
 
 def test_groups_that_are_not_where_they_should_be_are_seen_in_a_part(tmp_path: Path) -> None:
