@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from zinfer.checkpoint import Checkpoint
-from zinfer.checkpoint.folder import PARTS_NAME
+from zinfer.checkpoint.folder import PARTS_NAME, absolute
 from zinfer.checkpoint.json_text import parse_file
 from zinfer.config import Settings
 from zinfer.config.listing import CheckpointListing, checkpoint_path
@@ -102,7 +102,7 @@ def find_part(model: object, settings: Settings, shard: Shard | None) -> SavedPa
 
 def _listing(model: object, settings: Settings) -> CheckpointListing | None:
     if isinstance(model, str | os.PathLike):
-        path = Path(model) / PARTS_NAME
+        path = absolute(model) / PARTS_NAME
         has_parts = path.is_file() and any(path.parent.glob(f"*/{_GRAIN_NAME}"))
         listed = checkpoint_path(path) if has_parts else None
     else:
