@@ -1,6 +1,7 @@
 """Parts of ranks that divide layers, kept by `save_mp_checkpoint_path` for later starts."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import tiny_checkpoint, tiny_model
+from jobs_support import letters_model, prompt_rows, write_rows
 from ranks_support import run_ranks
 from test_foreign_engine import write_quantized
 from test_tensor_parallel import IDS, Found, check_alike, computed, config
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import zinfer
-from zinfer.checkpoint import Checkpoint
 from zinfer.config import resolve_settings
 from zinfer.errors import CheckpointError, ConfigError
+from zinfer.jobs.job import run_job
+from zinfer.jobs.summary import JobSummary
 
 INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 
@@ -34,19 +37,19 @@ def later(rank: int, jobs: list[Any], folder: Path, settings: dict[str, Any]) ->
 
 
 def test_a_later_start_reads_the_parts(tmp_path: Path) -> None:
-    """Of full weights and of codes: made while loading, and of heads in pairs that another tool quantized."""
+    """Of full weights, and of codes of heads in pairs that another tool quantized."""
     llama, uneven = tiny_checkpoint("llama", tmp_path / "llama", num_layers=2, tie=False), tmp_path / "uneven"
     shape = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 6}
     torch.manual_seed(0)
     write_quantized(uneven, "gptq", LlamaForCausalLM(LlamaConfig(**shape, vocab_size=131)).eval())
-    cases = {"full": (llama, None), "codes": (llama, 4), "uneven": (uneven, None)}
-    alone = computed(0, [(folder, config(1, bits=bits), INPUTS) for folder, bits in cases.values()])
+    cases = {"full": llama, "uneven": uneven}
+    alone = computed(0, [(folder, config(1), INPUTS) for folder in cases.values()])
     saving = [
-        (folder, config(2, bits=bits) | {"save_mp_checkpoint_path": str(tmp_path / "parts" / name)}, INPUTS)
-        for name, (folder, bits) in cases.items()
+        (folder, config(2) | {"save_mp_checkpoint_path": str(tmp_path / "parts" / name)}, INPUTS)
+        for name, folder in cases.items()
     ]
     check_alike(run_ranks(2, computed, saving), alone, [*cases])
-    homes = ("nvme", "cpu", "nvme")
+    homes = ("nvme", "cpu")
     again = [(tmp_path / "parts" / name, config(2, home), INPUTS) for name, home in zip(cases, homes, strict=True)]
     moved = tmp_path / "moved"
     shutil.move(tmp_path / "parts", moved)
@@ -72,8 +75,6 @@ def check_refusals(parts: Path) -> None:
         zinfer.init_inference(parts / "full", device="cpu")
     with pytest.raises(ConfigError, match=r"tp-0-of-2: holds the part of each layer of rank 0 of 2, and this one has "):
         zinfer.init_inference(parts / "full" / "tp-0-of-2", device="cpu")
-    with pytest.raises(CheckpointError, match=r"the parts of ranks that divide .* whole model to a job$"):
-        Checkpoint.open(parts / "full")
     with pytest.raises(ConfigError, match="keeps the parts of ranks that divide layers, and these do not; state "):
         zinfer.init_inference(parts / "full", device="cpu", save_mp_checkpoint_path="elsewhere")
 
@@ -103,3 +104,27 @@ def test_what_cannot_be_kept_or_read_is_refused(tmp_path: Path) -> None:
         assert whole == ""
     with pytest.raises(ConfigError, match="as many parts as tp_size says"):
         resolve_settings({"checkpoint": listing | {"checkpoints": {"tp": ["a"]}}})
+
+
+def jobs(rank: int, folder: Path) -> list[JobSummary]:
+    """A job of two replicas that quantizes and keeps their parts, and one that begins with them."""
+    found = []
+    for name, model, keeps in (("first", "model", True), ("second", "parts", False)):
+        codes = {"zinfer": {"quantization": {"bits": 8}}}
+        more = codes | {"save_mp_checkpoint_path": str(folder / "parts")} if keeps else {}
+        config = {"tensor_parallel": {"tp_size": 2}, **more}
+        output = folder / f"{name}.jsonl"
+        found.append(run_job(folder / model, folder / "in.jsonl", output, config=config, device="cpu", batch_size=3))
+    return found
+
+
+def test_jobs_keep_parts_and_begin_with_them(tmp_path: Path) -> None:
+    letters_model(tmp_path / "model")
+    write_rows(tmp_path / "in.jsonl", prompt_rows(12))
+    first, second = run_ranks(4, jobs, tmp_path)[0]
+    assert sorted(os.listdir(tmp_path / "parts")) == ["ds_inference_config.json", "tp-0-of-2", "tp-1-of-2"]
+    rows = [sorted((tmp_path / f"{name}.jsonl").read_bytes().splitlines()) for name in ("first", "second")]
+    assert len(rows[0]) == 12
+    assert rows[0] == rows[1]
+    assert [len(each.other_ranks) for each in (first, second)] == [3, 3]
+    assert second.stats.bytes_read_disk < first.stats.bytes_read_disk / 4

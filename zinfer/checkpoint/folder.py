@@ -159,8 +159,7 @@ def _checked(folder: Path) -> Path:
             what = f"a {CONFIG_NAME} but no *.safetensors: download the weights into it"
         elif PARTS_NAME in names:
             what = (
-                f"the parts of ranks that divide layers ({PARTS_NAME}), which zinfer.LLM and zinfer.init_inference "
-                "read, on as many ranks: pass the whole model to a job"
+                f"the parts of ranks that divide layers ({PARTS_NAME}), a model for as many alone: pass the whole one"
             )
         else:
             holds = f"it holds {listed(names)}"

@@ -15,7 +15,6 @@ from socket import gethostname
 
 from rich.console import Console
 
-from zinfer.checkpoint import Checkpoint
 from zinfer.checkpoint.fingerprint import tokenizer_hash
 from zinfer.config import Settings, resolve_settings
 from zinfer.config.settings import say_without_effect
@@ -45,6 +44,7 @@ from zinfer.probe.limits import choose_device
 from zinfer.ranks.group import join_group
 from zinfer.ranks.mesh import Mesh
 from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, find_tokenizer
+from zinfer.store.saved_parts import open_for_rank
 from zinfer.units import name_values
 
 
@@ -134,9 +134,9 @@ class _Job:
         self._request, self._settings, self._meter, self._peers = request, settings, meter, peers
         generates = request.generates
         say_without_effect(settings, meter.note)
-        self._checkpoint = Checkpoint.open(request.model)
+        self._checkpoint, fingerprint = open_for_rank(request.model, 0)
         if peers is not None:
-            peers.check_same(self._checkpoint.fingerprint, software())
+            peers.check_same(fingerprint, software())
         self._weights = Weights(self._checkpoint)
         model = build_meta_model(self._checkpoint, settings.dtype)
         limits = read_limits(model, settings.max_out_tokens, generates=generates)

@@ -42,6 +42,7 @@ from zinfer.ranks.links import open_links
 from zinfer.ranks.model_ranks import fail_models
 from zinfer.ranks.sockets import end_link
 from zinfer.requests.prompt_encoder import find_tokenizer
+from zinfer.store.saved_parts import open_for_rank
 
 _NEWS_S: Final = 1.0  # of counters, for the progress that rank 0 shows
 _GRACE_S: Final = 1.0  # for news of rank 0, if the model fails with it
@@ -114,8 +115,8 @@ class PeerWorker:
             end_link(self._link)
 
     def _serve(self) -> JobSummary:
-        checkpoint = Checkpoint.open(self._request.model)
-        self._send(Hello(checkpoint.fingerprint, software()))
+        checkpoint, fingerprint = open_for_rank(self._request.model, self._group.rank)
+        self._send(Hello(fingerprint, software()))
         completer: Completer | None = None
         while True:
             match self._next():

@@ -22,6 +22,7 @@ from zinfer.config.quantization_rules import Quantization
 from zinfer.errors import CheckpointError, ConfigError
 from zinfer.model.sharding.cut import Shard
 from zinfer.model.sharding.grain import Grain
+from zinfer.quantization.native.manifest import Manifest
 from zinfer.quantization.stored import Units
 from zinfer.store.folder import Caller, place_file
 from zinfer.store.writing import write_store
@@ -100,13 +101,31 @@ def find_part(model: object, settings: Settings, shard: Shard | None) -> SavedPa
     return SavedPart(Checkpoint.open(folder), _grain(members, folder))
 
 
+def open_for_rank(model: str | os.PathLike[str], rank: int) -> tuple[Checkpoint, str]:
+    """Open a model, or its part for a rank of a job, and return it with the fingerprint that all ranks have.
+
+    Raises:
+        ConfigError, CheckpointError: the list of parts, or a checkpoint, is damaged.
+    """
+    listing = _listing_in(model)
+    if listing is None:
+        checkpoint = Checkpoint.open(model)
+        return checkpoint, checkpoint.fingerprint
+    checkpoint = Checkpoint.open(listing.paths[rank % listing.num_parts])  # ranks that divide layers are neighbours
+    return checkpoint, Manifest.read(checkpoint.folder).identity.source["fingerprint"]
+
+
 def _listing(model: object, settings: Settings) -> CheckpointListing | None:
     if isinstance(model, str | os.PathLike):
-        path = absolute(model) / PARTS_NAME
-        has_parts = path.is_file() and any(path.parent.glob(f"*/{_GRAIN_NAME}"))
-        listed = checkpoint_path(path) if has_parts else None
-    else:
-        listed = settings.checkpoint if not isinstance(model, Checkpoint) else None
+        return _listing_in(model)
+    listed = settings.checkpoint if not isinstance(model, Checkpoint) else None
+    return listed if isinstance(listed, CheckpointListing) and listed.num_parts > 1 else None
+
+
+def _listing_in(folder: str | os.PathLike[str]) -> CheckpointListing | None:
+    """Return the list of parts in a folder that zinfer wrote; None if it has none."""
+    path = absolute(folder) / PARTS_NAME
+    listed = checkpoint_path(path) if path.is_file() and any(path.parent.glob(f"*/{_GRAIN_NAME}")) else None
     return listed if isinstance(listed, CheckpointListing) and listed.num_parts > 1 else None
 
 
