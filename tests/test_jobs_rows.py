@@ -12,7 +12,8 @@ from jobs_support import write_rows
 
 from zinfer.jobs.index import scan_input
 from zinfer.jobs.request import UnusableInput
-from zinfer.jobs.rows import BadRow, Line, Row, _unique_keys, id_key, parse_line, read_lines, row_of
+from zinfer.jobs.rows import BadRow, Line, Row, id_key, parse_line, read_lines, row_of
+from zinfer.requests.json_object import _unique_keys
 from zinfer.requests.sampling_params import SamplingParams
 
 

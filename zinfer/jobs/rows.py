@@ -18,13 +18,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, fi
 from zinfer.errors import ConfigError
 from zinfer.jobs.openai_batch import OpenAIForm, read_request
 from zinfer.requests.field_errors import field_error, short
+from zinfer.requests.json_object import read_object
 from zinfer.requests.prompt_encoder import template_variables
 from zinfer.requests.sampling_params import SamplingParams, as_tuple
 
 RowId = str | int
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_MOST_DEPTH = 64
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SOURCES = ("prompt", "messages", "prompt_token_ids")
 _FIELDS = (*_SOURCES, "chat_template_kwargs", "reasoning_effort")
@@ -155,18 +155,9 @@ def id_key(row_id: RowId) -> int:
 def parse_line(line: Line) -> Parsed:
     """Parse a line's JSON and its id; `row_of` validates the other fields."""
     try:
-        record = json.loads(line.data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
-        depth = _depth(record)
-    except UnicodeDecodeError as error:
-        return Parsed(line.number, None, f"not UTF-8 at byte {error.start} of the line")
-    except json.JSONDecodeError as error:
-        return Parsed(line.number, None, f"not JSON: {error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:
-        return Parsed(line.number, None, f"not JSON that can be used: {error}")
-    if not isinstance(record, dict):
-        return Parsed(line.number, None, f"not a JSON object but {short(record)}")
-    if depth > _MOST_DEPTH:
-        return Parsed(line.number, None, f"nested more than {_MOST_DEPTH} deep")
+        record = read_object(line.data, "the line")
+    except ConfigError as error:
+        return Parsed(line.number, None, str(error))
     name, allowed = ("custom_id", "a string") if "custom_id" in record else ("id", "a string or a whole number")
     own_id = record.get(name)
     if name == "id" and own_id is None:
@@ -203,22 +194,3 @@ def _own_fields(record: Mapping[str, Any], max_new_tokens: int | None) -> dict[s
     sampling = {name: value for name, value in record.items() if name not in ("id", *_FIELDS)}
     defaults = {"max_new_tokens": max_new_tokens}
     return {**source, "params": SamplingParams.from_mapping(sampling, defaults=defaults, beside=("id", *_FIELDS))}
-
-
-def _depth(value: object) -> int:
-    """Return the nesting depth of lists and objects. Python's own recursion limit depends on the caller's stack."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max((_depth(each) for each in inner if isinstance(each, list | dict)), default=0)
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in record:
-            raise ValueError(f"the field '{name}' is given twice")
-        record[name] = value
-    return record

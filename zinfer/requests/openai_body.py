@@ -1,0 +1,161 @@
+"""Bodies of OpenAI's `/v1/chat/completions` and `/v1/completions`, in a batch file and over HTTP.
+
+Fields that zinfer does not support are refused; those of `SamplingParams`, vLLM's extensions among them, are accepted.
+Null means not given. The default temperature is 1 as at OpenAI, and a negative seed is reinterpreted as an unsigned
+64-bit number.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from zinfer.errors import ConfigError
+from zinfer.requests.field_errors import field_error
+from zinfer.requests.prompt_encoder import PromptLike
+from zinfer.requests.sampling_params import FIELDS, SamplingParams
+
+_NAMES: Final = {
+    **{name: name for name in FIELDS if name not in ("max_new_tokens", "min_new_tokens")},
+    **{"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"},
+}
+"""Body fields that `SamplingParams` validates, including vLLM's extensions; each url reads `logprobs` itself."""
+
+_NOT_SUPPORTED: Final = frozenset(
+    {
+        *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "suffix"),
+        *("audio", "modalities", "prediction", "verbosity", "web_search_options"),
+        *("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+    }
+)
+"""OpenAI fields that are refused unless null."""
+
+
+class _TextFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["text"]
+
+
+class StreamOptions(BaseModel):
+    """What a stream holds besides the choices. `include_usage`: a last chunk with the counts of tokens."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Body(BaseModel):
+    """Fields of both urls, besides those that `SamplingParams` validates.
+
+    `user`, `metadata`, `store`, `service_tier` and `stream_options.include_obfuscation` have no effect.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: _TextFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> "Body":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream to be true")
+        return self
+
+    @property
+    def num_logprobs(self) -> Any:
+        """`SamplingParams.logprobs`, not validated."""
+        raise NotImplementedError
+
+    def params(self, max_new_tokens: int | None) -> SamplingParams:
+        """Return the sampling parameters; ``max_new_tokens`` is the default.
+
+        Raises:
+            ConfigError: names the field that is unknown, not supported or invalid.
+        """
+        sampled = dict(self.model_extra or {})
+        for name in _NOT_SUPPORTED.intersection(sampled):
+            if sampled.pop(name) is not None:
+                raise ConfigError(f"{name} is not supported; leave it out")
+        if type(seed := sampled.get("seed")) is int and -(2**63) <= seed < 0:
+            sampled["seed"] = seed + 2**64
+        sampled["logprobs"] = self.num_logprobs
+        defaults = {"max_new_tokens": max_new_tokens, "temperature": 1.0}
+        fields = list(type(self).model_fields)
+        return SamplingParams.from_mapping(sampled, defaults=defaults, beside=fields, names=_NAMES)
+
+
+class ChatBody(Body):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[Any]
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _check_top_logprobs(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(Body):
+    """The body of `/v1/completions`."""
+
+    prompt: Any
+    logprobs: Any = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _check_prompt(cls, value: object) -> object:
+        several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+        if not all(_is_prompt(each) for each in several):
+            raise ValueError("must be a text, a list of token ids, or a list of such prompts")
+        return value
+
+    @property
+    def prompts(self) -> list[PromptLike]:
+        """Each prompt: a text or its token ids."""
+        given = self.prompt
+        several = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+        return [each if isinstance(each, str) else {"prompt_token_ids": each} for each in several]
+
+    @property
+    def num_logprobs(self) -> Any:
+        return self.logprobs
+
+    def params(self, max_new_tokens: int | None) -> SamplingParams:
+        params = super().params(max_new_tokens)
+        if self.best_of not in (None, params.n):
+            raise ConfigError(f"best_of must be equal to n, which is {params.n}, not {self.best_of}")
+        return params
+
+
+_AnyBody = TypeVar("_AnyBody", bound=Body)
+
+
+def read_body(kind: type[_AnyBody], fields: Mapping[str, Any]) -> _AnyBody:
+    """Validate a body. Raises ConfigError that names the invalid field."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(field_error(error, kind)) from None
+
+
+def _is_prompt(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(type(each) is int for each in value))
