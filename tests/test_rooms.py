@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     "cli",
     "evaluation",
+    "serve",
     "jobs",
     "batching",
     "engine",

@@ -67,6 +67,11 @@ class LLM:
     rank that makes none computes along. The first of them decides: on the others `cancel` has no effect, and `close`
     waits for the first one's.
 
+    Attributes:
+        tokenizer: None: there is none.
+        vocab_size: token ids are below it.
+        limits: of prompts and new tokens.
+
     Raises:
         ConfigError, CheckpointError, PlanError: as `zinfer.init_inference`; also for a family of models whose attention
             is not known to work in ragged batches.
@@ -119,10 +124,10 @@ class LLM:
         """Open the cache, the scheduler and the serving loop over the model."""
         module = self._model.module
         self.tokenizer = tokenizer or find_tokenizer(Path(module.name_or_path))
-        vocab_size = int(module.config.get_text_config().vocab_size)
-        lengths = read_limits(module, settings.max_out_tokens)
+        self.vocab_size = vocab_size = int(module.config.get_text_config().vocab_size)
+        self.limits = read_limits(module, settings.max_out_tokens)
         ends = frozenset(find_end_token_ids(module.generation_config, self.tokenizer))
-        self._builder = RequestBuilder(self.tokenizer, vocab_size, lengths, ends)
+        self._builder = RequestBuilder(self.tokenizer, vocab_size, self.limits, ends)
         device = self._model.device
         spec, folder = ModelSpec.read(module.config), settings.offload.nvme_path
         token_bytes = spec.kv.token_bytes(budget.kv_dtype)

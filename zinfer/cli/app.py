@@ -15,6 +15,7 @@ from zinfer.cli.plan import plan
 from zinfer.cli.probe import probe
 from zinfer.cli.quantize import quantize
 from zinfer.cli.run import run
+from zinfer.cli.serve import replica, serve
 
 app = typer.Typer(
     help="Runs models that do not fit in GPU memory.",
@@ -27,6 +28,8 @@ app.command()(run)
 app.command()(probe)
 app.command()(plan)
 app.command()(bench)
+app.command()(serve)
+app.command(hidden=True)(replica)
 app.command()(quantize)
 app.command()(families)
 

@@ -1,0 +1,121 @@
+"""`zinfer serve`: a server with OpenAI's interface; and the hidden command that its replicas run."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals, say
+from zinfer.errors import ConfigError
+
+_MIB = 1 << 20
+
+
+def serve(
+    model: Annotated[Path, typer.Option(help="Checkpoint folder, tokenizer included.")],
+    config: Annotated[Path | None, typer.Option(help="DeepSpeed-style JSON.")] = None,
+    device: Annotated[Device, typer.Option(help="Where the layers compute.")] = "auto",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8000,
+    uds: Annotated[Path | None, typer.Option(help="Unix socket to listen on instead.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="ZINFER_API_KEY", help="Key that requests must give; repeatable.")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name that requests use; repeatable. By default the folder's.")
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Copies of the model, each in processes of its own.")] = 1,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes that share a replica, one per GPU.")] = None,
+    max_requests: Annotated[int, typer.Option(min=1, help="Sequences under way at once; more get 429.")] = 4096,
+    max_body: Annotated[int, typer.Option(min=1, help="MiB of a request's body; larger ones get 413.")] = 16,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM file of the certificate, for TLS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None,
+    allowed_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin that browsers may call from; repeatable.")
+    ] = None,
+    root_path: Annotated[str, typer.Option(help="Path prefix that a proxy strips.")] = "",
+    drain: Annotated[int, typer.Option(min=0, help="Seconds that requests may take after SIGTERM.")] = 60,
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request, without its text.")] = False,
+) -> None:
+    """Serve a model over HTTP with OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models.
+
+    Also /tokenize, /detokenize, /health, /ready, /version, /load and /metrics for Prometheus.
+
+    Exit codes: 0 ended by SIGTERM or Ctrl-C, 2 unusable settings, 1 error.
+    """
+    with exit_on_error(), importing():
+        _check_extra()
+        from zinfer.config import resolve_settings
+        from zinfer.requests.prompt_encoder import find_tokenizer
+        from zinfer.serve.server import ServerOptions
+        from zinfer.serve.server import serve as run_server
+        from zinfer.serve.service import ServiceLimits
+    with exit_on_error(), raise_on_signals():
+        if not model.is_dir():
+            raise ConfigError(f"--model {model} is not a folder")
+        if (ssl_certfile is None) != (ssl_keyfile is None):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both")
+        resolve_settings(config, {"device": device}, swaps=True)
+        if log_requests:
+            _log_requests()
+        words = [sys.executable, "-m", "zinfer", "replica", "--model", str(model), "--device", device]
+        words += [] if config is None else ["--config", str(config)]
+        words += [] if ranks is None else ["--ranks", str(ranks)]
+        options = ServerOptions(
+            served_model_name or [model.resolve().name],
+            host,
+            port,
+            uds,
+            ssl_certfile,
+            ssl_keyfile,
+            api_key or (),
+            allowed_origin or (),
+            root_path,
+            max_body * _MIB,
+            drain,
+        )
+        run_server([words] * replicas, find_tokenizer(model), options, ServiceLimits(max_requests), say)
+
+
+def replica(
+    model: Annotated[Path, typer.Option()],
+    socket: Annotated[Path, typer.Option()],
+    config: Annotated[Path | None, typer.Option()] = None,
+    device: Annotated[Device, typer.Option()] = "auto",
+    ranks: Annotated[int | None, typer.Option(min=1)] = None,
+) -> None:
+    """Compute for the server that listens on this socket."""
+    with exit_on_error(lambda: "Finished requests were answered"), raise_on_signals():
+        with importing():
+            from zinfer.cli.launch import begin_rank, choose_num_ranks, launch
+
+            begin_rank(ranks)
+            from zinfer.config import resolve_settings
+
+        settings = resolve_settings(config, {"device": device}, swaps=True)
+        num_ranks = choose_num_ranks(ranks, settings.device)
+        if num_ranks > 1:
+            launch(num_ranks, lambda: "Finished requests were answered")
+        with importing():
+            from zinfer.serve.engine_process import compute
+
+        compute(str(socket), str(model), config, device)
+
+
+def _check_extra() -> None:
+    missing = [name for name in ("fastapi", "uvicorn", "msgspec", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"a server needs {missing[0]}; run `pip install 'zinfer[serve]'`")
+
+
+def _log_requests() -> None:
+    import logging
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log = logging.getLogger("zinfer.serve")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False

@@ -1,0 +1,166 @@
+"""Answers of OpenAI's two completion routes: one JSON object, or the events of a stream."""
+
+import asyncio
+import json
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from fastapi.sse import format_sse_event
+
+from zinfer.requests.completion import Completion, CompletionDelta
+from zinfer.requests.openai_choice import usage
+from zinfer.serve.errors import ApiError
+from zinfer.serve.service import Encoded, Service
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a completion route.
+
+    Attributes:
+        several: its encoded prompts; choices are numbered over all their completions.
+        echoes: for each prompt, the text that its choices begin with.
+        model: the name that the answer has.
+        includes_usage: whether a stream ends with the counts of tokens.
+    """
+
+    service: Service
+    several: Sequence[Encoded]
+    echoes: Sequence[str]
+    model: str
+    is_chat: bool
+    includes_usage: bool = False
+
+    async def whole(self) -> dict[str, Any]:
+        """Complete all prompts, and return the answer. Errors are those of `Service.complete`."""
+        async with self.service.admitted(self.several), asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._completions(each)) for each in self.several]
+        found = [task.result() for task in tasks]
+        choices: list[dict[str, Any]] = []
+        for encoded, echo, completions in zip(self.several, self.echoes, found, strict=True):
+            choices += [
+                self._whole_choice(encoded, echo, each, len(choices) + place) for place, each in enumerate(completions)
+            ]
+        num_new = sum(len(each.token_ids) for completions in found for each in completions)
+        return {**self._frame(is_chunk=False), "choices": choices, "usage": self._usage(num_new)}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream; an error after the first of them is an event too, one before is raised."""
+        frame, num_new, has_begun = self._frame(is_chunk=True), 0, False
+        if self.includes_usage:
+            frame["usage"] = None
+        try:
+            async with self.service.admitted(self.several), aclosing(self._choices()) as choices:
+                async for choice, num_tokens in choices:
+                    num_new += num_tokens
+                    has_begun = True
+                    yield _event({**frame, "choices": [choice]})
+        except Exception as error:
+            if not has_begun:
+                raise
+            yield _event(ApiError.of(error).body)
+            return
+        if self.includes_usage:
+            yield _event({**frame, "choices": [], "usage": self._usage(num_new)})
+        yield format_sse_event(data_str="[DONE]")
+
+    async def _completions(self, encoded: Encoded) -> list[Completion]:
+        async with aclosing(self.service.complete(encoded)) as deltas:
+            found = [delta.completion async for delta in deltas if delta.completion is not None]
+        return sorted(found, key=lambda each: each.sample_index)
+
+    def _whole_choice(self, encoded: Encoded, echo: str, completion: Completion, index: int) -> dict[str, Any]:
+        skips_special = encoded.params.skip_special_tokens
+        choice = self.service.choices.whole(
+            completion, is_chat=self.is_chat, skips_special=skips_special, begin=len(echo)
+        )
+        if echo:
+            choice["text"] = echo + choice["text"]
+        return {**choice, "index": index}
+
+    async def _choices(self) -> AsyncGenerator[tuple[dict[str, Any], int], None]:
+        """Yield the choices of chunks, each with the number of its new tokens."""
+        first_index, begins = 0, defaultdict[int, int](int)
+        streams: list[AsyncIterator[tuple[int, Encoded, CompletionDelta]]] = []
+        for encoded, echo in zip(self.several, self.echoes, strict=True):
+            for index in range(first_index, first_index + encoded.params.n):
+                if self.is_chat:
+                    yield _first_of_chat(index), 0
+                elif echo:
+                    begins[index] = len(echo)
+                    yield {"index": index, "text": echo, "logprobs": None, "finish_reason": None}, 0
+            streams.append(self._numbered(encoded, first_index))
+            first_index += encoded.params.n
+        async with aclosing(_merged(streams)) as merged:
+            async for index, encoded, delta in merged:
+                chunk = self.service.choices.chunk(
+                    delta,
+                    is_chat=self.is_chat,
+                    skips_special=encoded.params.skip_special_tokens,
+                    begin=begins[index],
+                )
+                begins[index] += len(delta.text)
+                yield {**chunk, "index": index}, len(delta.token_ids)
+
+    async def _numbered(
+        self, encoded: Encoded, first_index: int
+    ) -> AsyncGenerator[tuple[int, Encoded, CompletionDelta], None]:
+        async with aclosing(self.service.complete(encoded)) as deltas:
+            async for delta in deltas:
+                if delta.text or delta.logprobs or delta.completion is not None:
+                    yield first_index + delta.sample_index, encoded, delta
+
+    def _frame(self, *, is_chunk: bool) -> dict[str, Any]:
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid4().hex}"
+        return {"id": name, "object": kind, "created": int(time.time()), "model": self.model}
+
+    def _usage(self, num_new: int) -> dict[str, int]:
+        return usage(sum(len(each.prompt_ids) for each in self.several), num_new)
+
+
+def _first_of_chat(index: int) -> dict[str, Any]:
+    delta = {"role": "assistant", "content": ""}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return format_sse_event(data_str=json.dumps(data, ensure_ascii=False))
+
+
+async def _merged(
+    streams: Sequence[AsyncIterator[tuple[int, Encoded, CompletionDelta]]],
+) -> AsyncGenerator[tuple[int, Encoded, CompletionDelta], None]:
+    """Yield what several streams yield, as it comes; all end if one fails."""
+    queue: asyncio.Queue[tuple[int, Encoded, CompletionDelta] | Exception | None] = asyncio.Queue()
+
+    async def read(stream: AsyncIterator[tuple[int, Encoded, CompletionDelta]]) -> None:
+        try:
+            async for each in stream:
+                queue.put_nowait(each)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(read(each)) for each in streams]
+    num_left = len(tasks)
+    try:
+        while num_left:
+            event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                num_left -= 1
+            else:
+                yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,156 @@
+"""The process of one replica: it loads the model and completes the requests that the server's process sends."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+from zinfer.batching.async_llm import AsyncLLM
+from zinfer.batching.llm import LLM
+from zinfer.errors import CheckpointError, ConfigError, PlanError
+from zinfer.ranks.environment import own_rank
+from zinfer.serve.messages import (
+    Cancel,
+    Connection,
+    Deltas,
+    Load,
+    Ready,
+    Refused,
+    Submit,
+    ToEngine,
+    Unusable,
+)
+
+_LOAD_EVERY_S: Final = 1.0
+_EXIT_ORPHANED: Final = 1
+
+
+def compute(socket_path: str, model: str, config: Any, device: str) -> None:
+    """Load a model and compute until the server ends; ranks that follow another compute along until it ends.
+
+    Raises:
+        ConfigError, CheckpointError, PlanError: as `LLM`.
+        RuntimeError: the model's passes have ended by a failure.
+    """
+    if own_rank() > 0:
+        with LLM(model, config, device=device):
+            pass
+        return
+    asyncio.run(run_engine(socket_path, lambda: AsyncLLM(model, config, device=device)))
+
+
+async def run_engine(socket_path: str, load: Callable[[], AsyncLLM]) -> None:
+    """Load a model, and serve it over a Unix socket until the other end closes the connection or asks for the end.
+
+    Args:
+        load: makes the `AsyncLLM`. An error that it raises is told to the server, and raised.
+    """
+    reader, writer = await asyncio.open_unix_connection(socket_path)
+    connection = Connection(reader, writer, ToEngine)
+    messages: asyncio.Queue[ToEngine | None] = asyncio.Queue()
+    receiving = asyncio.create_task(_receive(connection, messages))
+    try:
+        llm = await _load(connection, load, receiving)
+        async with llm:
+            await _Engine(llm, connection).serve(messages)
+    finally:
+        receiving.cancel()
+        await connection.close()
+
+
+async def _receive(connection: Connection, messages: "asyncio.Queue[ToEngine | None]") -> None:
+    while (message := await connection.receive()) is not None:
+        messages.put_nowait(message)
+    messages.put_nowait(None)
+
+
+async def _load(connection: Connection, load: Callable[[], AsyncLLM], receiving: "asyncio.Task[None]") -> AsyncLLM:
+    loading = asyncio.create_task(asyncio.to_thread(load))
+    await asyncio.wait((loading, receiving), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():  # nobody waits for the model any more
+        os._exit(_EXIT_ORPHANED)
+    try:
+        return loading.result()
+    except Exception as error:
+        is_usage = isinstance(error, ConfigError | CheckpointError | PlanError)
+        connection.send(Unusable(str(error) or type(error).__name__, is_usage))
+        raise
+
+
+class _Engine:
+    def __init__(self, llm: AsyncLLM, connection: Connection) -> None:
+        self._llm, self._connection = llm, connection
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._deltas = Deltas([])
+
+    async def serve(self, messages: "asyncio.Queue[ToEngine | None]") -> None:
+        llm = self._llm.llm
+        budget = llm.batching
+        self._connection.send(Ready(llm.vocab_size, llm.limits, budget.num_pages * budget.page_size))
+        reporting = asyncio.create_task(self._report())
+        try:
+            while isinstance(message := await self._next(messages, reporting), Submit | Cancel):
+                if isinstance(message, Submit):
+                    task = asyncio.create_task(self._complete(message))
+                    self._tasks[message.number] = task
+                elif (running := self._tasks.get(message.number)) is not None:
+                    running.cancel()
+        finally:
+            reporting.cancel()
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            self._flush()
+
+    async def _next(
+        self, messages: "asyncio.Queue[ToEngine | None]", reporting: "asyncio.Task[None]"
+    ) -> ToEngine | None:
+        """Return the next message; raise the error that ended the model's passes for good."""
+        receiving = asyncio.create_task(messages.get())
+        await asyncio.wait((receiving, reporting), return_when=asyncio.FIRST_COMPLETED)
+        if not receiving.done():
+            receiving.cancel()
+            reporting.result()
+        return await receiving
+
+    async def _complete(self, submit: Submit) -> None:
+        number = submit.number
+        try:
+            async for delta in self._llm.generate({"prompt_token_ids": submit.prompt_ids}, submit.params):
+                if not self._deltas.deltas:  # what the same pass gives other requests is sent together
+                    asyncio.get_running_loop().call_soon(self._flush)
+                self._deltas.deltas.append((number, delta))
+        except ConfigError as error:
+            self._refuse(number, str(error), is_invalid=True)
+        except Exception as error:  # of a pass; the server tells the client, and `_report` whether the model goes on
+            self._refuse(number, f"{type(error).__name__}: {error}", is_invalid=False)
+        finally:
+            del self._tasks[number]
+
+    def _refuse(self, number: int, message: str, *, is_invalid: bool) -> None:
+        self._flush()
+        self._connection.send(Refused(number, message, is_invalid))
+
+    def _flush(self) -> None:
+        if self._deltas.deltas:
+            self._connection.send(self._deltas)
+            self._deltas = Deltas([])
+
+    async def _report(self) -> None:
+        """Send the counters until the model is closed; raises what closed it."""
+        llm = self._llm.llm
+        while True:
+            stats = await asyncio.to_thread(llm.stats)
+            self._connection.send(
+                Load(
+                    llm.num_running,
+                    llm.num_passes,
+                    llm.num_tokens,
+                    llm.num_new_tokens,
+                    llm.num_swapped_pages,
+                    stats.link_share,
+                    stats.disk_share,
+                    stats.stall_s,
+                )
+            )
+            await asyncio.sleep(_LOAD_EVERY_S)

@@ -1,0 +1,92 @@
+"""Errors of requests, as OpenAI's interface tells them."""
+
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from zinfer.errors import ConfigError
+
+_CLIENT_GONE: Final = 499  # in the log; nobody reads it
+_TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ReplicaGone(Exception):
+    """The process that computes has ended, or has not loaded the model yet; the request may be sent again."""
+
+
+class RequestFailed(Exception):
+    """The pass of a request failed."""
+
+
+class ClientGone(Exception):
+    """The client has closed its connection; nobody reads an answer."""
+
+
+class ApiError(Exception):
+    """A request that gets no answer.
+
+    Args:
+        status: of the HTTP response.
+        message: what is wrong, and the remedy.
+        param: the field that is wrong.
+        code: OpenAI's word for the error.
+        retry_after_s: when to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+
+    @classmethod
+    def of(cls, error: Exception) -> "ApiError":
+        """Return what a client is told of an error; one that it did not cause is raised again."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, ConfigError):
+            return cls(400, str(error))
+        if isinstance(error, ReplicaGone):
+            return cls(503, str(error), retry_after_s=1)
+        if isinstance(error, RequestFailed):
+            return cls(500, str(error))
+        raise error
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as the JSON of a response or of a stream's event."""
+        return {"error": {"message": self.message, "type": _kind(self.status), "param": self.param, "code": self.code}}
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Let an app answer errors in OpenAI's form."""
+
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        told = ApiError.of(error)
+        return JSONResponse(told.body, told.status, headers=told.headers)
+
+    async def answer_http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        told = ApiError(error.status_code, str(error.detail))
+        return JSONResponse(told.body, told.status, headers=error.headers)
+
+    async def close(request: Request, error: Exception) -> Response:
+        return Response(status_code=_CLIENT_GONE)
+
+    app.add_exception_handler(ClientGone, close)
+    for kind in (ApiError, ConfigError, ReplicaGone, RequestFailed):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(HTTPException, answer_http)
+
+
+def _kind(status: int) -> str:
+    return _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")

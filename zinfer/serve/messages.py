@@ -1,0 +1,113 @@
+"""Messages between the process that takes HTTP requests and one that computes, and how they are sent.
+
+Both ends are processes of one command, connected by a socket pair or a Unix socket. Each message has its length before
+it; the end of the connection is the end of the process at its other end.
+"""
+
+import asyncio
+import struct
+from typing import Any, Final
+
+import msgspec
+
+from zinfer.requests.completion import CompletionDelta
+from zinfer.requests.length_limits import LengthLimits
+from zinfer.requests.sampling_params import SamplingParams
+
+_LENGTH: Final = struct.Struct("<Q")
+
+
+class Submit(msgspec.Struct, tag=True):
+    """Complete a prompt. `number` names the request in later messages."""
+
+    number: int
+    prompt_ids: list[int]
+    params: SamplingParams
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """End a request; nothing more is heard of it."""
+
+    number: int
+
+
+class Close(msgspec.Struct, tag=True):
+    """Release the model and end the process."""
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The model is loaded. `limits` bound requests; `most_tokens` is what the KV cache holds of one sequence."""
+
+    vocab_size: int
+    limits: LengthLimits
+    most_tokens: int
+
+
+class Deltas(msgspec.Struct, tag=True):
+    """What requests got since the last message, in order."""
+
+    deltas: list[tuple[int, CompletionDelta]]
+
+
+class Refused(msgspec.Struct, tag=True):
+    """A request cannot be computed, or its pass failed: `is_invalid` tells which. Nothing more is heard of it."""
+
+    number: int
+    message: str
+    is_invalid: bool
+
+
+class Load(msgspec.Struct, tag=True):
+    """Counters of the engine so far, sent about once a second. Shares are of the link's and the disk's known rates."""
+
+    num_running: int
+    num_passes: int
+    num_tokens: int
+    num_new_tokens: int
+    num_swapped_pages: int
+    link_share: float | None
+    disk_share: float | None
+    stall_s: dict[str, float]
+
+
+class Unusable(msgspec.Struct, tag=True):
+    """The model could not be loaded; the process ends. `is_usage`: by what the user stated, not a failure."""
+
+    message: str
+    is_usage: bool
+
+
+ToEngine = Submit | Cancel | Close
+FromEngine = Ready | Deltas | Refused | Load | Unusable
+
+
+class Connection:
+    """One end of a connection; `kind` is the union of messages that arrive at it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any) -> None:
+        self._reader, self._writer = reader, writer
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: ToEngine | FromEngine) -> None:
+        """Queue a message; after the other end has gone it is dropped."""
+        data = self._encoder.encode(message)
+        if not self._writer.is_closing():
+            self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    async def receive(self) -> Any:
+        """Return the next message; None: the other end has gone."""
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            return self._decoder.decode(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    async def close(self) -> None:
+        """Send what is queued, and close the connection."""
+        try:
+            await self._writer.drain()
+            self._writer.close()
+            await self._writer.wait_closed()
+        except ConnectionError:
+            pass

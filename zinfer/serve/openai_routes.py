@@ -1,0 +1,113 @@
+"""OpenAI's routes that complete prompts, and its list of models."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Final, TypeVar, cast
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from zinfer.requests.json_object import read_object
+from zinfer.requests.openai_body import Body, ChatBody, CompletionBody, read_body
+from zinfer.requests.prompt_encoder import PromptLike, template_variables
+from zinfer.serve.answers import Call
+from zinfer.serve.disconnect import unless_disconnected
+from zinfer.serve.errors import ApiError
+from zinfer.serve.service import Service
+
+_DEFAULT_NEW: Final = 16
+"""OpenAI's default of `max_tokens` for `/v1/completions`; a chat may go on as long as there is room."""
+_AnyBody = TypeVar("_AnyBody", bound=Body)
+
+
+def openai_routes(service: Service) -> APIRouter:
+    """Return the routes over a service."""
+    router = APIRouter()
+
+    @router.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service, name) for name in service.names]}
+
+    @router.get("/v1/models/{name:path}")
+    def model(name: str) -> dict[str, Any]:
+        return _model(service, service.check_model(name))
+
+    @router.post("/v1/chat/completions", openapi_extra=_described(ChatBody))
+    async def chat(request: Request) -> Response:
+        body = await _read(request, ChatBody)
+        name = service.check_model(body.model)
+        variables = template_variables(body.chat_template_kwargs, body.reasoning_effort)
+        several = await service.encode([_messages(body)], body.params(None), variables)
+        return await _answer(request, body, Call(service, several, [""], name, True, _wants_usage(body)))
+
+    @router.post("/v1/completions", openapi_extra=_described(CompletionBody))
+    async def completions(request: Request) -> Response:
+        body = await _read(request, CompletionBody)
+        name = service.check_model(body.model)
+        params = body.params(None)
+        if body.echo and params.logprobs is not None:
+            raise ApiError(400, "echo beside logprobs is not supported; leave one of them out", param="echo")
+        several = await service.encode(body.prompts, params, default_new=_DEFAULT_NEW)
+        echoes = [""] * len(several)
+        if body.echo:
+            echoes = await service.on_thread(_echoes(service, body.prompts))
+        return await _answer(request, body, Call(service, several, echoes, name, False, _wants_usage(body)))
+
+    return router
+
+
+async def _read(request: Request, kind: type[_AnyBody]) -> _AnyBody:
+    return read_body(kind, read_object(await request.body(), "the body"))
+
+
+async def _answer(request: Request, body: Body, call: Call) -> Response:
+    if not body.stream:
+        return JSONResponse(await unless_disconnected(request, call.whole()))
+    events = call.events()
+    first = await anext(events)  # what can be refused is, with its status
+
+    async def stream() -> Any:
+        async with aclosing(events):
+            yield first
+            async for event in events:
+                yield event
+
+    return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _messages(body: ChatBody) -> PromptLike:
+    messages = body.messages
+    if not messages:
+        raise ApiError(400, "messages must hold at least one message", param="messages")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ApiError(400, f"messages: message {number} must be an object with a string 'role'", param="messages")
+    return messages
+
+
+def _wants_usage(body: Body) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def _echoes(service: Service, prompts: Sequence[PromptLike]) -> Callable[[], list[str]]:
+    def text(prompt: PromptLike) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        decoded: str = service.tokenizer.decode(cast(Mapping[str, Any], prompt)["prompt_token_ids"])
+        return decoded
+
+    def decode() -> list[str]:
+        return [text(each) for each in prompts]
+
+    return decode
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": service.began, "owned_by": "zinfer"}
+
+
+def _described(kind: type[Body]) -> dict[str, Any]:
+    """Describe a body in the OpenAPI schema: it is read by hand, so that errors name field and remedy."""
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,0 +1,84 @@
+"""Routes for those who operate a server, and for clients that count tokens."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from zinfer import __version__
+from zinfer.errors import ConfigError
+from zinfer.requests.field_errors import field_error
+from zinfer.requests.json_object import read_object
+from zinfer.requests.prompt_encoder import PromptLike
+from zinfer.requests.sampling_params import SamplingParams
+from zinfer.serve.errors import ApiError
+from zinfer.serve.replica import describe
+from zinfer.serve.service import Service
+
+
+class _Tokenize(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+class _Detokenize(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+def operation_routes(service: Service) -> APIRouter:
+    """Return the routes over a service."""
+    router = APIRouter()
+
+    @router.get("/health")
+    def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/ready")
+    def ready() -> JSONResponse:
+        return JSONResponse({"is_ready": service.is_ready}, 200 if service.is_ready else 503)
+
+    @router.get("/version")
+    def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @router.get("/load")
+    def load() -> dict[str, Any]:
+        return {"sequences_under_way": service.metrics.num_under_way, "replicas": describe(service.replicas)}
+
+    @router.get("/metrics")
+    def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body = await _read(request, _Tokenize)
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give one of 'prompt' and 'messages', and only one")
+        prompt: PromptLike | None = body.prompt if body.prompt is not None else body.messages
+        assert prompt is not None
+        (encoded,) = await service.encode([prompt], SamplingParams(), default_new=1)
+        return {"count": len(encoded.prompt_ids), "tokens": encoded.prompt_ids}
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, str]:
+        body = await _read(request, _Detokenize)
+        service.check_model(body.model)
+        return {"prompt": await service.decode(body.tokens)}
+
+    return router
+
+
+async def _read(request: Request, kind: type[Any]) -> Any:
+    try:
+        return kind.model_validate(read_object(await request.body(), "the body"))
+    except ValidationError as error:
+        raise ConfigError(field_error(error, kind)) from None

@@ -1,0 +1,221 @@
+"""`Replica`: one process that computes, as the server sees it."""
+
+import asyncio
+import itertools
+import signal
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from zinfer.errors import ConfigError, JobError
+from zinfer.requests.completion import CompletionDelta
+from zinfer.requests.sampling_params import SamplingParams
+from zinfer.serve.errors import ReplicaGone, RequestFailed
+from zinfer.serve.messages import (
+    Cancel,
+    Close,
+    Connection,
+    Deltas,
+    FromEngine,
+    Load,
+    Ready,
+    Refused,
+    Submit,
+    Unusable,
+)
+
+_CLOSE_S: Final = 30.0
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 60.0
+
+
+class Replica:
+    """Starts a process that computes, sends it requests, and starts it again when it ends by itself.
+
+    Args:
+        index: of this replica, from 0.
+        command: words that start the process; ``--socket PATH`` is added.
+        folder: for the socket; private to this user.
+
+    Attributes:
+        ready: what the model takes; None while the process starts.
+        load: the process's last counters.
+        num_restarts: how often the process was started again.
+        outstanding: prompt tokens and most new tokens of the requests under way.
+    """
+
+    def __init__(self, index: int, command: Sequence[str], folder: Path) -> None:
+        self.index = index
+        self.ready: Ready | None = None
+        self.load: Load | None = None
+        self.num_restarts = 0
+        self.outstanding = 0
+        self._command = command
+        self._path = folder / f"replica-{index}.sock"
+        self._numbers = itertools.count()
+        self._queues: dict[int, asyncio.Queue[CompletionDelta | Exception]] = {}
+        self._connection: Connection | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._is_closing = False
+
+    async def start(self) -> None:
+        """Start the process, and wait until its model is loaded.
+
+        Raises:
+            ConfigError: the model or its settings cannot be used.
+            JobError: the process failed or ended.
+        """
+        first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running = asyncio.create_task(self._run(first))
+        await first
+
+    async def complete(self, prompt_ids: list[int], params: SamplingParams) -> AsyncGenerator[CompletionDelta, None]:
+        """Yield what the ``n`` completions of a prompt get, token by token; leaving it early cancels them.
+
+        Raises:
+            ReplicaGone: the process has ended, or is not ready.
+            RequestFailed: the request's pass failed.
+            ConfigError: the engine refuses the request.
+        """
+        if self._connection is None or self.ready is None:
+            raise ReplicaGone("the model is loading; try again in a while")
+        connection, number, tokens = self._connection, next(self._numbers), len(prompt_ids) + params.most_new_tokens
+        queue = self._queues[number] = asyncio.Queue()
+        self.outstanding += tokens
+        connection.send(Submit(number, prompt_ids, params))
+        num_left = params.n
+        try:
+            while num_left:
+                event = await queue.get()
+                if isinstance(event, Exception):
+                    num_left = 0
+                    raise event
+                num_left -= event.completion is not None
+                yield event
+        finally:
+            self.outstanding -= tokens
+            del self._queues[number]
+            if num_left:
+                connection.send(Cancel(number))
+
+    async def close(self) -> None:
+        """End the process; requests under way fail."""
+        self._is_closing = True
+        if self._connection is not None:
+            self._connection.send(Close())
+        if self._running is not None:
+            process = self._process
+            if self._connection is None and process is not None:  # it loads
+                with suppress(ProcessLookupError):
+                    process.terminate()
+            await asyncio.wait((self._running,), timeout=_CLOSE_S)
+            self._running.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._running
+
+    async def _run(self, first: "asyncio.Future[None]") -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            reason = await self._run_once(first)
+            if not first.done():
+                first.set_exception(reason)
+                return
+            if self._is_closing:
+                return
+            was_ready = self.ready is not None
+            self.ready = None
+            self._fail_all(ReplicaGone(f"{reason}; it is started again"))
+            pause_s = _FIRST_PAUSE_S if was_ready else min(2 * pause_s, _LONGEST_PAUSE_S)
+            await asyncio.sleep(pause_s)
+            self.num_restarts += 1
+
+    async def _run_once(self, first: "asyncio.Future[None]") -> Exception:
+        """Run a process until it ends; returns why it did."""
+        arrived: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = Connection(reader, writer, FromEngine)
+            if not arrived.done():
+                arrived.set_result(connection)
+
+        self._path.unlink(missing_ok=True)
+        async with await asyncio.start_unix_server(accept, self._path):
+            process = self._process = await asyncio.create_subprocess_exec(
+                *self._command, "--socket", str(self._path), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            )
+            try:
+                ending = asyncio.create_task(process.wait())
+                await asyncio.wait((arrived, ending), return_when=asyncio.FIRST_COMPLETED)
+                told: Exception | None = None
+                if arrived.done():
+                    self._connection = arrived.result()
+                    told = await self._read(self._connection, first)
+                    self._connection = None
+                await asyncio.wait((ending,), timeout=_CLOSE_S)
+                return told or JobError(f"replica {self.index} {_how_ended(process.returncode)}")
+            finally:
+                self._connection = None
+                if process.returncode is None:
+                    process.send_signal(signal.SIGKILL)
+                    await process.wait()
+
+    async def _read(self, connection: Connection, first: "asyncio.Future[None]") -> Exception | None:
+        """Hand messages to their requests until the connection ends; returns the error that the process told."""
+        told: Exception | None = None
+        while (message := await connection.receive()) is not None:
+            match message:
+                case Deltas(deltas):
+                    for number, delta in deltas:
+                        self._put(number, delta)
+                case Refused(number, text, is_invalid):
+                    self._put(number, ConfigError(text) if is_invalid else RequestFailed(text))
+                case Load():
+                    self.load = message
+                case Ready():
+                    self.ready = message
+                    if not first.done():
+                        first.set_result(None)
+                case Unusable(text, is_usage):
+                    told = ConfigError(text) if is_usage else JobError(text)
+        await connection.close()
+        return told
+
+    def _put(self, number: int, event: CompletionDelta | Exception) -> None:
+        if (queue := self._queues.get(number)) is not None:  # else it was cancelled
+            queue.put_nowait(event)
+
+    def _fail_all(self, error: Exception) -> None:
+        for queue in self._queues.values():
+            queue.put_nowait(error)
+
+
+def _how_ended(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "has closed its connection"
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
+
+
+def choose(replicas: Sequence[Replica]) -> Replica:
+    """Return the ready replica with the fewest outstanding tokens. Raises ReplicaGone if none is ready."""
+    ready = [each for each in replicas if each.ready is not None]
+    if not ready:
+        raise ReplicaGone("the model is loading; try again in a while")
+    return min(ready, key=lambda each: each.outstanding)
+
+
+def describe(replicas: Sequence[Replica]) -> list[dict[str, Any]]:
+    """Return each replica's state, for `/load`."""
+    return [
+        {
+            "replica": each.index,
+            "is_ready": each.ready is not None,
+            "outstanding_tokens": each.outstanding,
+            "restarts": each.num_restarts,
+            "running_sequences": 0 if each.load is None else each.load.num_running,
+        }
+        for each in replicas
+    ]

@@ -1,0 +1,138 @@
+"""Runs a server: the replicas' processes, and the HTTP application in this one."""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import uvicorn
+
+from zinfer.serve.app import make_app
+from zinfer.serve.replica import Replica
+from zinfer.serve.service import Service, ServiceLimits
+
+_DRAIN_S: Final = 60
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where and for whom a server listens.
+
+    Attributes:
+        names: of the model; the first one is told to clients.
+        uds: path of a Unix socket to listen on instead of host and port.
+        certificate, key_file: PEM files for TLS.
+        api_keys, origins, root_path, most_body_bytes: as for `make_app`.
+        drain_s: how long requests under way may take after SIGTERM.
+    """
+
+    names: Sequence[str]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: Path | None = None
+    certificate: Path | None = None
+    key_file: Path | None = None
+    api_keys: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    root_path: str = ""
+    most_body_bytes: int = 16 << 20
+    drain_s: int = _DRAIN_S
+
+
+class _Server(uvicorn.Server):
+    """Ends by SIGTERM or SIGINT as if nobody had signalled; a second SIGINT does not wait for requests."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+
+def serve(
+    commands: Sequence[Sequence[str]],
+    tokenizer: Any,
+    options: ServerOptions,
+    limits: ServiceLimits,
+    say: Callable[[str], object],
+) -> None:
+    """Start replicas, listen until SIGTERM or SIGINT, let the requests under way end, and end the replicas.
+
+    The address is taken before the model is loaded, and connections wait until it is.
+
+    Args:
+        commands: one for each replica, as for `Replica`.
+        say: told where the server listens, once it does.
+
+    Raises:
+        ConfigError, JobError: a replica did not start.
+        OSError: the address cannot be used.
+    """
+    with TemporaryDirectory(prefix="zinfer-serve-") as folder:
+        replicas = [Replica(index, command, Path(folder)) for index, command in enumerate(commands)]
+        asyncio.run(_serve(Service(replicas, tokenizer, options.names, limits), options, say))
+
+
+async def _serve(service: Service, options: ServerOptions, say: Callable[[str], object]) -> None:
+    app = make_app(
+        service,
+        keys=options.api_keys,
+        origins=options.origins,
+        root_path=options.root_path,
+        most_body_bytes=options.most_body_bytes,
+    )
+    config = uvicorn.Config(
+        app,
+        host=options.host,
+        port=options.port,
+        uds=None if options.uds is None else str(options.uds),
+        ssl_certfile=options.certificate,
+        ssl_keyfile=options.key_file,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=options.drain_s,
+    )
+    config.load()  # TLS files and addresses are refused before the model is loaded
+    sockets = [] if options.uds is not None else [_bind(options)]
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    try:
+        await service.start()
+    except BaseException:
+        await service.close()
+        for each in sockets:
+            each.close()
+        raise
+    server = _Server(config)
+    announcing = asyncio.create_task(_announce(server, options, sockets, say))
+    await server.serve(sockets or None)
+    announcing.cancel()
+
+
+def _bind(options: ServerOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    return socket.create_server((options.host, options.port), family=family, backlog=2048)
+
+
+async def _announce(
+    server: uvicorn.Server, options: ServerOptions, sockets: Sequence[socket.socket], say: Callable[[str], object]
+) -> None:
+    while not server.started:
+        await asyncio.sleep(0.01)
+    if options.uds is not None:
+        say(f"serving {options.names[0]} on {options.uds}")
+        return
+    scheme = "http" if options.certificate is None else "https"
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    say(f"serving {options.names[0]} on {scheme}://{host}:{sockets[0].getsockname()[1]}/v1")
