@@ -36,6 +36,8 @@ START_COMMANDS: Final = (
     "test_packed_cache_processes.py",
     "test_quantize_cli.py",
     "test_ranks_jobs.py",
+    "test_serve.py",
+    "test_serve_processes.py",
     "test_spill_file.py",
 )
 """Files that fork commands: they stay in one process, whose server imports torch and transformers once."""

@@ -6,8 +6,8 @@ run, `zinfer` in this process, and the lines below are the expected output; an e
 `$ echo $?`. In expected output `...` matches anything, and runs of spaces match any number of spaces.
 
 Comments before a block: `file: NAME` writes it to a file for later blocks; `deepspeed` compiles Python without running
-it, and so does `ray` (`tests/test_ray.py` runs it); `slow` only checks a console's options, unless GUIDE_SLOW=1 is in
-the environment.
+it, and so do `ray` and `served` (`tests/test_ray.py` and `tests/test_serve.py` run them); `slow` only checks a
+console's options, unless GUIDE_SLOW=1 is in the environment.
 """
 
 import ast
@@ -50,7 +50,7 @@ class PageRunner:
 
     def _python(self, block: Block) -> None:
         tree = ast.parse("\n" * (block.line - 1) + block.text, str(block.page))
-        if block.comment in ("deepspeed", "ray"):
+        if block.comment in ("deepspeed", "ray", "served"):
             compile(tree, str(block.page), "exec")
             return
         checks = SAID.search(block.text) or any(isinstance(node, ast.Assert) for node in ast.walk(tree))

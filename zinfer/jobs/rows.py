@@ -6,7 +6,6 @@ the reason; it never ends the job. Unknown keys are invalid, so a mistyped `temp
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,14 +17,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, fi
 from zinfer.errors import ConfigError
 from zinfer.jobs.openai_batch import OpenAIForm, read_request
 from zinfer.requests.field_errors import field_error, short
-from zinfer.requests.json_object import read_object
+from zinfer.requests.json_object import SURROGATE, check_unicode, read_object
 from zinfer.requests.prompt_encoder import template_variables
 from zinfer.requests.sampling_params import SamplingParams, as_tuple
 
 RowId = str | int
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _SOURCES = ("prompt", "messages", "prompt_token_ids")
 _FIELDS = (*_SOURCES, "chat_template_kwargs", "reasoning_effort")
 
@@ -164,7 +162,7 @@ def parse_line(line: Line) -> Parsed:
         return Parsed(line.number, record)
     if type(own_id) is not str and not (name == "id" and type(own_id) is int):
         return Parsed(line.number, None, f"{name} must be {allowed}, not {short(own_id)}")
-    if _SURROGATE.search(str(own_id)):
+    if SURROGATE.search(str(own_id)):
         return Parsed(line.number, None, f"{name} holds half of a surrogate pair")
     return Parsed(line.number, record, None, own_id)
 
@@ -176,9 +174,8 @@ def row_of(parsed: Parsed, row_id: RowId, max_new_tokens: int | None) -> Row | B
         try:
             fields = (read_request if parsed.is_openai else _own_fields)(record, max_new_tokens)
             row = Row.model_validate({"id": row_id, **fields})
-            if not _SURROGATE.search(json.dumps(record, ensure_ascii=False)):
-                return row
-            problem = "the text holds half of a surrogate pair, which is not Unicode text"
+            check_unicode(record)
+            return row
         except ConfigError as error:
             problem = str(error)
         except ValidationError as error:

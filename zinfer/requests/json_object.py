@@ -1,11 +1,13 @@
 """Reads JSON objects that others wrote, strictly: standard JSON, no field twice, limited depth."""
 
 import json
+import re
 from typing import Any, Final
 
 from zinfer.errors import ConfigError
 from zinfer.requests.field_errors import short
 
+SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _MOST_DEPTH: Final = 64
 
 
@@ -32,6 +34,12 @@ def read_object(data: bytes, what: str) -> dict[str, Any]:
     if depth > _MOST_DEPTH:
         raise ConfigError(f"nested more than {_MOST_DEPTH} deep")
     return record
+
+
+def check_unicode(record: object) -> None:
+    """Raise ConfigError if a text of a JSON value holds half of a surrogate pair."""
+    if SURROGATE.search(json.dumps(record, ensure_ascii=False)):
+        raise ConfigError("the text holds half of a surrogate pair, which is not Unicode text")
 
 
 def _depth(value: object) -> int:

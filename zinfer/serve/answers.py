@@ -58,8 +58,9 @@ class Call:
             async with self.service.admitted(self.several), aclosing(self._choices()) as choices:
                 async for choice, num_tokens in choices:
                     num_new += num_tokens
-                    has_begun = True
-                    yield _event({**frame, "choices": [choice]})
+                    if choice is not None:
+                        has_begun = True
+                        yield _event({**frame, "choices": [choice]})
         except Exception as error:
             if not has_begun:
                 raise
@@ -83,8 +84,8 @@ class Call:
             choice["text"] = echo + choice["text"]
         return {**choice, "index": index}
 
-    async def _choices(self) -> AsyncGenerator[tuple[dict[str, Any], int], None]:
-        """Yield the choices of chunks, each with the number of its new tokens."""
+    async def _choices(self) -> AsyncGenerator[tuple[dict[str, Any] | None, int], None]:
+        """Yield the choices of chunks, each with the number of its new tokens; None: their text is held back."""
         first_index, begins = 0, defaultdict[int, int](int)
         streams: list[AsyncIterator[tuple[int, Encoded, CompletionDelta]]] = []
         for encoded, echo in zip(self.several, self.echoes, strict=True):
@@ -98,6 +99,9 @@ class Call:
             first_index += encoded.params.n
         async with aclosing(_merged(streams)) as merged:
             async for index, encoded, delta in merged:
+                if not delta.text and not delta.logprobs and delta.completion is None:
+                    yield None, len(delta.token_ids)
+                    continue
                 chunk = self.service.choices.chunk(
                     delta,
                     is_chat=self.is_chat,
@@ -112,8 +116,7 @@ class Call:
     ) -> AsyncGenerator[tuple[int, Encoded, CompletionDelta], None]:
         async with aclosing(self.service.complete(encoded)) as deltas:
             async for delta in deltas:
-                if delta.text or delta.logprobs or delta.completion is not None:
-                    yield first_index + delta.sample_index, encoded, delta
+                yield first_index + delta.sample_index, encoded, delta
 
     def _frame(self, *, is_chunk: bool) -> dict[str, Any]:
         kind = "text_completion"

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
 from zinfer import __version__
 from zinfer.serve.errors import handle_errors
@@ -32,13 +33,12 @@ def make_app(
         yield
         await service.close()
 
-    app = FastAPI(
-        title="zinfer", version=__version__, lifespan=lifespan, root_path=root_path, max_body_size=most_body_bytes
-    )
+    app = FastAPI(title="zinfer", version=__version__, lifespan=lifespan, root_path=root_path)
     app.include_router(openai_routes(service))
     app.include_router(operation_routes(service))
     handle_errors(app)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Guard, keys=keys)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=most_body_bytes)
+    app.add_middleware(Guard, keys=keys, most_body_bytes=most_body_bytes)
     return app

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar, cast
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from zinfer.requests.json_object import read_object
+from zinfer.requests.json_object import check_unicode, read_object
 from zinfer.requests.openai_body import Body, ChatBody, CompletionBody, read_body
 from zinfer.requests.prompt_encoder import PromptLike, template_variables
 from zinfer.serve.answers import Call
@@ -57,7 +57,9 @@ def openai_routes(service: Service) -> APIRouter:
 
 
 async def _read(request: Request, kind: type[_AnyBody]) -> _AnyBody:
-    return read_body(kind, read_object(await request.body(), "the body"))
+    record = read_object(await request.body(), "the body")
+    check_unicode(record)
+    return read_body(kind, record)
 
 
 async def _answer(request: Request, body: Body, call: Call) -> Response:

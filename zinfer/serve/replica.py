@@ -58,7 +58,7 @@ class Replica:
         self._connection: Connection | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._running: asyncio.Task[None] | None = None
-        self._is_closing = False
+        self._is_closing = self._was_ready = False
 
     async def start(self) -> None:
         """Start the process, and wait until its model is loaded.
@@ -124,10 +124,8 @@ class Replica:
                 return
             if self._is_closing:
                 return
-            was_ready = self.ready is not None
-            self.ready = None
             self._fail_all(ReplicaGone(f"{reason}; it is started again"))
-            pause_s = _FIRST_PAUSE_S if was_ready else min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = _FIRST_PAUSE_S if self._was_ready else min(2 * pause_s, _LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s)
             self.num_restarts += 1
 
@@ -140,6 +138,7 @@ class Replica:
             if not arrived.done():
                 arrived.set_result(connection)
 
+        self._was_ready = False
         self._path.unlink(missing_ok=True)
         async with await asyncio.start_unix_server(accept, self._path):
             process = self._process = await asyncio.create_subprocess_exec(
@@ -152,11 +151,11 @@ class Replica:
                 if arrived.done():
                     self._connection = arrived.result()
                     told = await self._read(self._connection, first)
-                    self._connection = None
+                    self._connection = self.ready = None
                 await asyncio.wait((ending,), timeout=_CLOSE_S)
                 return told or JobError(f"replica {self.index} {_how_ended(process.returncode)}")
             finally:
-                self._connection = None
+                self._connection = self.ready = None
                 if process.returncode is None:
                     process.send_signal(signal.SIGKILL)
                     await process.wait()
@@ -174,7 +173,7 @@ class Replica:
                 case Load():
                     self.load = message
                 case Ready():
-                    self.ready = message
+                    self.ready, self._was_ready = message, True
                     if not first.done():
                         first.set_result(None)
                 case Unusable(text, is_usage):

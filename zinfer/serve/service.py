@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from zinfer.requests.completion import CompletionDelta
 from zinfer.requests.openai_choice import OpenAIChoices
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike
 from zinfer.requests.sampling_params import SamplingParams
-from zinfer.serve.errors import ApiError
+from zinfer.serve.errors import ApiError, ReplicaGone
 from zinfer.serve.messages import Ready
 from zinfer.serve.metrics import Metrics
 from zinfer.serve.replica import Replica, choose
@@ -174,13 +174,22 @@ class Service:
             ReplicaGone, RequestFailed: as `Replica.complete`.
             ConfigError: the engine refuses the prompt.
         """
-        replica = choose(self.replicas)
         with self.metrics.request(encoded) as measured:
-            async for delta in replica.complete(encoded.prompt_ids, encoded.params):
-                measured.add(delta)
-                if delta.completion is not None and delta.completion.error is not None:
-                    raise ConfigError(delta.completion.error)
-                yield delta
+            has_begun = False
+            while True:
+                replica = choose(self.replicas)
+                try:
+                    async with aclosing(replica.complete(encoded.prompt_ids, encoded.params)) as deltas:
+                        async for delta in deltas:
+                            has_begun = True
+                            measured.add(delta)
+                            if delta.completion is not None and delta.completion.error is not None:
+                                raise ConfigError(delta.completion.error)
+                            yield delta
+                    return
+                except ReplicaGone:  # another one takes a request that has got nothing yet
+                    if has_begun or all(each.ready is None for each in self.replicas):
+                        raise
 
     def _open(self, ready: Ready) -> None:
         self._encoder = PromptEncoder(self.tokenizer, ready.vocab_size, ready.limits)

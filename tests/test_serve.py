@@ -1,0 +1,243 @@
+"""A server as OpenAI's own client sees it."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from guide_blocks import GUIDE, blocks_of
+from jobs_support import letters_model
+from serve_support import KEY, Server, serving
+
+from zinfer import LLM, SamplingParams
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+PROMPTS = [f"{'ab' * (number % 7 + 1)}{chr(97 + number % 26)}" for number in range(40)]
+HI: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return letters_model(tmp_path_factory.mktemp("models") / "letters", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(model, tmp_path_factory.mktemp("server"), "--max-requests", "64", "--max-body", "1") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return server.client()
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> dict[str, str]:
+    """Each prompt's greedy text."""
+    with LLM(str(model), device="cpu") as llm:
+        return {each: llm.generate(each, max_new_tokens=12)[0].text for each in PROMPTS}
+
+
+def test_models_are_listed_by_their_names(client: openai.OpenAI) -> None:
+    assert [each.id for each in client.models.list()] == ["letters"]
+    assert client.models.retrieve("letters").owned_by == "zinfer"
+    with pytest.raises(openai.NotFoundError, match="model 'other' does not exist here; use 'letters'"):
+        client.completions.create(model="other", prompt="a")
+
+
+def test_a_chat_goes_on_until_the_model_ends_it_or_there_is_no_room(client: openai.OpenAI, model: Path) -> None:
+    ended = client.chat.completions.create(model="letters", messages=HI, temperature=0)
+    endless = client.chat.completions.create(
+        model="letters", messages=HI, temperature=0, extra_body={"ignore_eos": True}
+    )
+    with LLM(str(model), device="cpu") as llm:
+        (own,) = llm.generate(HI, max_new_tokens=123)
+    assert (ended.choices[0].message.content, ended.choices[0].finish_reason) == (own.text, own.finish_reason)
+    assert own.finish_reason == "stop"
+    assert endless.usage is not None
+    assert (endless.usage.prompt_tokens, endless.usage.completion_tokens) == (5, 123)
+    assert endless.choices[0].finish_reason == "length"
+
+
+def test_a_stream_holds_the_same_text_and_the_usage(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "letters", "messages": HI, "temperature": 0, "max_tokens": 20}
+    options["extra_body"] = {"ignore_eos": True}
+    whole = client.chat.completions.create(**options)
+    stream = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    *chunks, last = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(each.choices[0].delta.content or "" for each in chunks) == whole.choices[0].message.content
+    assert [each.choices[0].finish_reason for each in chunks if each.choices[0].finish_reason] == ["length"]
+    assert all(each.usage is None for each in chunks)
+    assert (last.choices, last.usage) == ([], whole.usage)
+    assert len(chunks) > 10
+
+
+def test_several_prompts_with_several_choices_each(client: openai.OpenAI, alone: dict[str, str]) -> None:
+    several = client.completions.create(model="letters", prompt=PROMPTS[:5], temperature=0, max_tokens=12)
+    assert [each.index for each in several.choices] == list(range(5))
+    assert [each.text for each in several.choices] == [alone[each] for each in PROMPTS[:5]]
+    options: dict[str, Any] = {"model": "letters", "prompt": PROMPTS[:2], "n": 3, "seed": 5, "max_tokens": 8}
+    drawn = client.completions.create(**options)
+    texts: dict[int, str] = dict.fromkeys(range(6), "")
+    for chunk in client.completions.create(**options, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert [texts[number] for number in range(6)] == [each.text for each in drawn.choices]
+    assert len(set(texts.values())) > 1
+
+
+def test_parameters_and_logprobs_are_those_of_llm(client: openai.OpenAI, model: Path) -> None:
+    options: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 3, "logit_bias": {"40": -100}}
+    options |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "stop": ["zz"]}
+    found = client.completions.create(model="letters", prompt="abc", max_tokens=9, logprobs=2, **options)
+    chat = client.chat.completions.create(
+        model="letters", messages=HI, max_tokens=9, logprobs=True, top_logprobs=2, extra_body={"top_k": 5}, **options
+    )
+    bias = {**options, "logit_bias": {40: -100.0}}
+    with LLM(str(model), device="cpu") as llm:
+        (own,) = llm.generate("abc", SamplingParams(max_new_tokens=9, logprobs=2, **bias))
+        (own_chat,) = llm.generate(HI, SamplingParams(max_new_tokens=9, logprobs=2, top_k=5, **bias))
+    assert found.choices[0].text == own.text
+    assert found.choices[0].logprobs is not None
+    assert own.logprobs is not None
+    assert found.choices[0].logprobs.token_logprobs == pytest.approx([each.chosen for each in own.logprobs], abs=1e-4)
+    assert chat.choices[0].message.content == own_chat.text
+    shown = chat.choices[0].logprobs
+    assert shown is not None
+    assert shown.content is not None
+    assert [len(each.top_logprobs) for each in shown.content] == [2] * len(own_chat.token_ids)
+
+
+def test_an_echo_begins_each_choice_with_its_prompt(client: openai.OpenAI, alone: dict[str, str]) -> None:
+    first, second = PROMPTS[:2]
+    options: dict[str, Any] = {"model": "letters", "prompt": [first, second], "temperature": 0, "max_tokens": 12}
+    found = client.completions.create(**options, echo=True)
+    assert [each.text for each in found.choices] == [first + alone[first], second + alone[second]]
+    texts = ["", ""]
+    for chunk in client.completions.create(**options, echo=True, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [each.text for each in found.choices]
+
+
+def test_forty_clients_at_once_get_the_texts_alone(server: Server, alone: dict[str, str]) -> None:
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+            calls = [
+                client.completions.create(model="letters", prompt=each, temperature=0, max_tokens=12)
+                for each in PROMPTS
+            ]
+            return [each.choices[0].text for each in await asyncio.gather(*calls)]
+
+    assert asyncio.run(ask()) == [alone[each] for each in PROMPTS]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_ends_its_request(server: Server, streams: bool) -> None:
+    body = {"prompt": ["ab"] * 40, "max_tokens": 120, "ignore_eos": True, "stream": streams}
+    with server.http() as http:
+        before = _passes(http)
+        with pytest.raises(httpx.ReadTimeout):
+            _read_all(http, body, timeout=0.3)
+        deadline = time.monotonic() + 20
+        while server.load()["sequences_under_way"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert _passes(http) < before + 118
+
+
+def test_too_many_sequences_are_refused_with_429(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.RateLimitError, match="65 more than the limit of 64") as refused:
+        client.completions.create(model="letters", prompt="a", n=65, max_tokens=1)
+    assert refused.value.response.headers["retry-after"] == "1"
+
+
+def test_every_route_needs_the_key(server: Server) -> None:
+    with httpx.Client(base_url=server.url) as http:
+        for path in ("/v1/models", "/health", "/metrics", "/load", "/docs", "/nothing"):
+            assert http.get(path).status_code == 401
+            assert http.get(path, headers={"Authorization": f"Bearer {KEY}x"}).status_code == 401
+            assert http.get(path, headers={"Authorization": f"Basic {KEY}"}).status_code == 401
+    with pytest.raises(openai.AuthenticationError, match="API key"):
+        server.client(api_key="wrong").models.list()
+
+
+BAD: list[tuple[bytes, int, str]] = [
+    (b"", 400, "not JSON"),
+    (b"{", 400, "not JSON"),
+    (b"[1]", 400, "not a JSON object"),
+    (b"\xff\xfe", 400, "not UTF-8"),
+    (b'{"prompt": "a", "prompt": "b"}', 400, "given twice"),
+    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "not JSON"),
+    (b'{"prompt": ' + b"[" * 90 + b"]" * 90 + b"}", 400, "nested"),
+    (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", 400, "JSON"),
+    (b'{"prompt": "a", "temperature": NaN}', 400, "NaN"),
+    (b'{"prompt": "\\ud800"}', 400, "surrogate"),
+    (b'{"prompt": "a", "max_tokens": 1e9}', 400, "max_new_tokens must be a whole number"),
+    (b'{"prompt": "a", "max_tokens": 100000}', 400, "128"),
+    (b'{"prompt": [99999]}', 400, "token ids"),
+    (b'{"prompt": []}', 400, "no tokens"),
+    (b'{"prompt": ["a", 1]}', 400, "prompt"),
+    (b'{"prompt": "a", "temperture": 1}', 400, "did you mean 'temperature'"),
+    (b'{"prompt": "a", "suffix": "b"}', 400, "suffix is not supported"),
+    (b'{"prompt": "a", "stream_options": {"include": true}}', 400, "stream_options"),
+    (b'{"prompt": "a", "best_of": 2}', 400, "best_of"),
+    (b'{"prompt": "' + b"a" * (1 << 20) + b'"}', 413, "send less"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "words"), BAD, ids=[str(number) for number in range(len(BAD))])
+def test_bodies_that_cannot_be_used(server: Server, body: bytes, status: int, words: str) -> None:
+    with server.http() as http:
+        for extra in (b"", b', "stream": true}'):
+            sent = body[:-1] + extra if extra and body.endswith(b"}") else body
+            answer = http.post("/v1/completions", content=sent)
+            assert answer.status_code == status
+            assert words in answer.json()["error"]["message"]
+
+
+def test_tokens_are_counted_and_decoded(server: Server) -> None:
+    with server.http() as http:
+        counted = http.post("/tokenize", json={"prompt": "abc"}).json()
+        assert counted["count"] == len(counted["tokens"]) == 3
+        assert http.post("/detokenize", json={"tokens": counted["tokens"]}).json()["prompt"].replace(" ", "") == "abc"
+        assert http.post("/tokenize", json={"messages": HI}).json()["count"] == 5
+        assert http.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+
+
+def test_the_guides_client_gets_an_answer(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = (each for each in blocks_of(GUIDE / "serve.md") if each.comment == "served")
+    code = block.text.replace("http://127.0.0.1:8000", server.url).replace('"secret"', repr(KEY))
+    exec(compile(code.replace('model="model"', 'model="letters"'), "serve.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_metrics_have_vllms_names(server: Server, client: openai.OpenAI) -> None:
+    client.completions.create(model="letters", prompt="a", max_tokens=3)
+    with server.http() as http:
+        text = http.get("/metrics").text
+        assert (http.get("/health").json(), http.get("/ready").status_code) == ({"status": "ok"}, 200)
+    for name in ("num_requests_running", "num_requests_waiting", "time_to_first_token_seconds_count"):
+        assert f'vllm:{name}{{model_name="letters"}}' in text
+    assert 'vllm:request_success_total{finished_reason="length",model_name="letters"}' in text
+    assert 'zinfer_passes_total{model_name="letters",replica="0"}' in text
+
+
+def _passes(http: httpx.Client) -> float:
+    time.sleep(1.1)  # replicas report once a second
+    line = next(each for each in http.get("/metrics").text.splitlines() if each.startswith("zinfer_passes_total"))
+    return float(line.split()[-1])
+
+
+def _read_all(http: httpx.Client, body: dict[str, Any], timeout: float) -> None:
+    """Read an answer, and leave once this many seconds have gone by."""
+    end = time.monotonic() + timeout
+    with http.stream("POST", "/v1/completions", content=json.dumps(body), timeout=timeout) as answer:
+        for _ in answer.iter_raw():
+            if time.monotonic() > end:
+                raise httpx.ReadTimeout("long enough")

@@ -1,0 +1,114 @@
+"""Processes of a server: killed replicas, ranks, the end by a signal, TLS, settings that do not work."""
+
+import os
+import signal
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from commands import start
+from jobs_support import letters_model
+from serve_support import Server, serving
+
+LONG: dict[str, Any] = {"model": "letters", "prompt": "ab", "max_tokens": 120, "temperature": 0}
+LONG |= {"extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return letters_model(tmp_path_factory.mktemp("models") / "letters")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(model, tmp_path_factory.mktemp("server"), "--replicas", "2") as server:
+        yield server
+
+
+def test_a_killed_replica_fails_its_requests_and_comes_back(server: Server) -> None:
+    client = server.client()
+    whole = client.completions.create(**LONG).choices[0].text
+    victim = server.replica_ids()[0]
+    found: list[object] = []
+
+    def ask() -> None:
+        try:
+            found.append(client.completions.create(**LONG).choices[0].text)
+        except openai.APIStatusError as error:
+            found.append((error.status_code, str(error)))
+
+    askers = [threading.Thread(target=ask) for _ in range(8)]
+    for asker in askers:
+        asker.start()
+    time.sleep(0.3)
+    os.kill(victim, signal.SIGKILL)
+    for asker in askers:
+        asker.join(60)
+    lost = [each for each in found if each != whole]
+    assert len(found) == 8
+    assert lost
+    assert len(lost) < 8
+    for status, text in lost:  # type: ignore[misc]
+        assert status == 503
+        assert "was killed by SIGKILL; it is started again" in text
+    deadline = time.monotonic() + 120
+    while not all(each["is_ready"] for each in server.load()["replicas"]):  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+        assert client.completions.create(model="letters", prompt="a", max_tokens=1).choices
+        time.sleep(0.2)
+    assert sum(each["restarts"] for each in server.load()["replicas"]) == 1  # type: ignore[attr-defined]
+    assert client.completions.create(**LONG).choices[0].text == whole
+
+
+def test_sigterm_lets_requests_end_and_leaves_nothing(server: Server) -> None:
+    client, text = server.client(), ""
+    replicas, whole = server.replica_ids(), client.completions.create(**LONG).choices[0].text
+    for number, chunk in enumerate(client.completions.create(**LONG, stream=True)):
+        if number == 5:
+            server.process.send_signal(signal.SIGTERM)
+        text += chunk.choices[0].text
+    assert text == whole
+    assert server.process.wait(timeout=60) == 0
+    assert not any(Path(f"/proc/{each}").exists() for each in replicas)
+
+
+@pytest.mark.slow
+def test_two_ranks_share_a_replica_behind_tls(model: Path, tmp_path: Path) -> None:
+    names = [str(tmp_path / name) for name in ("key.pem", "cert.pem")]
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2"]
+    subprocess.run([*made, "-keyout", names[0], "-out", names[1]], check=True, capture_output=True)
+    config = tmp_path / "tensor.json"
+    config.write_text('{"tensor_parallel": {"tp_size": 2}}')
+    options = ("--config", str(config), "--ranks", "2", "--ssl-keyfile", names[0], "--ssl-certfile", names[1])
+    with serving(model, tmp_path, *options, key=None) as server:
+        assert server.url.startswith("https://")
+        trusted = httpx.Client(verify=ssl.create_default_context(cafile=names[1]))
+        url = server.url.replace("127.0.0.1", "localhost")
+        answer = trusted.post(f"{url}/v1/completions", json={"prompt": "abc", "temperature": 0, "max_tokens": 5})
+        assert answer.json()["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "nowhere"], "--model nowhere is not a folder"),
+        (["--ssl-keyfile", "key.pem"], "--ssl-certfile and --ssl-keyfile go together"),
+        (["--config", "bad.json"], "unknown"),
+        (["--host", "192.0.2.1"], "192.0.2.1"),
+    ],
+)
+def test_settings_that_do_not_work_end_the_command(model: Path, tmp_path: Path, options: list[str], words: str) -> None:
+    (tmp_path / "bad.json").write_text('{"zero_optimisation": {}}')
+    base = [] if "--model" in options else ["--model", str(model)]
+    process = start(["serve", "--device", "cpu", *base, *options], tmp_path, warm=True)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode in (1, 2)
+    assert words in said
+    assert "Traceback" not in said
