@@ -136,7 +136,10 @@ class PagedEngine:
         self._check_progress(coming)
 
     def _check_progress(self, coming: Pass) -> None:
-        """The first of those admitted goes on in every pass of one set; ones that run already come before others."""
+        """The first of those admitted goes on in every pass of one set; ones that run already come before others.
+
+        Those in the background have an order of their own, and go on if there are no others.
+        """
         in_order = list(self._admitted)
         for chunk in coming.chunks:
             self._admitted.setdefault(chunk.sequence.number, chunk.sequence)
@@ -145,9 +148,14 @@ class PagedEngine:
             if self._admitted[number].state is SequenceState.FINISHED:
                 del self._admitted[number]
         numbers = [chunk.sequence.number for chunk in coming.chunks]
-        if self.num_sets == 1:
-            assert numbers[0] == next(iter(self._admitted))
-        assert numbers == [number for number in self._admitted if number in set(numbers)]
+        is_first = True
+        for kind in (False, True):
+            admitted = [number for number, each in self._admitted.items() if each.is_background is kind]
+            own = [number for number in numbers if self._admitted[number].is_background is kind]
+            assert own == [number for number in admitted if number in set(own)]
+            if self.num_sets == 1 and admitted and is_first:
+                assert own[0] == admitted[0]
+                is_first = False
 
     def _resume(self, sequence: Sequence, pages: tuple[int, ...]) -> None:
         contents = self._host.pop(sequence.number)

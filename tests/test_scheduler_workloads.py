@@ -39,6 +39,7 @@ class Row:
     end_after: int
     arrives_at: int
     abort_at: tuple[int, bool] | None
+    is_background: bool = False
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -55,6 +56,7 @@ ROWS = st.builds(
     end_after=st.integers(1, 60),
     arrives_at=st.sampled_from([0, 0, 0, 1, 5, 20]),
     abort_at=st.none() | st.none() | st.none() | st.tuples(st.integers(0, 40), st.booleans()),
+    is_background=st.booleans(),
 )
 
 
@@ -104,7 +106,10 @@ class Workload:
         num_sets: int = 1,
     ) -> None:
         self.rows = sorted(rows, key=lambda row: row.arrives_at)
-        self.sequences = [Sequence(number, row.prompt, row.max_new_tokens) for number, row in enumerate(self.rows)]
+        self.sequences = [
+            Sequence(number, row.prompt, row.max_new_tokens, is_background=row.is_background)
+            for number, row in enumerate(self.rows)
+        ]
         num_pages = (
             max(room.pages_alone(sequence) for sequence in self.sequences) + room.num_spare_tokens // room.page_size
         )
@@ -227,6 +232,29 @@ def test_pages_that_a_pass_needs_come_and_those_that_it_writes_go_back(
 @settings(max_examples=NUM_WORKLOADS)
 def test_passes_of_several_sets_are_under_way_at_once(rows: list[Row], room: Room, num_sets: int) -> None:
     Workload(rows, room, num_sets=num_sets).run()
+
+
+@pytest.mark.parametrize("most_swapped_pages", [None, 0])
+def test_others_wait_for_no_more_than_the_pass_under_way(most_swapped_pages: int | None) -> None:
+    """However the background fills rows, pages and tokens: what arrives is in the next pass, and goes on in each."""
+    background = [Row(number % 3, 100, 20, number, 40, 60, 0, None, is_background=True) for number in range(30)]
+    arriving = [Row(0, 0, 60, 20 + number, 10, 60, at, None) for number, at in enumerate((3, 9, 9, 9, 30))]
+    for room in (
+        Room(16, 200, 300, 20, most_swapped_pages, "arrival", None),  # pages are short
+        Room(16, 9000, 300, 8, most_swapped_pages, "arrival", None),  # rows
+        Room(16, 9000, 200, 30, most_swapped_pages, "longest_first", None),  # tokens
+    ):
+        workload = Workload([*background, *arriving], room)
+        workload.run()
+        for sequence, row in zip(workload.sequences, workload.rows, strict=True):
+            if not row.is_background:
+                passes = [at for at, chunks in enumerate(workload.compositions) if sequence.number in dict_of(chunks)]
+                assert passes == list(range(row.arrives_at, row.arrives_at + 10)), room
+        assert workload.engine.num_swapped_out + workload.engine.num_recomputed > 0 or room.token_budget == 200
+
+
+def dict_of(chunks: list[tuple[int, int, int]]) -> dict[int, tuple[int, int]]:
+    return {number: (begin, end) for number, begin, end in chunks}
 
 
 @pytest.mark.parametrize("num_sets", [2, 3, 4])

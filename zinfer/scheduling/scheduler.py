@@ -8,7 +8,8 @@ bytes, and knows no end tokens.
 only if the one before it needs just one token per pass from then on, so at most one prompt is under way, and it is the
 last. When pages run short the last sequences are preempted, never the first, and they resume in order before new ones
 are admitted. So the first sequence, which fits the pool alone, computes at least one token in every pass; when it is
-finished the next one is the first. Nothing waits forever, and no admitted sequence is dropped.
+finished the next one is the first. Nothing waits forever, and no admitted sequence is dropped. All this holds among
+sequences that are not in the background, and, while there are none, among those that are; see `claims`.
 
 [Note: a pass ahead] The next pass is scheduled before the tokens of the pass before are known: after `advance` a
 sequence's last token is `PENDING`, and `receive` fills it in while the next pass is computed. A sequence that turns out
@@ -17,6 +18,7 @@ to have ended with that token wastes one token.
 
 from collections.abc import Iterable
 
+from zinfer.scheduling.claims import Claims
 from zinfer.scheduling.page_allocator import PageAllocator, first_needed
 from zinfer.scheduling.page_pool import PagePool
 from zinfer.scheduling.pass_sets import PassSets
@@ -132,11 +134,14 @@ class Scheduler:
         self._allocator.is_short = False
         num_pages = max(self.pool.num_pages - self._allocator.most_reserved, 1)
         most_rows = self._sets.most_rows(num_pages, len(self._running))
-        num_left = self._schedule_running(new_pass, num_pages, most_rows)
+        claims, gave_way = self._give_way(new_pass)
+        num_left = self._schedule_running(new_pass, num_pages, most_rows, claims)
         sequence: Sequence | None = None
         while num_left and len(self._running) < self._max_sequences and len(new_pass.chunks) < most_rows:
-            sequence = self._preempted.first() or self._queue.first()
-            if sequence is None or self._sets.waits(sequence) or not self._admit(sequence, num_left, new_pass):
+            sequence = self._next()
+            if sequence is None or self._sets.waits(sequence) or (gave_way and sequence.is_background):
+                break
+            if not self._admit(sequence, num_left, new_pass):
                 break
             num_left -= new_pass.chunks.ends[-1] - new_pass.chunks.begins[-1]
         if not new_pass.chunks:
@@ -221,7 +226,30 @@ class Scheduler:
         self._running.remove(sequence)
         self.pool.release(sequence)
 
-    def _schedule_running(self, new_pass: Pass, num_pages: int, most_rows: int) -> int:
+    def _next(self) -> Sequence | None:
+        """Return the sequence to admit next: preempted ones first, but none in the background before another one."""
+        resumed, waiting = self._preempted.first(), self._queue.first()
+        if resumed is None or (waiting is not None and resumed.is_background and not waiting.is_background):
+            return waiting
+        return resumed
+
+    def _give_way(self, new_pass: Pass) -> tuple[Claims, bool]:
+        """Preempt background sequences for the claims of others; returns the claims, and whether any was preempted."""
+        prompt, running = self._running.prompt, self._running
+        waiting = [*self._preempted.foreground(), *self._queue.foreground()]
+        claims = Claims.of(prompt, waiting, self._token_budget, self.pool)
+        if not claims.num_tokens:
+            return claims, False
+        num_running, most = len(running), max(self._max_sequences - claims.num_rows, 0)
+        if prompt is not None and prompt.is_background:
+            self._preempt(prompt, new_pass)
+        while (last := running.last) is not None and last.is_background:
+            if len(running) <= most and self._allocator.num_free_for_prompts(len(running)) >= claims.num_pages:
+                break
+            self._preempt(last, new_pass)
+        return claims, len(running) < num_running
+
+    def _schedule_running(self, new_pass: Pass, num_pages: int, most_rows: int, claims: Claims) -> int:
         """Schedule the running sequences, ``most_rows`` at most; returns the tokens left for others.
 
         Returns 0 if a sequence was preempted or must wait for pages. Nothing is admitted after a prompt that does not
@@ -231,6 +259,9 @@ class Scheduler:
         num_left = min(self._token_budget, self._sets.share(pace))
         num_running, prompt = len(self._running), self._running.prompt
         decodes = self._sets.decodes(self._running, most_rows)
+        if claims.num_tokens:
+            most = max(min(num_left - claims.num_tokens, most_rows - claims.num_rows), 0)
+            decodes = [each for place, each in enumerate(decodes) if place < most or not each.is_background]
         ready = self._with_pages(decodes[:num_left], new_pass)
         new_pass.chunks = Chunks.of_decodes(ready)
         page_size = self.pool.page_size
@@ -273,7 +304,7 @@ class Scheduler:
     def _extend(self, sequence: Sequence, end: int, new_pass: Pass) -> int:
         """Allocate pages for a running sequence up to position ``end``; returns the position they reach."""
         if sequence.num_tokens - sequence.num_computed > 1:
-            assert self._running.last is sequence, "a prompt under way is the last one running"
+            assert self._running.prompt is sequence, "one prompt at most is under way"
             return self._allocator.extend(sequence, end, self._allocator.num_free_for_prompts(len(self._running) - 1))
         while not self.pool.num_free and (last := self._running.last) is not sequence:
             assert last is not None, "the sequence runs"

@@ -44,6 +44,7 @@ class Sequence:
         prefix: the pool's name for all tokens up to the end of the last named page.
         num_named: number of pages, from the first on, that ``prefix`` covers.
         shares: whether it shares pages through the prefix cache.
+        is_background: whether it gives way to sequences that are not.
         state: its state.
 
     Raises:
@@ -61,6 +62,7 @@ class Sequence:
     prefix: int = 0
     num_named: int = 0
     shares: bool = True
+    is_background: bool = False
     state: SequenceState = SequenceState.WAITING
 
     def __post_init__(self, prompt: abc.Sequence[int]) -> None:
