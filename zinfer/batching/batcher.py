@@ -124,7 +124,8 @@ class Batcher:
             PlanError: the cache could not hold it even alone.
         """
         params, ends, seed = request.params, request.end_token_ids, request.seed
-        sequence = TokenSequence(self._num_added, request.prompt_ids, params.most_new_tokens)
+        background = request.is_background
+        sequence = TokenSequence(self._num_added, request.prompt_ids, params.most_new_tokens, is_background=background)
         self._scheduler.add(sequence)
         self._num_added += 1
         uniform_at, output_ids = partial(row_uniform, seed), sequence.output_ids

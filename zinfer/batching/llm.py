@@ -320,6 +320,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         deltas: bool = False,
+        is_background: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reasoning_effort: str | None = None,
         **fields: Any,
@@ -328,10 +329,17 @@ class LLM:
 
         Args:
             deltas: the handle yields a `CompletionDelta` for each token instead of a `Completion` for each request.
+            is_background: the requests give way to others, whenever these are submitted.
         """
         self._check_open()
         requests, refused = self._builder.build(
-            prompts, params, chat_template_kwargs, reasoning_effort, fields, deltas=deltas
+            prompts,
+            params,
+            chat_template_kwargs,
+            reasoning_effort,
+            fields,
+            deltas=deltas,
+            is_background=is_background,
         )
         if deltas:
             return Handle(requests, [CompletionDelta.refused(each) for each in refused])

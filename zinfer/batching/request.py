@@ -30,6 +30,7 @@ class SentRequest(NamedTuple):
     end_token_ids: frozenset[int]
     bad_word_ids: tuple[tuple[int, ...], ...]
     has_detokenizer: bool
+    is_background: bool
 
 
 @dataclass(eq=False)
@@ -46,6 +47,7 @@ class Request:
         end_token_ids: not drawn before ``min_new_tokens`` are generated.
         bad_word_ids: tokens of each of its bad words.
         detokenizer: decodes its tokens one by one; None if only the completion is wanted.
+        is_background: whether it gives way to requests that are not.
     """
 
     prompt_index: int
@@ -57,14 +59,14 @@ class Request:
     end_token_ids: frozenset[int]
     bad_word_ids: Sequence[tuple[int, ...]]
     detokenizer: Detokenizer | None = None
+    is_background: bool = False
 
     @property
     def sent(self) -> SentRequest:
         """The request without its state, to be sent to other ranks; equal for equal requests."""
         place = self.prompt_index, self.sample_index, self.prompt_ids, self.params, self.seed
-        return SentRequest(
-            *place, self.end_token_ids, tuple(map(tuple, self.bad_word_ids)), self.detokenizer is not None
-        )
+        words = tuple(map(tuple, self.bad_word_ids))
+        return SentRequest(*place, self.end_token_ids, words, self.detokenizer is not None, self.is_background)
 
 
 class RequestBuilder:
@@ -92,11 +94,13 @@ class RequestBuilder:
         fields: Mapping[str, Any],
         *,
         deltas: bool = False,
+        is_background: bool = False,
     ) -> tuple[list[Request], list[Completion]]:
         """Return the requests of a call, and a completion with an error for each prompt that cannot be used.
 
         Args:
             deltas: whether each request gets a detokenizer.
+            is_background: of all requests.
 
         Raises:
             ConfigError: as `LLM.generate`.
@@ -117,7 +121,7 @@ class RequestBuilder:
             for index, (prompt, (_, own)) in enumerate(zip(encoded, several, strict=True), begin):
                 try:
                     with self._lock:
-                        requests += self._samples(index, prompt, own, variables, num_seen, deltas=deltas)
+                        requests += self._samples(index, prompt, own, variables, num_seen, deltas, is_background)
                 except ConfigError as error:
                     refused += [Completion.failed(index, sample, str(error)) for sample in range(own.n)]
         return requests, refused
@@ -134,6 +138,7 @@ class RequestBuilder:
             sent.end_token_ids,
             sent.bad_word_ids,
             self._detokenizer(sent.params, sent.has_detokenizer),
+            sent.is_background,
         )
 
     def close(self) -> None:
@@ -148,8 +153,8 @@ class RequestBuilder:
         params: SamplingParams,
         variables: Mapping[str, Any],
         num_seen: Counter[bytes],
-        *,
         deltas: bool,
+        is_background: bool,
     ) -> list[Request]:
         token_ids, params = self._encoder.encode(prompt, params, variables)
         prompt_ids = array("i", token_ids)
@@ -169,6 +174,7 @@ class RequestBuilder:
                 ends,
                 bad_word_ids,
                 self._detokenizer(params, deltas),
+                is_background,
             )
             for sample in range(params.n)
         ]

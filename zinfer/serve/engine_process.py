@@ -116,7 +116,8 @@ class _Engine:
     async def _complete(self, submit: Submit) -> None:
         number = submit.number
         try:
-            async for delta in self._llm.generate({"prompt_token_ids": submit.prompt_ids}, submit.params):
+            prompt = {"prompt_token_ids": submit.prompt_ids}
+            async for delta in self._llm.generate(prompt, submit.params, is_background=submit.is_background):
                 if not self._deltas.deltas:  # what the same pass gives other requests is sent together
                     asyncio.get_running_loop().call_soon(self._flush)
                 self._deltas.deltas.append((number, delta))

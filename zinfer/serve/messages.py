@@ -18,11 +18,12 @@ _LENGTH: Final = struct.Struct("<Q")
 
 
 class Submit(msgspec.Struct, tag=True):
-    """Complete a prompt. `number` names the request in later messages."""
+    """Complete a prompt. `number` names the request in later messages; one in the background gives way to others."""
 
     number: int
     prompt_ids: list[int]
     params: SamplingParams
+    is_background: bool = False
 
 
 class Cancel(msgspec.Struct, tag=True):
