@@ -37,6 +37,7 @@ START_COMMANDS: Final = (
     "test_quantize_cli.py",
     "test_ranks_jobs.py",
     "test_serve.py",
+    "test_serve_batches.py",
     "test_serve_processes.py",
     "test_spill_file.py",
 )

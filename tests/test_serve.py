@@ -211,7 +211,7 @@ def test_tokens_are_counted_and_decoded(server: Server) -> None:
 
 
 def test_the_guides_client_gets_an_answer(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = (each for each in blocks_of(GUIDE / "serve.md") if each.comment == "served")
+    block = next(each for each in blocks_of(GUIDE / "serve.md") if each.comment == "served")
     code = block.text.replace("http://127.0.0.1:8000", server.url).replace('"secret"', repr(KEY))
     exec(compile(code.replace('model="model"', 'model="letters"'), "serve.md", "exec"), {})
     assert capsys.readouterr().out.strip()

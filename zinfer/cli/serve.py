@@ -11,6 +11,7 @@ from zinfer.cli.ending import Device, exit_on_error, importing, raise_on_signals
 from zinfer.errors import ConfigError
 
 _MIB = 1 << 20
+_EXTRA = ("fastapi", "uvicorn", "msgspec", "prometheus_client", "aiofiles", "python_multipart")
 
 
 def serve(
@@ -30,6 +31,8 @@ def serve(
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes that share a replica, one per GPU.")] = None,
     max_requests: Annotated[int, typer.Option(min=1, help="Sequences under way at once; more get 429.")] = 4096,
     max_body: Annotated[int, typer.Option(min=1, help="MiB of a request's body; larger ones get 413.")] = 16,
+    files: Annotated[Path | None, typer.Option(help="Folder for files and batches; without it there are none.")] = None,
+    max_file: Annotated[int, typer.Option(min=1, help="MiB of an uploaded file; larger ones get 413.")] = 512,
     ssl_certfile: Annotated[Path | None, typer.Option(help="PEM file of the certificate, for TLS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None,
     allowed_origin: Annotated[
@@ -39,7 +42,8 @@ def serve(
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests may take after SIGTERM.")] = 60,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request, without its text.")] = False,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models.
+    """Serve a model over HTTP with OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models,
+    and with --files /v1/files and /v1/batches.
 
     Also /tokenize, /detokenize, /health, /ready, /version, /load and /metrics for Prometheus.
 
@@ -74,6 +78,8 @@ def serve(
             allowed_origin or (),
             root_path,
             max_body * _MIB,
+            max_file * _MIB,
+            files,
             drain,
         )
         run_server([words] * replicas, find_tokenizer(model), options, ServiceLimits(max_requests), say)
@@ -105,7 +111,11 @@ def replica(
 
 
 def _check_extra() -> None:
-    missing = [name for name in ("fastapi", "uvicorn", "msgspec", "prometheus_client") if find_spec(name) is None]
+    missing = [
+        name
+        for name in ("fastapi", "uvicorn", "msgspec", "prometheus_client", "aiofiles", "multipart")
+        if find_spec(name) is None
+    ]
     if missing:
         raise ConfigError(f"a server needs {missing[0]}; run `pip install 'zinfer[serve]'`")
 

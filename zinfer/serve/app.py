@@ -2,13 +2,16 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
 from zinfer import __version__
+from zinfer.serve.batch_routes import batch_routes, file_routes
+from zinfer.serve.batches import Batches
 from zinfer.serve.errors import handle_errors
+from zinfer.serve.file_store import FileStore
 from zinfer.serve.guard import Guard
 from zinfer.serve.openai_routes import openai_routes
 from zinfer.serve.operation_routes import operation_routes
@@ -16,7 +19,14 @@ from zinfer.serve.service import Service
 
 
 def make_app(
-    service: Service, *, keys: Sequence[str], origins: Sequence[str], root_path: str, most_body_bytes: int
+    service: Service,
+    *,
+    keys: Sequence[str],
+    origins: Sequence[str],
+    root_path: str,
+    most_body_bytes: int,
+    most_file_bytes: int,
+    folder: Path | None,
 ) -> FastAPI:
     """Return the application.
 
@@ -26,19 +36,30 @@ def make_app(
         origins: that browsers may call it from.
         root_path: prefix that a proxy strips.
         most_body_bytes: larger bodies get 413.
+        most_file_bytes: likewise of uploaded files.
+        folder: for files and batches; None: there are no such routes.
     """
+    batches: Batches | None = None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+        if batches is not None:
+            batches.start()
         yield
+        if batches is not None:
+            await batches.close()
         await service.close()
 
     app = FastAPI(title="zinfer", version=__version__, lifespan=lifespan, root_path=root_path)
     app.include_router(openai_routes(service))
     app.include_router(operation_routes(service))
+    if folder is not None:
+        files = FileStore(folder / "files")
+        batches = Batches(folder / "batches", service, files)
+        app.include_router(file_routes(files))
+        app.include_router(batch_routes(batches))
     handle_errors(app)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=most_body_bytes)
-    app.add_middleware(Guard, keys=keys, most_body_bytes=most_body_bytes)
+    app.add_middleware(Guard, keys=keys, most_body_bytes=most_body_bytes, most_file_bytes=most_file_bytes)
     return app

@@ -9,6 +9,7 @@ from zinfer.batching.async_llm import AsyncLLM
 from zinfer.batching.llm import LLM
 from zinfer.errors import CheckpointError, ConfigError, PlanError
 from zinfer.ranks.environment import own_rank
+from zinfer.requests.completion import CompletionDelta
 from zinfer.serve.messages import (
     Cancel,
     Connection,
@@ -117,16 +118,23 @@ class _Engine:
         number = submit.number
         try:
             prompt = {"prompt_token_ids": submit.prompt_ids}
-            async for delta in self._llm.generate(prompt, submit.params, is_background=submit.is_background):
-                if not self._deltas.deltas:  # what the same pass gives other requests is sent together
-                    asyncio.get_running_loop().call_soon(self._flush)
-                self._deltas.deltas.append((number, delta))
+            if submit.is_background:
+                async for each in self._llm.stream([prompt], submit.params, is_background=True):
+                    self._put(number, CompletionDelta(0, each.sample_index, "", (), None, each))
+            else:
+                async for delta in self._llm.generate(prompt, submit.params):
+                    self._put(number, delta)
         except ConfigError as error:
             self._refuse(number, str(error), is_invalid=True)
         except Exception as error:  # of a pass; the server tells the client, and `_report` whether the model goes on
             self._refuse(number, f"{type(error).__name__}: {error}", is_invalid=False)
         finally:
             del self._tasks[number]
+
+    def _put(self, number: int, delta: CompletionDelta) -> None:
+        if not self._deltas.deltas:  # what the same pass gives other requests is sent together
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._deltas.deltas.append((number, delta))
 
     def _refuse(self, number: int, message: str, *, is_invalid: bool) -> None:
         self._flush()

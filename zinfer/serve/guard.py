@@ -10,11 +10,13 @@ from uuid import uuid4
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from zinfer.serve.errors import ApiError
 
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_FILES: Final = "/v1/files"
 _MOST_DIGITS: Final = 18  # int() refuses thousands
 log = logging.getLogger("zinfer.serve")
 
@@ -24,17 +26,20 @@ class Guard:
 
     Args:
         keys: one of them must be given as ``Authorization: Bearer KEY``; none: all requests pass.
-        most_body_bytes: a body that states to be larger is refused before it is read.
+        most_body_bytes: larger bodies are refused, before they are read if they state their size.
+        most_file_bytes: likewise where files are uploaded.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], most_body_bytes: int) -> None:
-        self._app = app
-        self._most_body_bytes = most_body_bytes
+    def __init__(self, app: ASGIApp, keys: Sequence[str], most_body_bytes: int, most_file_bytes: int) -> None:
+        self._apps = {
+            most: RequestBodyLimitMiddleware(app, max_body_size=most) for most in (most_body_bytes, most_file_bytes)
+        }
+        self._most_body_bytes, self._most_file_bytes = most_body_bytes, most_file_bytes
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self._apps[self._most_body_bytes](scope, receive, send)
             return
         headers, began_s, status = Headers(scope=scope), time.monotonic(), 0
         given = headers.get("x-request-id", "")
@@ -48,20 +53,21 @@ class Guard:
             await send(message)
 
         try:
-            await self._answer(headers)(scope, receive, send_named)
+            await self._answer(headers, scope["path"])(scope, receive, send_named)
         finally:
             log.info("%s %s %s %d %.3f s", name, scope["method"], scope["path"], status, time.monotonic() - began_s)
 
-    def _answer(self, headers: Headers) -> ASGIApp:
+    def _answer(self, headers: Headers, path: str) -> ASGIApp:
         """Return the application, or the answer to a request that does not reach it."""
         if self._keys and not self._is_allowed(headers):
             error = ApiError(401, "the API key is missing or wrong; give it as 'Authorization: Bearer KEY'")
             return JSONResponse(error.body, error.status, headers={"WWW-Authenticate": "Bearer"})
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:_MOST_DIGITS]) > self._most_body_bytes:
-            error = ApiError(413, f"the body's {length} bytes are more than {self._most_body_bytes}; send less")
+        most = self._most_file_bytes if path.endswith(_FILES) else self._most_body_bytes
+        if length.isdecimal() and int(length[:_MOST_DIGITS]) > most:
+            error = ApiError(413, f"the body's {length:.30} bytes are more than {most}; send less")
             return JSONResponse(error.body, error.status, headers={"Connection": "close"})
-        return self._app
+        return self._apps[most]
 
     def _is_allowed(self, headers: Headers) -> bool:
         kind, _, key = headers.get("authorization", "").partition(" ")

@@ -18,7 +18,10 @@ _LENGTH: Final = struct.Struct("<Q")
 
 
 class Submit(msgspec.Struct, tag=True):
-    """Complete a prompt. `number` names the request in later messages; one in the background gives way to others."""
+    """Complete a prompt. `number` names the request in later messages.
+
+    One in the background gives way to others, and gets its completions whole.
+    """
 
     number: int
     prompt_ids: list[int]

@@ -71,8 +71,12 @@ class Replica:
         self._running = asyncio.create_task(self._run(first))
         await first
 
-    async def complete(self, prompt_ids: list[int], params: SamplingParams) -> AsyncGenerator[CompletionDelta, None]:
+    async def complete(
+        self, prompt_ids: list[int], params: SamplingParams, *, is_background: bool = False
+    ) -> AsyncGenerator[CompletionDelta, None]:
         """Yield what the ``n`` completions of a prompt get, token by token; leaving it early cancels them.
+
+        Those in the background give way to others, and are yielded whole.
 
         Raises:
             ReplicaGone: the process has ended, or is not ready.
@@ -84,7 +88,7 @@ class Replica:
         connection, number, tokens = self._connection, next(self._numbers), len(prompt_ids) + params.most_new_tokens
         queue = self._queues[number] = asyncio.Queue()
         self.outstanding += tokens
-        connection.send(Submit(number, prompt_ids, params))
+        connection.send(Submit(number, prompt_ids, params, is_background))
         num_left = params.n
         try:
             while num_left:

@@ -28,7 +28,7 @@ class ServerOptions:
         names: of the model; the first one is told to clients.
         uds: path of a Unix socket to listen on instead of host and port.
         certificate, key_file: PEM files for TLS.
-        api_keys, origins, root_path, most_body_bytes: as for `make_app`.
+        api_keys, origins, root_path, most_body_bytes, most_file_bytes, folder: as for `make_app`.
         drain_s: how long requests under way may take after SIGTERM.
     """
 
@@ -42,6 +42,8 @@ class ServerOptions:
     origins: Sequence[str] = ()
     root_path: str = ""
     most_body_bytes: int = 16 << 20
+    most_file_bytes: int = 512 << 20
+    folder: Path | None = None
     drain_s: int = _DRAIN_S
 
 
@@ -91,6 +93,8 @@ async def _serve(service: Service, options: ServerOptions, say: Callable[[str], 
         origins=options.origins,
         root_path=options.root_path,
         most_body_bytes=options.most_body_bytes,
+        most_file_bytes=options.most_file_bytes,
+        folder=options.folder,
     )
     config = uvicorn.Config(
         app,

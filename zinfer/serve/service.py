@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from zinfer.errors import ConfigError
-from zinfer.requests.completion import CompletionDelta
+from zinfer.requests.completion import Completion, CompletionDelta
 from zinfer.requests.openai_choice import OpenAIChoices
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike
 from zinfer.requests.sampling_params import SamplingParams
@@ -18,6 +18,7 @@ from zinfer.serve.messages import Ready
 from zinfer.serve.metrics import Metrics
 from zinfer.serve.replica import Replica, choose
 
+_AGAIN_S: Final = 0.5
 _T = TypeVar("_T")
 
 
@@ -67,6 +68,7 @@ class Service:
         self.is_draining = False
         self._limits = limits
         self._encoder: PromptEncoder | None = None
+        self._ready: Ready | None = None
         self._most_tokens = self._vocab_size = 0
         self._num_running = 0
         # A single thread: tokenizers and the process that renders chat templates are not thread-safe.
@@ -191,8 +193,31 @@ class Service:
                     if has_begun or all(each.ready is None for each in self.replicas):
                         raise
 
+    async def complete_in_background(self, encoded: Encoded) -> list[Completion]:
+        """Return the completions of a prompt that gives way to all others; it waits for a replica that is ready.
+
+        Raises:
+            RequestFailed: as `Replica.complete`.
+        """
+        while True:
+            try:
+                replica = choose(self.replicas)
+                deltas = replica.complete(encoded.prompt_ids, encoded.params, is_background=True)
+                async with aclosing(deltas):
+                    found = [delta.completion async for delta in deltas if delta.completion is not None]
+                return sorted(found, key=lambda each: each.sample_index)
+            except ReplicaGone:
+                await asyncio.sleep(_AGAIN_S)
+
+    def new_encoder(self, tokenizer: Any) -> PromptEncoder:
+        """Return an encoder of this model's prompts with a tokenizer of its own."""
+        ready = self._ready
+        assert ready is not None
+        return PromptEncoder(tokenizer, ready.vocab_size, ready.limits)
+
     def _open(self, ready: Ready) -> None:
-        self._encoder = PromptEncoder(self.tokenizer, ready.vocab_size, ready.limits)
+        self._ready = ready
+        self._encoder = self.new_encoder(self.tokenizer)
         self._vocab_size = ready.vocab_size
         positions = ready.limits.most_tokens
         self._most_tokens = ready.most_tokens if positions is None else min(positions, ready.most_tokens)

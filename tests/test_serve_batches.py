@@ -1,0 +1,176 @@
+"""Files and batches over a server: what comes back and what ends them; a killed server loses and doubles no row."""
+
+import io
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from guide_blocks import GUIDE, blocks_of
+from jobs_support import letters_model
+from openai_support import HI, chat, text
+from serve_support import Server, serving
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+ENDLESS = {"ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return letters_model(tmp_path_factory.mktemp("models") / "letters", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, folder: Path) -> Iterator[Server]:
+    with serving(model, folder, "--files", "kept", "--max-file", "1") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return server.client()
+
+
+def begin(client: openai.OpenAI, rows: list[dict[str, Any]], endpoint: Any = "/v1/completions") -> str:
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    file = client.files.create(file=("in.jsonl", io.BytesIO(data)), purpose="batch")
+    assert file.bytes == len(data)
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h").id
+
+
+def ended(client: openai.OpenAI, name: str) -> Any:
+    deadline = time.monotonic() + 120
+    while (batch := client.batches.retrieve(name)).status in ("validating", "in_progress", "finalizing", "cancelling"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return batch
+
+
+def rows_of(client: openai.OpenAI, name: str | None) -> dict[str, dict[str, Any]]:
+    assert name is not None
+    rows = [json.loads(line) for line in client.files.content(name).text.splitlines()]
+    found = {row["custom_id"]: row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def test_a_batch_gives_each_row_its_answer(client: openai.OpenAI) -> None:
+    rows = [text(f"row-{number}", prompt="ab" * (number + 1), max_tokens=6, temperature=0) for number in range(20)]
+    batch = ended(client, begin(client, [*rows, text("bad", prompt="a", temperature=-1)]))
+    assert batch.status == "completed", batch.errors
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (21, 20, 1)
+    found, errors = rows_of(client, batch.output_file_id), rows_of(client, batch.error_file_id)
+    assert errors["bad"]["response"]["status_code"] == 400
+    for row in rows:
+        answer = client.completions.create(**{**row["body"], "model": "letters"})
+        assert found[row["custom_id"]]["response"]["body"]["choices"][0]["text"] == answer.choices[0].text
+    names = [each.id for each in client.files.list(purpose="batch_output")]
+    assert {batch.output_file_id, batch.error_file_id} <= set(names)
+    assert client.files.delete(names[0]).deleted
+    with pytest.raises(openai.NotFoundError, match="there is no file"):
+        client.files.retrieve(names[0])
+
+
+def test_the_guides_batch(
+    client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, block = (each for each in blocks_of(GUIDE / "serve.md") if each.comment == "served")
+    (tmp_path / "batch.jsonl").write_text(json.dumps(text("one", max_tokens=2)))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block.text.replace("sleep(1)", "sleep(0.1)"), "serve.md", "exec"), {"client": client})
+    assert json.loads(capsys.readouterr().out)["custom_id"] == "one"
+
+
+def test_chats_are_answered_while_a_batch_runs(client: openai.OpenAI, model: Path) -> None:
+    rows = [text(f"row-{number}", prompt="ab" * 20, max_tokens=20 + number % 60, **ENDLESS) for number in range(600)]
+    name = begin(client, rows)
+    while client.batches.retrieve(name).request_counts.completed == 0:
+        time.sleep(0.05)
+    answer = client.chat.completions.create(model="letters", messages=HI, max_tokens=20, extra_body=ENDLESS)
+    batch = client.batches.retrieve(name)
+    assert batch.status == "in_progress", "the chat did not wait for the batch"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 20
+    assert client.batches.cancel(name).status == "cancelling"
+    batch = ended(client, name)
+    assert batch.status == "cancelled"
+    assert len(rows_of(client, batch.output_file_id)) == batch.request_counts.completed < 600
+    with pytest.raises(openai.BadRequestError, match="is cancelled and cannot be"):
+        client.batches.cancel(name)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "holds no row"),
+        ([{"id": 1, "prompt": "a"}], "line 1: there is no custom_id"),
+        ([text("a"), chat("b")], "line 2: its url is '/v1/chat/completions', and the batch's is '/v1/completions'"),
+        ([text("a"), text("a")], "'a'"),
+    ],
+)
+def test_inputs_that_are_no_batch_fail(client: openai.OpenAI, rows: list[dict[str, Any]], words: str) -> None:
+    batch = ended(client, begin(client, rows))
+    assert batch.status == "failed"
+    assert words in batch.errors.data[0].message
+
+
+def test_what_cannot_be_stored_or_begun_is_refused(client: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="purpose must be 'batch'"):
+        client.files.create(file=("in.jsonl", b"{}"), purpose="fine-tune")
+    with pytest.raises(openai.APIStatusError, match="413"):
+        client.files.create(file=("in.jsonl", b"a" * (2 << 20)), purpose="batch")
+    file = client.files.create(file=("in.jsonl", b"{}"), purpose="batch").id
+    assert client.files.content(file).content == b"{}"
+    with pytest.raises(openai.BadRequestError, match="endpoint must be one of"):
+        client.batches.create(input_file_id=file, endpoint="/v1/embeddings", completion_window="24h")
+    with pytest.raises(openai.BadRequestError, match="completion_window must be '24h'"):
+        client.batches.create(
+            input_file_id=file,
+            endpoint="/v1/completions",
+            completion_window="1h",  # type: ignore[arg-type]
+        )
+    with pytest.raises(openai.NotFoundError, match="there is no file"):
+        client.batches.create(input_file_id="../batches", endpoint="/v1/completions", completion_window="24h")
+    with server.http() as http:
+        for path in ("/v1/files/..%2f..%2fmodel", "/v1/batches/nothing", "/v1/files?limit=0", "/v1/files?after=x"):
+            assert 400 <= http.get(path).status_code < 500
+
+
+def test_a_killed_server_goes_on_with_its_batches(model: Path, tmp_path: Path) -> None:
+    rows = [text(f"row-{number}", prompt=f"a{number}", max_tokens=30, **ENDLESS) for number in range(300)]
+    with serving(model, tmp_path, "--files", "kept") as server:
+        client = server.client()
+        whole = begin(client, rows)
+        wanted = rows_of(client, ended(client, whole).output_file_id)
+        names = [begin(client, rows), begin(client, rows[:40])]
+        while client.batches.retrieve(names[0]).request_counts.completed < 20:
+            time.sleep(0.01)
+        replicas = server.replica_ids()
+        os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait(timeout=30)
+    with serving(model, tmp_path, "--files", "kept") as server:
+        client = server.client()
+        for name, num_rows in zip(names, (300, 40), strict=True):
+            batch = ended(client, name)
+            assert (batch.status, batch.request_counts.completed) == ("completed", num_rows), batch.errors
+            found = rows_of(client, batch.output_file_id)
+            assert {each: _answer(row) for each, row in found.items()} == {
+                each: _answer(row) for each, row in list(wanted.items()) if each in found
+            }
+            assert len(found) == num_rows
+        assert [each.id for each in client.batches.list()] == [*reversed(names), whole]
+    assert not any(Path(f"/proc/{each}").exists() for each in replicas)
+
+
+def _answer(row: dict[str, Any]) -> Any:
+    return row["id"], row["response"]["body"]["choices"], row["response"]["body"]["usage"]

@@ -1,0 +1,164 @@
+"""`BatchJob`: one batch's rows, completed in a server's background; of the same parts as a job of `zinfer run`."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing, suppress
+from copy import deepcopy
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Final, NamedTuple
+
+from zinfer.jobs.index import RowIndex, scan_input
+from zinfer.jobs.manifest import Manifest
+from zinfer.jobs.openai_response import OpenAIResponses
+from zinfer.jobs.output import OutputFile, RowWriter
+from zinfer.jobs.prompts import BatchCutter, Prompt, PromptReader, prefetch_iter
+from zinfer.jobs.records import Records
+from zinfer.jobs.request import UnusableInput
+from zinfer.jobs.rows import RowState, parse_line
+from zinfer.jobs.versions import software
+from zinfer.requests.completion import Completion
+from zinfer.serve.errors import RequestFailed
+from zinfer.serve.service import Encoded, Service
+
+_ROWS_READ: Final = 1024
+_MOST_UNDER_WAY: Final = 2048
+_LOOK_EVERY_S: Final = 0.2
+
+
+class _Done(NamedTuple):
+    ordinal: int
+    prompt: Prompt
+    result: "Future[list[Completion]]"
+
+
+class BatchJob:
+    """Completes the rows of a batch's input that its output lacks. Rows are on the disk as they finish.
+
+    Args:
+        url: of all rows.
+        began: of the batch; ``created`` in every row, so that a resumed batch writes the same bytes.
+    """
+
+    def __init__(self, service: Service, input: Path, output: Path, url: str, began: datetime) -> None:
+        self._service, self._input, self._output, self._url, self._began = service, input, output, url, began
+        self._states = bytearray()
+        self._stop = threading.Event()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows in all, completed and failed so far."""
+        states = self._states
+        return {
+            "total": len(states),
+            "completed": states.count(RowState.DONE),
+            "failed": states.count(RowState.FAILED),
+        }
+
+    def stop(self) -> None:
+        """End `run` soon; rows that are under way are given up."""
+        self._stop.set()
+
+    def run(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Complete the rows, on a thread of its own; returns whether all are in the output.
+
+        Args:
+            loop: of the service.
+
+        Raises:
+            UnusableInput: the input is no batch for this url; nothing was computed.
+            JobError: the output cannot be written; whole rows in it are kept.
+        """
+        index = scan_input(self._input)
+        self._check_lines(index)
+        service = self._service
+        tokenizer = deepcopy(service.tokenizer)
+        with closing(service.new_encoder(tokenizer)) as encoder, closing(OutputFile(self._output)) as out:
+            encoder.now = self._began
+            self._begin(out, index)
+            reader = PromptReader(encoder, index)
+            responses = OpenAIResponses(self._began, service.names[0], deepcopy(tokenizer))
+            cutter = BatchCutter(reader, self._states, _ROWS_READ)
+            with (
+                closing(RowWriter(out, lambda number: None)) as writer,
+                closing(prefetch_iter(cutter)) as batches,
+            ):
+                records = Records(responses, writer.put, self._states)
+
+                def prompts() -> Iterator[tuple[int, Prompt]]:
+                    for batch in batches:
+                        missing = records.begin_batch(batch.missing)
+                        for prompt in batch.prompts:
+                            if (ordinal := missing.get(id(prompt))) is not None:
+                                yield ordinal, prompt
+
+                for ordinal, prompt, result in self._completed(prompts(), loop):
+                    records.write(ordinal, prompt, _answer(result))
+        return RowState.MISSING not in self._states
+
+    def _begin(self, out: OutputFile, index: RowIndex) -> None:
+        manifest = Manifest(
+            model={"name": self._service.names[0]},
+            input={"sha256": index.sha256, "size_bytes": index.size_bytes},
+            settings={"url": self._url},
+            versions=software(),
+            began=self._began,
+            model_name=self._service.names[0],
+        )
+        out.check_same_job(manifest)
+        if out.manifest is None:
+            out.begin(manifest)
+            self._states = bytearray(index.num_rows)
+        else:
+            self._states, _ = out.resume(index)
+
+    def _check_lines(self, index: RowIndex) -> None:
+        for line in index.lines():
+            parsed = parse_line(line)
+            url = None if parsed.record is None else parsed.record.get("url")
+            if not parsed.is_openai:
+                raise UnusableInput(f"line {line.number}: {parsed.problem or 'there is no custom_id'}")
+            if url != self._url:
+                raise UnusableInput(f"line {line.number}: its url is {url!r:.60}, and the batch's is {self._url!r}")
+
+    def _completed(self, prompts: Iterator[tuple[int, Prompt]], loop: asyncio.AbstractEventLoop) -> Iterator[_Done]:
+        """Yield prompts with their results as they finish; a limited number is under way."""
+        done: SimpleQueue[_Done] = SimpleQueue()
+        under_way: set[Future[list[Completion]]] = set()
+        try:
+            for ordinal, prompt in prompts:
+                if self._stop.is_set():
+                    return
+                while len(under_way) >= _MOST_UNDER_WAY and not self._stop.is_set():
+                    yield from self._take(done, under_way)
+                encoded = Encoded(list(prompt.token_ids), prompt.params)
+                result = asyncio.run_coroutine_threadsafe(self._service.complete_in_background(encoded), loop)
+                under_way.add(result)
+                result.add_done_callback(partial(_put, done, ordinal, prompt))
+            while under_way and not self._stop.is_set():
+                yield from self._take(done, under_way)
+        finally:
+            for result in under_way:
+                result.cancel()
+
+    def _take(self, done: "SimpleQueue[_Done]", under_way: "set[Future[list[Completion]]]") -> Iterator[_Done]:
+        """Yield the next result; none if it does not come soon, so that `stop` is noticed."""
+        with suppress(Empty):
+            found = done.get(timeout=_LOOK_EVERY_S)
+            under_way.discard(found.result)
+            yield found
+
+
+def _put(done: "SimpleQueue[_Done]", ordinal: int, prompt: Prompt, result: "Future[list[Completion]]") -> None:
+    done.put(_Done(ordinal, prompt, result))
+
+
+def _answer(result: "Future[list[Completion]]") -> list[Completion]:
+    try:
+        return result.result()
+    except RequestFailed as error:
+        return [Completion.failed(0, 0, str(error))]

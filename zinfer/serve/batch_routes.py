@@ -1,0 +1,109 @@
+"""OpenAI's routes for files and batches."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Final, TypeVar
+
+from fastapi import APIRouter, Form, Query, Request, UploadFile
+from fastapi.responses import FileResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from zinfer.errors import ConfigError
+from zinfer.requests.field_errors import field_error
+from zinfer.requests.json_object import check_unicode, read_object
+from zinfer.serve.batches import Batch, Batches
+from zinfer.serve.errors import ApiError
+from zinfer.serve.file_store import FileStore, StoredFile
+
+_CHUNK_BYTES: Final = 1 << 20
+_MOST_LISTED: Final = 10_000
+_Kept = TypeVar("_Kept", StoredFile, Batch)
+
+
+class _BatchBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Annotated[str, Field(pattern="^24h$", description="'24h'")]
+    metadata: Annotated[dict[str, str] | None, Field(max_length=16)] = None
+
+
+def file_routes(files: FileStore) -> APIRouter:
+    """Return the routes of files."""
+    router = APIRouter(prefix="/v1/files")
+
+    @router.post("")
+    async def upload(file: UploadFile, purpose: Annotated[str, Form()]) -> StoredFile:
+        if purpose != "batch":
+            raise ApiError(400, f"purpose must be 'batch', not {purpose!r:.60}", param="purpose")
+        return await files.add(_chunks(file), (file.filename or "file")[:256], purpose)
+
+    @router.get("")
+    def listed(
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = _MOST_LISTED,
+    ) -> dict[str, Any]:
+        return _page(files.list(lambda file: purpose in (None, file.purpose)), after, limit)
+
+    @router.get("/{name}")
+    def retrieve(name: str) -> StoredFile:
+        return files.get(name)
+
+    @router.get("/{name}/content")
+    def content(name: str) -> FileResponse:
+        return FileResponse(files.path(name), media_type="application/octet-stream")
+
+    @router.delete("/{name}")
+    def delete(name: str) -> dict[str, Any]:
+        files.remove(name)
+        return {"id": name, "object": "file", "deleted": True}
+
+    return router
+
+
+def batch_routes(batches: Batches) -> APIRouter:
+    """Return the routes of batches."""
+    router = APIRouter(prefix="/v1/batches")
+
+    @router.post("")
+    async def create(request: Request) -> Batch:
+        record = read_object(await request.body(), "the body")
+        check_unicode(record)
+        try:
+            body = _BatchBody.model_validate(record)
+        except ValidationError as error:
+            raise ConfigError(field_error(error, _BatchBody)) from None
+        return batches.create(body.input_file_id, body.endpoint, body.completion_window, body.metadata)
+
+    @router.get("")
+    async def listed(after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> dict[str, Any]:
+        return _page(batches.list(), after, limit)
+
+    @router.get("/{name}")
+    async def retrieve(name: str) -> Batch:
+        return batches.get(name)
+
+    @router.post("/{name}/cancel")
+    async def cancel(name: str) -> Batch:
+        return batches.cancel(name)
+
+    return router
+
+
+async def _chunks(file: UploadFile) -> AsyncIterator[bytes]:
+    while chunk := await file.read(_CHUNK_BYTES):
+        yield chunk
+
+
+def _page(several: Sequence[_Kept], after: str | None, limit: int) -> dict[str, Any]:
+    """Return the part of a list that begins after the one of this id."""
+    begin = 0
+    if after is not None:
+        place = next((place for place, each in enumerate(several) if each.id == after), None)
+        if place is None:
+            raise ApiError(400, f"after: there is none with the id {after!r:.100}", param="after")
+        begin = place + 1
+    shown = several[begin : begin + limit]
+    ids = {"first_id": shown[0].id if shown else None, "last_id": shown[-1].id if shown else None}
+    return {"object": "list", "data": list(shown), **ids, "has_more": begin + limit < len(several)}
