@@ -61,7 +61,7 @@ def test_a_name_that_no_file_can_have(tmp_path: Path) -> None:
         ('{"train_batch_size": ' + "9" * 5000 + "}", "not JSON: "),
         ('{"aio": {"queue_dpth": 1}}', "unknown key aio.queue_dpth; did you mean aio.queue_depth?"),
         ('{"aio": {"queue_depth": "one"}}', 'aio.queue_depth = "one": expected a whole number of at least 1'),
-        ('{"ep_size": 2}', "ep_size = 2 is not available yet: "),
+        ('{"ep_group": 2}', "ep_group = 2 is not available yet: "),
         ('{"zero": {}, "zero_optimization": {}}', "zero and zero_optimization are the same key"),
     ],
 )

@@ -85,6 +85,13 @@ SUPPORTED = {
     "tensor_parallel.tp_size": [],
     "mp_size": [],
     "tensor_parallel.autotp_size": [],
+    "moe.enabled": [],
+    "moe.moe_experts": ["num_experts"],
+    "moe.type": [],
+    "moe.ep_size": [],
+    "ep_size": [],
+    "moe_experts": [],
+    "moe_type": [],
     "tensor_parallel.mpu": [],
     "tensor_parallel.tp_group": [],
     "tensor_parallel.partition_config": [],
@@ -94,20 +101,16 @@ SUPPORTED = {
     "save_mp_checkpoint_path": [],
 }
 UNSUPPORTED = {
-    "moe.ep_size": [],
-    "ep_size": [],
-    "ep_group": [],
+    "ep_group": ["expert_group"],
+    "ep_mp_group": ["expert_mp_group"],
+    "moe.ep_group": ["expert_group"],
+    "moe.ep_mp_group": ["expert_mp_group"],
     "zero_optimization.zero_hpz_partition_size": [],
     "zero_optimization.leaf_module": [],
 }
 IGNORED = {
     "use_triton": [],
     "triton_autotune": [],
-    "moe.enabled": [],
-    "moe.moe_experts": ["num_experts"],
-    "moe.type": [],
-    "moe_experts": [],
-    "moe_type": [],
     "injection_policy_tuple": [],
     "zero_optimization.stage3_max_reuse_distance": ["max_reuse_distance"],
     "zero_optimization.stage3_param_persistence_threshold": ["param_persistence_threshold"],
@@ -285,7 +288,42 @@ def test_usable_keys_are_refused_together_only_where_they_contradict(config: dic
     assert config == before
 
 
-@pytest.mark.parametrize("moe", [True, False, {"enabled": True, "ep_size": 1, "moe_experts": [8], "type": "residual"}])
+@pytest.mark.parametrize("moe", [True, False, {"enabled": True, "ep_size": 1, "moe_experts": [1], "type": "standard"}])
 def test_a_mixture_on_one_gpu_needs_nothing(moe: object) -> None:
     settings = resolve_settings({"moe": moe})
-    assert {ignored.path for ignored in settings.without_effect} <= {"moe.enabled", "moe.moe_experts", "moe.type"}
+    assert {ignored.path for ignored in settings.without_effect} <= {"moe.moe_experts"}
+    assert settings.num_experts is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"moe": {"ep_size": 4, "moe_experts": [8, 8], "enabled": 1, "type": "standard"}},
+        {"moe": {"ep_size": "4", "num_experts": 8}},
+        {"ep_size": 4, "moe_experts": [8], "moe_type": "standard"},
+        {"moe": {"ep_size": 4}, "ep_size": 4, "moe_experts": 8, "zinfer": {"parallel": {"expert": 4}}},
+    ],
+)
+def test_all_spellings_of_experts_mean_the_same(config: dict[str, Any]) -> None:
+    settings = resolve_settings(config)
+    assert (settings.parallel.expert, settings.num_experts, settings.without_effect) == (4, 8, ())
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"moe": {"enabled": False, "ep_size": 2}},
+            "moe.enabled = false (config) contradicts moe.ep_size = 2 (config)",
+        ),
+        ({"moe": {"ep_size": 2}, "ep_size": 4}, "ep_size = 4 (config) contradicts moe.ep_size = 2 (config): both mean"),
+        ({"ep_size": 0}, "ep_size = 0: expected a whole number of at least 1"),
+        ({"moe": {"moe_experts": [4, 8]}}, "moe.moe_experts = [4, 8]: expected one number, because all mixtures"),
+        ({"moe": {"moe_experts": []}}, "moe.moe_experts = []: expected one number"),
+        ({"moe": {"type": "dense"}}, 'moe.type = "dense": expected "standard"'),
+    ],
+)
+def test_what_contradicts_itself_about_experts_is_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve_settings(config)
+    assert str(refused.value).startswith(said)

@@ -161,8 +161,7 @@ def test_values_that_deepspeed_takes() -> None:
     assert settings.quantization.rules[0].bits == 4
     assert resolve_settings(kwargs={"synchronous": 1}).synchronous
     assert resolve_settings({"mp_size": "2"}).parallel.tensor == 2
-    with pytest.raises(ConfigError, match=r'^ep_size = "2" is not available yet'):
-        resolve_settings({"ep_size": "2"})
+    assert resolve_settings({"ep_size": "2"}).parallel.expert == 2
 
 
 def test_paths_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,11 @@ def test_coordinates_vary_fastest_in_the_last_mode() -> None:
         ({}, ["a", "a", "b"], Mesh(zero=3)),
         ({"zero": 2, "replicas": None}, ["a", "b"], Mesh(zero=2)),
         ({"zero": 2, "replicas": 2}, ["a"] * 4, Mesh(replicas=2, zero=2)),
+        ({"expert": 4}, ["a"] * 4, Mesh(expert=4)),
+        ({"expert": 2, "tensor": None}, ["a"] * 4, Mesh(replicas=2, expert=2)),
+        ({"expert": 1, "tensor": 2}, ["a"] * 4, Mesh(replicas=2, tensor=2)),
+        ({"expert": 1}, ["a", "a", "b", "b"], Mesh(replicas=2, zero=2)),
+        ({"expert": 2, "replicas": 2}, ["a"] * 4, Mesh(replicas=2, expert=2)),
     ],
 )
 def test_a_mesh_follows_the_configuration_or_the_hosts(
@@ -82,7 +87,7 @@ def test_a_mesh_follows_the_configuration_or_the_hosts(
         ({"zeros": 2}, "unknown key zinfer.parallel.zeros; did you mean zinfer.parallel.zero?"),
         ({"tensor": 0}, "zinfer.parallel.tensor = 0: expected a whole number of at least 1"),
         ({"pipeline": 0}, "zinfer.parallel.pipeline = 0: expected a whole number of at least 1"),
-        ({"expert": 2}, "zinfer.parallel.expert = 2 is not available yet"),
+        ({"expert": 0}, "zinfer.parallel.expert = 0: expected a whole number of at least 1"),
         (4, "zinfer.parallel = 4: expected an object"),
     ],
 )

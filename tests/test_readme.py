@@ -1,6 +1,7 @@
 """The README: at most a hundred and fifty lines, each of them so."""
 
 import re
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 from guide_blocks import FENCE, GUIDE, ROOT, blocks_of
 from guide_runner import PageRunner
 
-from zinfer.config import resolve_settings
 from zinfer.errors import ConfigError
 from zinfer.model.families import FAMILIES
+from zinfer.ranks.mesh import Mesh
 
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -73,7 +74,7 @@ def test_the_links_lead_somewhere() -> None:
 
 
 def test_the_readme_names_what_is_refused() -> None:
-    assert "`ep_size` above 1 is refused" in TEXT
-    for config in ({"ep_size": 2}, {"moe": {"ep_size": 2}}):
-        with pytest.raises(ConfigError, match=r"is not available yet: .* over several GPUs"):
-            resolve_settings(config)
+    assert "`tensor` are each combined with replicas only" in TEXT
+    for pair in combinations(("pipeline", "zero", "expert", "tensor"), 2):
+        with pytest.raises(ConfigError, match=r"is not available yet: only one of pipeline, zero, expert and tensor "):
+            Mesh.of(dict.fromkeys((*pair, "replicas"), 2), ["host"] * 8)

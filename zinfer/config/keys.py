@@ -17,8 +17,7 @@ from zinfer.config.quantization_keys import QUANTIZATION_KEYS
 from zinfer.config.settings import Settings
 from zinfer.config.tensor_group import parallel_unit, unsplit
 
-EXPERT_PARALLEL = "spreading experts over several GPUs"
-EXPERTS = "the model's own config says how many experts it has, and of what kind"
+EXPERT_GROUPS = "process groups that others made; zinfer.parallel says how ranks are arranged, and their groups follow"
 TRITON = "all fused kernels here are Triton's, with tiles chosen by size; replace_with_kernel_inject asks for them"
 OWN_EXCHANGE = "says how several GPUs share or exchange parameters; zinfer has its own way"
 TRAINING = "controls training; nothing is trained here"
@@ -84,14 +83,16 @@ KEYS: tuple[Key, ...] = (
     *ignored("", "written by DeepSpeed itself, from injection_policy", "injection_policy_tuple"),
     *ignored("", TRITON, "use_triton", "triton_autotune"),
     section("moe", "mixtures of experts", idle=(True,)),
-    *ignored("moe", EXPERTS, "enabled", "moe_experts|num_experts", "type"),
-    unsupported("moe.ep_size", EXPERT_PARALLEL, idle=(1,)),
-    unsupported("moe.ep_group", EXPERT_PARALLEL, "expert_group"),
-    unsupported("moe.ep_mp_group", EXPERT_PARALLEL, "expert_mp_group"),
-    unsupported("ep_size", EXPERT_PARALLEL, idle=(1,)),
-    unsupported("ep_group", EXPERT_PARALLEL, "expert_group"),
-    unsupported("ep_mp_group", EXPERT_PARALLEL, "expert_mp_group"),
-    *ignored("", EXPERTS, "moe_experts", "moe_type"),
+    supported("moe.enabled", values.flag, "false: experts are not divided; ep_size must be 1", default=True),
+    supported("moe.type", values.mixture, "kind of the mixtures", default="standard"),
+    supported("moe.ep_size", values.count(1), "ranks that divide experts", same_as="zinfer.parallel.expert"),
+    unsupported("moe.ep_group", EXPERT_GROUPS, "expert_group"),
+    unsupported("moe.ep_mp_group", EXPERT_GROUPS, "expert_mp_group"),
+    supported("ep_size", values.count(1), "old spelling", same_as="zinfer.parallel.expert"),
+    unsupported("ep_group", EXPERT_GROUPS, "expert_group"),
+    unsupported("ep_mp_group", EXPERT_GROUPS, "expert_mp_group"),
+    supported("moe_experts", values.num_experts, "old spelling", same_as="moe.moe_experts"),
+    supported("moe_type", values.mixture, "old spelling", same_as="moe.type"),
     *ignored("", "selected how layers are replaced; DeepSpeed has only one way left", "replace_method"),
     *ignored("", MODULES_KEPT, "return_tuple", "transposed_mode"),
     *ignored("", "the model's own attention knows its mask", "triangular_masking|tm"),
@@ -184,7 +185,6 @@ KEYS: tuple[Key, ...] = (
     *ignored("", SAVING, "nebula", "datastates"),
     section("zinfer", "zinfer's own keys; keyword arguments may omit the section"),
     section("zinfer.parallel", 'how ranks share a job: sizes of modes that multiply to the number of ranks, or "auto"'),
-    unsupported("zinfer.parallel.expert", EXPERT_PARALLEL, idle=(1,)),
     *QUANTIZATION_KEYS,
 )
 

@@ -87,6 +87,9 @@ def _check_together(given: Mapping[str, Given]) -> None:
             f"{stage} contradicts {device}: parameters are offloaded at stage 3 only; "
             f'set {stage.written} to 3, or {device.written} to "none"'
         )
+    mixes, experts = given.get("moe.enabled"), given.get("zinfer.parallel.expert")
+    if mixes is not None and not mixes.value and experts is not None and experts.value > 1:
+        raise contradiction(mixes, experts, f"remove {mixes.written}, or set {experts.written} to 1")
     least, most = given.get("min_out_tokens"), given.get("max_out_tokens")
     if least is not None and most is not None and least.value > most.value:
         raise ConfigError(f"{least} is more than {most}; lower the one or raise the other")

@@ -111,6 +111,9 @@ class Parallel:
     zero: int | None = setting(
         "zinfer.parallel.zero", count(1), "ranks that share one model: each has its range of every layer's bytes"
     )
+    expert: int | None = setting(
+        "zinfer.parallel.expert", count(1), "ranks that each have some of a mixture's experts, and divide the rest"
+    )
     tensor: int | None = setting(
         "zinfer.parallel.tensor", count(1), "ranks that divide each layer, compute a part each and sum outputs"
     )
@@ -209,6 +212,9 @@ class Settings:
     )
     min_out_tokens: int = setting(
         "min_out_tokens", count(1), "tokens that must at least be possible", "min_tokens", default=1
+    )
+    num_experts: int | None = setting(
+        "moe.moe_experts", values.num_experts, "experts of each mixture; checked against the model's", "num_experts"
     )
     num_slots: int | None = setting("zinfer.num_slots", count(1), "device slots that blocks stream through")
     synchronous: bool = setting("zinfer.synchronous", flag, "wait for every copy: slow, for comparison", default=False)

@@ -223,6 +223,31 @@ def block_classes(value: object) -> tuple[BlockClass, ...] | None:
     return tuple(found) or None
 
 
+def mixture(value: object) -> str:
+    """Parse the kind of a mixture of experts."""
+    if value == "residual":
+        raise NotAvailable(
+            "residual mixtures add experts to a dense MLP, and no class of transformers has such layers",
+            '"standard"',
+        )
+    if value != "standard":
+        raise Unusable('"standard"')
+    return value
+
+
+def num_experts(value: object) -> int | NoEffect:
+    """Parse the number of experts of a model's mixtures, also in a list; 1, DeepSpeed's default, states nothing."""
+    several = value if isinstance(value, list | tuple) else [value]
+    numbers = set(map(count(1), several))
+    if len(numbers) != 1:
+        raise Unusable("one number, because all mixtures of a model have as many experts")
+    number = numbers.pop()
+    if number == 1:
+        return NoEffect("1 is DeepSpeed's default; the model's own config says how many experts it has")
+    assert isinstance(number, int)
+    return number
+
+
 def cpu_if_true(value: object) -> str | None:
     """Parse the old name of `offload_param.device`: true is "cpu", false states nothing."""
     return "cpu" if flag(value) else None

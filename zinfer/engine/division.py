@@ -79,7 +79,7 @@ class Division:
         ranks.first_alone(lambda: save_part(checkpoint, prepared.settings, dtype, sharding.shard, sharding.grain))
         ranks.exchange(True)
         if ranks.group.rank == 0:
-            list_parts(folder, sharding.shard.size)
+            list_parts(folder, sharding.shard)
 
     @property
     def exchanges(self) -> bool:

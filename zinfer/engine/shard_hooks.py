@@ -6,13 +6,14 @@ forward, which is the same on all ranks as long as their inputs are.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
+from zinfer.engine.own_pairs import OwnPairs
 from zinfer.model.module_patches import ModulePatches
 from zinfer.model.sharding.cut import Shard
 from zinfer.model.sharding.heads import Heads
@@ -28,9 +29,10 @@ _WITH_ALIBI: Final = ("bloom", "falcon", "mpt")
 
 def find_shard(mesh: Mesh, group: RankGroup | None) -> Shard | None:
     """Return this rank's place among those that divide each layer; None if the mesh divides none."""
-    if group is None or mesh.tensor == 1:
+    if group is None or mesh.num_dividing == 1:
         return None
-    return Shard(mesh.coordinates(group.rank)["tensor"], mesh.tensor)
+    mode: Literal["expert", "tensor"] = "expert" if mesh.expert > 1 else "tensor"
+    return Shard(mesh.coordinates(group.rank)[mode], mesh.num_dividing, mode)
 
 
 class ShardHooks:
@@ -44,12 +46,16 @@ class ShardHooks:
 
     def __init__(self, model: nn.Module, sharding: Sharding, ranks: ModelRanks) -> None:
         self._sharding, self._shard = sharding, sharding.shard
-        self._others = ranks.communicator("tensor")
+        self._others = ranks.communicator(self._shard.mode)
         self._patches = ModulePatches()
         self._handles: list[RemovableHandle] = []
         layers, find = sharding.layers, model.get_submodule
         for path in layers.splits:
             self._handles.append(find(path).register_forward_pre_hook(self._split))
+        for path, experts in layers.experts.items():
+            own = OwnPairs(experts)
+            self._handles.append(find(path).register_forward_pre_hook(own.keep))
+            self._handles.append(find(path).register_forward_hook(own.spread))
         for path in layers.sums:
             self._handles.append(find(path).register_forward_hook(self._sum))
         for path in layers.gathers:

@@ -25,6 +25,7 @@ from zinfer.engine.runtime import Runtime, check_trace
 from zinfer.errors import ConfigError, LengthError
 from zinfer.model.build import find_model
 from zinfer.model.context_length import check_min_out_tokens
+from zinfer.model.experts import check_num_experts
 from zinfer.model.partition import ModelBlock
 from zinfer.offload.stats import RunStats
 from zinfer.offload.stream import CopyStream, Event, open_stream
@@ -101,6 +102,7 @@ class StreamedModel:
             if check_model:
                 check_model(self.module)
             check_min_out_tokens(self.module, settings.min_out_tokens)
+            check_num_experts(self.module, settings.num_experts)
             prepared = division.prepare(self.module, checkpoint, settings, prepare)
             division.save(prepared)
             free_bytes = free_device_bytes(limits)

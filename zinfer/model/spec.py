@@ -262,8 +262,13 @@ def _windows(text: PretrainedConfig) -> tuple[int | None, ...]:
     return tuple(int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in own)
 
 
+def count_experts(text: PretrainedConfig) -> int:
+    """Return the number of experts that a router chooses from; 0 for a dense model."""
+    return _widest(text, "num_local_experts", "num_experts", "n_routed_experts")
+
+
 def _experts(text: PretrainedConfig) -> Experts | None:
-    num_experts = _widest(text, "num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = count_experts(text)
     num_per_token = _widest(text, "num_experts_per_tok")
     if not num_experts or not num_per_token:
         return None

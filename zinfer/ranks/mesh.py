@@ -17,7 +17,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -26,6 +26,8 @@ from zinfer.errors import ConfigError
 Mode: TypeAlias = Literal["replicas", "pipeline", "zero", "expert", "tensor"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 """From the slowest varying coordinate to the fastest."""
+DIVIDING: Final[tuple[Mode, ...]] = ("expert", "tensor")
+"""The modes whose ranks divide each layer."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,9 @@ class Mesh:
         replicas: groups of ranks that each have a whole model and their own rows.
         pipeline: stages, each with its part of the layers.
         zero: ranks that share each slab's bytes and gather it for compute, with rows of their own.
-        expert: ranks with their part of each layer's experts.
-        tensor: ranks with their part of each matrix, computing the same rows.
+        expert: ranks with some of each layer's experts, whole, and their part of the other matrices, computing the same
+            rows.
+        tensor: ranks with their part of each matrix, experts' too, computing the same rows.
     """
 
     replicas: int = 1
@@ -48,7 +51,9 @@ class Mesh:
 
     @classmethod
     def of(cls, stated: Mapping[str, int | None], hosts: Sequence[str]) -> "Mesh":
-        """Return the mesh of a configuration. If it states no size, see `by_hosts`; if only `tensor`, replicas of that.
+        """Return the mesh of a configuration.
+
+        If it states no size, see `by_hosts`; if only `expert` or `tensor`, there are replicas of that.
 
         Args:
             stated: sizes by mode as in `zinfer.parallel`; None: not stated.
@@ -58,15 +63,14 @@ class Mesh:
             ConfigError: the sizes do not multiply to the number of ranks, or cannot be combined.
         """
         sizes = {mode: size for mode, size in stated.items() if size is not None}
-        tensor = sizes.get("tensor", 1)
-        if sizes.keys() <= {"tensor"} and len(hosts) % tensor == 0:
-            return cls.by_hosts(hosts) if tensor == 1 else cls(replicas=len(hosts) // tensor, tensor=tensor)
         mesh = cls(**sizes)
+        if sizes.keys() <= {*DIVIDING} and len(hosts) % mesh.size == 0 and mesh.is_available:
+            return cls.by_hosts(hosts) if mesh.size == 1 else replace(mesh, replicas=len(hosts) // mesh.size)
         mesh.check(len(hosts))
         if not mesh.is_available:
             raise ConfigError(
-                f"zinfer.parallel = {json.dumps(mesh.stated)} is not available yet: only one of pipeline, zero and "
-                "tensor can be above 1; set the others to 1, with replicas in their place"
+                f"zinfer.parallel = {json.dumps(mesh.stated)} is not available yet: only one of pipeline, zero, expert "
+                "and tensor can be above 1; set the others to 1, with replicas in their place"
             )
         return mesh
 
@@ -91,7 +95,12 @@ class Mesh:
     @property
     def is_available(self) -> bool:
         """Whether runs can use all its modes."""
-        return self.size // self.replicas in (self.pipeline, self.zero, self.tensor)
+        return self.size // self.replicas in (self.pipeline, self.zero, self.expert, self.tensor)
+
+    @property
+    def num_dividing(self) -> int:
+        """The number of ranks that divide each layer and compute the same rows."""
+        return prod(self.sizes[mode] for mode in DIVIDING)
 
     @property
     def stated(self) -> dict[str, int]:
@@ -101,7 +110,7 @@ class Mesh:
     def check(self, num_ranks: int) -> None:
         """Raise ConfigError unless the mesh has this number of ranks."""
         if self.size != num_ranks:
-            spelling = "" if self.tensor == 1 else " (tensor_parallel.tp_size)"
+            spelling = " (tensor_parallel.tp_size)" if self.tensor > 1 else " (ep_size)" if self.expert > 1 else ""
             raise ConfigError(
                 f"zinfer.parallel = {json.dumps(self.stated)}{spelling} needs {_ranks(self.size)}, and there "
                 f"{'is' if num_ranks == 1 else 'are'} {num_ranks}; start {_ranks(self.size)} (--ranks {self.size}, or "
@@ -133,9 +142,10 @@ class Mesh:
 
     def ranks_in_step(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that compute the same passes as a rank, itself among them, ascending."""
-        return tuple(
-            sorted(each for own in self.ranks_along("pipeline", rank) for each in self.ranks_along("tensor", own))
-        )
+        found = {rank}
+        for mode in ("pipeline", *DIVIDING):
+            found = {each for own in found for each in self.ranks_along(mode, own)}
+        return tuple(sorted(found))
 
     @property
     def num_shares(self) -> int:

@@ -22,7 +22,7 @@ from zinfer.nvme.pool import Pool
 from zinfer.offload.partition import Partition
 from zinfer.ranks.communicator import Communicator, TorchCommunicator
 from zinfer.ranks.group import RankGroup
-from zinfer.ranks.mesh import Mesh, Mode
+from zinfer.ranks.mesh import DIVIDING, Mesh, Mode
 from zinfer.ranks.peer_communicator import PeerCommunicator
 from zinfer.ranks.peer_memory import Card, PeerMemory, can_copy
 from zinfer.ranks.rank_store import growing_pauses
@@ -132,7 +132,7 @@ class ModelRanks:
             RankError: another rank failed.
         """
         places = self.mesh.coordinates(self.group.rank).items()
-        if all(place == 0 for mode, place in places if mode != "tensor"):
+        if all(place == 0 for mode, place in places if mode not in DIVIDING):
             done = work()
             self.exchange(True)
             return done

@@ -78,7 +78,7 @@ def stored_copy(
     identity = Identity.of(checkpoint, rules, dtype, shard=part_of(shard, settings))
     name = f"{_model_name(checkpoint.folder)}-{identity.digest()[:_NUM_DIGITS]}"
     if shard is not None:
-        name += f"-{shard.rank}-of-{shard.size}"
+        name += shard.ending
     folder = nvme_path.absolute() / name
     with _damage_explained(folder):
         manifest = find_manifest(folder, identity, ENGINE)

@@ -61,17 +61,17 @@ def save_part(checkpoint: Checkpoint, settings: Settings, dtype: torch.dtype, sh
     assert settings.save_parts is not None
     if checkpoint.is_listed:
         raise ConfigError(f"{KEY}: parts are made of a model's folder, not of a list of files; give the folder")
-    folder = settings.save_parts.absolute() / _name(shard.rank, shard.size)
+    folder = settings.save_parts.absolute() / _name(shard, shard.rank)
     wanted = replace(settings, quantization=settings.quantization or _NOTHING, dtype=dtype)
     write_store(checkpoint.folder, folder, wanted, caller=_SAVER, shard=shard)
     _place_json(folder / _GRAIN_NAME, asdict(replace(grain, units=dict(grain.units))))
 
 
-def list_parts(folder: Path, size: int) -> None:
-    """Write the list of all ranks' parts, once they are there."""
-    parts = [_name(rank, size) for rank in range(size)]
+def list_parts(folder: Path, shard: Shard) -> None:
+    """Write the list of all ranks' parts, once they are there; ``shard`` is any of them."""
+    parts = [_name(shard, rank) for rank in range(shard.size)]
     found = {"non_tp": list[str](), "tp": parts}
-    members = {"type": "ds_model", "version": 1.0, "parallelization": "tp", "tp_size": size, "checkpoints": found}
+    members = {"type": "ds_model", "version": 1.0, "parallelization": "tp", "tp_size": shard.size, "checkpoints": found}
     _place_json(folder / PARTS_NAME, members)
 
 
@@ -140,5 +140,5 @@ def _place_json(path: Path, members: Mapping[str, Any]) -> None:
     place_file(path, [(json.dumps(members, indent=1) + "\n").encode()])
 
 
-def _name(rank: int, size: int) -> str:
-    return f"tp-{rank}-of-{size}"
+def _name(shard: Shard, rank: int) -> str:
+    return f"{'ep' if shard.mode == 'expert' else 'tp'}-{rank}-of-{shard.size}"

@@ -3,19 +3,34 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 import torch
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The place of one rank among ``size`` that divide every layer."""
+    """The place of one rank among ``size`` that divide every layer.
+
+    ``mode``: how they divide the experts of a mixture: by their number, or each one's matrices.
+    """
 
     rank: int
     size: int
+    mode: Literal["expert", "tensor"] = "tensor"
 
     def __str__(self) -> str:
-        return f"{self.rank} of {self.size}"
+        return f"{self.rank} of {self.size}" + (", by experts" if self.mode == "expert" else "")
+
+    @property
+    def key(self) -> str:
+        """The key of the configuration that asks for it."""
+        return "zinfer.parallel.expert" if self.mode == "expert" else "tensor_parallel.tp_size"
+
+    @property
+    def ending(self) -> str:
+        """The end of names of files that hold its part."""
+        return ("-experts" if self.mode == "expert" else "") + f"-{self.rank}-of-{self.size}"
 
     def bounds(self, count: int, unit: int = 1) -> tuple[int, int]:
         """Return this rank's range of ``count`` elements, divided in whole units as evenly as possible."""

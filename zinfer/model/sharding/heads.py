@@ -50,9 +50,7 @@ class Heads:
             kept = f"{num_query} attention heads" + (f" and {num_kv} of keys and values" if num_kv != num_query else "")
             if max(units) > 1:
                 kept += f", {units[0]} and {units[1]} of which share scales or words of the checkpoint's codes"
-            raise ConfigError(
-                f"tensor_parallel.tp_size = {size} does not divide {kept}; sizes that do are {', '.join(usable)}"
-            )
+            raise ConfigError(f"{shard.key} = {size} does not divide {kept}; sizes that do are {', '.join(usable)}")
         query = kv = shard.bounds(num_query, _unit(num_query, num_kv, units))
         if num_kv < size:
             kv = (shard.rank * num_kv // size, shard.rank * num_kv // size + 1)
@@ -148,3 +146,9 @@ def heads_in(module: nn.Module, config: Any) -> tuple[int, int]:
     num_query = next((held[name] for name in _QUERY_NAMES if name in held), None) or config.num_attention_heads
     stated = next((held[name] for name in _KV_NAMES if name in held), None)
     return int(num_query), int(stated or getattr(config, "num_key_value_heads", None) or num_query)
+
+
+def can_divide(config: Any, size: int) -> bool:
+    """Whether so many ranks can divide the attention heads that a config states."""
+    num_query = int(config.num_attention_heads)
+    return _divides(num_query, int(getattr(config, "num_key_value_heads", None) or num_query), size, (1, 1))

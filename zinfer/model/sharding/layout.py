@@ -11,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.errors import ConfigError
+from zinfer.model.experts import check_ranks
 from zinfer.model.sharding import plans
 from zinfer.model.sharding.cut import Cut, Shard
 from zinfer.model.sharding.grain import Grain
@@ -22,6 +23,7 @@ _OF_KEYS: Final = re.compile(r"(^|\.)(k_proj|v_proj)$")
 # Weights that every rank holds whole: norms, routers, and the first products of latent attention.
 WHOLE: Final = re.compile(r"norm|(^|\.)ln_|(^|\.)(gate|router)\.|q_a_proj|kv_a_proj", re.IGNORECASE)
 _ADDS: Final = (plans.ROWWISE, plans.SPLIT)
+_OF_EXPERTS: Final = (plans.EXPERTS, plans.DISPATCHED)
 _WHOLE_HEADS: Final = (plans.GATHERED, plans.SPLIT, plans.REPLICATED)
 _WIDTHS: Final = ("intermediate_size", "intermediate_dim")
 
@@ -37,6 +39,7 @@ class LayerCuts:
         gathers: modules whose outputs are joined along the last dimension.
         splits: modules that take their part of the last dimension of an input that all ranks have whole.
         heads: of attention modules.
+        experts: modules of experts of which a rank computes some, with the range of their numbers.
         changes: attributes of modules, with the values for this rank.
     """
 
@@ -46,6 +49,7 @@ class LayerCuts:
     gathers: list[str] = field(default_factory=list)
     splits: list[str] = field(default_factory=list)
     heads: dict[str, Heads] = field(default_factory=dict)
+    experts: dict[str, tuple[int, int]] = field(default_factory=dict)
     changes: list[tuple[Any, str, object]] = field(default_factory=list)
 
 
@@ -84,8 +88,10 @@ class LayerDivider:
         self.most_unit = max(self.most_unit, lcm(self._grain.preferred, self._least))
         for path, module in layer.named_modules():
             style = self._style(path)
-            if style in (*_ADDS, plans.EXPERTS):
+            if style in (*_ADDS, *_OF_EXPERTS):
                 found.sums.append(f"{name}.{path}")
+            if style == plans.DISPATCHED:
+                self._divide_experts(f"{name}.{path}", module, found)
             if style == plans.GATHERED:
                 found.gathers.append(f"{name}.{path}")
             if style == plans.SPLIT:
@@ -106,14 +112,17 @@ class LayerDivider:
         found: LayerCuts,
     ) -> None:
         owner, _, leaf = path.rpartition(".")
-        style = self._style(path) or self._style(owner)
-        style = None if style == plans.EXPERTS else style
+        style = self._style(path) or self._style(owner) or self._plan.get(plans.EVERYTHING_ELSE)
+        style = None if style in _OF_EXPERTS else style
         if style is None and not WHOLE.search(path):
             raise ConfigError(
-                f"tensor_parallel.tp_size: no plan says how {name} is divided; leave the key out: the ranks then "
+                f"{self._shard.key}: no plan says how {name} is divided; leave the key out: the ranks then "
                 "share the weights"
             )
         if style in (None, plans.REPLICATED):
+            return
+        if style == plans.BY_NUMBER:
+            found.cuts[name] = Cut(0, (self._shard.bounds(parameter.shape[0]),))
             return
         if style in _ADDS and leaf.endswith("bias"):
             found.first_only.append(name)
@@ -121,6 +130,13 @@ class LayerDivider:
         dim = _dim_of(style, module, leaf, parameter)
         own = next((each for root, each in heads.items() if path.startswith(f"{root}.")), None)
         found.cuts[name] = self._cut_of(style, name, owner, dim, parameter.shape[dim], own)
+
+    def _divide_experts(self, name: str, module: nn.Module, found: LayerCuts) -> None:
+        """Give the rank a range of a module's experts; it finds out that tokens may choose others."""
+        count = int(getattr(module, "num_experts", 0))
+        check_ranks(count, self._shard, name)
+        begin, end = found.experts[name] = self._shard.bounds(count)
+        found.changes.append((module, "num_experts", end - begin))
 
     def _cut_of(self, style: str, name: str, owner: str, dim: int, length: int, heads: Heads | None) -> Cut:
         if style in (plans.GATHERED, plans.SPLIT):
@@ -143,13 +159,13 @@ class LayerDivider:
 
     def _unit_of(self, name: str, width: int) -> int:
         if width < self._shard.size:
-            raise ConfigError(f"tensor_parallel.tp_size = {self._shard.size} is more than the {width} rows of {name}")
+            raise ConfigError(f"{self._shard.key} = {self._shard.size} is more than the {width} rows of {name}")
         for unit in (lcm(self._grain.preferred, self._least), self._least):
             if width % unit == 0 and width // unit >= self._shard.size:
                 return unit
         most = max(width // self._least, 1)
         raise ConfigError(
-            f"tensor_parallel.tp_size = {self._shard.size}: codes of {self._least} of the {width} rows or columns of "
+            f"{self._shard.key} = {self._shard.size}: codes of {self._least} of the {width} rows or columns of "
             f"{name} share scales or words in the checkpoint, so that {most} ranks can divide them at the most; sizes "
             f"up to {most} work, or leave the key out: the ranks then share the weights"
         )
@@ -181,14 +197,14 @@ class LayerDivider:
                 style = self._style(whole) or self._style(path)
                 if units is None or parameter is None or style is None or not whole.startswith(begin):
                     continue
-                if style in (plans.EXPERTS, *_WHOLE_HEADS):
+                if style in (*_OF_EXPERTS, plans.BY_NUMBER, *_WHOLE_HEADS):
                     continue
                 dim = _dim_of(style, module, leaf, parameter)
                 across = matrix_dim(dim, parameter.dim(), transposed=isinstance(module, Conv1D))
                 unit = units.columns if across else units.rows
                 if unit is None:
                     raise ConfigError(
-                        f"tensor_parallel.tp_size: the checkpoint holds the columns of {name}.{whole} in activation "
+                        f"{self._shard.key}: the checkpoint holds the columns of {name}.{whole} in activation "
                         "order (desc_act, actorder), and a range of them needs the scales of all groups; leave the "
                         "key out: the ranks then share the weights, or take a checkpoint without activation order"
                     )
@@ -197,7 +213,7 @@ class LayerDivider:
     def _even(self, name: str, dim: int, length: int) -> Cut:
         if length % self._shard.size:
             raise ConfigError(
-                f"tensor_parallel.tp_size = {self._shard.size} does not divide the {length} rows or columns of {name}"
+                f"{self._shard.key} = {self._shard.size} does not divide the {length} rows or columns of {name}"
             )
         return Cut(dim, (self._shard.bounds(length),))
 

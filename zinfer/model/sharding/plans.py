@@ -3,16 +3,22 @@
 transformers states in `base_model_tp_plan` of a config how the modules of a layer are divided. Families without a plan,
 and plans that would gather fused products, have their own here, by DeepSpeed's rule: the linear layers before a sum
 over ranks are divided by columns ("rowwise"), all others by rows ("colwise").
+
+Experts can be divided by their number instead, as `base_model_ep_plan` states; all else is then divided as above if its
+heads can be, and held whole by every rank if not.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 from torch import nn
 
 from zinfer.errors import ConfigError
+from zinfer.model.sharding.cut import Shard
+from zinfer.model.sharding.heads import can_divide
+from zinfer.model.spec import count_experts
 
 COLWISE: Final = "colwise"
 ROWWISE: Final = "rowwise"
@@ -20,6 +26,10 @@ PACKED: Final = "packed_colwise"
 EXPERTS: Final = "moe_tp_experts"
 GATHERED: Final = "colwise_gather_output"
 SPLIT: Final = "rowwise_split_input"
+DISPATCHED: Final = "ep_dispatch_experts"
+"""A module of experts that computes those of a rank."""
+BY_NUMBER: Final = "grouped_gemm"
+"""A parameter with a slice for each expert, of which a rank has those of its experts."""
 # Not words of transformers:
 FUSED: Final = "fused_colwise"
 """Queries of all heads, then keys of all, then values of all."""
@@ -30,10 +40,13 @@ PAIRED: Final = "paired_colwise"
 PER_HEAD: Final = "per_head"
 """A value for each head, in the last dimension."""
 REPLICATED: Final = "replicated"
+EVERYTHING_ELSE: Final = "*"
+"""The key of a plan for what it does not name; without it, weights that are not named are an error."""
 
 _KNOWN: Final = frozenset(
     (COLWISE, ROWWISE, PACKED, EXPERTS, GATHERED, SPLIT, FUSED, GROUPED, PAIRED, PER_HEAD, REPLICATED)
 )
+_KNOWN_OF_EXPERTS: Final = frozenset((DISPATCHED, BY_NUMBER))
 _SAME_AS_REPLICATED: Final = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 
 Plan = Mapping[str, str]
@@ -156,6 +169,8 @@ _PLANNED: Final = frozenset(
     | {"mistral", "mixtral", "olmo2", "phi", "qwen2", "qwen3", "qwen3_moe", "starcoder2"}
 )
 """Families whose plan in transformers is followed, except for what is stated here."""
+_MIXTURES: Final = frozenset(("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"))
+"""Families whose experts are divided by number, as their plan in transformers says."""
 _LAYER_NUMBER: Final = re.compile(r"^.*\.\*\.")
 # Switches of a config under which a layer has weights that the plan does not know, or computes across heads.
 _REFUSED: Final[Mapping[str, tuple[str, ...]]] = {
@@ -174,30 +189,63 @@ def is_divided(model_type: str) -> bool:
     return model_type in _OWN or model_type in _PLANNED
 
 
-def find_plan(model: nn.Module) -> Plan:
+def divides_experts(model_type: str) -> bool:
+    """Whether a family's experts can be divided among ranks by number."""
+    return model_type in _MIXTURES
+
+
+def find_plan(model: nn.Module, shard: Shard) -> Plan:
     """Return how the layers of a model are divided.
 
     Raises:
-        ConfigError: it is not known for the model's family, or a switch of its config changes its layers.
+        ConfigError: it is not known for the model's family, a switch of its config changes its layers, or its experts
+            are to be divided and it has none.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if shard.mode == "expert":
+        return _plan_by_experts(model, text, shard)
+    return _plan_by_matrices(model, text, shard.key)
+
+
+def _plan_by_experts(model: nn.Module, text: Any, shard: Shard) -> Plan:
+    """Return the plan by number of experts."""
+    kind = getattr(text, "model_type", None)
+    if not count_experts(text):
+        raise ConfigError(
+            f"{shard.key} (ep_size) = {shard.size}: a {type(model).__name__} has no experts to divide among ranks; "
+            "set it to 1 and divide its layers (tensor_parallel.tp_size), or leave both out: the ranks then share the "
+            "weights"
+        )
+    if kind is None or not divides_experts(kind):
+        raise ConfigError(
+            f"{shard.key} (ep_size): how the experts of a {type(model).__name__} are divided is not known; `zinfer "
+            "families` lists the families whose experts can be. Leave the key out: the ranks then share the weights"
+        )
+    own = _own_words(text.base_model_ep_plan or {}, _KNOWN_OF_EXPERTS, shard.key)
+    if is_divided(kind) and can_divide(text, shard.size):
+        return {**_plan_by_matrices(model, text, shard.key), **own}
+    return {**own, EVERYTHING_ELSE: REPLICATED}
+
+
+def _plan_by_matrices(model: nn.Module, text: Any, key: str) -> Plan:
+    """Return the plan in which each rank has a part of every matrix."""
     kind = getattr(text, "model_type", None)
     if kind is None or not is_divided(kind):
         raise ConfigError(
-            f"tensor_parallel.tp_size: how the layers of a {type(model).__name__} are divided is not known; "
+            f"{key}: how the layers of a {type(model).__name__} are divided is not known; "
             "`zinfer families` lists the families that can be. Leave the key out: the ranks then share the weights"
         )
     for name in _REFUSED.get(kind, ()):
         if getattr(text, name, False):
             raise ConfigError(
-                f"tensor_parallel.tp_size: the layers of a {type(model).__name__} are not divided if its config.json "
+                f"{key}: the layers of a {type(model).__name__} are not divided if its config.json "
                 f"sets {name}; leave the key out: the ranks then share the weights"
             )
-    return plan_of(kind, text)
+    return plan_of(kind, text, key)
 
 
-def plan_of(kind: str, text: Any) -> Plan:
+def plan_of(kind: str, text: Any, key: str = "tensor_parallel.tp_size") -> Plan:
     """Return the plan of a family that `is_divided`; ``text`` is the config of a model's text part."""
     plan = dict(_OWN.get(kind, {}))
     if kind == "falcon":
@@ -205,20 +253,20 @@ def plan_of(kind: str, text: Any) -> Plan:
         grouped = GROUPED if text.new_decoder_architecture else COLWISE
         plan["self_attention.query_key_value"] = FUSED if is_fused else grouped
     if kind in _PLANNED:
-        plan = _own_words(text.base_model_tp_plan or {}) | plan
+        plan = _own_words(text.base_model_tp_plan or {}, _KNOWN, key) | plan
     return plan
 
 
-def _own_words(stated: Mapping[str, str]) -> dict[str, str]:
+def _own_words(stated: Mapping[str, str], known: Container[str], key: str) -> dict[str, str]:
     """Return transformers' plan, by paths within a layer, without what it says of other modules."""
     plan = {}
     for path, style in stated.items():
         if "*" in path:
             plan[_LAYER_NUMBER.sub("", path)] = REPLICATED if style in _SAME_AS_REPLICATED else style
-    unknown = sorted(set(plan.values()) - _KNOWN)
+    unknown = sorted({style for style in plan.values() if style not in known})
     if unknown:
         raise ConfigError(
-            f"tensor_parallel.tp_size: transformers' plan divides layers by {', '.join(unknown)}, which is not known "
+            f"{key}: transformers' plan divides layers by {', '.join(unknown)}, which is not known "
             "here; leave the key out: the ranks then share the weights"
         )
     return plan

@@ -19,6 +19,7 @@ from zinfer.model.sharding.cut import Cut, Shard
 from zinfer.model.sharding.grain import Grain
 from zinfer.model.sharding.layout import LayerCuts, LayerDivider
 from zinfer.model.sharding.matrices import cut_matrix
+from zinfer.model.sharding.plans import EVERYTHING_ELSE, Plan
 from zinfer.model.sharding.stated_plan import choose_plan
 from zinfer.model.sharding.weights import CutTensor
 from zinfer.model.weight_matching import Weight
@@ -73,7 +74,7 @@ class Sharding:
             ConfigError: the model cannot be divided so; names the key, the weight or the numbers.
         """
         layers = find_layers(model, classes)
-        plan = choose_plan(model, layers, stated)
+        plan = choose_plan(model, shard, layers, stated)
         config: Any = model.config.get_text_config()
         found = LayerCuts()
         divider = LayerDivider(plan, shard, config, grain)
@@ -96,7 +97,7 @@ class Sharding:
         if several is not None:
             found.changes += several.config_changes(config)
             found.changes.append((config, "head_dim", _head_dim(config, several.num_query)))
-        found.changes += _width_changes(config, shard, divider.most_unit)
+        found.changes += _width_changes(config, shard, divider.most_unit, plan)
         return cls(shard, cuts, embeddings, heads, token_unit, found, grain, _forms(model, cuts))
 
     def cut_weights(self, weights: Mapping[str, Weight]) -> dict[str, Weight]:
@@ -229,10 +230,15 @@ def _forms(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[tuple[int,
     return {name: (tuple(model.get_parameter(name).shape), isinstance(own, Conv1D)) for name, own in owners.items()}
 
 
-def _width_changes(config: PretrainedConfig, shard: Shard, unit: int) -> list[tuple[Any, str, object]]:
+def _width_changes(config: PretrainedConfig, shard: Shard, unit: int, plan: Plan) -> list[tuple[Any, str, object]]:
     """Return the widths of feed-forwards that memory is planned by, never less than a rank's."""
     found: list[tuple[Any, str, object]] = []
+    if EVERYTHING_ELSE in plan:
+        return found
+    of_experts = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
     for name in _MLP_WIDTHS:
+        if shard.mode == "expert" and name == of_experts:
+            continue
         value = getattr(config, name, None)
         if isinstance(value, int):
             units, rest = divmod(value, unit)

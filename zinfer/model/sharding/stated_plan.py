@@ -14,6 +14,7 @@ from zinfer.config.partition_specs import LayerSpec
 from zinfer.config.settings import TensorParallel
 from zinfer.errors import ConfigError
 from zinfer.model.sharding import plans
+from zinfer.model.sharding.cut import Shard
 from zinfer.model.sharding.heads import heads_in, knows_heads
 from zinfer.model.sharding.layout import ATTENTION, WHOLE, style_of
 
@@ -22,14 +23,16 @@ _PRESET: Final = "tensor_parallel.preset_model"
 _LEAVE_OUT: Final = "leave the key out: the family's own plan then divides the layers"
 
 
-def choose_plan(model: PreTrainedModel, layers: Mapping[str, nn.Module], stated: TensorParallel) -> plans.Plan:
+def choose_plan(
+    model: PreTrainedModel, shard: Shard, layers: Mapping[str, nn.Module], stated: TensorParallel
+) -> plans.Plan:
     """Return how the layers of a model are divided.
 
     Raises:
         ConfigError: as `find_plan`; or what is stated contradicts the family's plan, or lacks a weight.
     """
     if stated.specs is None and stated.preset is None:
-        return plans.find_plan(model)
+        return plans.find_plan(model, shard)
     config: Any = model.config.get_text_config()
     preset: plans.Plan = {} if stated.preset is None else _preset(stated.preset)
     specs = stated.specs.specs if stated.specs else ()
@@ -44,7 +47,7 @@ def choose_plan(model: PreTrainedModel, layers: Mapping[str, nn.Module], stated:
                 raise ConfigError(f"{_SPECS}: {whole} is divided otherwise in other layers; state one way for all")
     key = _SPECS if specs else _PRESET
     if plans.is_divided(config.model_type):
-        return _agreed(plans.find_plan(model), found, key)
+        return _agreed(plans.find_plan(model, shard), found, key)
     for name, layer in layers.items():
         _check_whole(name, layer, found, key)
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))
