@@ -16,7 +16,15 @@ from zinfer.config.settings import Settings
 from zinfer.model.outline import Outline
 from zinfer.offload.block import Tier
 from zinfer.planning.memory import Request
-from zinfer.planning.mesh_plan import MeshPlan, batch_planner, fastest_mesh, mesh_table, meshes_of, plan_meshes
+from zinfer.planning.mesh_plan import (
+    MeshPlan,
+    batch_planner,
+    expert_meshes_of,
+    fastest_mesh,
+    mesh_table,
+    meshes_of,
+    plan_meshes,
+)
 from zinfer.planning.plan import BatchPlan, Case
 from zinfer.probe.rates import Rates
 from zinfer.ranks.mesh import Mesh
@@ -116,6 +124,55 @@ def test_hosts_are_joined_by_replicas_only() -> None:
     assert all(mesh.size == 8 for mesh in meshes_of(8))
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Outline:
+    small = {name: value for name, value in SMALL_LLAMA.items() if name not in ("model_type", "architectures")}
+    shape = {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}
+    return outline_of(write_config(tmp_path_factory.mktemp("mixture"), {**small, **shape, "num_hidden_layers": 4}))
+
+
+def test_ranks_that_divide_experts_take_the_seconds_of_the_fullest(mixture: Outline) -> None:
+    """Six experts divide evenly among two and three ranks; of four, two have two."""
+    case = Case(mixture, machine_with(2_000_000_000, 10**10, replace(SLOW, links_together=())), FROM_HOST)
+    tensors = [each for index in mixture.layers for each in mixture.plain_blocks[index].layout.tensors]
+    of_experts = sum(each.nbytes for each in tensors if ".experts." in each.name)
+    outer = mixture.nbytes - layers_bytes(mixture)
+    assert of_experts > 0.8 * layers_bytes(mixture)
+    for ranks, most in ((2, 3), (4, 2)):
+        assert [*expert_meshes_of(case, ranks)][-1] == Mesh(expert=ranks)
+        request = replace(REQUEST, batch_size=8)
+        (found,) = plan_meshes(case, [Mesh(expert=ranks)], 1, batch_planner(request))
+        share = (of_experts * most / 6 + (mixture.nbytes - of_experts) / ranks) / mixture.nbytes
+        passes_s = layers_bytes(mixture) * share / LINK
+        num_new = request.batch_size * request.new_tokens
+        assert found.tokens_per_s == pytest.approx(num_new / (request.new_tokens * passes_s), rel=0.01), ranks
+        plan = batch_plan(found).plan
+        assert found.host_bytes == pytest.approx(
+            share * (layers_bytes(mixture) + plan.num_staging * plan.staging_bytes), rel=0.01
+        )
+        footprint = batch_plan(found).footprint
+        there = outer + plan.num_slots * plan.slot_bytes + footprint.kv_bytes + footprint.activation_bytes
+        assert found.device_bytes == pytest.approx(share * there, rel=0.01)
+    assert fastest_mesh([found]) is None, "for those who ask"
+
+
+def test_experts_are_listed_for_mixtures_that_can_be_divided(outline: Outline, mixture: Outline) -> None:
+    machine = machine_with(2_000_000_000, 10**10, SLOW)
+    case = Case(mixture, machine, FROM_HOST)
+    assert [*expert_meshes_of(Case(outline, machine, FROM_HOST), 4)] == []
+    assert [*expert_meshes_of(case, 4, 2)] == [Mesh(replicas=2, expert=2)]
+    assert [*expert_meshes_of(case, 8)] == [Mesh(replicas=4, expert=2), Mesh(replicas=2, expert=4)], "six experts"
+    console = Console(width=80, record=True, file=io.StringIO())
+    meshes = [*meshes_of(4), *expert_meshes_of(case, 4)]
+    slow = machine_with(2_000_000_000, 10**10, replace(SLOW, device_bytes_per_s=1e6))
+    console.print(mesh_table(plan_meshes(Case(mixture, slow, FROM_HOST), meshes, 1, batch_planner(REQUEST))))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("expert" in line for line in lines)
+    assert sum(line.startswith("│") for line in lines) == len(meshes) == 8, "a line each"
+    assert any("device memory" in line for line in lines)
+
+
 def test_two_hosts_are_twice_as_fast_as_one(outline: Outline) -> None:
     one, two = planned(outline), planned(outline, ranks=4, nodes=2)
     for mesh in (Mesh(zero=2), Mesh(tensor=2)):
@@ -166,6 +223,7 @@ def test_the_command_lists_and_chooses(tmp_path: Path) -> None:
     [
         (("--ranks", "3", "--nodes", "2"), "--ranks 3 do not divide among --nodes 2"),
         (("--ranks", "2", "--parallel", "pipeline=2"), "zinfer.parallel.pipeline: stages are not predicted"),
+        (("--ranks", "2", "--parallel", "expert=2"), "zinfer.parallel.expert (ep_size) = 2: a LlamaForCausalLM has no"),
         (("--ranks", "2", "--parallel", "zero"), "--parallel = 'zero': expected sizes of modes, such as replicas=2"),
         (("--ranks", "2", "--parallel", "zero=3"), 'zinfer.parallel = {"zero": 3} needs 3 ranks, and there are 2'),
         (("--ranks", "2", "--parallel", "zeros=2"), "unknown key parallel.zeros; did you mean parallel.zero?"),

@@ -48,7 +48,7 @@ class Arranged:
     @property
     def num_groups(self) -> int:
         """Groups of ranks with rows of their own."""
-        return self.case.mesh.size // self.case.mesh.tensor
+        return self.case.mesh.size // self.case.mesh.num_dividing
 
     def table(self) -> "Table":
         """Return the table of the meshes."""
@@ -91,7 +91,15 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
     """
     with importing():
         from zinfer.planning.memory import Request
-        from zinfer.planning.mesh_plan import batch_planner, fastest_mesh, job_planner, meshes_of, of_mesh, plan_meshes
+        from zinfer.planning.mesh_plan import (
+            batch_planner,
+            expert_meshes_of,
+            fastest_mesh,
+            job_planner,
+            meshes_of,
+            of_mesh,
+            plan_meshes,
+        )
         from zinfer.ranks.mesh import Mesh
 
     if num_ranks % num_hosts:
@@ -105,7 +113,8 @@ def arrange(case: "Case", work: "Request | Job", num_ranks: int, num_hosts: int)
         raise ConfigError("zinfer.parallel.pipeline: stages are not predicted; leave it out to plan the other modes")
     if num_ranks > 1:
         planner = batch_planner(work) if isinstance(work, Request) else job_planner(work, is_rough=True)
-        several = plan_meshes(case, meshes_of(num_ranks, num_hosts), num_hosts, planner)
+        meshes = [*meshes_of(num_ranks, num_hosts), *expert_meshes_of(case, num_ranks, num_hosts)]
+        several = plan_meshes(case, meshes, num_hosts, planner)
         if not any(stated.values()):
             mesh = fastest_mesh(several) or mesh
     return Arranged(case, of_mesh(case, mesh, num_hosts), several, num_hosts)

@@ -48,9 +48,7 @@ def open_graphs(
     if capturer is None:
         hindrance = "graphs need a CUDA device"
     elif exchanges:
-        hindrance = (
-            "what ranks exchange within a pass (tensor_parallel.tp_size, zinfer.parallel.pipeline) is not captured"
-        )
+        hindrance = "what ranks exchange within a pass (tp_size, ep_size, zinfer.parallel.pipeline) is not captured"
     elif settings.check_finite:
         hindrance = "zinfer.check_finite looks at every layer"
     elif settings.batching.kv_cache_tier == "host":

@@ -36,7 +36,7 @@ def check_agreement(
         if kwargs.get(_ATTENTIONS, getattr(config, _ATTENTIONS, False)):
             raise ConfigError(
                 f"{what}: {_ATTENTIONS} gives the attentions of one rank's heads, not of all; leave it out, or let "
-                "ranks share the weights instead of dividing layers (tensor_parallel.tp_size 1)"
+                "ranks share the weights instead of dividing layers (tensor_parallel.tp_size and ep_size 1)"
             )
     digest = xxhash.xxh3_128(what.encode())
     _add(digest, args)
@@ -48,7 +48,7 @@ def check_agreement(
         if other != several[0][0]:
             failure = RankError(
                 f"{what}: rank {rank} was given other arguments than rank {members[0]}; ranks that divide each layer "
-                "(tensor_parallel.tp_size) must make the same calls in the same order"
+                "(tensor_parallel.tp_size, ep_size) must make the same calls in the same order"
             )
             ranks.fail(failure)
             raise failure

@@ -1,10 +1,11 @@
-"""Checks what a configuration says of a mixture's experts."""
+"""Checks what a configuration asks for against a mixture's experts."""
 
 from typing import Any
 
 from torch import nn
 
 from zinfer.errors import ConfigError
+from zinfer.model.sharding.cut import Shard
 from zinfer.model.spec import count_experts
 
 
@@ -19,4 +20,13 @@ def check_num_experts(model: nn.Module, num_experts: int | None) -> None:
         raise ConfigError(
             f"moe.moe_experts is {num_experts}, but a {type(model).__name__} has {has} in each mixture; correct it, or "
             "leave it out"
+        )
+
+
+def check_ranks(num_experts: int, shard: Shard, holder: str) -> None:
+    """Raise ConfigError if more ranks are to divide experts than there are; ``holder`` names what has them."""
+    if num_experts < shard.size:
+        raise ConfigError(
+            f"{shard.key} (ep_size) = {shard.size} is more than the {num_experts} experts of {holder}; divide them "
+            f"among {num_experts} ranks at most, and let further ones be replicas (zinfer.parallel.replicas)"
         )

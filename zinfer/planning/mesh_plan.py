@@ -8,6 +8,7 @@ from rich.table import Table
 
 from zinfer.errors import PlanError
 from zinfer.planning.job_plan import Job, JobPlan, plan_job
+from zinfer.planning.largest_part import is_predicted, num_devices
 from zinfer.planning.memory import Footprint, Request
 from zinfer.planning.plan import BatchPlan, Case, plan_batch
 from zinfer.ranks.mesh import Mesh
@@ -26,18 +27,20 @@ class MeshPlan:
 
     Attributes:
         mesh: the arrangement.
-        planned: for a group of tensor ranks, with its part of the rows; None if that does not fit.
+        planned: for a group of ranks that divide each layer, with its part of the rows; None if that does not fit.
         failure: why it does not fit.
+        num_devices: as how many devices a group counts.
     """
 
     mesh: Mesh
     planned: BatchPlan | JobPlan | None
     failure: str = ""
+    num_devices: float = 1
 
     @property
     def num_groups(self) -> int:
         """Groups of ranks with rows of their own."""
-        return self.mesh.size // self.mesh.tensor
+        return self.mesh.size // self.mesh.num_dividing
 
     @property
     def tokens_per_s(self) -> float:
@@ -58,15 +61,15 @@ class MeshPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of each rank: weights, slots, KV cache and activations."""
+        """Device memory of each rank, or of the fullest: weights, slots, KV cache and activations."""
         used = 0 if self.planned is None else self.planned.plan.device_bytes
-        return (used + self._footprint.kv_bytes + self._footprint.activation_bytes) // self.mesh.tensor
+        return int((used + self._footprint.kv_bytes + self._footprint.activation_bytes) / self.num_devices)
 
     @property
     def host_bytes(self) -> int:
         """Host memory of each rank."""
         used = 0 if self.planned is None else self.planned.plan.host_bytes
-        return (used + self._footprint.host_bytes) // self.mesh.tensor
+        return int((used + self._footprint.host_bytes) / self.num_devices)
 
     @property
     def _footprint(self) -> Footprint:
@@ -83,15 +86,28 @@ def meshes_of(num_ranks: int, num_hosts: int = 1) -> Iterator[Mesh]:
             yield Mesh(replicas=num_ranks // within, zero=within // tensor, tensor=tensor)
 
 
+def expert_meshes_of(case: Case, num_ranks: int, num_hosts: int = 1) -> Iterator[Mesh]:
+    """Yield the meshes of replicas and of ranks that divide a mixture's experts, of those that are predicted."""
+    for within in _divisors(num_ranks // num_hosts):
+        mesh = Mesh(replicas=num_ranks // within, expert=within)
+        if within > 1 and is_predicted(case.outline, mesh):
+            yield mesh
+
+
 def of_mesh(case: Case, mesh: Mesh, num_hosts: int = 1) -> Case:
-    """Return the case of one rank of a mesh on machines as the case's."""
-    return replace(case, machine=case.machine.of_mesh(mesh, num_hosts, case.settings.memory), mesh=mesh)
+    """Return the case of one rank of a mesh on machines as the case's.
+
+    Raises:
+        ConfigError: as `num_devices`.
+    """
+    count = num_devices(case.outline, mesh)
+    return replace(case, machine=case.machine.of_mesh(mesh, num_hosts, case.settings.memory, count), mesh=mesh)
 
 
 def plan_meshes(case: Case, meshes: Iterable[Mesh], num_hosts: int, plan: PlanFor) -> list[MeshPlan]:
     """Plan meshes, the fastest first; those that do not fit come last.
 
-    Tensor ranks are left out where the rate of their sums is not known.
+    Ranks that divide each layer are left out where the rate of their sums is not known.
 
     Args:
         case: of one process alone on the machine.
@@ -101,13 +117,14 @@ def plan_meshes(case: Case, meshes: Iterable[Mesh], num_hosts: int, plan: PlanFo
     """
     found = []
     for mesh in meshes:
-        if mesh.tensor > 1 and case.machine.rates.all_reduce_bytes_per_s is None:
+        if mesh.num_dividing > 1 and case.machine.rates.all_reduce_bytes_per_s is None:
             continue
+        own, count = of_mesh(case, mesh, num_hosts), num_devices(case.outline, mesh)
         try:
-            found.append(MeshPlan(mesh, plan(of_mesh(case, mesh, num_hosts), mesh.size // mesh.tensor)))
+            found.append(MeshPlan(mesh, plan(own, mesh.size // mesh.num_dividing), num_devices=count))
         except PlanError as error:
             found.append(MeshPlan(mesh, None, str(error)))
-    return sorted(found, key=lambda each: (-each.tokens_per_s, each.mesh.tensor, each.mesh.replicas))
+    return sorted(found, key=lambda each: (-each.tokens_per_s, each.mesh.num_dividing, each.mesh.replicas))
 
 
 def fastest_mesh(found: Sequence[MeshPlan]) -> Mesh | None:
@@ -116,7 +133,7 @@ def fastest_mesh(found: Sequence[MeshPlan]) -> Mesh | None:
     Ranks that divide layers are for those who ask for them: not every family can be divided, and sums in another order
     round otherwise.
     """
-    return next((each.mesh for each in found if each.mesh.tensor == 1 and each.planned is not None), None)
+    return next((each.mesh for each in found if each.mesh.num_dividing == 1 and each.planned is not None), None)
 
 
 def batch_planner(request: Request) -> PlanFor:
@@ -136,14 +153,18 @@ def deepspeed_mp_size(case: Case) -> int:
 
 def mesh_table(found: Sequence[MeshPlan]) -> Table:
     """Return a table of the meshes, in at most 80 columns."""
-    table = Table(title="ways to arrange the ranks", title_justify="left")
-    for name in ("replicas", "zero", "tensor", "tokens/s", "bound by", "GPU, each", "host, each"):
+    modes, memory, pad_right = ["replicas", "zero", "tensor"], ("GPU, each", "host, each"), 1
+    if any(each.mesh.expert > 1 for each in found):  # one more column, in as many characters
+        modes, memory, pad_right = ["replicas", "zero", "expert", "tensor"], ("GPU, each", "host"), 0
+    table = Table(title="ways to arrange the ranks", title_justify="left", padding=(0, pad_right, 0, 1))
+    for name in (*modes, "tokens/s", "bound by", *memory):
         table.add_column(name, justify="left" if name == "bound by" else "right")
     for each in found[:_MOST_ROWS]:
-        mesh, fits = each.mesh, each.planned is not None
-        numbers = [f"{mesh.replicas}", f"{mesh.zero}", f"{mesh.tensor}" + ("" if each.mesh.is_available else "*")]
-        memory = [human_bytes(nbytes) if fits else "" for nbytes in (each.device_bytes, each.host_bytes)]
-        table.add_row(*numbers, f"{each.tokens_per_s:,.1f}" if fits else "", each.bottleneck, *memory)
+        fits = each.planned is not None
+        numbers = [f"{getattr(each.mesh, mode)}" for mode in modes]
+        numbers[-1] += "" if each.mesh.is_available else "*"
+        held = [human_bytes(nbytes) if fits else "" for nbytes in (each.device_bytes, each.host_bytes)]
+        table.add_row(*numbers, f"{each.tokens_per_s:,.1f}" if fits else "", each.bottleneck, *held)
     return table
 
 
@@ -156,7 +177,7 @@ def mesh_lines(case: Case, found: Sequence[MeshPlan], num_hosts: int) -> list[st
         lines.append(_NOT_YET)
     unknown = {"gathers": case.machine.rates.gather_bytes_per_s, "sums": case.machine.rates.all_reduce_bytes_per_s}
     if names := [name for name, rate in unknown.items() if rate is None]:
-        taken = "gathers count as hidden" + (", tensor ranks are left out" if "sums" in names else "")
+        taken = "gathers count as hidden" + (", ranks that divide layers are left out" if "sums" in names else "")
         lines.append(
             f"no rates of {' and '.join(names)} among these ranks, so {taken}; `zinfer probe --ranks` measures"
         )

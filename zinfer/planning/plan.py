@@ -53,9 +53,10 @@ class Case:
 
     @property
     def _reduced_bytes(self) -> int:
-        """Bytes of the sums over tensor ranks, per token: of the attention's output and the MLP's, in each layer."""
-        spec = self.outline.spec
-        return 2 * len(self.outline.layers) * spec.hidden * self.outline.dtype.itemsize if self.mesh.tensor > 1 else 0
+        """Bytes of the sums over ranks, per token: of the attention's output and the MLP's, in each layer."""
+        if self.mesh.num_dividing == 1:
+            return 0
+        return 2 * len(self.outline.layers) * self.outline.spec.hidden * self.outline.dtype.itemsize
 
 
 @dataclass(frozen=True)

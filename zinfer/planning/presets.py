@@ -36,18 +36,22 @@ class Machine:
     device_memory_bytes: int
     rates: Rates
 
-    def of_mesh(self, mesh: Mesh, num_hosts: int = 1, memory: Memory = NOTHING_STATED) -> "Machine":
+    def of_mesh(
+        self, mesh: Mesh, num_hosts: int = 1, memory: Memory = NOTHING_STATED, num_devices: float | None = None
+    ) -> "Machine":
         """Return what one ZeRO rank has of this machine: its device, and its part of the host's memory and rates.
 
-        Tensor ranks count as one of them, with the memory and the rates of all their devices: what a pass divides among
-        them is then as long as on one device that is so much larger.
+        Ranks that divide each layer count as one of them, with the memory and the rates of all their devices: what a
+        pass divides among them is then as long as on one device that is so much larger.
 
         Args:
             mesh: how the ranks of all hosts are arranged.
             num_hosts: machines like this one.
             memory: budgets of the configuration; a stated one of device memory is for each rank.
+            num_devices: as how many devices ranks count that divide each layer; fewer than there are if one has more
+                of a layer than others.
         """
-        limits, count = self.limits, mesh.tensor
+        limits, count = self.limits, num_devices or mesh.num_dividing
         num_local = mesh.size // num_hosts
         free_bytes, device_bytes = self.device_memory_bytes, limits.device_bytes
         if not limits.on_cuda:  # one memory for all
@@ -55,14 +59,14 @@ class Machine:
             device_bytes = device_bytes // num_local if memory.max_device_memory is None else device_bytes
         part = replace(
             limits,
-            device_bytes=device_bytes * count,
-            host_bytes=limits.host_bytes * count // num_local,
-            pinned_bytes=limits.pinned_bytes * count // num_local,
+            device_bytes=int(device_bytes * count),
+            host_bytes=int(limits.host_bytes * count / num_local),
+            pinned_bytes=int(limits.pinned_bytes * count / num_local),
         )
-        rates = self.rates.shared(num_local, num_local / (mesh.zero * count)).times(count)
+        rates = self.rates.shared(num_local, num_local / (mesh.zero * mesh.num_dividing)).times(count)
         ranks = f"{mesh.size} ranks" + (f" on {num_hosts} machines" if num_hosts > 1 else "")
         name = f"{self.name}, {ranks}" if mesh.size > 1 else self.name
-        return replace(self, name=name, limits=part, device_memory_bytes=free_bytes * count, rates=rates)
+        return replace(self, name=name, limits=part, device_memory_bytes=int(free_bytes * count), rates=rates)
 
 
 def _preset(name: str, device_memory_bytes: int, host_memory_bytes: int, rates: Rates) -> Machine:

@@ -46,7 +46,7 @@ class Rates:
             host_bytes_per_s=self.host_bytes_per_s / num_copies,
         )
 
-    def times(self, count: int) -> "Rates":
+    def times(self, count: float) -> "Rates":
         """Return the rates of so many devices that compute and copy as one; the host's stay."""
         gather = self.gather_bytes_per_s
         return replace(
