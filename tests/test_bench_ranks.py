@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks_support import Failed, Ranks, run_ranks
-from test_bench import LLAMA, folder_of
+from test_bench import LLAMA, MIXTRAL, folder_of
 from typer.testing import CliRunner
 
 from zinfer.engine.random_weights import write_random
@@ -79,10 +79,11 @@ def test_replicas_have_all_of_it(tmp_path: Path) -> None:
     assert together.tier_bytes == {tier: 2 * nbytes for tier, nbytes in alone.tier_bytes.items()}
 
 
-def test_ranks_that_divide_layers_have_the_same_rows(tmp_path: Path) -> None:
-    model = folder_of(LLAMA, tmp_path)
+@pytest.mark.parametrize(("mode", "shape"), [("tensor", LLAMA), ("expert", MIXTRAL)])
+def test_ranks_that_divide_layers_have_the_same_rows(tmp_path: Path, mode: str, shape: dict[str, Any]) -> None:
+    model = folder_of(shape, tmp_path)
     [alone] = benched(0, model, tmp_path, "auto", ["cpu"])
-    [[together], _] = run_ranks(2, benched, model, tmp_path, {"tensor": 2}, ["cpu"])
+    [[together], _] = run_ranks(2, benched, model, tmp_path, {mode: 2}, ["cpu"])
     assert [each.num_rows for each in together.ranks] == [ROWS, ROWS]
     assert (together.num_rows, together.num_new_tokens) == (ROWS, alone.num_new_tokens)
     for each in together.ranks:

@@ -10,7 +10,15 @@ from zinfer.cli.ending import exit_on_error, importing
 if TYPE_CHECKING:
     from rich.table import Table
 
-_COLUMNS = ("family", "classes", "streams", "continuous batching", "fused kernels", "tensor parallel")
+_COLUMNS = (
+    "family",
+    "classes",
+    "streams",
+    "continuous batching",
+    "fused kernels",
+    "tensor parallel",
+    "expert parallel",
+)
 
 
 def families(
@@ -38,7 +46,11 @@ def families_table() -> "Table":
     table.add_column("classes", no_wrap=True)
     table.add_column("what else they can use")
     for family in FAMILIES:
-        parts = {"continuous batching": family.is_batched, "tensor parallel": family.is_tensor_parallel}
+        parts = {
+            "continuous batching": family.is_batched,
+            "tensor parallel": family.is_tensor_parallel,
+            "expert parallel": family.is_expert_parallel,
+        }
         uses = [*(part for part, is_used in parts.items() if is_used), *family.fused]
         table.add_row(family.name, "\n".join(family.classes), "; ".join(uses))
     return table
@@ -50,6 +62,7 @@ def families_markdown() -> str:
 
     rows = [_COLUMNS, ("---",) * len(_COLUMNS)]
     for family in FAMILIES:
-        batched, parallel = ("yes" if can else "" for can in (family.is_batched, family.is_tensor_parallel))
-        rows.append((family.name, ", ".join(family.classes), "yes", batched, "; ".join(family.fused), parallel))
+        can = (family.is_batched, family.is_tensor_parallel, family.is_expert_parallel)
+        batched, *parallel = ("yes" if each else "" for each in can)
+        rows.append((family.name, ", ".join(family.classes), "yes", batched, "; ".join(family.fused), *parallel))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from zinfer.model.batching_support import is_known
-from zinfer.model.sharding.plans import is_divided
+from zinfer.model.sharding.plans import divides_experts, is_divided
 
 _RMS: Final = "RMS norm"
 _HALVES: Final = "rotation by halves"
@@ -39,6 +39,11 @@ class Family:
     def is_tensor_parallel(self) -> bool:
         """Whether its layers can be divided among ranks."""
         return is_divided(self.model_type)
+
+    @property
+    def is_expert_parallel(self) -> bool:
+        """Whether its experts can be divided among ranks by number."""
+        return divides_experts(self.model_type)
 
 
 def _causal(name: str, model_type: str, model_class: str, *fused: str) -> Family:
