@@ -32,6 +32,7 @@ from transformers import (
     T5Config,
 )
 
+from zinfer.engine.own_pairs import OwnPairs
 from zinfer.errors import ConfigError, PlanError
 from zinfer.jobs.encoder import embeddings
 from zinfer.jobs.request import Pooling
@@ -132,6 +133,23 @@ def test_the_bound_holds_and_is_near(family: str, attention: str | None, width: 
         batch = batch_of(request, "cpu")
         peak_bytes = measured_peak_bytes(lambda batch=batch: model.generate(**batch))  # type: ignore[misc]
         check_bound(find_footprint(spec, dtype, request, on_cuda=False), peak_bytes)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_the_bound_holds_for_a_rank_that_every_pair_is_of(family: str) -> None:
+    """As if the experts of the other ranks were chosen by no token; their tokens are copied once more."""
+    model = model_of(family, 64, torch.float32)
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            own = OwnPairs((0, 8))
+            module.register_forward_pre_hook(own.keep)
+            module.register_forward_hook(own.spread)
+    spec = ModelSpec.read(model.config)
+    for request in REQUESTS:
+        batch, footprint = batch_of(request, "cpu"), find_footprint(spec, torch.float32, request, on_cuda=False)
+        peak_bytes = measured_peak_bytes(lambda batch=batch: model.generate(**batch))  # type: ignore[misc]
+        check_bound(footprint, peak_bytes)
+        assert own.num_computed > 0
 
 
 @pytest.mark.gpu
