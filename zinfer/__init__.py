@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from zinfer.model.quantize_in_place import quantize_transformer
     from zinfer.requests.completion import Completion
     from zinfer.requests.sampling_params import SamplingParams
+    from zinfer.requests.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "OnDevice",
     "QuantizationConfig",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "init_inference",
     "initialize",
@@ -34,6 +36,7 @@ _HOMES: Final = {
     "AsyncLLM": "zinfer.batching.async_llm",
     "Completion": "zinfer.requests.completion",
     "SamplingParams": "zinfer.requests.sampling_params",
+    "StructuredOutputsParams": "zinfer.requests.structured_outputs",
     "InferenceEngine": "zinfer.engine.engine",
     "OnDevice": "zinfer.model.on_device",
     "init_inference": "zinfer.engine.entry",

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from typing import Final
@@ -16,15 +16,16 @@ from zinfer.batching.page_lender import IdlePageLender
 from zinfer.batching.ragged import BatchBuilder, Pending
 from zinfer.batching.request import Request
 from zinfer.batching.runner import PassRunner
+from zinfer.batching.running_request import RunningRequest
 from zinfer.batching.stage_tokens import Coming, Looked, StageTokens
 from zinfer.engine.finite_check import FiniteWatch
 from zinfer.kv_cache.base import PageCache
 from zinfer.kv_cache.device import KVCache
 from zinfer.planning.kv_budget import BatchingBudget
 from zinfer.requests.completion import Completion, not_finite
-from zinfer.requests.logprobs import Logprobs
 from zinfer.sampling.async_copy import send
 from zinfer.sampling.sampler import BROKEN, Drawn, Row, Sampler, row_uniform
+from zinfer.sampling.structure import StructureMatcher, token_masks
 from zinfer.scheduling.schedule import Pass, PassSize
 from zinfer.scheduling.scheduler import Scheduler
 from zinfer.scheduling.sequence import PENDING, SequenceState
@@ -33,22 +34,12 @@ from zinfer.scheduling.sequence import Sequence as TokenSequence
 _MOST_NOTED_PASSES: Final = 1 << 18
 
 
-@dataclass
-class _Running:
-    """A request under way."""
-
-    request: Request
-    sequence: TokenSequence
-    row: Row
-    logprobs: list[Logprobs] = field(default_factory=list)
-
-
 @dataclass(frozen=True, eq=False)
 class _Drawing:
     """The sequences that get a token in a pass, and these tokens, on the device, the host or the last stage."""
 
     sequences: Sequence[TokenSequence]
-    rows: Sequence[_Running]
+    rows: Sequence[RunningRequest]
     result: Coming
     looks: Looked
 
@@ -95,7 +86,8 @@ class Batcher:
         self._tokens = tokens
         self._drawn: deque[_Drawing] = deque()  # of passes whose tokens were not taken
         self._most_drawn = max(1, budget.num_sets - 1)  # before another pass is launched
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, RunningRequest] = {}
+        self._matched: set[int] = set()  # those with a grammar
         # Of the requests since `begin`: token ids that may complete one, whether any has stop strings, and whether any
         # wants its tokens one by one.
         self._last_ids: set[int] = set()
@@ -129,8 +121,12 @@ class Batcher:
         self._scheduler.add(sequence)
         self._num_added += 1
         uniform_at, output_ids = partial(row_uniform, seed), sequence.output_ids
-        row = Row(params, sequence.prompt_ids, output_ids, ends, uniform_at, request.bad_word_ids)
-        self._running[sequence.number] = _Running(request, sequence, row)
+        matcher = None
+        if request.grammar is not None:
+            matcher = StructureMatcher(request.grammar, ends, request.stop_criteria.last_ids)
+            self._matched.add(sequence.number)
+        row = Row(params, sequence.prompt_ids, output_ids, ends, uniform_at, request.bad_word_ids, matcher)
+        self._running[sequence.number] = RunningRequest(request, sequence, row)
         self._last_ids |= request.stop_criteria.last_ids
         self._reads |= request.stop_criteria.reads
         self._tells |= request.detokenizer is not None
@@ -189,6 +185,7 @@ class Batcher:
         self._watch.stop()
         self._drawn.clear()
         self._running.clear()
+        self._matched.clear()
         self._suspects.clear()
         self._scheduler = self._budget.scheduler(self._window)
 
@@ -227,6 +224,8 @@ class Batcher:
         rows = [writing[sequence.number] for sequence in sequences]
         if self._tokens is not None and not self._tokens.is_last:
             self._watch.take()  # of this stage's layers: the last one says for all whether its own are broken
+            if matchers := [each.row.matcher for each in rows if each.row.matcher is not None]:
+                token_masks(matchers)  # finds the same ends as the last stage's
             found = self._tokens.expect()
             return _Drawing(sequences, rows, found, found)
         if len(sequences) < len(sampling):
@@ -264,8 +263,8 @@ class Batcher:
             if number in broken:
                 if number not in restarted:
                     events.append(self._give_up(each))
-            elif number in writing and (reason := each.request.stop_criteria.reason(each.sequence.output_ids)):
-                events.append(self._finish(each, reason))
+            elif number in writing and (end := each.end()) is not None:
+                events.append(self._finish(each, *end))
         return [*self._new_tokens(drawn, broken), *events] if self._tells else events
 
     def _new_tokens(self, drawn: _Drawing, broken: set[int]) -> Iterator[Event]:
@@ -275,13 +274,16 @@ class Batcher:
             if each.request.detokenizer is not None and number in self._running and number not in broken:
                 yield each.request, Token(each.sequence.output_ids[-1], each.logprobs[-1] if each.logprobs else None)
 
-    def _perhaps_complete(self, drawn: _Drawing, token_ids: Sequence[int]) -> Sequence[_Running]:
+    def _perhaps_complete(self, drawn: _Drawing, token_ids: Sequence[int]) -> Sequence[RunningRequest]:
         """Return requests that may be complete. Keep the loop minimal: it runs per sequence per pass."""
         if self._reads:
             return drawn.rows
         last_ids, ended = self._last_ids, SequenceState.FINISHED  # with all the tokens that they may have
         each = enumerate(zip(drawn.sequences, token_ids, strict=True))
         places = [place for place, (sequence, token_id) in each if token_id in last_ids or sequence.state is ended]
+        if self._matched:
+            matched = {place for place, sequence in enumerate(drawn.sequences) if sequence.number in self._matched}
+            places = sorted(matched.union(places))
         return [drawn.rows[place] for place in places]
 
     def _restart(self, broken: set[int]) -> set[int]:
@@ -299,17 +301,18 @@ class Batcher:
             self._scheduler.forget()
         return restarted
 
-    def _give_up(self, each: _Running) -> Event:
+    def _give_up(self, each: RunningRequest) -> Event:
         """End a request whose logits are not finite, with the tokens before them."""
         each.sequence.output_ids.pop()
         return self._finish(each, "error", not_finite(self._suspects.get(each.sequence.number)))
 
-    def _finish(self, each: _Running, reason: str, error: str | None = None) -> Event:
+    def _finish(self, each: RunningRequest, reason: str, error: str | None = None) -> Event:
         request, sequence = each.request, each.sequence
         if sequence.state is not SequenceState.FINISHED:
             self._scheduler.end(sequence)
             self._cache.forget(sequence.number)
         del self._running[sequence.number]
+        self._matched.discard(sequence.number)
         if self._suspects.pop(sequence.number, None) is not None and not self._suspects:
             self._watch.stop()
         output_ids = sequence.output_ids[: -1 if sequence.output_ids[-1:] == [PENDING] else None]
@@ -322,6 +325,6 @@ class Batcher:
             reason,
             None if request.params.logprobs is None else tuple(each.logprobs),
             error,
-            criteria.stop_reason(output_ids) if reason == "stop" else None,
+            criteria.stop_reason(output_ids) if reason == "stop" and output_ids else None,
         )
         return request, completion

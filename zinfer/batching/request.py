@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 from zinfer.errors import ConfigError
 from zinfer.requests.completion import Completion, text_seed
 from zinfer.requests.detokenizer import Detokenizer
+from zinfer.requests.grammar import Grammar, GrammarCompiler
 from zinfer.requests.length_limits import LengthLimits
 from zinfer.requests.prompt_encoder import PromptEncoder, PromptLike, as_list, is_chat, template_variables
 from zinfer.requests.sampling_params import SamplingParams
@@ -46,6 +47,7 @@ class Request:
         stop_criteria: decide when it is complete.
         end_token_ids: not drawn before ``min_new_tokens`` are generated.
         bad_word_ids: tokens of each of its bad words.
+        grammar: of its output; None if it has none.
         detokenizer: decodes its tokens one by one; None if only the completion is wanted.
         is_background: whether it gives way to requests that are not.
     """
@@ -58,6 +60,7 @@ class Request:
     stop_criteria: StopCriteria
     end_token_ids: frozenset[int]
     bad_word_ids: Sequence[tuple[int, ...]]
+    grammar: Grammar | None = None
     detokenizer: Detokenizer | None = None
     is_background: bool = False
 
@@ -83,7 +86,8 @@ class RequestBuilder:
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
         self._encoder = PromptEncoder(tokenizer, vocab_size, limits)
-        self._lock = threading.Lock()  # tokenizers and the chat-template process are not thread-safe
+        self._lock = threading.Lock()  # tokenizers are not thread-safe
+        self._compiler = GrammarCompiler(tokenizer, vocab_size, end_token_ids, self._lock)
 
     def build(
         self,
@@ -120,8 +124,11 @@ class RequestBuilder:
                 encoded = self._encoder.encode_texts([prompt for prompt, _ in several])
             for index, (prompt, (_, own)) in enumerate(zip(encoded, several, strict=True), begin):
                 try:
+                    grammar = self._grammar(own)  # before the lock: it may take seconds
                     with self._lock:
-                        requests += self._samples(index, prompt, own, variables, num_seen, deltas, is_background)
+                        requests += self._samples(
+                            index, prompt, own, variables, num_seen, grammar, deltas, is_background
+                        )
                 except ConfigError as error:
                     refused += [Completion.failed(index, sample, str(error)) for sample in range(own.n)]
         return requests, refused
@@ -137,12 +144,14 @@ class RequestBuilder:
             StopCriteria(self._tokenizer, sent.params, sent.end_token_ids),
             sent.end_token_ids,
             sent.bad_word_ids,
+            self._grammar(sent.params, is_checked=True),
             self._detokenizer(sent.params, sent.has_detokenizer),
             sent.is_background,
         )
 
     def close(self) -> None:
-        """End the chat-template process, if there is one."""
+        """End the processes that render chats and compile grammars, if there are any."""
+        self._compiler.close()
         with self._lock:
             self._encoder.close()
 
@@ -153,6 +162,7 @@ class RequestBuilder:
         params: SamplingParams,
         variables: Mapping[str, Any],
         num_seen: Counter[bytes],
+        grammar: Grammar | None,
         deltas: bool,
         is_background: bool,
     ) -> list[Request]:
@@ -173,11 +183,16 @@ class RequestBuilder:
                 StopCriteria(self._tokenizer, params, ends),
                 ends,
                 bad_word_ids,
+                grammar,
                 self._detokenizer(params, deltas),
                 is_background,
             )
             for sample in range(params.n)
         ]
+
+    def _grammar(self, params: SamplingParams, *, is_checked: bool = False) -> Grammar | None:
+        form = params.structured_outputs
+        return None if form is None else self._compiler.compile(form, is_checked=is_checked)
 
     def _detokenizer(self, params: SamplingParams, is_wanted: bool) -> Detokenizer | None:
         if not is_wanted:

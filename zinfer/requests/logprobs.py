@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Natural log-probabilities from the model's raw logits, before biases, penalties, temperature and filters.
+    """Natural log-probabilities from the model's raw logits, before biases, grammars, penalties, temperature and
+    filters.
 
     chosen: of the chosen token. top_ids, top: the most likely tokens in order; ties are ordered by id.
     """

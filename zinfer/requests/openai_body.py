@@ -6,7 +6,7 @@ Null means not given. The default temperature is 1 as at OpenAI, and a negative 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -14,6 +14,7 @@ from zinfer.errors import ConfigError
 from zinfer.requests.field_errors import field_error
 from zinfer.requests.prompt_encoder import PromptLike
 from zinfer.requests.sampling_params import FIELDS, SamplingParams
+from zinfer.requests.structured_outputs import structure_of_response_format
 
 _NAMES: Final = {
     **{name: name for name in FIELDS if name not in ("max_new_tokens", "min_new_tokens")},
@@ -29,12 +30,6 @@ _NOT_SUPPORTED: Final = frozenset(
     }
 )
 """OpenAI fields that are refused unless null."""
-
-
-class _TextFormat(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    type: Literal["text"]
 
 
 class StreamOptions(BaseModel):
@@ -61,7 +56,7 @@ class Body(BaseModel):
     service_tier: Any = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: _TextFormat | None = None
+    response_format: Any = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> "Body":
@@ -87,6 +82,12 @@ class Body(BaseModel):
         if type(seed := sampled.get("seed")) is int and -(2**63) <= seed < 0:
             sampled["seed"] = seed + 2**64
         sampled["logprobs"] = self.num_logprobs
+        if (structure := structure_of_response_format(self.response_format)) is not None:
+            if sampled.get("structured_outputs") is not None:
+                raise ConfigError(
+                    "response_format and structured_outputs both say what the output is; give one of them"
+                )
+            sampled["structured_outputs"] = structure
         defaults = {"max_new_tokens": max_new_tokens, "temperature": 1.0}
         fields = list(type(self).model_fields)
         return SamplingParams.from_mapping(sampled, defaults=defaults, beside=fields, names=_NAMES)

@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from zinfer.errors import ConfigError
 from zinfer.requests.field_errors import field_error, short, unknown_field
+from zinfer.requests.structured_outputs import StructuredOutputsParams, as_structure
 
 OTHER_SPELLINGS: Final = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 """vLLM's names, which `from_mapping` accepts too."""
@@ -60,6 +61,7 @@ class SamplingParams:
     repetition_penalty: for tokens in prompt and output (1: off); presence_penalty, frequency_penalty: in the output.
     logit_bias: added to logits, by token id. allowed_token_ids: the only tokens that may be sampled; None: all.
     bad_words: texts that the output must not contain: the last token of one never follows the others.
+    structured_outputs: what the output must be, such as JSON of a schema; it ends there, even before min_new_tokens.
     stop: texts; stop_token_ids: tokens besides the model's end tokens. ignore_eos: the model's end tokens do not stop.
     include_stop_str_in_output: keep the stop string or token in the text. skip_special_tokens: omit special tokens.
     n: number of outputs. logprobs: number of alternatives returned for each token; 0: only the chosen token's
@@ -87,6 +89,11 @@ class SamplingParams:
         None
     )
     bad_words: _Texts = ()
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None,
+        BeforeValidator(as_structure),
+        Field(description="StructuredOutputsParams, or an object with one of their fields"),
+    ] = None
     stop: _Texts = ()
     stop_token_ids: Annotated[_TokenIds, Field(description=_TOKEN_IDS)] = ()
     ignore_eos: _Switch = False
@@ -163,7 +170,8 @@ class SamplingParams:
     @cached_property
     def changes_logits(self) -> bool:
         """Whether biases, penalties or token bans apply to the logits."""
-        return bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None or self.has_penalty
+        is_limited = self.allowed_token_ids is not None or self.structured_outputs is not None
+        return bool(self.logit_bias or self.bad_words) or is_limited or self.has_penalty
 
     @property
     def has_penalty(self) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from zinfer.requests.sampling_params import SamplingParams
-from zinfer.sampling.async_copy import send
+from zinfer.sampling.async_copy import send, send_pinned
 
 
 class Penalty(NamedTuple):
@@ -57,6 +57,18 @@ def keep_only(logits_RV: torch.Tensor, token_ids: Mapping[int, Collection[int]])
     kept = logits_RV[rows, columns]
     logits_RV[_index(list(token_ids), logits_RV)] = -torch.inf
     logits_RV[rows, columns] = kept
+
+
+def keep_masked(logits_RV: torch.Tensor, rows: Sequence[int], masks_MW: torch.Tensor) -> None:
+    """Set the logits of these rows to -inf, except those of the tokens in their masks.
+
+    masks_MW: [rows, words] int32 on the host, as of `token_masks`; pinned if the logits are on a GPU.
+    """
+    bits_MB = send_pinned(masks_MW, logits_RV.device).view(torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits_RV.device)
+    allowed_MV = (bits_MB[:, :, None] >> shifts & 1).flatten(1)[:, : logits_RV.shape[1]].bool()
+    places = _index(rows, logits_RV)
+    logits_RV[places] = logits_RV[places].masked_fill_(~allowed_MV, -torch.inf)
 
 
 def penalize(logits_RV: torch.Tensor, penalties: Sequence[Penalty]) -> None:

@@ -18,7 +18,8 @@ from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.sampling_params import SamplingParams
 from zinfer.sampling.async_copy import DeviceToHostCopy, send
 from zinfer.sampling.filters import draw, fixed_point, kind_of, ratios_of, unit_of
-from zinfer.sampling.penalties import Penalty, add_biases, forbid, keep_only, penalize
+from zinfer.sampling.penalties import Penalty, add_biases, forbid, keep_masked, keep_only, penalize
+from zinfer.sampling.structure import StructureMatcher, token_masks
 
 # Sampling rows that are not plainly greedy takes up to about a hundred bytes per logit (float64 and int64 copies, a
 # sort's buffers), so a batch is sampled in parts of at most this many logits, or one row.
@@ -37,6 +38,7 @@ class Row:
     prompt_ids, output_ids: its tokens so far; `output_ids` grows while the row is in use. end_token_ids: the model's.
     uniform_at: returns the number in [0, 1) for the draw after so many tokens; not called for greedy rows.
     bad_word_ids: tokens of each of its bad words.
+    matcher: follows its output through a grammar, up to its last token; None if it has none.
     """
 
     params: SamplingParams
@@ -45,6 +47,7 @@ class Row:
     end_token_ids: Collection[int]
     uniform_at: Callable[[int], float]
     bad_word_ids: Sequence[tuple[int, ...]] = ()
+    matcher: StructureMatcher | None = None
 
 
 @dataclass(frozen=True)
@@ -157,12 +160,14 @@ def _choose(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def _adjusted(raw_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Return a float32 copy with biases, forbidden tokens and penalties applied."""
+    """Return a float32 copy with biases, forbidden tokens, grammars and penalties applied."""
     logits_RV = raw_RV.to(torch.float32, copy=True)
     add_biases(logits_RV, {i: row.params.logit_bias for i, row in enumerate(rows) if row.params.logit_bias})
     allowed = ((i, row.params.allowed_token_ids) for i, row in enumerate(rows))
     keep_only(logits_RV, {i: token_ids for i, token_ids in allowed if token_ids is not None})
     forbid(logits_RV, {i: _forbidden(row) for i, row in enumerate(rows) if row.bad_word_ids or _is_too_short(row)})
+    if matched := {i: row.matcher for i, row in enumerate(rows) if row.matcher is not None}:
+        keep_masked(logits_RV, list(matched), token_masks(list(matched.values()), is_pinned=logits_RV.is_cuda))
     penalized = [(i, row) for i, row in enumerate(rows) if row.params.has_penalty]
     penalize(logits_RV, [Penalty(i, row.params, row.prompt_ids, row.output_ids) for i, row in penalized])
     return logits_RV
