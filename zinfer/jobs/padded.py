@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
@@ -26,6 +26,11 @@ from zinfer.requests.completion import Completion, not_finite, text_seed
 from zinfer.requests.logprobs import Logprobs
 from zinfer.requests.stop_criteria import StopCriteria, find_end_token_ids
 from zinfer.sampling.sampler import Row, Sampler, row_uniform
+
+_NO_GRAMMARS: Final = (
+    "structured_outputs need continuous batching, which this model does not support; leave them out, or use another "
+    "model"
+)
 
 
 class PaddedCompleter(Completer):
@@ -55,6 +60,10 @@ class PaddedCompleter(Completer):
         self, prompts: Sequence[Prompt], wanted: Collection[int]
     ) -> Generator[tuple[Prompt, tuple[Completion, ...]], None, None]:
         """See `Completer.complete`."""
+        for prompt in prompts:
+            if prompt.params.structured_outputs is not None:
+                yield prompt, tuple(Completion.failed(0, sample, _NO_GRAMMARS) for sample in range(prompt.params.n))
+        prompts = [prompt for prompt in prompts if prompt.params.structured_outputs is None]
         for part in fitting_parts(prompts, self._max_tokens):
             if not any(id(each) in wanted for each in part):
                 continue
