@@ -21,13 +21,15 @@ from llm_support import token_bytes
 from lockstep_support import keeping_step, one_thread
 from ranks_support import Ranks, run_ranks, wait_for_all
 
-from zinfer import LLM, AsyncLLM, SamplingParams
+from zinfer import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from zinfer.errors import ConfigError, RankError
 from zinfer.requests.completion import CompletionDelta
 
 SIZES: dict[str, Any] = {"device": "cpu", "kv_page_size": 8, "kv_cache_memory": "200kB", "tokens_per_pass": 40}
 NUM_THREADS = 4
 NUM_PAGES = 13  # the longest sequence takes eleven
+STRUCTURES = {1: StructuredOutputsParams(regex="[a-z]{2}( [0-9]+)*"), 3: StructuredOutputsParams(choice=["yes", "no!"])}
+"""By the place of a call among those of its thread."""
 Passes = list[tuple[Any, ...]]
 Results = dict[int, list[list[Any]]]
 Served = tuple[Passes, Results]
@@ -101,6 +103,7 @@ def given_params(chance: random.Random, number: int) -> SamplingParams:
         stop=("e", "ab") if chance.random() < 0.3 else (),
         logprobs=1 if chance.random() < 0.2 else None,
         ignore_eos=True,
+        structured_outputs=STRUCTURES.get(number),
     )
 
 
