@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _LIMITS: Final[Mapping[str, Any]] = {"max_lexer_states": 25_000, "verbose_errors": False}
 """A state takes up to 2 kB; those of common forms are hundreds. Messages without the compiler's inner state."""
 _MOST_CPU_S: Final = 4
-_MOST_KEPT: Final = 256
+_MOST_KEPT: Final = 64
 _WHITESPACE: Final = r"[ \t\r\n]{1,20}"
 """Between the tokens of JSON. Without a bound a model may write spaces until its tokens are used up."""
 _PLACE: Final = re.compile(r"at \d+\(\d+\): ")  # in a grammar's text

@@ -4,9 +4,7 @@ All of it is computed on the host from a sequence's tokens alone, while the devi
 masked. Ranks that draw the same tokens compute the same masks.
 """
 
-import os
 from collections.abc import Collection, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -15,11 +13,10 @@ import torch
 from zinfer.requests.grammar import Grammar
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLMatcher
 
 Words = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 
-_MOST_THREADS: Final = 8
 _BITS: Final = 32  # of a word of a mask
 _STUCK: Final = "structured_outputs: none of the model's tokens continues the output"
 
@@ -63,11 +60,12 @@ class StructureMatcher:
         self._find_problem()
         self.is_complete = self.problem is None and self.state.is_stopped()
 
-    def finish_mask(self, mask: Words) -> None:
-        """Complete llguidance's mask [words]: no special tokens, but end tokens where the output may end.
+    def fill(self, mask: Words) -> None:
+        """Fill a mask [words] with the tokens that may come next; end tokens only where the output may end.
 
         If no token is left, the sequence is over; its mask allows any, and the token that is drawn is none of it.
         """
+        self.state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         words, bits = self._never
         np.bitwise_and.at(mask, words, ~bits)
         self._find_problem()
@@ -88,26 +86,14 @@ class StructureMatcher:
 def token_masks(matchers: Sequence[StructureMatcher], *, is_pinned: bool = False) -> torch.Tensor:
     """Return the tokens that may come next: [matchers, words] int32 on the host, 32 tokens a word, lowest bit first.
 
-    Afterwards a matcher may be over. All are of one vocabulary, at least one.
+    Afterwards a matcher may be over. All are of one vocabulary, at least one. They take turns: sequences of one grammar
+    share what llguidance has worked out, so with threads it might reach a limit at another sequence on each rank.
     """
     num_words = -(-matchers[0].grammar.vocab_size // _BITS)
     masks = torch.zeros(len(matchers), num_words, dtype=torch.int32, pin_memory=is_pinned)
-    states = [(matcher.state, place) for place, matcher in enumerate(matchers)]
-    if len(states) == 1:
-        states[0][0].unsafe_compute_mask_ptr(masks.data_ptr(), masks.nbytes)
-    else:
-        _executor().unsafe_compute_mask_ptr(states, masks.data_ptr(), num_words * masks.itemsize, len(states))
     for matcher, mask in zip(matchers, masks.numpy().view(np.uint32), strict=True):
-        matcher.finish_mask(mask)
+        matcher.fill(mask)
     return masks
-
-
-@cache
-def _executor() -> "LLExecutor":
-    """Return threads that compute masks; they are idle between passes."""
-    from llguidance import LLExecutor
-
-    return LLExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
 
 
 def _bits_of(token_ids: Collection[int], vocab_size: int) -> tuple[Words, Words]:
