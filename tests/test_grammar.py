@@ -18,7 +18,7 @@ from zinfer.errors import ConfigError
 from zinfer.requests.grammar import GrammarCompiler
 from zinfer.requests.structured_outputs import structure_of_response_format
 from zinfer.sampling.sampler import Row, Sampler
-from zinfer.sampling.structure import StructureMatcher
+from zinfer.sampling.structure import StructureMatcher, token_masks
 
 TOKENIZER = byte_tokenizer()
 
@@ -156,3 +156,16 @@ def test_letters_are_bytes_too() -> None:
         assert not matcher.is_complete
         matcher.accept(letters_tokenizer().convert_tokens_to_ids(letter))
     assert matcher.is_complete
+
+
+def test_tokens_that_the_model_lacks_do_not_come() -> None:
+    compiler = GrammarCompiler(TOKENIZER, 40, [0], threading.Lock())
+    grammar = compiler.compile(StructuredOutputsParams(regex="[a-zA-Z!]é"), is_checked=True)
+    matcher = StructureMatcher(grammar, [0], [0])
+    allowed = token_masks([matcher])[0].view(torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    token_ids = allowed.flatten().nonzero().flatten().tolist()
+    assert set(token_ids) < set(range(2, 40))
+    assert [TOKENIZER.decode([each]) for each in token_ids] == sorted("ABCDEF!")
+    matcher.accept(token_ids[0])
+    assert token_masks([matcher]).eq(-1).all()
+    assert matcher.problem == "structured_outputs: none of the model's tokens continues the output"

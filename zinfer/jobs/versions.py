@@ -2,6 +2,7 @@
 
 import platform
 from importlib.metadata import version
+from importlib.util import find_spec
 
 from zinfer import __version__
 
@@ -12,4 +13,5 @@ def software() -> dict[str, str]:
         "python": platform.python_version(),
         "zinfer": __version__,
         **{name: version(name) for name in ("torch", "transformers")},
+        **{name: version(name) for name in ("llguidance",) if find_spec(name) is not None},
     }

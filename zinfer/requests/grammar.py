@@ -39,7 +39,7 @@ class Grammar:
     Attributes:
         start: state before the first token; copied for each sequence, never changed.
         vocab_size: tokens of a mask, at least the model's.
-        never_ids: special tokens, which have no text.
+        never_ids: special tokens, which have no text, and those that the model lacks.
     """
 
     start: "LLMatcher"
@@ -120,8 +120,9 @@ class GrammarCompiler:
         start.compute_bitmask()  # finds the first problem now, and what it computes is copied
         if start.is_error():
             return _refusal(form, start.get_error())
-        special = {*self._tokenizer.all_special_ids, *vocabulary.eos_tokens}
-        return Grammar(start, vocabulary.vocab_size, special)
+        missing = range(self._vocab_size, vocabulary.vocab_size)
+        never_ids = {*self._tokenizer.all_special_ids, *vocabulary.eos_tokens, *missing}
+        return Grammar(start, vocabulary.vocab_size, never_ids)
 
     def _open_vocabulary(self) -> "LLTokenizer":
         if find_spec("llguidance") is None:

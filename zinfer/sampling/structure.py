@@ -5,6 +5,7 @@ masked. Ranks that draw the same tokens compute the same masks.
 """
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -36,9 +37,7 @@ class StructureMatcher:
 
     def __init__(self, grammar: Grammar, end_token_ids: Collection[int], last_ids: Collection[int]) -> None:
         self.grammar = grammar
-        self._made: LLMatcher | None = None
-        self._never = _bits_of({*grammar.never_ids, *end_token_ids}, grammar.vocab_size)
-        self._last = _bits_of({*end_token_ids, *last_ids}, grammar.vocab_size)
+        self._end_token_ids, self._last_ids = end_token_ids, last_ids
         self.is_complete = False
         self.problem: str | None = None
 
@@ -47,12 +46,20 @@ class StructureMatcher:
         """Whether no token can follow."""
         return self.is_complete or self.problem is not None
 
-    @property
+    # Made at their first use: thousands of sequences may wait.
+
+    @cached_property
     def state(self) -> "LLMatcher":
-        """llguidance's state, made at its first use: thousands of sequences may wait."""
-        if self._made is None:
-            self._made = self.grammar.start.deep_copy()
-        return self._made
+        """llguidance's own state."""
+        return self.grammar.start.deep_copy()
+
+    @cached_property
+    def _never(self) -> tuple[Words, Words]:
+        return _bits_of({*self.grammar.never_ids, *self._end_token_ids}, self.grammar.vocab_size)
+
+    @cached_property
+    def _last(self) -> tuple[Words, Words]:
+        return _bits_of({*self._end_token_ids, *self._last_ids}, self.grammar.vocab_size)
 
     def accept(self, token_id: int) -> None:
         """Go on behind the sequence's next token."""
