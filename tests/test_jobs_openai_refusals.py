@@ -35,6 +35,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (chat("", stream=True), "stream must be False, not True"),
     (chat("", response_format={"type": "xml"}), "response_format: type must be 'text', 'json_object' or 'json_schema'"),
     (chat("", response_format={"type": "text", "strict": 1}), "response_format: unknown field 'strict'"),
+    (
+        chat("", response_format={"type": "json_object"}, structured_outputs={"regex": "a"}),
+        "response_format and structured_outputs both say what the output is",
+    ),
+    (chat("", structured_outputs={"choice": "a"}), "structured_outputs: choice must be a list of texts"),
     (chat("", logprobs=1), "logprobs must be a valid boolean, not 1"),
     (chat("", logprobs=True, top_logprobs=21), "top_logprobs must be less than or equal to 20, not 21"),
     (chat("", logprobs=True, top_logprobs=-1), "top_logprobs must be greater than or equal to 0, not -1"),
