@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,23 @@ def test_parameters_and_logprobs_are_those_of_llm(client: openai.OpenAI, model: 
     assert shown is not None
     assert shown.content is not None
     assert [len(each.top_logprobs) for each in shown.content] == [2] * len(own_chat.token_ids)
+
+
+def test_answers_have_the_form_that_is_asked_for(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"size": {"enum": ["small", "large"]}}, "required": ["size"]}
+    schema["additionalProperties"] = False
+    form: Any = {"type": "json_schema", "json_schema": {"name": "size", "schema": schema}}
+    options: dict[str, Any] = {"model": "letters", "messages": HI, "max_tokens": 80, "seed": 1}
+    answer = client.chat.completions.create(**options, response_format=form)
+    assert json.loads(answer.choices[0].message.content or "")["size"] in ("small", "large")
+    chunks = client.chat.completions.create(
+        **options, stream=True, extra_body={"structured_outputs": {"regex": "[0-9]{4}-[0-9]{2}"}}
+    )
+    text = "".join(each.choices[0].delta.content or "" for each in chunks)
+    assert re.fullmatch("[0-9]{4}-[0-9]{2}", text)
+    form["json_schema"]["schema"] = {"type": "nothing"}
+    with pytest.raises(openai.BadRequestError, match="nothing"):
+        client.chat.completions.create(**options, response_format=form)
 
 
 def test_an_echo_begins_each_choice_with_its_prompt(client: openai.OpenAI, alone: dict[str, str]) -> None:
