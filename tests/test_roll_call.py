@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection
+from threading import Barrier
 from typing import Any
 
 import psutil
@@ -248,3 +250,23 @@ def test_other_jobs_and_second_processes_of_a_rank_are_refused(monkeypatch: pyte
     assert there.wait_found(LONG_S)
     with pytest.raises(RankError, match="rank 1 is there already, on first"):
         RollMember(rank_of(1, first.port), 0.0).join()
+
+
+def test_of_two_processes_that_call_as_one_rank_at_once_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_called, of_rank_1 = Barrier(2), set()
+
+    def send_together(connection: Connection, **message: Any) -> None:
+        if message.get("rank") == 1:
+            of_rank_1.add(connection)
+        elif "here" in message and connection in of_rank_1:
+            have_called.wait(LONG_S)
+        send(connection, **message)
+
+    monkeypatch.setattr("zinfer.ranks.roll_member.send", send_together)
+    first = RollCall(rank_of(0, 0), LONG_S)
+    others = [RollMember(rank_of(1, first.port), LONG_S) for _ in range(2)]
+    rolls = joined(first, *others, RollMember(rank_of(2, first.port), LONG_S))
+    assert isinstance(rolls[0], Roll)
+    assert rolls[3] == rolls[0]
+    [refused] = [each for each in rolls[1:3] if each != rolls[0]]
+    assert str(refused) == "rank 1 on first cannot join: rank 1 is there already, on first; give each process its own"

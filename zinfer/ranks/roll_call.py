@@ -173,10 +173,13 @@ class RollCall:
             send(connection, job=self._own.job)
             while receive(connection):
                 with self._changed:
-                    if there is None:  # not before: a rank that had no answer for long has connected anew
-                        there = self._there[rank] = _Attendance(host, connection)
-                    else:
+                    if there is not None:
                         there.is_ready = True
+                    elif (first := self._there.get(rank)) is not None:  # two have called before one of them was there
+                        send(connection, refused=_twice(rank, first.host))
+                        break
+                    else:  # not before: a rank that had no answer for long has connected anew
+                        there = self._there[rank] = _Attendance(host, connection)
                     self._changed.notify_all()
         with self._changed:
             self._num_knocking[rank] -= 1
@@ -196,7 +199,7 @@ class RollCall:
             return None if hello.get("key") == self._key else "the link has another key"
         with self._changed:
             there = self._there.get(rank)
-        return None if there is None else f"rank {rank} is there already, on {there.host}; give each process its own"
+        return None if there is None else _twice(rank, there.host)
 
     def _lose(self, rank: int, text: str) -> None:
         """Note that a rank is lost; the others are told if they wait for it."""
@@ -223,3 +226,7 @@ class _Attendance:
     host: str
     connection: Connection
     is_ready: bool = False
+
+
+def _twice(rank: int, host: str) -> str:
+    return f"rank {rank} is there already, on {host}; give each process its own"

@@ -40,7 +40,7 @@ class RollMember:
         """Say that this rank is ready, and wait for the others.
 
         Raises:
-            RankError: rank 0 cannot be reached, or told that a rank is missing.
+            RankError: rank 0 cannot be reached, has refused this rank, or told that one is missing.
         """
         rest_s = self._patience_s + self._began_s - time.monotonic()
         if not self._found.wait(max(rest_s, _LEAST_S)) and self._is_heard:
@@ -60,6 +60,8 @@ class RollMember:
             told = receive(connection)
         except (EOFError, OSError) as error:
             raise RankError(f"rank 0 of {self._own.size} has not joined: it ended or was killed") from error
+        if "refused" in told:
+            raise RankError(f"{self._named()} cannot join: {told['refused']}")
         if "lost" in told:
             raise RankError(told["lost"])
         roll = Roll(**told["roll"])
