@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import zinfer
 from zinfer.errors import RankError
 from zinfer.offload.stats import RunStats
+from zinfer.ranks.open_models import fail_models, failing_together
 
 Job = tuple[Path, dict[str, Any], Tensors]
 HOMES = ("cpu", "nvme", "none")
@@ -259,3 +260,23 @@ def test_a_rank_that_cannot_load_ends_the_others(llama: Path, tmp_path: Path) ->
     assert found[0].kind == "RankError"
     assert "rank 1" in found[0].text
     assert "CheckpointError" in found[0].text
+
+
+def late(rank: int, folder: Path) -> list[str]:
+    """What each of three models tells that a process opens after its job has failed, the last one in another job."""
+    told = []
+    with failing_together():
+        fail_models(RankError(f"told to rank {rank}"))
+        for _ in range(2):
+            try:
+                zinfer.init_inference(folder, config("cpu"))
+            except RankError as error:
+                told.append(str(error))
+    with failing_together():
+        zinfer.init_inference(folder, config("cpu")).destroy()
+    return told
+
+
+def test_a_model_opened_after_its_job_has_failed_fails_too(llama: Path) -> None:
+    for rank, told in enumerate(run_ranks(2, late, llama)):
+        assert told == [f"told to rank {rank}"] * 2

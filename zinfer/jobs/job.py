@@ -43,6 +43,7 @@ from zinfer.model.context_length import read_limits
 from zinfer.probe.limits import choose_device
 from zinfer.ranks.group import join_group
 from zinfer.ranks.mesh import Mesh
+from zinfer.ranks.open_models import failing_together
 from zinfer.requests.prompt_encoder import NO_TOKENIZER, PromptEncoder, find_tokenizer
 from zinfer.store.saved_parts import open_for_rank
 from zinfer.units import name_values
@@ -112,19 +113,20 @@ def run_job(
     settings = resolve_settings(request.config, {"device": request.device}, swaps=request.generates)
     group = join_group(choose_device(settings).type)
     Mesh.of(vars(settings.parallel), group.hosts if group else [gethostname()])  # before anything is loaded
-    if group is not None and group.rank > 0:
-        with closing(PeerWorker(request, settings, group)) as worker:
-            return worker.run()
-    peers = None if group is None else Peers(group, lambda: kept_message(request.output))
-    try:
-        with shown(Meter(console)) as meter:
-            job = _Job(request, settings, meter, peers)
-            with closing(OutputFile(request.output)) as out, closing(job):
-                return job.run(out)
-    except BaseException as error:
-        if peers is not None and (first := peers.first_failure(error)) is not None:
-            raise first from None
-        raise
+    with failing_together():
+        if group is not None and group.rank > 0:
+            with closing(PeerWorker(request, settings, group)) as worker:
+                return worker.run()
+        peers = None if group is None else Peers(group, lambda: kept_message(request.output))
+        try:
+            with shown(Meter(console)) as meter:
+                job = _Job(request, settings, meter, peers)
+                with closing(OutputFile(request.output)) as out, closing(job):
+                    return job.run(out)
+        except BaseException as error:
+            if peers is not None and (first := peers.first_failure(error)) is not None:
+                raise first from None
+            raise
 
 
 class _Job:

@@ -39,7 +39,7 @@ from zinfer.model.build import build_meta_model
 from zinfer.model.context_length import read_limits
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.links import open_links
-from zinfer.ranks.model_ranks import fail_models
+from zinfer.ranks.open_models import fail_models
 from zinfer.ranks.sockets import end_link
 from zinfer.requests.prompt_encoder import find_tokenizer
 from zinfer.store.saved_parts import open_for_rank
@@ -70,7 +70,7 @@ class PeerWorker:
         self._over = threading.Event()
         self._sending = threading.Lock()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._is_alone = self._was_told = self._is_closed = False
+        self._is_alone = self._was_told = self._is_closed = self._has_left = False
         [self._link] = open_links(group)
         self._receiver = threading.Thread(target=self._receive, name="zinfer-rank-0", daemon=True)
         self._receiver.start()
@@ -112,6 +112,7 @@ class PeerWorker:
             if self._mode is not None:
                 self._mode.close()
         finally:
+            self._has_left = True
             end_link(self._link)
 
     def _serve(self) -> JobSummary:
@@ -177,6 +178,8 @@ class PeerWorker:
             if isinstance(message, Finished):
                 self._inbox.put(message)
                 return
+        if self._has_left:  # the models of this process are another job's by now
+            return
         self._is_alone = True
         self._inbox.put(None)
         fail_models(RankError(f"{self._first()} ended the job"))

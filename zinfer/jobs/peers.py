@@ -25,7 +25,7 @@ from zinfer.offload.stats import RunStats
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.links import open_links
 from zinfer.ranks.mesh import Mesh
-from zinfer.ranks.model_ranks import fail_models
+from zinfer.ranks.open_models import fail_models
 from zinfer.units import name_values
 
 _GRACE_S: Final = 2.0  # for news of the rank that failed first, if others fail with it

@@ -8,7 +8,6 @@ or not they share slabs with it.
 import itertools
 import pickle
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -23,6 +22,7 @@ from zinfer.offload.partition import Partition
 from zinfer.ranks.communicator import Communicator, TorchCommunicator
 from zinfer.ranks.group import RankGroup
 from zinfer.ranks.mesh import DIVIDING, Mesh, Mode
+from zinfer.ranks.open_models import add_model, remove_model
 from zinfer.ranks.peer_communicator import PeerCommunicator
 from zinfer.ranks.peer_memory import Card, PeerMemory, can_copy
 from zinfer.ranks.rank_store import growing_pauses
@@ -34,7 +34,6 @@ _KEPT_TURNS: Final = 1000  # more than any rank is behind another
 _MOST_PAUSE_S: Final = 1e-3
 _LEAVE_PAUSE_S: Final = 0.02
 _numbers = itertools.count()
-_open: "weakref.WeakSet[ModelRanks]" = weakref.WeakSet()
 _T = TypeVar("_T")
 
 
@@ -69,8 +68,8 @@ class ModelRanks:
         self._watch.on_failure(self._give_up)
         # A connection serves one thread: that of the model, and that of `wait_for_turn`.
         self._store, self._coming = self._watch.connect(), self._watch.connect()
-        _open.add(self)
         try:
+            add_model(self)
             self._slabs = self.communicator("zero")
         except BaseException as failure:
             self.leave_after(None, failure, None)
@@ -206,7 +205,7 @@ class ModelRanks:
 
     def close(self) -> None:
         """Leave. Rank 0 waits until the others have left, unless a rank has failed."""
-        _open.discard(self)
+        remove_model(self)
         try:  # those that share slabs hear of a failure by their gathers
             self._watch.leave(self._store, all_hear=self.partition.size == self.group.size)
         finally:
@@ -291,9 +290,3 @@ class ModelRanks:
         """Let the device come to its end; the failure is set, so what communicators give from now on is not used."""
         for each in [*self._communicators.values()]:
             each.give_up()
-
-
-def fail_models(failure: BaseException) -> None:
-    """Fail every model of this process, also while it loads: all ranks' waits for its blocks raise. Thread-safe."""
-    for ranks in list(_open):
-        ranks.fail(failure)
