@@ -6,12 +6,14 @@ transformers.
 On a machine with a GPU every start is cold, because CUDA does not survive a fork.
 """
 
+import atexit
 import multiprocessing
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import DupFd
@@ -162,7 +164,16 @@ def _command(
         function, given = prepare
         function(*given)
     sys.argv[:] = ["zinfer", *words]
-    main()
+    try:
+        main()
+    finally:
+        run_exit_functions()
+
+
+def run_exit_functions() -> None:
+    """End threads and call what `atexit` has, as every process does at its end but one of multiprocessing."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
 
 
 def _limit(limit_bytes: int | None) -> None:

@@ -342,17 +342,11 @@ def lasting(rank: int, folder: Path, notes: Path) -> str:
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_rank_ends_the_other(folder: Path, tmp_path: Path, lost: int, number: signal.Signals) -> None:
-    ranks = Ranks(2, lasting, folder, tmp_path)
-    until_s = time.monotonic() + 60
-    while not all((tmp_path / f"begun-{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
-    time.sleep(0.2)
-    ranks.kill(lost, number)
-    begin_s = time.monotonic()
-    try:
+    with Ranks(2, lasting, folder, tmp_path) as ranks:
+        ranks.wait_until(lambda: all((tmp_path / f"begun-{rank}").exists() for rank in range(2)))
+        time.sleep(0.2)
+        ranks.kill(lost, number)
+        begin_s = time.monotonic()
         assert ranks.result_of(1 - lost) == "ended"
-    finally:
-        ranks.end()
     assert time.monotonic() - begin_s < (30 if number == signal.SIGKILL else 90)
     assert f"rank {lost} on {socket.gethostname()}" in (tmp_path / f"told-{1 - lost}").read_text()

@@ -179,14 +179,12 @@ def test_a_lost_replica_ends_the_job(folder: Path) -> None:
     (folder / "many").mkdir()
     write_rows(folder / "many" / "in.jsonl", prompt_rows(1500))
     (folder / "many" / "model").symlink_to(folder / "model")
-    ranks = Ranks(3, job, folder / "many", "lost.jsonl", {"replicas": 3})
-    output, until_s = folder / "many" / "lost.jsonl", time.monotonic() + 60
-    while not (output.exists() and output.stat().st_size):
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
-    begin_s = time.monotonic()
-    ranks.kill(2, signal.SIGKILL)
-    first, second, lost = ranks.results()
+    output = folder / "many" / "lost.jsonl"
+    with Ranks(3, job, folder / "many", "lost.jsonl", {"replicas": 3}) as ranks:
+        ranks.wait_until(lambda: output.exists() and output.stat().st_size > 0)
+        begin_s = time.monotonic()
+        ranks.kill(2, signal.SIGKILL)
+        first, second, lost = ranks.results()
     assert time.monotonic() - begin_s < 30, "no gather tells of the loss, so passes have to"
     assert lost is None
     assert [first.kind, second.kind] == ["OtherRankFailed"] * 2
@@ -283,14 +281,11 @@ def test_a_replica_that_ends_early_leaves_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lost", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_replicas_end_with_a_lost_one(tmp_path: Path, lost: int) -> None:
     folder = tiny_checkpoint("llama", tmp_path, num_layers=NUM_LAYERS)
-    ranks = Ranks(4, lasting, folder)
-    until_s = time.monotonic() + 60
-    while not all((folder / f"begun-{rank}").exists() for rank in range(4)):
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
-    begin_s = time.monotonic()
-    ranks.kill(lost, signal.SIGKILL)
-    found = ranks.results()
+    with Ranks(4, lasting, folder) as ranks:
+        ranks.wait_until(lambda: all((folder / f"begun-{rank}").exists() for rank in range(4)))
+        begin_s = time.monotonic()
+        ranks.kill(lost, signal.SIGKILL)
+        found = ranks.results()
     assert not any(isinstance(each, Failed) for each in found), found
     # Rank 0 takes the store with it, which all notice at once; no connection to the others is needed, but their beats.
     assert time.monotonic() - begin_s < (60 if lost else 30)

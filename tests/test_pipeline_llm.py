@@ -225,13 +225,12 @@ def lasting(rank: int, folder: Path, notes: Path) -> str:
 
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_stage_ends_the_others(folder: Path, tmp_path: Path, lost: int) -> None:
-    ranks = Ranks(3, lasting, folder, tmp_path)
-    for rank in range(3):
-        wait_for(tmp_path / f"begun-{rank}")
-    time.sleep(0.3)
-    begin_s = time.monotonic()
-    ranks.kill(lost, signal.SIGKILL)
-    found = ranks.results()
+    with Ranks(3, lasting, folder, tmp_path) as ranks:
+        ranks.wait_until(lambda: all((tmp_path / f"begun-{rank}").exists() for rank in range(3)))
+        time.sleep(0.3)
+        begin_s = time.monotonic()
+        ranks.kill(lost, signal.SIGKILL)
+        found = ranks.results()
     assert time.monotonic() - begin_s < 30
     for rank in {0, 1, 2} - {lost}:
         assert not isinstance(found[rank], Failed), found[rank]

@@ -234,16 +234,10 @@ def long_run(rank: int, folder: Path, begun: Path, device: str) -> float:
 def test_a_lost_rank_ends_the_others(
     llama: Path, tmp_path: Path, lost: int, number: signal.Signals, device: str
 ) -> None:
-    ranks = Ranks(2, long_run, llama, tmp_path, device)
-    until_s = time.monotonic() + 60
-    while not all((tmp_path / str(rank)).exists() for rank in range(2)):
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
-    ranks.kill(lost, number)
-    try:
+    with Ranks(2, long_run, llama, tmp_path, device) as ranks:
+        ranks.wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+        ranks.kill(lost, number)
         found = ranks.results() if number == signal.SIGKILL else ranks.result_of(1 - lost)
-    finally:
-        ranks.end()
     assert not isinstance(found, Failed)
     said = (tmp_path / f"said-{1 - lost}").read_text()
     assert f"rank {lost}" in said, said

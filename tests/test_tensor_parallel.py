@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -272,13 +271,10 @@ def long_run(rank: int, folder: Path, begun: Path) -> None:
 
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_others(llama: Path, tmp_path: Path, lost: int) -> None:
-    ranks = Ranks(2, long_run, llama, tmp_path)
-    until_s = time.monotonic() + 60
-    while not all((tmp_path / str(rank)).exists() for rank in range(2)):
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
-    ranks.kill(lost, signal.SIGKILL)
-    found = ranks.results()
+    with Ranks(2, long_run, llama, tmp_path) as ranks:
+        ranks.wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+        ranks.kill(lost, signal.SIGKILL)
+        found = ranks.results()
     assert not isinstance(found[1 - lost], Failed)
     assert f"rank {lost}" in (tmp_path / f"said-{1 - lost}").read_text()
 

@@ -13,6 +13,7 @@ from ray.util.placement_group import get_current_placement_group, placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from zinfer.errors import ConfigError, RankError
+from zinfer.ranks.sockets import reserve_port
 
 _END_S: Final = 60.0  # in which a failure of one rank ends the others
 
@@ -119,11 +120,12 @@ class RankActors:
 class _Rank:
     """One rank: a process of Ray's."""
 
+    _port: socket.socket  # reserved as long as this process lives: rank 0 may listen any time
+
     def find_address(self) -> tuple[str, int]:
-        """Return this node's address and a free port."""
-        with socket.socket() as found:
-            found.bind(("", 0))
-            return ray.util.get_node_ip_address(), found.getsockname()[1]
+        """Return this node's address and a port that no other process gets."""
+        self._port = reserve_port()
+        return ray.util.get_node_ip_address(), self._port.getsockname()[1]
 
     def gpus(self) -> list[str]:
         """Return the GPUs that Ray gave this rank."""

@@ -41,6 +41,14 @@ def listen(own: RankEnvironment) -> socket.socket:
     )
 
 
+def reserve_port(host: str = "") -> socket.socket:
+    """Return a socket with a port that no other program is given; `listen` takes the port while the socket is open."""
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # which lets another listen that has it too
+    found.bind((host, 0))
+    return found
+
+
 def connect(address: str, port: int) -> Connection:
     """Return a connection to a port.
 
